@@ -238,7 +238,14 @@ class _Shapes(Weights):
 
     label: str
 
-    def raw(self, name: str, shape: Sequence[int], *, dtype: mx.Dtype | None = None) -> mx.array:
+    def raw(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: mx.Dtype | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> mx.array:
         """The array, if it is there and has this shape."""
         if name not in self:
             raise CheckpointError(f"{self.label} has no tensor {name!r}, {tuple(shape)}.")

@@ -113,9 +113,10 @@ class ObservedWeights(Weights):
         *,
         bias: bool = False,
         order: Sequence[int] | None = None,
+        parts: Sequence[int] | None = None,
     ) -> Projection:
         """As of Weights."""
-        made = super().linear(path, out_dims, in_dims, bias=bias, order=order)
+        made = super().linear(path, out_dims, in_dims, bias=bias, order=order, parts=parts)
         return ObservedProjection(made, [path], self.observer)
 
     def fused(

@@ -120,7 +120,8 @@ def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "M
     from ..errors import UnsupportedModelError
     from .config import load_config
     from .registry import family
-    from .weights import Weights, load_tensors
+    from .tensors import load_tensors
+    from .weights import Weights
 
     folder = Path(folder)
     config = load_config(folder)

@@ -126,7 +126,7 @@ class CutWeights(Weights):
             rename=rename,
             watch=watch,
         )
-        self.share = share
+        self.share = self._share = share
         self._link = link
         self._sums = Sums(link)
         self._cut: set[str] = set()
@@ -138,11 +138,21 @@ class CutWeights(Weights):
         if name not in self or len(shape) != len(self.shape(name)):
             return False
         pairs = zip(self.shape(name), shape, strict=True)
-        return all(self.share.cut(*pair) is not None for pair in pairs)
+        return all(self._share.cut(*pair) is not None for pair in pairs)
 
-    def is_cut(self, name: str) -> bool:
-        """Whether only a part of the tensor was taken."""
-        return name in self._cut
+    def norm(self, path: str, dims: int, *, offset: float = 0.0) -> mx.array:
+        """The weights of a norm over all of `dims` numbers, which this rank must have all of.
+
+        Raises:
+            UnsupportedModelError: it has a part of them.
+        """
+        weight = super().norm(path, dims, offset=offset)
+        if f"{path}.weight" in self._cut:
+            raise UnsupportedModelError(
+                f"{path} is one norm over what several ranks would have: run this model with "
+                "ranks=1."
+            )
+        return weight
 
     def block(self, block: FeedForward) -> FeedForward:
         """A block of several summands, with one sum over the ranks."""
@@ -150,7 +160,7 @@ class CutWeights(Weights):
 
     def once(self, bias: mx.array) -> mx.array:
         """What one rank adds to a sum of summands, and the others do not."""
-        return bias if self.share.rank == 0 else mx.zeros_like(bias)
+        return bias if self._share.rank == 0 else mx.zeros_like(bias)
 
     def linear(
         self,
@@ -198,7 +208,9 @@ class CutWeights(Weights):
         return all(
             f"{other}.{part}" in self
             and self.shape(f"{path}.{part}") == self.shape(f"{other}.{part}")
-            and bool(mx.array_equal(*(self._own_rows(f"{p}.{part}") for p in (path, other))))
+            and bool(
+                mx.array_equal(self._own_rows(f"{path}.{part}"), self._own_rows(f"{other}.{part}"))
+            )
             for part in parts
         )
 
@@ -217,7 +229,7 @@ class CutWeights(Weights):
         spans = self._spans(tensor.shape[axes[0]], wanted[axes[0]], parts)
         if len(axes) > 1 or spans is None:
             raise UnsupportedModelError(
-                f"Rank {self.share.rank} of {self.share.size} would have {wanted} of the tensor "
+                f"Rank {self._share.rank} of {self._share.size} would have {wanted} of the tensor "
                 f"{self._original[name]!r} {tensor.shape}, which is no part of it: run this model "
                 "with ranks=1."
             )
@@ -243,7 +255,7 @@ class CutWeights(Weights):
         starts = [0, *accumulate(wholes)]
         spans = []
         for own, (start, stop) in zip(kinds, pairwise(starts), strict=True):
-            first = self.share.cut(stop - start, own)
+            first = self._share.cut(stop - start, own)
             if first is None:
                 return None
             spans.append((start + first, start + first + own))
@@ -256,7 +268,7 @@ class CutWeights(Weights):
         """
         if len(kinds) == 1:
             return [stored]
-        options = {own: self.share.wholes(own) for own in kinds}
+        options = {own: self._share.wholes(own) for own in kinds}
         for place in range(len(next(iter(options.values())))):
             alike = [options[own][place] for own in kinds]
             if sum(alike) == stored and 0 not in alike:
@@ -278,13 +290,13 @@ class CutWeights(Weights):
 
     def _num_rows(self, vocab_size: int) -> int:
         """Of a table on each rank."""
-        return -(-vocab_size // self.share.size)
+        return -(-vocab_size // self._share.size)
 
     def _own_rows(self, name: str) -> mx.array:
         """This rank's rows of a table's tensor, as far as there are any."""
         tensor = self._file(name)
         count = self._num_rows(tensor.shape[0])
-        first = self.share.rank * count
+        first = self._share.rank * count
         return self._read(tensor, (slice(first, first + count),))
 
     def _rows(self, path: str, shape: tuple[int, int]) -> StoredMatrix:

@@ -22,7 +22,8 @@ from .config import ModelConfig, normalise
 from .decoder import Model, arrays
 from .families.qwen import Qwen3
 from .jsonfields import Fields, read_json
-from .weights import FLOATS, Weights, load_tensors
+from .tensors import FLOATS, load_tensors
+from .weights import Weights
 
 KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
 

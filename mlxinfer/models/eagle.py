@@ -18,7 +18,8 @@ from .decoder import Model, keeping
 from .families.llama import Llama
 from .heads import ConcatenatedBlock, DraftHead
 from .jsonfields import Fields, read_json
-from .weights import FLOATS, Weights, load_tensors
+from .tensors import FLOATS, load_tensors
+from .weights import Weights
 
 _FRONTS = ("midlayer.", "layers.0.")  # of the layer's names
 

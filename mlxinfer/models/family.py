@@ -7,33 +7,32 @@ the architecture.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
 from ..core import KVSpec, StateSpec
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError
 from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.causal_conv import CausalConv
 from ..layers.linear import Projection
-from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
-from ..layers.moe import Choose, MoE
+from ..layers.mlp import FeedForward, Gated
 from ..layers.norm import Norm, WideQKNorm
 from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
 from ..layers.step import Rope
 from .config import ModelConfig
 from .decoder import Entry, Layer, Model, PreNormLayer, arrays
+from .feed_forward import FeedForwards
 from .jsonfields import Fields
 from .multimodal import language_name
 from .rope_config import read_layer_types, read_rope
-from .weights import StoredMatrix, Weights, fused_experts
+from .weights import Weights
 
 # Ends of the names of experts' stacks on the hub, where they are no modules of their own.
 PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-class Family:
+class Family(FeedForwards):
     """How one architecture is read and built.
 
     Attributes:
@@ -46,7 +45,6 @@ class Family:
         norm_offset: what is added to stored norm weights.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
-        transposed_experts: stacks of experts on the hub have inputs before outputs.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         bidirectional: the config may say that tokens see what comes after them.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
@@ -61,7 +59,6 @@ class Family:
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     interleaved: ClassVar[bool] = False
-    transposed_experts: ClassVar[bool] = False
     dense_matrices: ClassVar[tuple[str, ...]] = ()
     bidirectional: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
@@ -141,9 +138,7 @@ class Family:
     # -- the decoder ----------------------------------------------------------------------------
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        self.config = config
-        self.weights = weights
-        self.make = weights.make
+        super().__init__(config, weights)
         self.attentions: dict[int, LayerMixer] = {}  # those whose keys later layers may read
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
 
@@ -204,16 +199,6 @@ class Family:
         """Multiplies the embeddings; None: 1."""
         return None
 
-    @cached_property
-    def activation(self) -> Gated:
-        """The gated activation of all feed-forward blocks, as the config names it."""
-        name = self.config.activation
-        if name not in ACTIVATIONS:
-            raise UnsupportedModelError(
-                f"hidden_act is {name!r}; supported are {', '.join(ACTIVATIONS)}."
-            )
-        return gated(name, self.weights.dtype)
-
     def entry(self) -> Entry | None:
         """What comes between embeddings and layers; None: nothing does."""
         return None
@@ -239,102 +224,12 @@ class Family:
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
         width = self.config.hidden_size if dims is None else dims
-        weight = self.weights.take(f"{path}.weight", (width,), offset=self.norm_offset)
-        if self.weights.is_cut(f"{path}.weight"):
-            raise UnsupportedModelError(
-                f"{path} is one norm over what several ranks would have: run this model with "
-                "ranks=1."
-            )
+        weight = self.weights.norm(path, width, offset=self.norm_offset)
         return self.make.norm(weight, self.config.rms_norm_eps if eps is None else eps)
 
     def mlp(self, index: int) -> FeedForward:
         """The feed-forward block of a layer."""
         return self.dense_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
-
-    def dense_mlp(
-        self,
-        path: str,
-        inner: int,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> MLP:
-        """The gate, up and down projections at `path`, `inner` numbers wide."""
-        config, weights = self.config, self.weights
-        gate_name, up_name, down_name = names
-        gate_up = weights.fused(
-            [f"{path}.{gate_name}", f"{path}.{up_name}"],
-            [inner, inner],
-            config.hidden_size,
-            bias=config.mlp_bias,
-        )
-        down = weights.linear(
-            f"{path}.{down_name}", config.hidden_size, inner, bias=config.mlp_bias
-        )
-        return MLP(gate_up, down, self.activation)
-
-    def packed_mlp(self, path: str, inner: int) -> MLP:
-        """gate_up_proj, the gate first, and down_proj at `path`, without biases."""
-        hidden = self.config.hidden_size
-        return MLP(
-            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden, parts=[inner, inner]),
-            self.weights.linear(f"{path}.down_proj", hidden, inner),
-            self.activation,
-        )
-
-    def experts(
-        self,
-        path: str,
-        choose: Choose,
-        *,
-        router: str = "gate",
-        shared: FeedForward | None = None,
-        weighs_inputs: bool = False,
-    ) -> FeedForward:
-        """The mixture of experts at `path`.
-
-        Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
-        `experts.0.gate_proj` and so on, or the stacks `experts.gate_up_proj`, the gate first, and
-        `experts.down_proj`, as on the hub.
-        """
-        config, weights = self.config, self.weights
-        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        packed = any(
-            f"{path}.experts.{name}.weight" in weights for name in ("gate_up_proj", "down_proj")
-        )
-        stacks = f"{path}.experts" if packed else f"{path}.switch_mlp"
-
-        def stack(name: str, out_dims: int, in_dims: int, *kinds: int) -> StoredMatrix:
-            each = f"{path}.experts.{{}}.{name}_proj"
-            shape = (count, out_dims, in_dims)
-            side_by_side = kinds or None
-            if packed and self.transposed_experts:
-                weight = weights.take(
-                    f"{stacks}.{name}_proj.weight", (count, in_dims, out_dims), parts=side_by_side
-                )
-                return StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
-            if packed:
-                return weights.matrix(f"{stacks}.{name}_proj", shape, parts=side_by_side)
-            return weights.experts(f"{stacks}.{name}_proj", each, shape)
-
-        if packed:
-            parts = [stack("gate_up", 2 * inner, hidden, inner, inner)]
-        else:
-            parts = [stack(name, inner, hidden) for name in ("gate", "up")]
-        # One projection after the other: together, the experts and what is made of them are held.
-        gate_up = fused_experts(parts, self.make)
-        del parts
-        weights.evaluate(list(arrays(gate_up)))
-        down = stack("down", hidden, inner).expert_projection(self.make)
-        return weights.block(
-            MoE(
-                router=weights.linear(f"{path}.{router}", count, hidden),
-                choose=choose,
-                gate_up_proj=gate_up,
-                down_proj=down,
-                activation=self.activation,
-                shared=shared,
-                weighs_inputs=weighs_inputs,
-            )
-        )
 
     def causal_conv(
         self, path: str, state: StateSpec, *, bias: bool = False, parts: Sequence[int] | None = None

@@ -19,7 +19,8 @@ from .family import PACKED, Family
 from .heads import DraftHead, JoinedBlock
 from .multimodal import language_name
 from .registry import family
-from .weights import FLOATS, Weights, load_tensors
+from .tensors import FLOATS, load_tensors
+from .weights import Weights
 
 _MODULE = re.compile(r"^(?:.*\.)?mtp\.(.+)$")
 

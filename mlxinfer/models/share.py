@@ -80,9 +80,8 @@ class Share:
             first, stop = self.span(count)
             fits = stop > first and wanted % (stop - first) == 0
             found.append(wanted // (stop - first) * count if fits else 0)
-        for count in sorted(self.counts):
-            found.append(wanted * count if self.size % count == 0 else 0)
-        return [*found, wanted]
+        alike = [wanted * n if self.size % n == 0 else 0 for n in sorted(self.counts)]
+        return [*found, *alike, wanted]
 
     def fields(self, fields: Fields, model_type: str, unit: int) -> Fields:
         """What the config of this rank states.

@@ -1,18 +1,16 @@
-"""A folder of safetensors as strictly checked arrays, and matrices made of them.
+"""Strictly checked arrays of a checkpoint, and matrices made of them.
 
 A family takes each tensor by name and shape; one that is missing, misshapen or left over at the
-end is an error that names it. MLX sees a file only after its header was checked (safetensors.py).
-Matrices that read the same input are fused, outputs side by side: fewer operations a token.
+end is an error that names it. Matrices that read the same input are fused, outputs side by side:
+fewer operations a token.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError, shown
+from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.cpu import layer_factory
 from ..layers.factory import LayerFactory
 from ..layers.linear import (
@@ -26,15 +24,12 @@ from ..layers.linear import (
 from ..layers.mlp import FeedForward
 from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat, Quantization, format_of_shapes
-from .safetensors import read_headers
 from .share import Share
+from .tensors import FLOATS, choose_dtype
 
 Rename = Callable[[str], str | None]
 
 _PARTS = ("weight", "scales", "biases")
-_OF_PACKED = (".scales", ".biases")
-FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
-_DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +203,12 @@ class Weights:
         offset: float = 0.0,
         parts: Sequence[int] | None = None,
     ) -> mx.array:
-        """The tensor in the activations' dtype, `offset` added before it is rounded to that.
-
-        `parts`: as of `raw`.
-        """
+        """`raw` in the activations' dtype, `offset` added before it is rounded to that."""
         tensor = self.raw(name, shape, parts=parts)
         if tensor.dtype not in FLOATS:
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} is {tensor.dtype}; expected one of "
-                f"{', '.join(_DTYPES)}."
+                f"{', '.join(FLOATS.values())}."
             )
         if offset:
             tensor = tensor.astype(mx.float32) + offset
@@ -276,10 +268,7 @@ class Weights:
         bias: bool = False,
         parts: Sequence[int] | None = None,
     ) -> StoredMatrix:
-        """One matrix (out_dims, in_dims), or (num_experts, out_dims, in_dims) as one tensor.
-
-        `parts`: as of `linear`.
-        """
+        """One matrix (out_dims, in_dims), or (E, out_dims, in_dims); `parts` as of `linear`."""
         offset = self.take(f"{path}.bias", shape[:-1], parts=parts) if bias else None
         if f"{path}.scales" in self:
             return self._quantized(path, shape, offset, parts)
@@ -293,9 +282,9 @@ class Weights:
         """What is added to a sum of summands."""
         return bias
 
-    def is_cut(self, name: str) -> bool:
-        """Whether only a part of the tensor was taken."""
-        return False
+    def norm(self, path: str, dims: int, *, offset: float = 0.0) -> mx.array:
+        """The weights of a norm over all of `dims` numbers; `offset` as of `take`."""
+        return self.take(f"{path}.weight", (dims,), offset=offset)
 
     def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """One matrix per expert (num_experts, out_dims, in_dims).
@@ -454,56 +443,3 @@ def _combined(
         field([part.biases for part in parts], -2),
         parts[0].form,
     )
-
-
-def load_tensors(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of a checkpoint, by name. Data is read when an array is first evaluated.
-
-    Raises:
-        CheckpointError: a file that is broken.
-        ModelNotFoundError: there is none.
-    """
-    tensors: dict[str, mx.array] = {}
-    for path, header in read_headers(folder).items():
-        try:
-            loaded = mx.load(str(path))
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-        assert isinstance(loaded, dict), path
-        assert loaded.keys() == header.keys(), path
-        tensors.update(loaded)
-    return tensors
-
-
-def choose_dtype(
-    tensors: Mapping[str, mx.array], dtype: str, *, fits_float16: bool = True
-) -> mx.Dtype:
-    """The dtype of activations: as requested, or the checkpoint's own; float32 on the CPU.
-
-    The checkpoint's own is that of most tensors but scales and biases of quantised matrices, which
-    may be narrower than what they were made from. Vectors in float32 alone make no model wide.
-
-    Args:
-        tensors: by name.
-        dtype: "auto", or one of MLX's.
-        fits_float16: whether activations stay below 65,504; else "auto" takes bfloat16 instead.
-    """
-    if dtype != "auto":
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise InvalidRequestError(
-                f"dtype is {shown(dtype)}; expected auto, {', '.join(_DTYPES)}.", param="dtype"
-            )
-        return _DTYPES[dtype]
-    if not mx.metal.is_available():
-        return mx.float32
-    floats = {name: t for name, t in tensors.items() if t.dtype in FLOATS}
-    packed = [t.dtype for name, t in floats.items() if name.endswith(_OF_PACKED)]
-    own = [t for name, t in floats.items() if not name.endswith(_OF_PACKED)]
-    chosen = _most([t.dtype for t in own] or packed)
-    if chosen == mx.float32 and packed and all(t.ndim < 2 for t in own):
-        chosen = _most(packed)
-    return mx.bfloat16 if chosen == mx.float16 and not fits_float16 else chosen
-
-
-def _most(dtypes: Sequence[mx.Dtype]) -> mx.Dtype:
-    return Counter(dtypes).most_common(1)[0][0] if dtypes else mx.float32

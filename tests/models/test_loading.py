@@ -18,7 +18,8 @@ from mlxinfer.models import load
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
-from mlxinfer.models.weights import Weights, choose_dtype
+from mlxinfer.models.tensors import choose_dtype
+from mlxinfer.models.weights import Weights
 
 IDS = list(range(3, 23))
 

@@ -16,7 +16,7 @@ import logging
 from pathlib import Path
 
 from ..jsonfields import read_json
-from ..weights import load_tensors
+from ..tensors import load_tensors
 from .alone import AloneModel
 from .choice import build, choose
 from .config import ZooConfig

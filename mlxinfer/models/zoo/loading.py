@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ...errors import CheckpointError
 from ..quantization import Quantization, format_of_shapes
-from ..weights import FLOATS, choose_dtype
+from ..tensors import FLOATS, choose_dtype
 from .definitions import Definition
 from .private_copy import one_line
 

@@ -1,0 +1,99 @@
+"""A model that is spread over ranks gives the logits of the whole one, and each rank reads and
+holds its share. Ranks are threads here; all families, and four ranks, with
+
+    MLXINFER_ALL_RANKS=1 pytest tests/ranks/test_shares.py
+"""
+
+import os
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.cases import CASES
+from models.dense_kv import DenseCache
+from models.tiny import tiny_checkpoint
+from ranks.threads import ThreadLink, run_ranks
+
+from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.models import load, load_share
+from mlxinfer.models.cut_weights import CutWeights
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.share import SPLITTABLE, Share
+
+SOME = ["qwen3-v4", "gpt_oss-v5", "deepseek_v3-v4", "qwen3_next-v4", "nemotron_h-v4", "phi3-v4"]
+EVERY = [case for case in CASES if CASES[case]["model_type"] in SPLITTABLE]
+ALL = os.environ.get("MLXINFER_ALL_RANKS") == "1"
+IDS = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
+
+
+def logits_of(model: Model) -> np.ndarray:
+    caches = DenseCache(model).step([("a", len(IDS))])
+    hidden = model(mx.array(IDS), mx.arange(len(IDS), dtype=mx.int32), caches)
+    return np.array(model.logits(hidden))
+
+
+@pytest.mark.parametrize("size", [2, 4] if ALL else [2])
+@pytest.mark.parametrize("case", EVERY if ALL else SOME)
+def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path, case)
+    whole = load(folder)
+    expected = logits_of(whole)
+    readers: list[CutWeights] = []
+    plain_init = CutWeights.__init__
+
+    def remember(self: CutWeights, *args: object, **kwargs: object) -> None:
+        plain_init(self, *args, **kwargs)
+        readers.append(self)
+
+    monkeypatch.setattr(CutWeights, "__init__", remember)
+
+    def work(link: ThreadLink) -> tuple[np.ndarray, list[str], Model]:
+        model = load_share(folder, link.rank, link)
+        return logits_of(model), link.calls, model
+
+    try:
+        results = run_ranks(size, work)
+    except UnsupportedModelError as error:  # of sizes that so many ranks cannot share
+        if not ALL:
+            raise
+        pytest.skip(str(error))
+    for logits, calls, model in results:
+        assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
+        assert (logits.argmax(-1) == expected.argmax(-1)).all()
+        num_blocks = sum(
+            (getattr(layer, "mixer", None) is not None) + (getattr(layer, "mlp", None) is not None)
+            for layer in model.layers
+        )
+        assert calls.count("sum") <= 1 + num_blocks, "a sum a block, and that of the embeddings"
+        assert calls.count("gather") == 1
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    for reader in readers:
+        assert reader.bytes_read <= stored / size * 1.35, "of vectors each has all"
+
+
+def test_quantised_columns_are_cut_between_groups(tmp_path):
+    """Three groups for two ranks: one has two of them."""
+    folder = tiny_checkpoint(tmp_path, "qwen2-v5", quantize={"group_size": 32, "bits": 4})
+    expected = logits_of(load(folder))
+    for logits in run_ranks(2, lambda link: logits_of(load_share(folder, link.rank, link))):
+        assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count", [7, 8, 45, 90])
+def test_the_spans_of_all_ranks_cover_everything_once(size, count):
+    spans = [Share(rank, size).span(count) for rank in range(size)]
+    assert [spans[0][0], spans[-1][1]] == [0, count]
+    assert all(before[1] == after[0] for before, after in pairwise(spans))
+    sizes = [stop - start for start, stop in spans]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("case", "says"), [("olmo2-v4", "cannot be spread"), ("nemotron_h-v5", "mamba_n_groups is 1")]
+)
+def test_what_cannot_be_shared_is_refused_by_name(case, says, tmp_path):
+    folder = tiny_checkpoint(tmp_path, case)
+    with pytest.raises(UnsupportedModelError, match=says):
+        run_ranks(2, lambda link: load_share(folder, link.rank, link))

@@ -71,10 +71,11 @@ def check_memory(num_bytes: int) -> None:
         )
 
 
-FIRST_PAGES = 128  # a pool starts small: a short chat takes little memory
-GROWTH = 4  # and grows by one part in so many: copying stays rare, and little is taken unused
+FIRST_PAGES = 16  # a pool starts small: a first question takes little memory
+DOUBLED = 128  # pages: a pool of fewer doubles, and a larger one grows by so many at least,
+GROWTH = 4  # ... or by one part in so many: copying stays rare, and little is taken unused
 LEAD = 8  # growth begins when one part in so many is left, or
-MIN_LEAD = 32  # ... so many pages
+MIN_LEAD = 32  # ... so many pages, half of a small pool
 
 
 def growth_threshold(pages: int, limit: int) -> int:
@@ -84,7 +85,7 @@ def growth_threshold(pages: int, limit: int) -> int:
         pages: that the pool has.
         limit: that it may ever have.
     """
-    return pages if pages >= limit else max(pages - max(pages // LEAD, MIN_LEAD), 0)
+    return pages if pages >= limit else pages - max(pages // LEAD, min(MIN_LEAD, pages // 2))
 
 
 def wanted_pages(pages: int, extent: int, limit: int) -> int:
@@ -96,7 +97,7 @@ def wanted_pages(pages: int, extent: int, limit: int) -> int:
     while extent > growth_threshold(pages, limit):
         if pages >= limit:
             return limit
-        pages = min(pages + max(pages // GROWTH, FIRST_PAGES), limit)
+        pages = min(pages + max(pages // GROWTH, min(pages, DOUBLED)), limit)
     return pages
 
 

@@ -27,6 +27,7 @@ from .kv_write_cases import KV_WRITE
 from .launch import Device, Metal, running_on
 from .prefill_cases import PREFILL_ATTENTION
 from .sampling_cases import BITMASK, SAMPLE
+from .state_cases import CONV_STEP, DELTA_STEP, SSM_STEP
 from .variants import Case, Kind, Outputs, Variant
 from .verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 
@@ -39,6 +40,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
         *(KV_WRITE, GATED, SAMPLE, BITMASK),
+        *(CONV_STEP, DELTA_STEP, SSM_STEP),
     )
 }
 

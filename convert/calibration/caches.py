@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
-from ...layers.step import Arrays, LatentKeysValues, Replay
+from ...layers.step import Advance, Arrays, LatentKeysValues
 
 
 def whole_sequences(spec: CacheSpec, length: int) -> Any:
@@ -120,11 +120,20 @@ class WholeStates:
         self._num_sequences = taken.shape[0]
         return taken
 
+    @property
+    def before(self) -> "WholeStates":
+        """The states before, of which there are none."""
+        return self
+
     def read(self) -> Arrays:
         """Zeros (N, ...)."""
         return [mx.zeros((self._num_sequences, *shape)) for shape, _ in self._spec.shapes]
 
-    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+    def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
+        """Never used: no kernel is ready here."""
+        raise AssertionError("kernels without an engine")
+
+    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
         """Nothing follows."""
 
     def join(self, outputs: Arrays) -> mx.array:

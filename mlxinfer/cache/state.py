@@ -16,11 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 from ..core import StateSpec
+from ..metal_kernels.state_rows import SOURCES, filled, plan_of
 from .inputs import Ints, Segments, StepSegments
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
-# (inputs of a part, states before it, tokens that count (B,)) -> states after these tokens
-Replay = Callable[[Arrays, Arrays, mx.array], Arrays]
+# (inputs of a part, states before it) -> outputs, and states after the tokens that count
+Advance = Callable[[Arrays, "StatesBefore"], tuple[mx.array, Arrays]]
 
 
 class Block:
@@ -51,7 +52,96 @@ class Undo:
     """What one layer of a part needs to be replayed."""
 
     inputs: Arrays
-    replay: Replay
+    advance: Advance
+
+
+class Places:
+    """Where the states of B sequences lie before a step, the same for all layers.
+
+    Args:
+        places: (B,) block and row; block None: zeros.
+        counts: (B,) tokens that count.
+        width: tokens of the longest in the part.
+    """
+
+    __slots__ = ("_first", "_plan", "_runs", "counts", "lengths")
+
+    def __init__(
+        self, places: Sequence[tuple[Block | None, int]], counts: Sequence[int], width: int
+    ) -> None:
+        self.counts = list(counts)
+        ragged = any(count != width for count in self.counts)
+        self.lengths = mx.array(self.counts) if ragged else None
+        self._runs = _runs(places)
+        self._first: list[Block] = []  # those that a kernel gets as they are
+        self._plan: mx.array | None = None
+
+    def counting(self, counts: Sequence[int], width: int) -> "Places":
+        """The same places, where other numbers of tokens count."""
+        rows = [(block, row) for block, some in self._runs for row in some]
+        return Places(rows, counts, width)
+
+    @property
+    def plan(self) -> mx.array:
+        """As of `state_rows.plan_of`, for the arrays of `sources`."""
+        if self._plan is None:
+            blocks = list(dict.fromkeys(block for block, _ in self._runs if block is not None))
+            self._first = blocks if len(blocks) <= SOURCES else blocks[: SOURCES - 1]
+            number = {block: i for i, block in enumerate(self._first)}
+            places, joined = [], 0
+            for block, rows in self._runs:
+                if block is None:
+                    places += [(0, -1)] * len(rows)
+                elif block in number:
+                    places += [(number[block], row) for row in rows]
+                else:
+                    places += [(SOURCES - 1, joined + i) for i in range(len(rows))]
+                    joined += len(rows)
+            self._plan = plan_of(places, self.counts)
+        return self._plan
+
+    def sources(self, layer: int, spec: StateSpec) -> list[Arrays]:
+        """Of each state of a layer, the arrays that `plan` is about.
+
+        More blocks than a kernel takes come from sequences that have just been brought together:
+        the rows of the last ones are gathered.
+        """
+        assert self._plan is not None, "the plan comes first"
+        arrays = [block.layers[layer] for block in self._first]
+        rest = [run for run in self._runs if run[0] is not None and run[0] not in self._first]
+        if rest:
+            arrays.append(_gather(rest, layer, spec))
+        if not arrays:
+            arrays = [_rows(None, [0], layer, spec)]
+        return [filled([some[state] for some in arrays]) for state in range(len(spec.shapes))]
+
+    def read(self, layer: int, spec: StateSpec) -> Arrays:
+        """The states of one layer, (B, ...) each; zeros where a sequence begins."""
+        return _gather(self._runs, layer, spec)
+
+
+class StatesBefore:
+    """The states of one layer's sequences before a part of a step.
+
+    Attributes:
+        lengths: (B,) tokens of each sequence that count; None: all.
+    """
+
+    __slots__ = ("_layer", "_places", "_spec", "lengths")
+
+    def __init__(self, places: Places, layer: int, spec: StateSpec) -> None:
+        self._places = places
+        self._layer = layer
+        self._spec = spec
+        self.lengths = places.lengths
+
+    def read(self) -> Arrays:
+        """The states, (B, ...) each."""
+        return self._places.read(self._layer, self._spec)
+
+    def lying(self) -> tuple[mx.array, list[Arrays]]:
+        """A plan and, of each state, the arrays that it is about; see `state_rows`."""
+        return self._places.plan, self._places.sources(self._layer, self._spec)
 
 
 @dataclass(slots=True)
@@ -62,9 +152,8 @@ class Part:
     rows: mx.array  # (B, L) flat rows of the step; a shorter sequence repeats its last one
     span: slice  # of the flat rows that it covers
     counts: Ints  # (B,) tokens of each
-    lengths: mx.array | None  # (B,) the same; None: L each
     unpad: mx.array | None  # (N,) from the padded (B * L) rows back to flat order
-    sources: list[tuple[Block | None, list[int]]]  # of the old states, in order; None: zeros
+    before: Places  # the old states
     new: Block  # filled by the layers
     undo: dict[int, Undo] = field(default_factory=dict)  # by layer
 
@@ -74,17 +163,17 @@ class StatePart:
 
     Attributes:
         rows: (B, L) flat rows of the step, in order; padded by repetition.
-        lengths: (B,) tokens of each sequence; None: L, so nothing is padded.
+        before: the states before the step.
     """
 
-    __slots__ = ("_layer", "_part", "_spec", "lengths", "rows")
+    __slots__ = ("_layer", "_part", "_spec", "before", "rows")
 
     def __init__(self, part: Part, layer: int, spec: StateSpec) -> None:
         self._part = part
         self._layer = layer
         self._spec = spec
         self.rows = part.rows
-        self.lengths = part.lengths
+        self.before = StatesBefore(part.before, layer, spec)
 
     def take(self, x: mx.array) -> mx.array:
         """(T, D) -> (B, L, D)."""
@@ -92,25 +181,20 @@ class StatePart:
             return mx.unflatten(x[self._part.span], 0, self.rows.shape)
         return x[self.rows]
 
-    def read(self) -> Arrays:
-        """The states before the step, (B, ...) each."""
-        return _gather(self._part.sources, self._layer, self._spec)
-
-    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
         """Keep the states after the part.
 
         Args:
-            states: (B, ...) each, after `lengths` tokens.
+            states: (B, ...) each, after the tokens that count.
             inputs: (B, L, ...) what the recurrence alone needs to go over the tokens again.
-            replay: `replay(inputs, states, lengths)`: the states after the first `lengths` (B,)
-                tokens, from those that `read` gives.
+            advance: `advance(inputs, before)`: outputs, and the states after the tokens that count.
         """
         for state, (shape, dtype) in zip(states, self._spec.shapes, strict=True):
             assert state.shape[1:] == shape, (state.shape, shape)
             assert state.dtype == _dtype(dtype), (state.dtype, dtype)
         self._part.new.layers[self._layer] = states
         if self.rows.shape[1] > 1:
-            self._part.undo[self._layer] = Undo(inputs, replay)
+            self._part.undo[self._layer] = Undo(inputs, advance)
 
 
 class StateStep:
@@ -189,9 +273,12 @@ class StatePool:
             rows=rows,
             span=slice(int(group.rows[0]), int(group.rows[-1] + group.counts[-1])),
             counts=group.counts,
-            lengths=None if unpad is None else mx.array(group.counts),
             unpad=unpad,
-            sources=_runs([self._states.get(slot, (None, 0)) for slot in slots]),
+            before=Places(
+                [self._states.get(slot, (None, 0)) for slot in slots],
+                group.counts.tolist(),
+                rows.shape[1],
+            ),
             new=new,
         )
         self._states.update((slot, (new, row)) for row, slot in enumerate(slots))
@@ -211,9 +298,9 @@ class StatePool:
             ]
             if kept == part.counts.tolist():
                 continue
-            lengths = mx.array(kept)
+            before = part.before.counting(kept, part.rows.shape[1])
             layers = [
-                part.undo[i].replay(part.undo[i].inputs, _gather(part.sources, i, spec), lengths)
+                part.undo[i].advance(part.undo[i].inputs, StatesBefore(before, i, spec))[1]
                 for i, spec in enumerate(self.specs)
             ]
             block = Block(layers, len(kept))

@@ -20,6 +20,7 @@ from ..config import default_kernel_folder
 from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import AttentionShape, Mixer
 from ..layers.latent_attention import LatentAttention
+from ..layers.recurrent import RecurrentMixer, never
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.gated import Gate
@@ -33,6 +34,7 @@ from ..metal_kernels.prefill_cases import prefill_variant
 from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu
+from ..metal_kernels.state_cases import step_variant
 from ..metal_kernels.variants import Variant
 from ..models.decoder import LanguageModel
 from .batch import MAX_SHORT
@@ -91,6 +93,7 @@ class Kernels:
     attention: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, over pages
     prefill: frozenset[int] = frozenset()  # layers whose prefill chunks have one
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
+    steps: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, of recurrences
     gates: frozenset[Gate] = frozenset()  # activations that have one
     vocab_size: int = MAX_VOCAB + 1
 
@@ -98,6 +101,9 @@ class Kernels:
         """Let a model use those that are its own, and no others; one loop has it at a time."""
         for activation in model.activations:
             activation.in_kernel = activation.gate in self.gates
+        for index, mixer in enumerate(model.mixers):
+            if isinstance(mixer, RecurrentMixer):
+                mixer.ready = self.steps.get(index, never)
 
     def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
         """Whether one samples from logits of this dtype, with or without a grammar's mask."""
@@ -154,7 +160,9 @@ def choose_kernels(
     heads = [_heads(*layer) for layer in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
+    steps = [_step_variants(mixer) for mixer in model.mixers]
     decode = [by_count.get(1) for by_count in attention]
+    decode += [variant for by_count in steps for variant in by_count.get(1, ())]
     needed = [v for v in (*decode, *prefill, *writing, *gates.values()) if v is not None]
     variants.prepare([*needed, *([sampling(dtype, False)] if vocab_size <= MAX_VOCAB else [])])
     ready_for = {tuple(each.items()): _ready_for(each, variants) for each in attention}
@@ -167,6 +175,7 @@ def choose_kernels(
             for i, (h, variant) in enumerate(zip(heads, writing, strict=True))
             if h is not None and variant is not None and variant in variants
         },
+        steps={i: _all_ready(each, variants) for i, each in enumerate(steps) if each},
         gates=frozenset(gate for gate, variant in gates.items() if variant in variants),
         vocab_size=vocab_size,
     )
@@ -178,6 +187,27 @@ def _ready_for(by_count: Mapping[int, Variant], variants: ReadyVariants) -> Read
         return variant is not None and variant in variants
 
     return ready
+
+
+def _all_ready(by_count: Mapping[int, Sequence[Variant]], variants: ReadyVariants) -> ReadyFor:
+    def ready(count: int) -> bool:
+        asked = [variant in variants for variant in by_count.get(count, ())]
+        return bool(asked) and all(asked)
+
+    return ready
+
+
+def _step_variants(mixer: Mixer) -> dict[int, list[Variant]]:
+    """By number of tokens, 1 to 8, the kernels that together do the work of a recurrence."""
+    if not isinstance(mixer, RecurrentMixer):
+        return {}
+    found = {}
+    for counts in (range(1, 2), range(2, MAX_SHORT + 1)):
+        own = [step_variant(form, counts[-1]) for form in mixer.forms]
+        variants = [variant for variant in own if variant is not None]
+        if len(variants) == len(own):
+            found.update(dict.fromkeys(counts, variants))
+    return found
 
 
 def _attention_variants(

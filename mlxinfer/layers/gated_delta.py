@@ -10,20 +10,24 @@ from typing import Any
 import mlx.core as mx
 
 from ..core import StateSpec
+from ..metal_kernels.conv_step import ConvForm, conv_step
+from ..metal_kernels.delta_step import DeltaForm, delta_step
 from .causal_conv import CausalConv
 from .linear import Projection
 from .norm import Norm
-from .step import Arrays, Step
+from .recurrent import RecurrentMixer
+from .step import Arrays, StatesBefore, Step
 
 _EPS = 1e-6  # of the norms of queries and keys, as in the published kernels
 
 
-class GatedDeltaNet:
+class GatedDeltaNet(RecurrentMixer):
     """A matrix of keys and values for each head, of which every token forgets and corrects a part.
 
     With decay a, strength b, and q and k of length 1, the state S (Dv, Dk) becomes
     a S + b (v - a S k) k^T, and the head's output is S q / sqrt(Dk). The recurrence is
-    `mx.fast.gated_delta_update`; on the CPU it gives the same bits for any split into steps.
+    `mx.fast.gated_delta_update`; on the CPU it gives the same bits for any split into steps. On a
+    GPU a few tokens go through `conv_step` and `delta_step`.
 
     Args:
         in_proj: (T, hidden) -> queries, keys and values (Hk Dk, Hk Dk, Hv Dv), output gates
@@ -38,7 +42,9 @@ class GatedDeltaNet:
 
     __slots__ = (
         "conv",
-        "cuts",
+        "conv_form",
+        "delta_form",
+        "gated",
         "in_proj",
         "key_width",
         "norm",
@@ -46,7 +52,6 @@ class GatedDeltaNet:
         "qk_heads",
         "qk_scales",
         "rate",
-        "spec",
         "step_bias",
         "value_heads",
     )
@@ -68,34 +73,67 @@ class GatedDeltaNet:
         self.qk_heads = (self.key_width // key_dim, key_dim)  # the queries' heads, then the keys'
         scales = [1 / key_dim, key_dim**-0.5]  # what the norm leaves to do, see `_normed`
         self.qk_scales = mx.repeat(mx.array(scales), self.qk_heads[0] // 2)[:, None]  # (2 Hk, 1)
-        gated = conv.channels + heads * value_dim
-        self.cuts = [conv.channels, gated, gated + heads]
+        self.gated = slice(conv.channels, conv.channels + heads * value_dim)  # output gates
         self.in_proj = in_proj
         self.out_proj = out_proj
         self.conv = conv
         self.norm = norm
         self.rate = mx.exp(log_rate)
         self.step_bias = step_bias
-        self.spec = spec
+        self.conv_form = conv_form(conv)
+        self.delta_form = self._delta_form(each=len(log_rate) > heads)  # as of `KimiDelta`
+        super().__init__(spec, [self.conv_form, self.delta_form])
+
+    def _delta_form(self, *, each: bool) -> DeltaForm:
+        heads, value_dim = self.value_heads
+        strengths_at = self.conv.channels if each else self.gated.stop
+        return DeltaForm(
+            key_heads=self.qk_heads[0] // 2,
+            key_dim=self.qk_heads[1],
+            value_heads=heads,
+            value_dim=value_dim,
+            each=each,
+            strengths_at=strengths_at,
+            times_at=0 if each else strengths_at + heads,
+            dtype=self.conv.weight.dtype,
+        )
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> what is projected out, (T, Hv * Dv)."""
-        qkv, gate, strengths, times = mx.split(self.in_proj(x), self.cuts, axis=-1)
-        times = times.astype(mx.float32) + self.step_bias
-        decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (T, Hv)
-        strength = mx.sigmoid(strengths.astype(mx.float32))
-        return self.recur([qkv, decay, strength], step) * (gate * mx.sigmoid(gate))
+        projected = self.in_proj(x)
+        gate = projected[:, self.gated]
+        return self.normed([projected], step) * (gate * mx.sigmoid(gate))
 
-    def recur(self, inputs: Arrays, step: Step) -> mx.array:
-        """What the recurrence makes of flat inputs (T, ...), normalised, (T, Hv * Dv)."""
-        outputs = []
-        for part in step.caches[self].parts:
-            own = [part.take(one) for one in inputs]
-            y, states = self.forward(own, part.read(), part.lengths)
-            part.write(states, own, self.replay)
-            outputs.append(y)
-        y = step.caches[self].join(outputs)
+    def normed(self, rows: Arrays, step: Step) -> mx.array:
+        """What the recurrence makes of rows (T, ...), normalised, (T, Hv * Dv)."""
+        y = self.recur(rows, step.caches[self])
         return self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
+
+    def in_kernels(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+        """As of `RecurrentMixer`; inputs as of `in_mlx`."""
+        plan, (carried, states) = before.lying()
+        mixed, seen = conv_step(
+            inputs[0], self.conv.weight, self.conv.bias, carried, plan, self.conv_form
+        )
+        gates = inputs[0], inputs[-1], self.rate, self.step_bias
+        y, state = delta_step(mixed, *gates, states, plan, self.delta_form)
+        return y, [seen, state]
+
+    def in_mlx(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+        """As of `RecurrentMixer`.
+
+        Args:
+            inputs: what `in_proj` gives (B, L, ...); where time steps are not among it, these too.
+            before: the states.
+        """
+        form = self.delta_form
+        times = inputs[-1][..., form.times_at : form.times_at + form.num_times]
+        times = times.astype(mx.float32) + self.step_bias
+        decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (B, L, num_times)
+        strengths = inputs[0][..., form.strengths_at : form.strengths_at + form.value_heads]
+        strength = mx.sigmoid(strengths.astype(mx.float32))
+        qkv = inputs[0][..., : self.conv.channels]
+        return self.forward([qkv, decay, strength], before.read(), before.lengths)
 
     def forward(
         self, inputs: Arrays, states: Arrays, lengths: mx.array | None
@@ -122,10 +160,6 @@ class GatedDeltaNet:
             queries, keys, values, decay, strength, states[1], mask
         )
         return y.flatten(-2), [self.conv.after(qkv, states[0], lengths), state]
-
-    def replay(self, inputs: Arrays, states: Arrays, lengths: mx.array | None) -> Arrays:
-        """The states after the first `lengths` (B,) tokens."""
-        return self.forward(inputs, states, lengths)[1]
 
     def _normed(self, qk: mx.array) -> mx.array:
         """(..., 2 Hk, Dk) with length 1, queries also divided by sqrt(Dk).
@@ -171,9 +205,11 @@ class KimiDelta(GatedDeltaNet):
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> what is projected out, (T, H * D)."""
-        qkv, strengths = mx.split(self.in_proj(x), self.cuts[:1], axis=-1)
         times, gate = (up(down(x)) for down, up in (self.decay_projs, self.gate_projs))
-        times = times.astype(mx.float32) + self.step_bias
-        decay = mx.exp(-self.rate * mx.logaddexp(times, 0.0))  # (T, H * D)
-        strength = mx.sigmoid(strengths.astype(mx.float32))
-        return self.recur([qkv, decay, strength], step) * mx.sigmoid(gate)
+        return self.normed([self.in_proj(x), times], step) * mx.sigmoid(gate)
+
+
+def conv_form(conv: CausalConv) -> ConvForm:
+    """Of the convolution that the first channels of a projection go through, behind it silu."""
+    dtype = conv.weight.dtype
+    return ConvForm(conv.channels, conv.length, 0, False, conv.bias is not None, dtype, dtype)

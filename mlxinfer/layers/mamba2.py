@@ -1,27 +1,27 @@
 """Mamba-2 as a mixer (arXiv 2405.21060): a state space with one decay a head and token.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step, H = heads in G groups of R, P =
-numbers of a head, N = numbers of its state for each of them, Q = tokens of a chunk, K = chunks.
+numbers of a head, N = numbers of its state for each of them.
 """
 
 import mlx.core as mx
 
 from ..core import StateSpec
+from ..metal_kernels.conv_step import ConvForm, conv_step
+from ..metal_kernels.ssm_step import SSMForm, recurrence, ssm_step
 from .causal_conv import CausalConv
 from .linear import Projection
 from .norm import Norm
-from .step import Arrays, Step
-
-CHUNK = (
-    64  # tokens that are mixed by products of matrices; only the state goes from one to the next
-)
+from .recurrent import RecurrentMixer
+from .step import Arrays, StatesBefore, Step
 
 
-class Mamba2:
+class Mamba2(RecurrentMixer):
     """Heads whose state (P, N) decays, and takes up the outer product of inputs x and keys b.
 
     With time step t and rate a, the state S becomes exp(-a t) S + t x b^T, and the head's output is
-    S c + d x, where b and c are shared by the heads of a group.
+    S c + d x, where b and c are shared by the heads of a group. On a GPU a few tokens go through
+    `conv_step` and `ssm_step`.
 
     Args:
         in_proj: (T, hidden) -> gates (H P), x, b and c (H P, G N, G N), time steps (H).
@@ -37,7 +37,7 @@ class Mamba2:
 
     __slots__ = (
         "conv",
-        "cuts",
+        "conv_form",
         "gate_first",
         "group_heads",
         "in_proj",
@@ -46,7 +46,7 @@ class Mamba2:
         "out_proj",
         "rate",
         "skip",
-        "spec",
+        "ssm_form",
         "state_dims",
         "step_bias",
         "step_limits",
@@ -70,7 +70,6 @@ class Mamba2:
         heads, head_dim, self.state_dims = spec.shapes[1][0]
         self.group_heads = (num_groups, heads // num_groups)
         self.inner = heads * head_dim
-        self.cuts = [self.inner, self.inner + conv.channels]
         self.in_proj = in_proj
         self.out_proj = out_proj
         self.conv = conv
@@ -80,20 +79,39 @@ class Mamba2:
         self.step_bias = step_bias
         self.skip = skip[:, None]  # (H, 1)
         self.step_limits = step_limits
-        self.spec = spec
+        times_at, biased = self.inner + conv.channels, conv.bias is not None
+        dtype = conv.weight.dtype
+        self.conv_form = ConvForm(
+            *(conv.channels, conv.length, self.inner, False, biased, dtype, mx.float32)
+        )
+        self.ssm_form = SSMForm(
+            *(heads, head_dim, num_groups, self.state_dims, times_at, step_limits, dtype)
+        )
+        super().__init__(spec, [self.conv_form, self.ssm_form])
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> what is projected out, (T, H * P)."""
-        gate, mixed, times = mx.split(self.in_proj(x), self.cuts, axis=-1)
-        times = mx.logaddexp(times.astype(mx.float32) + self.step_bias, 0.0)
-        times = mx.clip(times, *self.step_limits)  # (T, H)
-        outputs = []
-        for part in step.caches[self].parts:
-            inputs = [part.take(mixed), part.take(times)]
-            y, states = self.forward(inputs, part.read(), part.lengths)
-            part.write(states, inputs, self.replay)
-            outputs.append(y)
-        return self._gated(step.caches[self].join(outputs), gate).astype(x.dtype)
+        projected = self.in_proj(x)
+        y = self.recur([projected], step.caches[self])
+        return self._gated(y, projected[:, : self.inner]).astype(x.dtype)
+
+    def in_kernels(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+        """As of `RecurrentMixer`; inputs as of `in_mlx`."""
+        (projected,), (plan, (carried, states)) = inputs, before.lying()
+        mixed, seen = conv_step(
+            projected, self.conv.weight, self.conv.bias, carried, plan, self.conv_form
+        )
+        heads = projected, self.rate, self.step_bias, self.skip
+        y, state = ssm_step(mixed, *heads, states, plan, self.ssm_form)
+        return y, [seen, state]
+
+    def in_mlx(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+        """As of `RecurrentMixer`; inputs: what `in_proj` gives, (B, L, ...)."""
+        (projected,), times_at = inputs, self.inner + self.conv.channels
+        times = projected[..., times_at:].astype(mx.float32) + self.step_bias
+        times = mx.clip(mx.logaddexp(times, 0.0), *self.step_limits)  # (B, L, H)
+        mixed = projected[..., self.inner : times_at]
+        return self.forward([mixed, times], before.read(), before.lengths)
 
     def _gated(self, y: mx.array, gate: mx.array) -> mx.array:
         """Outputs of the heads (T, H * P) float32, gated and normalised."""
@@ -129,68 +147,10 @@ class Mamba2:
         )
         x = mx.unflatten(x, -1, (times.shape[-1], -1))  # (B, L, H, P)
         keys, queries = (mx.unflatten(one, -1, (groups, -1)) for one in (keys, queries))
-        recur = self._step if x.shape[1] == 1 else self._scan
-        y, state = recur(x * times[..., None], -self.rate * times, keys, queries, states[1])
+        y, state = recurrence(x * times[..., None], -self.rate * times, keys, queries, states[1])
         y = (y + self.skip * x).flatten(-2)
         return y, [self.conv.after(mixed, states[0], lengths), state]
-
-    def replay(self, inputs: Arrays, states: Arrays, lengths: mx.array | None) -> Arrays:
-        """The states after the first `lengths` (B,) tokens."""
-        return self.forward(inputs, states, lengths)[1]
-
-    def _step(
-        self, x: mx.array, log_decay: mx.array, keys: mx.array, queries: mx.array, state: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """One token of each sequence, as the definition says; arguments as of `_scan`."""
-        served = self.group_heads[1]
-        keys, queries = (mx.repeat(one[:, 0], served, axis=1) for one in (keys, queries))
-        decay = mx.exp(log_decay[:, 0])[..., None, None]  # (B, H, 1, 1)
-        state = decay * state + x[:, 0, :, :, None] * keys[:, :, None]  # (B, H, P, N)
-        return (state @ queries[..., None])[..., 0][:, None], state
-
-    def _scan(
-        self, x: mx.array, log_decay: mx.array, keys: mx.array, queries: mx.array, state: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Outputs (B, L, H, P) and the state, chunk by chunk.
-
-        Args:
-            x: (B, L, H, P), times the time steps.
-            log_decay: (B, L, H).
-            keys, queries: (B, L, G, N).
-            state: (B, H, P, N).
-        """
-        length = x.shape[1]
-        size = min(CHUNK, length)
-        x = _chunks(mx.unflatten(x, 2, self.group_heads), size).transpose(0, 1, 3, 4, 2, 5)
-        keys, queries = (
-            _chunks(one, size).swapaxes(2, 3)[:, :, :, None] for one in (keys, queries)
-        )  # (B, K, G, 1, Q, N)
-        log_decay = _chunks(mx.unflatten(log_decay, 2, self.group_heads), size)
-        since = mx.cumsum(log_decay.transpose(0, 1, 3, 4, 2), axis=-1)  # (B, K, G, R, Q)
-        causal = mx.tri(size, dtype=mx.bool_)
-        between = mx.where(causal, since[..., :, None] - since[..., None, :], -mx.inf)
-        y = (mx.exp(between) * (queries @ keys.swapaxes(-1, -2))) @ x  # (B, K, G, R, Q, P)
-        until_end = mx.exp(since[..., -1:] - since)[..., None]
-        added = (x * until_end).swapaxes(-1, -2) @ keys  # (B, K, G, R, P, N)
-        kept = mx.exp(since[..., -1])[..., None, None]  # (B, K, G, R, 1, 1)
-        state = mx.unflatten(state, 1, self.group_heads)
-        before = []
-        for chunk in range(added.shape[1]):
-            before.append(state)
-            state = kept[:, chunk] * state + added[:, chunk]
-        earlier = queries @ mx.stack(before, axis=1).swapaxes(-1, -2)  # (B, K, G, R, Q, P)
-        y = y + mx.exp(since)[..., None] * earlier
-        y = y.transpose(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
-        return y[:, :length], state.flatten(1, 2)
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         return self.out_proj(self.mix(x, step), residual)
-
-
-def _chunks(x: mx.array, size: int) -> mx.array:
-    """(B, L, ...) -> (B, K, Q, ...); zeros at the end, which change neither outputs nor states."""
-    missing = -x.shape[1] % size
-    if missing:
-        x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-    return mx.unflatten(x, 1, (-1, size))

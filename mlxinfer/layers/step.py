@@ -116,30 +116,45 @@ class LatentCache(Protocol):
 
 
 Arrays = Sequence[mx.array]
-Replay = Callable[[Arrays, Arrays, mx.array | None], Arrays]
-"""`replay(inputs, states, lengths)`: the states after the first `lengths` (B,) tokens."""
+
+
+class StatesBefore(Protocol):
+    """The states of B sequences before tokens of a step."""
+
+    lengths: mx.array | None  # (B,) tokens of each that count; None: all
+
+    def read(self) -> Arrays:
+        """The states, (B, ...) each; zeros where a sequence begins."""
+        ...
+
+    def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
+        """A plan and, of each state, the arrays that it is about; see `state_rows`."""
+        ...
+
+
+Advance = Callable[[Arrays, StatesBefore], tuple[mx.array, Arrays]]
+"""`advance(inputs, before)`: outputs (B, L, D), and the states after the tokens that count."""
 
 
 class StatePart(Protocol):
     """Sequences of one step that go through a recurrence together: B of them, L tokens each."""
 
-    lengths: mx.array | None  # (B,) tokens of each, where some have fewer than L; None: L each
+    @property
+    def before(self) -> StatesBefore:
+        """The states before the step, and the tokens of each sequence."""
+        ...
 
     def take(self, x: mx.array) -> mx.array:
         """x (T, D) -> (B, L, D); behind the end of a shorter sequence its last row repeats."""
         ...
 
-    def read(self) -> Arrays:
-        """The states before the step, (B, ...) each; zeros where a sequence begins."""
-        ...
-
-    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
         """Keep the states after the step.
 
         Args:
-            states: (B, ...) each, after `lengths` tokens.
+            states: (B, ...) each, after the tokens that count.
             inputs: (B, L, ...) what the recurrence alone needs to go over the tokens again.
-            replay: goes over the first few of them, where proposed tokens were rejected.
+            advance: goes over the first few of them, where proposed tokens were rejected.
         """
         ...
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cache.state import Arrays
+from mlxinfer.cache.state import Arrays, StatesBefore
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
@@ -40,8 +40,9 @@ class Recurrence:
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         outputs = []
         for part in step.caches[self].parts:
-            y, states, inputs = self.forward(part.take(x), part.read(), part.lengths)
-            part.write(states, inputs, self.replay)
+            before = part.before
+            y, states, inputs = self.forward(part.take(x), before.read(), before.lengths)
+            part.write(states, inputs, self.advance)
             outputs.append(y)
         joined: mx.array = step.caches[self].join(outputs)
         return joined if residual is None else residual + joined
@@ -59,15 +60,15 @@ class Recurrence:
         )
         gates = mx.sigmoid(projected[..., HEADS * 3 * KEY :])  # (B, L, H)
         inputs = [keys, values, gates, x]
-        seen, new = self._recur(inputs, states, lengths)
+        seen, new = self.recur(inputs, states, lengths)
         sums = (queries[..., None] * seen).sum(axis=-2).flatten(-2)  # (B, L, H * K)
         return (sums[..., None] * self._out).sum(axis=-2), new, inputs
 
-    def replay(self, inputs: Arrays, states: Arrays, lengths: mx.array) -> Arrays:
-        """The states after the first `lengths` (B,) tokens."""
-        return self._recur(inputs, states, lengths)[1]
+    def advance(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+        """What is seen of the states, and the states after the tokens that count."""
+        return self.recur(inputs, before.read(), before.lengths)
 
-    def _recur(
+    def recur(
         self, inputs: Arrays, states: Arrays, lengths: mx.array | None
     ) -> tuple[mx.array, Arrays]:
         """The matrix state after each token (B, L, H, K, K), and both states after `lengths`."""

@@ -45,7 +45,7 @@ def test_replay_of_a_prefix_is_the_forward_pass_over_it() -> None:
     ]
     _, _, inputs = mixer.forward(x, states, None)
     lengths = [2, 5, 1]
-    replayed = mixer.replay(inputs, states, mx.array(lengths))
+    replayed = mixer.recur(inputs, states, mx.array(lengths))[1]
     for row, length in enumerate(lengths):
         alone = [state[row : row + 1] for state in states]
         _, expected, _ = mixer.forward(x[row : row + 1, :length], alone, None)

@@ -10,9 +10,10 @@ import pytest
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.causal_conv import CausalConv
 from mlxinfer.layers.linear import Linear
-from mlxinfer.layers.mamba2 import CHUNK, Mamba2
+from mlxinfer.layers.mamba2 import Mamba2
 from mlxinfer.layers.norm import HeadRMSNorm
 from mlxinfer.layers.step import Arrays
+from mlxinfer.metal_kernels.ssm_step import CHUNK
 
 HIDDEN, HEADS, GROUPS, HEAD, STATE, LENGTH = 20, 6, 2, 5, 7, 4
 INNER = HEADS * HEAD

@@ -1,0 +1,228 @@
+"""The Mamba-2 recurrence over the few tokens of decoding and verification, and its twin.
+
+B = sequences, L = tokens of each, H = heads in G groups, P = numbers of a head, N = numbers of its
+state for each of them. One dispatch makes of what is projected (behind the convolution) the heads'
+outputs and the states after the tokens that count; each number of a state is read and written once,
+whatever L. Source of the recurrence: arXiv 2405.21060.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import mlx.core as mx
+
+from .launch import Launch, MetalKernel
+from .state_rows import INPUTS, LANES, gathered, lengths_of, team_lanes
+
+TEAMS = 8  # SIMD-groups of a threadgroup
+CHUNK = 64  # tokens mixed by products of matrices; only the state goes from one to the next
+MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
+
+
+@dataclass(frozen=True, slots=True)
+class SSMForm:
+    """What is compiled in.
+
+    Attributes:
+        heads, head_dim, groups, state_dim: H, P, G and N.
+        times_at: place of the first time step among what is projected.
+        limits: the smallest and the largest time step.
+        dtype: of what is projected.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    times_at: int
+    limits: tuple[float, float]
+    dtype: mx.Dtype
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads of a token."""
+        return self.heads * self.head_dim
+
+
+def ssm_step(
+    mixed: mx.array,
+    projected: mx.array,
+    rates: mx.array,
+    biases: mx.array,
+    skips: mx.array,
+    sources: Sequence[mx.array],
+    plan: mx.array,
+    form: SSMForm,
+) -> tuple[mx.array, mx.array]:
+    """One dispatch.
+
+    Args:
+        mixed: (B, L, H P + 2 G N) float32: inputs, keys and queries behind convolution and silu.
+        projected: (B, L, W) with H time steps from `times_at` on, before bias and softplus.
+        rates, biases, skips: (H,) float32; decay is exp(-rate * time step).
+        sources: `SOURCES` arrays (N, H, P, N) float32.
+        plan: as of `plan_of`.
+        form: of the layer.
+
+    Returns:
+        (B, L, H * P) float32, zeros behind the tokens that count; and the states (B, H, P, N)
+        float32 after these.
+    """
+    launch = _launch(form, mixed.shape)
+    y, after = launch([mixed, projected, rates, biases, skips, plan, *sources])
+    return y, after
+
+
+def ssm_step_twin(
+    mixed: mx.array,
+    projected: mx.array,
+    rates: mx.array,
+    biases: mx.array,
+    skips: mx.array,
+    sources: Sequence[mx.array],
+    plan: mx.array,
+    form: SSMForm,
+) -> tuple[mx.array, mx.array]:
+    """The same in plain MLX; what stands behind the tokens that count is anything."""
+    count = len(mixed)
+    state, lengths = gathered(sources, plan, count), lengths_of(plan, count)
+    return ssm_in_mlx(mixed, projected, rates, biases, skips, state, lengths, form)
+
+
+def ssm_in_mlx(
+    mixed: mx.array,
+    projected: mx.array,
+    rates: mx.array,
+    biases: mx.array,
+    skips: mx.array,
+    state: mx.array,
+    lengths: mx.array | None,
+    form: SSMForm,
+) -> tuple[mx.array, mx.array]:
+    """As the twin, from states (B, H, P, N) and tokens that count (B,); None: all."""
+    x, keys, queries = mx.split(
+        mixed, [form.inner, form.inner + form.groups * form.state_dim], axis=-1
+    )
+    x = mx.unflatten(x, -1, (form.heads, form.head_dim))  # (B, L, H, P)
+    keys, queries = (mx.unflatten(one, -1, (form.groups, -1)) for one in (keys, queries))
+    times = projected[..., form.times_at : form.times_at + form.heads].astype(mx.float32)
+    times = mx.clip(mx.logaddexp(times + biases, 0.0), *form.limits)
+    if lengths is not None:
+        real = mx.arange(times.shape[1]) < lengths[:, None]
+        times = mx.where(real[..., None], times, 0.0)
+    y, state = recurrence(x * times[..., None], -rates * times, keys, queries, state)
+    return (y + skips.reshape(-1, 1) * x).flatten(-2), state
+
+
+def recurrence(
+    x: mx.array, log_decay: mx.array, keys: mx.array, queries: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Outputs (B, L, H, P) and the state behind the last token, for any number of tokens.
+
+    Args:
+        x: (B, L, H, P), times the time steps. A time step of 0 leaves a state as it is.
+        log_decay: (B, L, H).
+        keys, queries: (B, L, G, N).
+        state: (B, H, P, N).
+    """
+    served = x.shape[2] // keys.shape[2]
+    if x.shape[1] > 1:
+        return _scan(x, log_decay, keys, queries, state, (keys.shape[2], served))
+    keys, queries = (mx.repeat(one[:, 0], served, axis=1) for one in (keys, queries))
+    decay = mx.exp(log_decay[:, 0])[..., None, None]  # (B, H, 1, 1)
+    state = decay * state + x[:, 0, :, :, None] * keys[:, :, None]  # (B, H, P, N)
+    return (state @ queries[..., None])[..., 0][:, None], state
+
+
+def _scan(
+    x: mx.array,
+    log_decay: mx.array,
+    keys: mx.array,
+    queries: mx.array,
+    state: mx.array,
+    group_heads: tuple[int, int],
+) -> tuple[mx.array, mx.array]:
+    """As `recurrence`, chunk by chunk: Q tokens of each of K chunks, H as G groups of R heads."""
+    length = x.shape[1]
+    size = min(CHUNK, length)
+    x = _chunks(mx.unflatten(x, 2, group_heads), size).transpose(0, 1, 3, 4, 2, 5)
+    keys, queries = (
+        _chunks(one, size).swapaxes(2, 3)[:, :, :, None] for one in (keys, queries)
+    )  # (B, K, G, 1, Q, N)
+    log_decay = _chunks(mx.unflatten(log_decay, 2, group_heads), size)
+    since = mx.cumsum(log_decay.transpose(0, 1, 3, 4, 2), axis=-1)  # (B, K, G, R, Q)
+    causal = mx.tri(size, dtype=mx.bool_)
+    between = mx.where(causal, since[..., :, None] - since[..., None, :], -mx.inf)
+    y = (mx.exp(between) * (queries @ keys.swapaxes(-1, -2))) @ x  # (B, K, G, R, Q, P)
+    until_end = mx.exp(since[..., -1:] - since)[..., None]
+    added = (x * until_end).swapaxes(-1, -2) @ keys  # (B, K, G, R, P, N)
+    kept = mx.exp(since[..., -1])[..., None, None]  # (B, K, G, R, 1, 1)
+    state = mx.unflatten(state, 1, group_heads)
+    before = []
+    for chunk in range(added.shape[1]):
+        before.append(state)
+        state = kept[:, chunk] * state + added[:, chunk]
+    earlier = queries @ mx.stack(before, axis=1).swapaxes(-1, -2)  # (B, K, G, R, Q, P)
+    y = y + mx.exp(since)[..., None] * earlier
+    y = y.transpose(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)
+    return y[:, :length], state.flatten(1, 2)
+
+
+def _chunks(x: mx.array, size: int) -> mx.array:
+    """(B, L, ...) -> (B, K, Q, ...); zeros at the end, which change neither outputs nor states."""
+    missing = -x.shape[1] % size
+    if missing:
+        x = mx.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+    return mx.unflatten(x, 1, (-1, size))
+
+
+@lru_cache(MAX_LAUNCHES)
+def _launch(form: SSMForm, shape: tuple[int, ...]) -> Launch:
+    count, tokens, width = shape
+    assert width == form.inner + 2 * form.groups * form.state_dim, shape
+    lanes = team_lanes(form.state_dim)
+    assert lanes is not None, form
+    assert form.head_dim * lanes % LANES == 0, form
+    across = form.head_dim * lanes
+    return Launch(
+        _kernel(form.limits),
+        template=[
+            ("T", form.dtype),
+            ("HEADS", form.heads),
+            ("P", form.head_dim),
+            ("GROUPS", form.groups),
+            ("N", form.state_dim),
+            ("TEAM", lanes),
+            ("TIMES_AT", form.times_at),
+        ],
+        grid=(across, form.heads, count),
+        threadgroup=(min(TEAMS * LANES, across), 1, 1),
+        output_shapes=[
+            (count, tokens, form.inner),
+            (count, form.heads, form.head_dim, form.state_dim),
+        ],
+        output_dtypes=[mx.float32, mx.float32],
+    )
+
+
+@cache
+def _kernel(limits: tuple[float, float]) -> MetalKernel:
+    low, high = ("INFINITY" if limit == float("inf") else f"{limit!r}f" for limit in limits)
+    return MetalKernel(
+        name="ssm_step",
+        inputs=("mixed", "projected", "rates", "biases", "skips", *INPUTS),
+        outputs=("outputs", "after"),
+        includes=("state_rows.h",),
+        body=f"""
+            const uint3 place = thread_position_in_grid;
+            const Place own = place_of(plan, place.z);
+            const device float* before =
+                source_of(source_0, source_1, source_2, source_3, own.source);
+            ssm_step<HEADS, P, GROUPS, N, TEAM>(
+                mixed, projected + TIMES_AT, projected_shape[2], rates, biases, skips,
+                float2({low}, {high}),
+                own.row < 0 ? nullptr : before + ulong(own.row) * HEADS * P * N, own.count,
+                outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
+        """,
+    )

@@ -71,8 +71,7 @@ struct StoredNumbers {
   static constant constexpr int FIRST_GROUP = 0;
   static constant constexpr bool RAW = false;
   const device C* codes;
-  const device S* scales;
-  const device S* biases;
+  const device S* groups;
 
   // How many spans of SPAN numbers share a scale: here none has any.
   template <int SPAN>

@@ -88,8 +88,7 @@ METAL_FUNC float in_float16(float x) { return clamp(x, -65504.0f, 65504.0f); }
 template <uint D, uint GROUP, uint BITS>
 struct Affine {
   device uint8_t* codes;
-  device half* scales;
-  device half* biases;
+  device half* groups;  // of each a scale and a bias
 
   void write(threadgroup const float* x, uint vector, uint lane) {
     constexpr uint GROUPS = D / GROUP, PER_BYTE = 8 / BITS, BYTES = GROUP / PER_BYTE;
@@ -107,8 +106,7 @@ struct Affine {
       const float step = max(float(scale), 1e-8f);  // of a constant group all codes are 0
       const uint place = vector * GROUPS + group;
       if (lane == 0) {
-        scales[place] = scale;
-        biases[place] = bias;
+        reinterpret_cast<device half2*>(groups)[place] = half2(scale, bias);
       }
       for (uint i = lane; i < BYTES; i += 32) {
         uint byte = 0;

@@ -19,11 +19,12 @@ import mlx.core as mx
 
 from .heads import Form, Heads, group_size
 from .launch import Launch, MetalKernel
+from .stored import PARTS
 
 LANES = 32
 HEADS_AT_ONCE = 8  # SIMD-groups of a threadgroup
 MAX_FLOAT16 = 65_504.0  # larger scales and biases would be infinite
-QUANTISED_PARTS = 3  # codes, scales and biases
+QUANTISED_PARTS = 2  # codes; scales and biases
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 
@@ -31,8 +32,9 @@ MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every 
 class Written:
     """What attention and the KV cache take of a step's tokens.
 
-    What is stored is one array (T, K, D), or three: codes (T, K, D * bits / 8), scales and biases
-    (T, K, groups). Where keys and values are stored alike they are side by side, (T, 2 K, ...).
+    What is stored is one array (T, K, D), or two: codes (T, K, D * bits / 8), and of each group a
+    scale and a bias (T, K, 2 * groups). Where keys and values are stored alike they are side by
+    side, (T, 2 K, ...).
     """
 
     queries: mx.array  # (T, H, D) in the dtype of the projection
@@ -140,7 +142,7 @@ def stored_pair(
 
 
 def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
-    """(T, K, D) -> what is stored of it: as they are, or codes, scales and biases."""
+    """(T, K, D) -> what is stored of it: as they are, or codes, and scales and biases."""
     if bits is None:
         return [vectors.astype(dtype)]
     levels = float(2**bits - 1)
@@ -152,7 +154,7 @@ def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.arra
     codes = mx.clip(mx.round((grouped - biases) / step), 0, levels).astype(mx.uint8).flatten(-2)
     if bits == 4:
         codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return [codes, scales.squeeze(-1), biases.squeeze(-1)]
+    return [codes, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
 
 
 @lru_cache(MAX_LAUNCHES)
@@ -194,7 +196,7 @@ def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dt
     """(width, dtype) of what is stored of a vector."""
     if bits is None:
         return [(dim, dtype)]
-    return [(dim * bits // 8, mx.uint8), *[(dim // group_size(dim), mx.float16)] * 2]
+    return [(dim * bits // 8, mx.uint8), (2 * (dim // group_size(dim)), mx.float16)]
 
 
 @cache
@@ -203,7 +205,7 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool
     formats = [("stored", key_bits)] if joined else [("keys", key_bits), ("values", value_bits)]
     outputs, made = ["queries"], []
     for name, bits in formats:
-        names = [name] if bits is None else [f"{name}_{p}" for p in ("codes", "scales", "biases")]
+        names = [name] if bits is None else [f"{name}_{part}" for part in PARTS]
         kind = "Plain<D, T>" if bits is None else f"Affine<D, {group_size(dim)}, {bits}>"
         outputs += names
         made.append(f"{kind}{{{', '.join(names)}}}")

@@ -3,8 +3,9 @@
 import mlx.core as mx
 import numpy as np
 
-from .heads import Heads, group_size
+from .heads import Heads
 from .kv_write import Written, kv_write, kv_write_twin, stored_pair
+from .stored import decoded
 from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
@@ -105,19 +106,9 @@ def _seen(written: Written, heads: Heads) -> list[mx.array]:
     """Queries, keys and values as attention sees them."""
     return [
         written.queries,
-        _decoded(written.keys, heads.form.key_bits),
-        _decoded(written.values, heads.form.value_bits),
+        decoded(written.keys, heads.form.head_dim),
+        decoded(written.values, heads.form.head_dim),
     ]
-
-
-def _decoded(parts: list[mx.array], bits: int | None) -> mx.array:
-    if bits is None:
-        return parts[0]
-    codes, scales, biases = parts
-    if bits == 4:
-        codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
-    grouped = mx.unflatten(codes, -1, (-1, group_size(codes.shape[-1]))).astype(mx.float32)
-    return (grouped * scales[..., None] + biases[..., None]).flatten(-2)
 
 
 def _kv_sample(**values: int | bool | str) -> Variant:

@@ -99,18 +99,15 @@ struct Plane {
   static constant constexpr bool RAW = Rows::RAW;
   const device C* tail_codes;
   const device C* codes;
-  const device S* tail_scales;
-  const device S* scales;
-  const device S* tail_biases;
-  const device S* biases;
+  const device S* tail_groups;
+  const device S* groups;
 
   Rows at(BlockPlace place) const {
     const long number = place.vector * Rows::WIDTH + Rows::FIRST_CODE;
-    const long group = place.vector * Rows::GROUPS + Rows::FIRST_GROUP;
+    const long group = 2 * (place.vector * Rows::GROUPS + Rows::FIRST_GROUP);
     return {
         (place.in_pages ? codes : tail_codes) + number,
-        (place.in_pages ? scales : tail_scales) + group,
-        (place.in_pages ? biases : tail_biases) + group};
+        (place.in_pages ? groups : tail_groups) + group};
   }
 };
 
@@ -118,9 +115,8 @@ struct Plane {
 template <int BITS, int D, int FIRST, typename C, typename S>
 METAL_FUNC Plane<typename Format<BITS, D, FIRST, C, S>::Rows, C, S> plane_of(
     const device C* tail_codes, const device C* codes,
-    const device S* tail_scales, const device S* scales,
-    const device S* tail_biases, const device S* biases) {
-  return {tail_codes, codes, tail_scales, scales, tail_biases, biases};
+    const device S* tail_groups, const device S* groups) {
+  return {tail_codes, codes, tail_groups, groups};
 }
 
 // GROUPS groups of 8 tokens from `position` on join the softmax of all rows.

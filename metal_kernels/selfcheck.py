@@ -26,6 +26,7 @@ from .gated_cases import GATED
 from .kv_write_cases import KV_WRITE
 from .launch import Device, Metal, running_on
 from .prefill_cases import PREFILL_ATTENTION
+from .routing import ROUTING
 from .sampling_cases import BITMASK, SAMPLE
 from .state_cases import CONV_STEP, DELTA_STEP, SSM_STEP
 from .variants import Case, Kind, Outputs, Variant
@@ -39,7 +40,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
-        *(KV_WRITE, GATED, SAMPLE, BITMASK),
+        *(KV_WRITE, GATED, ROUTING, SAMPLE, BITMASK),
         *(CONV_STEP, DELTA_STEP, SSM_STEP),
     )
 }

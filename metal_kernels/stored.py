@@ -5,15 +5,15 @@ from typing import Protocol
 
 import mlx.core as mx
 
-PARTS = ("codes", "scales", "biases")
+PARTS = ("codes", "groups")
 
 
 class Stored(Protocol):
     """Keys or values of a layer: one array for each part of a vector.
 
-    Plain vectors have one part. Quantised ones have three: codes uint8 (two of 4 bits share a byte,
-    the even one low), scales and biases float16 of groups of numbers. A group is the largest
-    multiple of 8 up to 64 that divides the vector.
+    Plain vectors have one part. Quantised ones have two: codes uint8 (two of 4 bits share a byte,
+    the even one low), and of each group of numbers a scale and a bias, float16. A group is the
+    largest multiple of 8 up to 64 that divides the vector.
     """
 
     @property
@@ -71,7 +71,7 @@ def part_names(kind: str, *, plain: bool) -> list[str]:
 
 
 def plane_text(tails: str, pages: str, *, plain: bool) -> str:
-    """What a kernel's body hands to `plane_of`; of plain vectors scales and biases are not read."""
+    """What a kernel's body hands to `plane_of`; plain vectors have no groups, none are read."""
     pairs = zip(part_names(tails, plain=plain), part_names(pages, plain=plain), strict=True)
     return ", ".join([name for pair in pairs for name in pair] * (len(PARTS) if plain else 1))
 
@@ -86,8 +86,9 @@ def decoded(parts: Sequence[mx.array], dim: int) -> mx.array:
     """(..., dim) float32 of the parts (..., width)."""
     if len(parts) == 1:
         return parts[0].astype(mx.float32)
-    codes, scales, biases = parts
+    codes, of_groups = parts
     if codes.shape[-1] < dim:
         codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
-    grouped = mx.unflatten(codes, -1, (scales.shape[-1], -1)).astype(mx.float32)
-    return (grouped * scales[..., None] + biases[..., None]).flatten(-2)
+    scales, biases = mx.split(mx.unflatten(of_groups, -1, (-1, 2)), 2, axis=-1)
+    grouped = mx.unflatten(codes, -1, (scales.shape[-2], -1)).astype(mx.float32)
+    return (grouped * scales + biases).flatten(-2)

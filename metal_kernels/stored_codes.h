@@ -36,8 +36,7 @@ struct StoredCodes {
   // Spans of keys and pairs of spans of values are groups: codes are multiplied as they are.
   static constant constexpr bool RAW = GROUP == 64;
   const device C* codes;
-  const device S* scales;
-  const device S* biases;
+  const device S* groups;  // of each a scale and a bias
 
   template <int SPAN>
   static constexpr int spans() { return GROUP % SPAN == 0 ? GROUP / SPAN : 1; }
@@ -56,8 +55,10 @@ struct StoredCodes {
   }
 
   float2 scale_and_bias(int token, int group, bool seen) const {
-    const int at = token * GROUPS + group;
-    return seen ? float2(float(scales[at]), float(biases[at])) : float2(0.0f, 0.0f);
+    if (!seen) return float2(0.0f, 0.0f);
+    const vec<S, 2> both =
+        reinterpret_cast<const device vec<S, 2>*>(groups)[token * GROUPS + group];
+    return float2(float(both.x), float(both.y));
   }
 
   // The codes alone.

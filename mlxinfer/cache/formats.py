@@ -63,6 +63,8 @@ class Plain:
 class Affine:
     """Codes of 8 or 4 bits; a group of numbers shares a float16 scale and a float16 bias.
 
+    Scale and bias of a group lie side by side: kernels read both at once.
+
     x is stored as round((x - bias) / scale). Two 4-bit codes share a byte, the even one low. Groups
     are as large as divide the vector, up to 64 and in steps of 8, so that every head dim fits.
     """
@@ -79,12 +81,11 @@ class Affine:
         num_groups = dim // self.group
         self.parts = [
             (dim * bits // 8, mx.uint8),
-            (num_groups, mx.float16),
-            (num_groups, mx.float16),
+            (2 * num_groups, mx.float16),
         ]
 
     def encode(self, vectors: mx.array) -> list[mx.array]:
-        """(..., dim) -> codes (..., dim * bits / 8), scales and biases (..., dim / group)."""
+        """(..., dim) -> codes (..., dim * bits / 8), scales and biases (..., 2 * dim / group)."""
         levels = float(2**self.bits - 1)
         grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, self.group))
         grouped = mx.clip(grouped, -MAX_FLOAT16, MAX_FLOAT16)
@@ -97,15 +98,16 @@ class Affine:
         codes = codes.flatten(-2)
         if self.bits == 4:
             codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-        return [codes, scales.squeeze(-1), biases.squeeze(-1)]
+        return [codes, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
 
     def decode(self, parts: list[mx.array]) -> mx.array:
         """Codes, scales and biases -> (..., dim)."""
-        codes, scales, biases = parts
+        codes, of_groups = parts
         if self.bits == 4:
             codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
         grouped = mx.unflatten(codes, -1, (-1, self.group)).astype(mx.float32)
-        return (grouped * scales[..., None] + biases[..., None]).flatten(-2).astype(self._dtype)
+        scales, biases = mx.split(mx.unflatten(of_groups, -1, (-1, 2)), 2, axis=-1)
+        return (grouped * scales + biases).flatten(-2).astype(self._dtype)
 
 
 KeyBias = Callable[[mx.array, mx.array], mx.array]

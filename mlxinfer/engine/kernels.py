@@ -31,6 +31,7 @@ from ..metal_kernels.mla_attention import DIMS, row_teams
 from ..metal_kernels.paged_attention_passes import DTYPES, MAX_ROWS, has_dims
 from ..metal_kernels.prefill_attention import tile_queries
 from ..metal_kernels.prefill_cases import prefill_variant
+from ..metal_kernels.routing import Routing, has_experts, routing_variant
 from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu
@@ -95,6 +96,7 @@ class Kernels:
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
     steps: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, of recurrences
     gates: frozenset[Gate] = frozenset()  # activations that have one
+    routings: frozenset[Routing] = frozenset()  # choices of experts that have one
     vocab_size: int = MAX_VOCAB + 1
 
     def put_into(self, model: LanguageModel) -> None:
@@ -104,6 +106,9 @@ class Kernels:
         for index, mixer in enumerate(model.mixers):
             if isinstance(mixer, RecurrentMixer):
                 mixer.ready = self.steps.get(index, never)
+        for choice in model.choices:
+            taken = choice.routing in self.routings
+            choice.kernel_dtype = model.activation_dtype if taken else None
 
     def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
         """Whether one samples from logits of this dtype, with or without a grammar's mask."""
@@ -163,7 +168,9 @@ def choose_kernels(
     steps = [_step_variants(mixer) for mixer in model.mixers]
     decode = [by_count.get(1) for by_count in attention]
     decode += [variant for by_count in steps for variant in by_count.get(1, ())]
-    needed = [v for v in (*decode, *prefill, *writing, *gates.values()) if v is not None]
+    routings = _routing_variants(model)
+    other = *writing, *gates.values(), *routings.values()
+    needed = [v for v in (*decode, *prefill, *other) if v is not None]
     variants.prepare([*needed, *([sampling(dtype, False)] if vocab_size <= MAX_VOCAB else [])])
     ready_for = {tuple(each.items()): _ready_for(each, variants) for each in attention}
     return Kernels(
@@ -177,8 +184,16 @@ def choose_kernels(
         },
         steps={i: _all_ready(each, variants) for i, each in enumerate(steps) if each},
         gates=frozenset(gate for gate, variant in gates.items() if variant in variants),
+        routings=frozenset(how for how, variant in routings.items() if variant in variants),
         vocab_size=vocab_size,
     )
+
+
+def _routing_variants(model: LanguageModel) -> dict[Routing, Variant]:
+    """The kernels for a model's choices of experts; those that have none are left out."""
+    count, dtype = model.config.num_experts, model.activation_dtype
+    found = {choice.routing for choice in model.choices if choice.routing is not None}
+    return {how: routing_variant(how, count, dtype) for how in found if has_experts(count, how)}
 
 
 def _ready_for(by_count: Mapping[int, Variant], variants: ReadyVariants) -> ReadyFor:

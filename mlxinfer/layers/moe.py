@@ -11,6 +11,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from ..metal_kernels.routing import Routing, route, routing_of
 from .linear import Projection
 from .mlp import Activation, FeedForward
 
@@ -129,7 +130,34 @@ class GatedExpert:
         return y if residual is None else residual + y
 
 
-def top_k_softmax(k: int) -> Choose:
+class ExpertChoice:
+    """The experts of each token: in plain MLX, or in one kernel where the engine chose it.
+
+    Args:
+        plain: router logits (T, E) -> weights (T, k) and experts (T, k).
+        routing: what the kernel does; None: it has nothing like it.
+        bias: (E,) float32 that joins the ranks, where the routing has one.
+    """
+
+    __slots__ = ("bias", "kernel_dtype", "plain", "routing")
+
+    def __init__(
+        self, plain: Choose, routing: Routing | None, bias: mx.array | None = None
+    ) -> None:
+        self.plain = plain
+        self.routing = routing
+        self.bias = bias
+        self.kernel_dtype: mx.Dtype | None = None  # of logits that it takes; set by the engine
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
+        taken = self.kernel_dtype
+        if taken is None or self.routing is None or logits.dtype != taken:
+            return self.plain(logits)
+        return route(logits, self.routing, self.bias)
+
+
+def top_k_softmax(k: int) -> ExpertChoice:
     """A softmax over the k largest logits; equals a softmax over all, top k, normalised."""
 
     def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -137,10 +165,10 @@ def top_k_softmax(k: int) -> Choose:
         chosen = mx.take_along_axis(logits, experts, axis=-1)
         return mx.softmax(chosen, axis=-1, precise=True), experts
 
-    return choose
+    return ExpertChoice(choose, routing_of(k, sigmoid=False, normalised=True))
 
 
-def sigmoid_of_top_k(k: int) -> Choose:
+def sigmoid_of_top_k(k: int) -> ExpertChoice:
     """The sigmoid of each of the k largest logits."""
 
     def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -148,10 +176,10 @@ def sigmoid_of_top_k(k: int) -> Choose:
         chosen = mx.take_along_axis(logits, experts, axis=-1)
         return mx.sigmoid(chosen.astype(mx.float32)), experts
 
-    return choose
+    return ExpertChoice(choose, routing_of(k, sigmoid=True, normalised=False))
 
 
-def softmax_top_k(k: int) -> Choose:
+def softmax_top_k(k: int) -> ExpertChoice:
     """A softmax over all experts; the k largest are taken as they are."""
 
     def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -159,7 +187,38 @@ def softmax_top_k(k: int) -> Choose:
         experts = mx.argpartition(weights, kth=-k, axis=-1)[:, -k:]
         return mx.take_along_axis(weights, experts, axis=-1), experts
 
-    return choose
+    return ExpertChoice(choose, routing_of(k, sigmoid=False, normalised=False))
+
+
+def grouped_routing(
+    k: int,
+    *,
+    num_groups: int = 1,
+    num_best: int = 1,
+    counted: int = 1,
+    bias: mx.array | None = None,
+    normalise: bool = False,
+    eps: float = 1e-20,
+    factor: float = 1.0,
+) -> ExpertChoice:
+    """Arguments as of `GroupedRouting`; where all groups may be chosen from there is a kernel."""
+    plain = GroupedRouting(
+        k,
+        num_groups=num_groups,
+        num_best=num_best,
+        counted=counted,
+        bias=bias,
+        normalise=normalise,
+        eps=eps,
+        factor=factor,
+    )
+    routing = None
+    if num_best >= num_groups:
+        biased = bias is not None
+        routing = routing_of(
+            k, sigmoid=biased, normalised=normalise, biased=biased, eps=eps, factor=factor
+        )
+    return ExpertChoice(plain, routing, bias)
 
 
 class GroupedRouting:

@@ -5,7 +5,7 @@ behind the cache that the caller passes for each layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -13,6 +13,7 @@ from ..core import CacheSpec
 from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward, Gated
+from ..layers.moe import ExpertChoice
 from ..layers.norm import Norm
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
@@ -32,6 +33,7 @@ class Layer(Protocol):
         ...
 
 
+Found = TypeVar("Found")
 Entry = Callable[[mx.array, mx.array, Step], mx.array]
 """Token ids (T,) and embeddings (T, hidden) -> what the first layer reads."""
 
@@ -227,6 +229,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def choices(self) -> Sequence[ExpertChoice]:
+        """As of `Model`."""
+        ...
+
+    @property
     def activation_dtype(self) -> mx.Dtype:
         """As of `Model`."""
         ...
@@ -278,6 +285,7 @@ class Model:
     Attributes:
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
+        choices: of experts, by routers, which a Metal kernel may replace.
     """
 
     def __init__(
@@ -300,6 +308,7 @@ class Model:
         self.norm = norm
         self.lm_head = lm_head
         self.activations = list(activations)
+        self.choices = list(reachable(self.layers, ExpertChoice))
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
         self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
@@ -395,6 +404,11 @@ def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:
 
 def arrays(item: Any) -> Iterator[mx.array]:
     """Every array reachable through lists, tuples and the slots of this package's classes, once."""
+    return reachable(item, mx.array)
+
+
+def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
+    """Every object of a kind that `arrays` would pass, once; what it holds is left out."""
     seen: set[int] = set()
     stack = [item]
     while stack:
@@ -402,10 +416,10 @@ def arrays(item: Any) -> Iterator[mx.array]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, mx.array):
+        if isinstance(item, kind):
             yield item
         elif isinstance(item, list | tuple):
             stack.extend(item)
         elif type(item).__module__.startswith("mlxinfer."):
-            for kind in type(item).__mro__:
-                stack.extend(getattr(item, name) for name in getattr(kind, "__slots__", ()))
+            for base in type(item).__mro__:
+                stack.extend(getattr(item, name) for name in getattr(base, "__slots__", ()))

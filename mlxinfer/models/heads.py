@@ -9,10 +9,11 @@ from ..core import CacheSpec
 from ..layers.attention import Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward, Gated
+from ..layers.moe import ExpertChoice
 from ..layers.norm import Norm
 from ..layers.step import Rows, Step, Taps
 from .config import ModelConfig
-from .decoder import Layer, Model, arrays, keeping
+from .decoder import Layer, Model, arrays, keeping, reachable
 
 
 class Block(Protocol):
@@ -137,6 +138,7 @@ class DraftHead:
         self.block = block
         self.norm = norm
         self.activations = list(activations)
+        self.choices = list(reachable(block, ExpertChoice))
         self.activation_dtype = model.activation_dtype
         self.mixers = [block.mixer]
         self.cache_specs: list[CacheSpec] = [block.mixer.spec]

@@ -24,7 +24,7 @@ LENGTHS, QUERIES = (37, 50, 5), (1, 20, 3)
 PAGES = ([6, 1, 4], [0, 3, 8, 9, 10], [5])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokens:
     row: int
     start: int

@@ -12,7 +12,7 @@ from ...layers.attention import LayerMixer
 from ...layers.latent_attention import LatentAttention, LatentProjection
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import GroupedRouting
+from ...layers.moe import ExpertChoice, grouped_routing
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
 from ..config import ModelConfig
@@ -164,7 +164,7 @@ class DeepseekV3(Family):
             return super().mlp(index)
         return self.experts(path, self.routing(path), shared=shared_expert(self, path))
 
-    def routing(self, path: str) -> GroupedRouting:
+    def routing(self, path: str) -> ExpertChoice:
         """Scores of a sigmoid; the best groups by scores with the bias."""
         return biased_routing(self, path)
 
@@ -198,11 +198,11 @@ class DeepseekV2(DeepseekV3):
                 f"{fields.boolean('norm_topk_prob')} in {fields.where} is not supported."
             )
 
-    def routing(self, path: str) -> GroupedRouting:
+    def routing(self, path: str) -> ExpertChoice:
         """Scores of a softmax; groups by their best expert."""
         fields = self.config.fields
         grouped = fields.text("topk_method") == "group_limited_greedy"
-        return GroupedRouting(
+        return grouped_routing(
             self.config.experts_per_token,
             num_groups=fields.integer("n_group") if grouped else 1,
             num_best=fields.integer("topk_group") if grouped else 1,
@@ -234,11 +234,11 @@ def with_experts(config: ModelConfig) -> ModelConfig:
     )
 
 
-def biased_routing(family: Family, path: str) -> GroupedRouting:
+def biased_routing(family: Family, path: str) -> ExpertChoice:
     """Scores of a sigmoid; groups and experts are chosen by scores with a bias."""
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
-    return GroupedRouting(
+    return grouped_routing(
         config.experts_per_token,
         num_groups=fields.integer("n_group"),
         num_best=fields.integer("topk_group"),

@@ -5,7 +5,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...layers.mlp import FeedForward
-from ...layers.moe import GroupedRouting
+from ...layers.moe import grouped_routing
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ..family import Family
@@ -53,7 +53,7 @@ class MiniMaxM2(Family):
         """Every layer is a mixture of experts."""
         config, path = self.config, f"model.layers.{index}.block_sparse_moe"
         bias = self.weights.raw(f"{path}.e_score_correction_bias", (config.num_experts,))
-        choose = GroupedRouting(
+        choose = grouped_routing(
             config.experts_per_token, bias=bias.astype(mx.float32), normalise=True
         )
         return self.experts(path, choose)

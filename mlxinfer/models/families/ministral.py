@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ...errors import CheckpointError
-from ...layers.moe import GroupedRouting
+from ...layers.moe import ExpertChoice, grouped_routing
 from ...layers.rope import QueryScale
 from ..family import PACKED
 from ..jsonfields import Fields
@@ -66,10 +66,10 @@ class Mistral4(DeepseekV3):
         """As of Ministral 3."""
         return _query_scale(self.config.fields)
 
-    def routing(self, path: str) -> GroupedRouting:
+    def routing(self, path: str) -> ExpertChoice:
         """Scores of a softmax; groups by their two best experts."""
         fields = self.config.fields
-        return GroupedRouting(
+        return grouped_routing(
             self.config.experts_per_token,
             num_groups=fields.integer("n_group"),
             num_best=fields.integer("topk_group"),

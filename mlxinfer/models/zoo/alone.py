@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from ...core import CacheSpec, OwnCacheSpec
 from ...layers.mlp import Gated
+from ...layers.moe import ExpertChoice
 from ...layers.step import Rows, Taps
 from .config import ZooConfig
 from .definitions import Definition
@@ -62,6 +63,7 @@ class AloneModel:
 
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY)
     activations: ClassVar[Sequence[Gated]] = ()
+    choices: ClassVar[Sequence[ExpertChoice]] = ()
 
     def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
         self.config = config

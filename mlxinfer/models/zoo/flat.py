@@ -15,6 +15,7 @@ import mlx.core as mx
 from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
 from ...layers.mlp import Gated
+from ...layers.moe import ExpertChoice
 from ...layers.step import Rows, Taps
 from .config import ZooConfig
 from .definitions import Definition
@@ -232,6 +233,7 @@ class FlatModel:
 
     lacks: ClassVar[Mapping[str, str]] = {}
     activations: ClassVar[Sequence[Gated]] = ()
+    choices: ClassVar[Sequence[ExpertChoice]] = ()
 
     def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
         self.config = config

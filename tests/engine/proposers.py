@@ -9,7 +9,12 @@ from tempfile import mkdtemp
 
 from engine.harness import config, tiny_model
 from engine.oracle import Oracle
-from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint
+from speculation.head_checkpoints import (
+    MTP_CASES,
+    dflash_checkpoint,
+    eagle_checkpoint,
+    mtp_checkpoint,
+)
 
 from mlxinfer.config import EngineConfig
 from mlxinfer.engine.batch import Sequence
@@ -18,6 +23,7 @@ from mlxinfer.models.decoder import LanguageModel, Model
 from mlxinfer.models.dflash import BlockDraft, load_dflash
 from mlxinfer.models.eagle import load_eagle
 from mlxinfer.models.heads import DraftHead
+from mlxinfer.models.prediction import load_prediction_head
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy
 from mlxinfer.speculation.draft import DraftProposer
@@ -28,6 +34,7 @@ from mlxinfer.speculation.source import Score, Source
 from mlxinfer.speculation.speculation import Speculation
 
 DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4", "lfm2-v4")
+WITH_MTP = {case.rpartition("-")[0]: case for case in MTP_CASES}  # model type -> case
 
 
 class RandomDepths:
@@ -55,7 +62,7 @@ def draft_of(model: LanguageModel, rng: random.Random) -> DraftProposer:
 
 
 class HalfRightHead(HeadProposer):
-    """A random EAGLE-3 head, whose first proposals are put right at random."""
+    """A random head, whose first proposals are put right at random."""
 
     answers: Mapping[str, Seq[int]]
     rng: random.Random
@@ -83,17 +90,26 @@ def sizes_of(rng: random.Random) -> EngineConfig:
 
 @cache
 def eagle_of(model: Model) -> DraftHead:
-    """A random head for any model."""
+    """A random EAGLE-3 head for any model."""
     sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
     return load_eagle(eagle_checkpoint(Path(mkdtemp()), sizes, drafted=40), model)
 
 
+@cache
+def mtp_of(model: Model) -> DraftHead:
+    """A random MTP module for a model of a family that has them."""
+    how = {"group_size": 32, "bits": 4}
+    folder = mtp_checkpoint(Path(mkdtemp()), WITH_MTP[model.config.model_type], how=how)
+    return load_prediction_head(folder, model)
+
+
 def head_of(model: Model, rng: random.Random, answers: Mapping[str, Seq[int]]) -> HalfRightHead:
     """It runs, and some of what it proposes holds."""
+    name, head = "eagle", eagle_of(model)
+    if model.config.model_type in WITH_MTP and rng.random() < 0.7:
+        name, head = "mtp", mtp_of(model)
     vocab_size = model.config.vocab_size
-    made = HalfRightHead(
-        eagle_of(model), sizes_of(rng), name="eagle", vocab_size=vocab_size, cost=0.1
-    )
+    made = HalfRightHead(head, sizes_of(rng), name=name, vocab_size=vocab_size, cost=0.1)
     made.answers, made.rng = answers, rng
     return made
 

@@ -96,6 +96,46 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver)
     page.wait_idle()
 
 
+def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: PageDriver) -> None:
+    """What the server read before the end was saved is not what is shown."""
+    page.server.script.says("Slowly", " it comes.")
+    page.ask("Overtaken")
+    page.page.wait_for_selector("article.assistant:has-text('Slowly')")
+    entry(page, "Overtaken").wait_for()
+    page.click("New chat", at=0)
+    read: list[tuple[Any, Any]] = []
+    page.page.route(
+        "**/history/conversations/*",
+        lambda route: read.append((route, route.fetch())),  # the reply is kept for a while
+        times=1,
+    )
+    entry(page, "Overtaken").locator(".entry").click()
+    wait_until(lambda: page.page.wait_for_timeout(20) or bool(read))
+    page.server.script.go_on.set()
+    entry(page, "Overtaken").get_by_text("answering…").wait_for(state="detached")
+    [(route, reply)] = read
+    route.fulfill(response=reply)
+    page.page.wait_for_selector("article.assistant:has-text('Slowly it comes.')")
+    page.wait_idle()
+
+
+def test_of_two_conversations_the_one_chosen_last_is_shown(page: PageDriver) -> None:
+    page.answered("Chosen first")
+    page.click("New chat", at=0)
+    page.answered("Chosen last")
+    page.click("New chat", at=0)
+    held: list[Any] = []
+    page.page.route("**/history/conversations/*", lambda route: held.append(route), times=1)
+    entry(page, "Chosen first").locator(".entry").click()
+    wait_until(lambda: page.page.wait_for_timeout(20) or bool(held))
+    entry(page, "Chosen last").locator(".entry").click()
+    page.page.wait_for_selector("h1:has-text('Chosen last')")
+    with page.page.expect_response("**/history/conversations/*"):
+        held[0].continue_()
+    page.page.wait_for_timeout(100)  # for a redraw that must not come
+    assert page.texts("h1.title") == ["Chosen last"]
+
+
 def test_what_came_of_an_answer_is_kept_when_its_tab_is_closed(page: PageDriver) -> None:
     tab = page.new_tab()
     page.open(tab=tab)

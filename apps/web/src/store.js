@@ -98,21 +98,53 @@ export async function olderConversations() {
   }
 }
 
-export async function open(id, message) {
-  try {
+let made = 0; // counts what this tab changes of conversations, and ends of answers
+let wanted = 0; // counts conversations that were chosen: the last one is shown
+
+// A stored conversation with all that this tab made: an answer may begin or end while the server
+// reads, so that neither its reply nor `running` would have it.
+async function stored(id) {
+  for (;;) {
+    await saving;
+    const before = made;
     const card = await request(`/history/conversations/${id}`);
-    const messages = new Map(card.messages.map((each) => [each.id, each]));
-    const arriving = running.value.get(id)?.message;
-    if (arriving) messages.set(arriving.id, arriving);
-    const head = message && messages.has(message) ? leafOf(childrenOf(messages), message) : card.head;
-    conversation.value = { ...card, head: arriving ? arriving.id : head, messages, stored: true };
+    if (before === made) return card;
+  }
+}
+
+function present(card, message) {
+  const messages = new Map(card.messages.map((each) => [each.id, each]));
+  const arriving = running.value.get(card.id)?.message;
+  if (arriving) messages.set(arriving.id, arriving);
+  const head = message && messages.has(message) ? leafOf(childrenOf(messages), message) : card.head;
+  conversation.value = { ...card, head: arriving ? arriving.id : head, messages, stored: true };
+}
+
+export async function open(id, message) {
+  const turn = ++wanted;
+  try {
+    const card = await stored(id);
+    if (turn !== wanted) return; // another one was chosen in the meantime
+    present(card, message);
     notice.value = null;
   } catch (error) {
     fail(error, () => open(id, message));
   }
 }
 
+// What another tab made of the conversation that is shown.
+async function refresh(id) {
+  const turn = wanted;
+  try {
+    const card = await stored(id);
+    if (turn === wanted) present(card);
+  } catch (error) {
+    fail(error, () => refresh(id));
+  }
+}
+
 export function startNew() {
+  wanted += 1;
   const { settings } = conversation.value;
   conversation.value = { ...empty(), settings };
   notice.value = null;
@@ -134,23 +166,32 @@ export async function rename(id, title) {
   if (conversation.value.id === id) conversation.value = { ...conversation.value, title };
 }
 
-async function saveFields(fields, id = conversation.value.id) {
-  if (!features.value.history) return;
-  try {
-    await request("/history/conversations", { body: { id, ...fields } });
-    OTHER_TABS.postMessage({ id });
-    await refreshConversations();
-  } catch (error) {
-    fail(error, () => saveFields(fields, id));
-  }
-}
-
 // Saves happen one after the other: a message after its parent, the end of an answer last.
 let saving = Promise.resolve();
 
-function saveMessage(id, message) {
-  saving = saving.then(() => storeMessage(id, message));
+function save(store) {
+  saving = saving.then(store);
   return saving;
+}
+
+function saveMessage(id, message) {
+  return save(() => storeMessage(id, message));
+}
+
+async function saveFields(fields, id = conversation.value.id) {
+  if (!features.value.history) return;
+  made += 1;
+  await save(() => storeFields(fields, id));
+  await refreshConversations();
+}
+
+async function storeFields(fields, id) {
+  try {
+    await request("/history/conversations", { body: { id, ...fields } });
+    OTHER_TABS.postMessage({ id });
+  } catch (error) {
+    fail(error, () => saveFields(fields, id));
+  }
 }
 
 async function storeMessage(id, message, keepalive = false) {
@@ -171,7 +212,7 @@ OTHER_TABS.onmessage = async ({ data: { id } }) => {
   await refreshConversations();
   const { value } = conversation;
   if (value.id !== id || running.value.has(id)) return;
-  if (conversations.value.some((each) => each.id === id)) await open(id);
+  if (conversations.value.some((each) => each.id === id)) await refresh(id);
 };
 
 export async function search(words) {
@@ -188,6 +229,7 @@ export async function changeSettings(settings) {
 // -- asking ---------------------------------------------------------------------------------------
 
 function add(message) {
+  made += 1;
   const { value } = conversation;
   const messages = new Map(value.messages).set(message.id, message);
   conversation.value = { ...value, messages, head: message.id, model: value.model || model.value };
@@ -222,7 +264,7 @@ async function send(messages) {
   if (!stored && features.value.history) {
     conversation.value = { ...conversation.value, stored: true };
     const fields = { settings, model: model.value };
-    saving = saving.then(() => saveFields(fields, id));
+    saveFields(fields, id);
   }
   await answer(messages.at(-1).id);
 }
@@ -286,6 +328,7 @@ async function answer(parent) {
     }
   } finally {
     clearInterval(timer);
+    made += 1;
     const rest = new Map(running.value);
     rest.delete(id);
     batch(() => {

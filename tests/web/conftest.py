@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 sys.path.append(str(Path(__file__).parents[1] / "hub"))
 
-from page_driver import PageDriver, missing
+from page_driver import PageDriver, missing, new_profile
 from page_server import PageServer
 from standin_fixtures import cache, standin
 
@@ -26,7 +26,7 @@ ARGUMENTS = (
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def profile() -> Iterator[Any]:
     """One browser a file: playwright's loop would be in the way of other tests of the process."""
     program = (
         os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -39,7 +39,7 @@ def browser() -> Iterator[Any]:
         missing("playwright", INSTALL)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=[*ARGUMENTS])
-        yield chromium
+        yield new_profile(chromium)
         chromium.close()
 
 
@@ -51,10 +51,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
 
 
 @pytest.fixture
-def page(browser: Any, server: PageServer) -> Iterator[PageDriver]:
-    """A new browser profile at the page, with a model that answers at once."""
+def page(profile: Any, server: PageServer) -> Iterator[PageDriver]:
+    """A new tab at the page with nothing stored, and a model that answers at once."""
     server.script.reset()
-    with PageDriver(browser, server) as driver:
+    with PageDriver(profile, server) as driver:
         driver.open()
         yield driver
     server.script.reset()

@@ -19,8 +19,22 @@ def missing(what: str, install: str, *, module: bool = False) -> NoReturn:
     pytest.skip(message, allow_module_level=module)
 
 
+def new_profile(browser: Any) -> Any:
+    """A browser context, to be used by many tests: it parses and compiles the page once."""
+    profile = browser.new_context(locale="en-GB")
+    profile.set_default_timeout(LIMIT_MS)
+    profile.new_page()  # without an open tab the browser forgets what it has compiled
+    return profile
+
+
 class PageDriver:
-    """One browser profile at one server.
+    """Tabs at one server, with nothing stored at first.
+
+    Args:
+        profile: of the browser, see `new_profile`; tests that share one follow one another.
+        server: of the page.
+        size: of the window, in pixels.
+        media: what playwright's `emulate_media` takes.
 
     Attributes:
         page: playwright's page.
@@ -28,19 +42,24 @@ class PageDriver:
         asked: addresses that were fetched.
     """
 
-    def __init__(self, browser: Any, server: LiveServer, **options: Any) -> None:
+    def __init__(
+        self, profile: Any, server: LiveServer, *, size: tuple[int, int] = (1100, 760), **media: Any
+    ) -> None:
         self.server = server
-        self._context = browser.new_context(
-            **{"viewport": {"width": 1100, "height": 760}, "locale": "en-GB", **options}
-        )
-        self._context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
-        self._context.set_default_timeout(LIMIT_MS)
+        self._profile, self._size, self._media = profile, size, media
+        self._tabs: list[Any] = []
         self.errors: list[str] = []
         self.asked: list[str] = []
+        profile.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
         self.page = self.new_tab()
+        stored = {"origin": server.url, "storageTypes": "local_storage,cookies"}
+        profile.new_cdp_session(self.page).send("Storage.clearDataForOrigin", stored)
 
     def new_tab(self) -> Any:
-        page = self._context.new_page()
+        page = self._profile.new_page()
+        self._tabs.append(page)
+        page.set_viewport_size(dict(zip(("width", "height"), self._size, strict=True)))
+        page.emulate_media(**self._media)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
         page.on("request", lambda request: self.asked.append(request.url))
@@ -55,7 +74,8 @@ class PageDriver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._context.close()
+        for tab in self._tabs:
+            tab.close()
         if kind is None:
             assert self.errors == []
             foreign = [url for url in self.asked if not url.startswith(self.server.url)]

@@ -22,7 +22,7 @@ x = 1  # c
 | 1 |
 """
 HIDE = "mlxinfer:hide"
-NARROW = {"viewport": {"width": 360, "height": 640}}
+WIDE, NARROW = (1100, 760), (360, 640)
 
 
 def violations(page: Any) -> list[str]:
@@ -42,14 +42,16 @@ def overflow(page: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size"), [("light", {}), ("dark", NARROW)], ids=["wide", "narrow"]
+    ("scheme", "size"), [("light", WIDE), ("dark", NARROW)], ids=["wide", "narrow"]
 )
 def test_every_place_is_accessible_and_fits(
-    browser: Any, server: PageServer, scheme: str, size: dict[str, Any]
+    profile: Any, server: PageServer, scheme: str, size: tuple[int, int]
 ) -> None:
     server.script.reset()
     server.script.says(f"<think>Hm.</think>{MARKDOWN}", pause_s=0.002)
-    with PageDriver(browser, server, color_scheme=scheme, reduced_motion="reduce", **size) as page:
+    with PageDriver(
+        profile, server, color_scheme=scheme, reduced_motion="reduce", size=size
+    ) as page:
         page.open()
         answer = page.answered("Show everything")
         answer.locator(".thoughts summary").click()
@@ -65,9 +67,9 @@ def test_every_place_is_accessible_and_fits(
             assert overflow(page.page) == []
 
 
-def test_narrow_screens_reach_everything_through_the_menu(browser: Any, server: PageServer) -> None:
+def test_narrow_screens_reach_everything_through_the_menu(profile: Any, server: PageServer) -> None:
     server.script.reset()
-    with PageDriver(browser, server, **NARROW) as page:
+    with PageDriver(profile, server, size=NARROW) as page:
         page.open()
         page.answered("Narrow")
         assert not page.page.locator("#search").is_visible()
@@ -77,10 +79,9 @@ def test_narrow_screens_reach_everything_through_the_menu(browser: Any, server: 
         page.page.wait_for_selector("h1:has-text('Dashboard')")
 
 
-def test_the_small_window_has_the_conversation_alone(browser: Any, server: PageServer) -> None:
+def test_the_small_window_has_the_conversation_alone(profile: Any, server: PageServer) -> None:
     server.script.reset()
-    size = {"viewport": {"width": 380, "height": 480}}
-    with PageDriver(browser, server, **size) as page:
+    with PageDriver(profile, server, size=(380, 480)) as page:
         page.open("/?compact=1")
         assert not page.page.locator("aside").is_visible()
         assert page.answered("Quick").inner_text().startswith("ok")
@@ -91,11 +92,11 @@ def test_the_small_window_has_the_conversation_alone(browser: Any, server: PageS
 
 
 def test_the_app_is_told_of_an_escape_that_the_page_does_not_need(
-    browser: Any, server: PageServer
+    profile: Any, server: PageServer
 ) -> None:
     server.script.reset()
     server.script.says("begun ", rest="never")
-    with PageDriver(browser, server) as page:
+    with PageDriver(profile, server) as page:
         page.open("/?compact=1&shell=1")
         page.ask("Wait")
         page.page.get_by_text("begun").wait_for()
@@ -108,9 +109,9 @@ def test_the_app_is_told_of_an_escape_that_the_page_does_not_need(
         page.errors.clear()  # this browser knows no such scheme
 
 
-def test_links_open_a_new_chat_or_a_stored_one(browser: Any, server: PageServer) -> None:
+def test_links_open_a_new_chat_or_a_stored_one(profile: Any, server: PageServer) -> None:
     server.script.reset()
-    with PageDriver(browser, server) as page:
+    with PageDriver(profile, server) as page:
         page.open("/?compact=1")
         page.answered("Linked question")
         found = server.get("/history/conversations").json()["data"]
@@ -125,10 +126,10 @@ def test_links_open_a_new_chat_or_a_stored_one(browser: Any, server: PageServer)
         assert "#" not in tab.url
 
 
-def test_a_screen_reader_hears_the_answer_once(browser: Any, server: PageServer) -> None:
+def test_a_screen_reader_hears_the_answer_once(profile: Any, server: PageServer) -> None:
     server.script.reset()
     server.script.says("Spoken words")
-    with PageDriver(browser, server) as page:
+    with PageDriver(profile, server) as page:
         page.open()
         page.answered("Say")
         assert page.page.get_by_role("status").inner_text() == "Answer: Spoken words"
@@ -136,9 +137,9 @@ def test_a_screen_reader_hears_the_answer_once(browser: Any, server: PageServer)
         assert [each.get_attribute("aria-label") for each in roles] == ["You", "Assistant"]
 
 
-def test_the_theme_is_kept(browser: Any, server: PageServer) -> None:
+def test_the_theme_is_kept(profile: Any, server: PageServer) -> None:
     server.script.reset()
-    with PageDriver(browser, server, color_scheme="light") as page:
+    with PageDriver(profile, server, color_scheme="light") as page:
         page.open()
         for expected in ("light", "dark"):
             page.page.locator("button[aria-label^='Theme']").click()

@@ -333,10 +333,10 @@ def test_the_keyboard_is_enough(page: PageDriver) -> None:
     at.wait_for_selector(".welcome")
 
 
-def test_a_key_is_asked_for_and_kept(browser: Any, tmp_path: Any) -> None:
+def test_a_key_is_asked_for_and_kept(profile: Any, tmp_path: Any) -> None:
     with (
         PageServer(tmp_path, keys=ApiKeys.from_plain(["a-secret"])) as locked,
-        PageDriver(browser, locked) as page,
+        PageDriver(profile, locked) as page,
     ):
         page.page.goto(locked.url)
         page.page.get_by_label("This server answers only with a key").fill("a-secret")
@@ -350,11 +350,11 @@ def test_a_key_is_asked_for_and_kept(browser: Any, tmp_path: Any) -> None:
         assert owners == set(), "a key's conversations are not those of requests without a key"
 
 
-def test_a_key_that_may_not_administer_sees_the_chat_alone(browser: Any, tmp_path: Any) -> None:
+def test_a_key_that_may_not_administer_sees_the_chat_alone(profile: Any, tmp_path: Any) -> None:
     keys = ApiKeys.from_plain(["chief"]).with_named({"anna": {"key": "plain"}}, "keys.toml")
     with PageServer(tmp_path, keys=keys) as server:
         for key, places in (("plain", ["Chat"]), ("chief", ["Chat", "Models", "Dashboard"])):
-            with PageDriver(browser, server) as page:
+            with PageDriver(profile, server) as page:
                 page.page.goto(server.url)
                 page.page.get_by_label("This server answers only with a key").fill(key)
                 page.click("Use this key")

@@ -212,8 +212,8 @@ def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: Pag
     page.errors.clear()
 
 
-def test_without_history_the_page_says_so_and_keeps_nothing(browser: Any, tmp_path: Any) -> None:
-    with PageServer(tmp_path, history=False) as server, PageDriver(browser, server) as page:
+def test_without_history_the_page_says_so_and_keeps_nothing(profile: Any, tmp_path: Any) -> None:
+    with PageServer(tmp_path, history=False) as server, PageDriver(profile, server) as page:
         page.open()
         page.page.wait_for_selector("text=This server keeps no history")
         page.answered("Once")

@@ -46,14 +46,14 @@ def test_messages_survive_a_kill_of_the_server_and_are_in_no_log(tmp_path: Path)
     assert [m.content for m in History(place).messages("", "a-conversation")] == [SECRET]
 
 
-def test_an_answer_of_the_demo_holds_to_a_schema_and_says_so(browser: Any, tmp_path: Path) -> None:
+def test_an_answer_of_the_demo_holds_to_a_schema_and_says_so(profile: Any, tmp_path: Path) -> None:
     schema = {
         "type": "object",
         "properties": {"sky": {"enum": ["blue", "grey"]}, "ok": {"type": "boolean"}},
         "required": ["sky", "ok"],
         "additionalProperties": False,
     }
-    with LivePageServer(tmp_path) as server, PageDriver(browser, server) as page:
+    with LivePageServer(tmp_path) as server, PageDriver(profile, server) as page:
         page.open()
         page.click("Settings of this conversation")
         form = page.page.get_by_role("form", name="Settings of this conversation")

@@ -70,7 +70,8 @@ function Result({ message, editing, edit }) {
 
 function Edit({ message, label, done, save, close }) {
   const field = useRef();
-  useEffect(() => {
+  // Before it is drawn: later, the caret would move under what is typed already.
+  useLayoutEffect(() => {
     field.current.focus();
     field.current.setSelectionRange(field.current.value.length, field.current.value.length);
   }, []);

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from ..cache.inputs import Ints, Spill
 from ..cache.kv import KVCache
 from ..core import TokenLogprobs
-from ..layers.step import Taps
+from ..layers.ranks import Link
 from ..models.decoder import LanguageModel
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
+from .forward import Computed, Followers, Forward, StepInputs
 
 Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
@@ -76,13 +77,21 @@ class Runner:
 
     Args:
         taps: layers whose outputs every step gives beside its tokens, see `Taps`.
+        link, followers: to the other ranks of a model that is spread over several; None: it is not.
     """
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, sampler: Sampler, *, taps: Seq[int] = ()
+        self,
+        model: LanguageModel,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        taps: Seq[int] = (),
+        link: Link | None = None,
+        followers: Followers | None = None,
     ) -> None:
-        self._taps = tuple(taps)
-        self.model = model
+        self.forward = Forward(model, cache, taps=taps, link=link)
+        self._followers = followers
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
@@ -94,35 +103,58 @@ class Runner:
         Args:
             batch: what to compute.
             previous: the step in flight, whose unread tokens are inputs of this one; None: none is.
+
+        Raises:
+            RanksFailedError: another rank, or a step that others run already, went wrong.
         """
-        num_slots = batch.num_slots
-        in_flight = previous is not None
-        if previous is not None and (batch.writes_pages or self.cache.must_grow(num_slots)):
-            previous.wait()
-            in_flight = False
-        self.cache.make_room(num_slots)
         admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
-        spilled = self.cache.carry_out(batch.cache_work, new_slots=[s.slot for s in admitted])
-        self._admit(admitted)
-        ids, pending = _input_ids(batch, previous)
-        segments = batch.segments
-        taps = Taps(self._taps) if self._taps else None
-        hidden = self.model(
-            ids,
-            mx.array(segments.positions),
-            self.cache.begin_step(segments),
+        self._has_variants |= any(s.namespace is not None for s in admitted)
+        step = self._inputs(batch, previous, admitted)
+        if self._followers is None:
+            return self._launch(batch, step, previous, admitted)
+        self._followers.send(step)
+        try:
+            return self._launch(batch, step, previous, admitted)
+        except BaseException as error:
+            raise self._followers.fail(error) from error
+
+    def _inputs(
+        self, batch: Batch, previous: Launched | None, admitted: list[Sequence]
+    ) -> StepInputs:
+        """What the step computes, as any rank can."""
+        follows, pending = _pending(batch, previous)
+        sampling = batch.sampling
+        return StepInputs(
+            segments=batch.segments,
+            follows=follows,
+            known_ids=None if follows else batch.known_ids(),
+            pending=pending,
+            work=batch.cache_work,
+            num_slots=batch.num_slots,
+            new_slots=[s.slot for s in admitted],
+            is_barrier=batch.writes_pages,
+            rows=sampling.flat_rows,
+            num_rows=len(sampling),
+            prompt_rows=[_prompt_rows(segment) for segment in _with_prompt_logits(batch)],
             rope_variants=_of_rows(batch, ROPE_VARIANT) if self._has_variants else None,
             adapters=_of_rows(batch, ADAPTER) if self._has_variants else None,
-            taps=taps,
         )
-        launched = self._heads(batch, hidden, ids, pending)
-        if taps is not None:
-            launched.hidden = taps.joined()
-            launched.outputs.append(launched.hidden)
-        launched.outputs += self.cache.step_outputs()
+
+    def _launch(
+        self, batch: Batch, step: StepInputs, previous: Launched | None, admitted: list[Sequence]
+    ) -> Launched:
+        runs_ahead, spilled = self.forward.prepare(step, previous)
+        self._admit(admitted)
+        tokens = None if previous is None or previous.sampled is None else previous.sampled.tokens
+        computed = self.forward.run(step, tokens)
+        launched = self._sampled(batch, step, computed)
+        if computed.taps is not None:
+            launched.hidden = computed.taps
+            launched.outputs.append(computed.taps)
+        launched.outputs += computed.outputs
         launched.spilled = spilled
         mx.async_eval(launched.outputs)
-        if in_flight:
+        if runs_ahead:
             self.cache.count_copies()
         return launched
 
@@ -164,7 +196,10 @@ class Runner:
         if proposals is None:
             self.sampler.observe(slots, token_ids)
             return
-        self.cache.commit(batch.num_kept(result))
+        num_kept = batch.num_kept(result)
+        self.cache.commit(num_kept)
+        if self._followers is not None:
+            self._followers.commit(num_kept)
         for count in range(int(proposals.counts.max()) + 1):  # one token of each slot at a time
             rows = proposals.counts == count
             self.sampler.observe(slots[rows], token_ids[rows])
@@ -174,7 +209,6 @@ class Runner:
             if sequence.slot in self._used_slots:
                 self.sampler.remove(sequence.slot)
             self._used_slots.add(sequence.slot)
-            self._has_variants |= sequence.namespace is not None
             request, known = sequence.request, sequence.token_ids
             self.sampler.add(
                 sequence.slot,
@@ -184,21 +218,23 @@ class Runner:
                 request.stop_ids,
             )
 
-    def _heads(self, batch: Batch, hidden: mx.array, ids: mx.array, pending: Bools) -> Launched:
-        """Logits and tokens of the rows that need them."""
+    def _sampled(self, batch: Batch, step: StepInputs, computed: Computed) -> Launched:
+        """The step with the tokens of the rows that give one."""
         prompt_logits = [
-            (s.sequence, s.start, self._prompt_logits(s, hidden))
-            for s in batch.ragged
-            if s.sequence.request.prompt_logits and s.start < s.sequence.num_prompt
+            (segment.sequence, segment.start, logits.astype(mx.float32))
+            for segment, logits in zip(
+                _with_prompt_logits(batch), computed.prompt_logits, strict=True
+            )
         ]
         outputs = [logits for *_, logits in prompt_logits]
-        sampling = batch.sampling
-        if not sampling.sequences:
-            return Launched(batch, None, prompt_logits, [*outputs, hidden])
+        sampling, ids, logits = batch.sampling, computed.ids, computed.logits
+        if logits is None:
+            return Launched(batch, None, prompt_logits, outputs)
+        pending = np.full(batch.num_tokens, step.follows)
+        if step.pending is not None:
+            pending = step.pending >= 0
         if sampling.flat_rows is not None:
-            rows = mx.array(sampling.flat_rows)
-            hidden, ids, pending = hidden[rows], ids[rows], pending[sampling.flat_rows]
-        logits = self.model.logits(hidden)  # (R, vocab)
+            ids, pending = ids[mx.array(sampling.flat_rows)], pending[sampling.flat_rows]
         sampled, constrained_logits = self._sample(sampling, logits, ids, pending)
         outputs += [] if sampled is None else sampled.arrays()
         outputs += [] if constrained_logits is None else [constrained_logits]
@@ -207,11 +243,6 @@ class Runner:
             launched.finite = mx.isfinite(mx.max(logits, axis=-1))
             outputs.append(launched.finite)
         return launched
-
-    def _prompt_logits(self, segment: Segment, hidden: mx.array) -> mx.array:
-        """(n, vocab) float32 of the prompt's part of a segment."""
-        count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
-        return self.model.logits(hidden[segment.row : segment.row + count]).astype(mx.float32)
 
     def _sample(
         self, sampling: SamplingRows, logits: mx.array, ids: mx.array, pending: Bools
@@ -241,25 +272,35 @@ class Runner:
         return self.sampler.sample(logits, slots, output_index, recent), constrained_logits
 
 
-def _input_ids(batch: Batch, previous: Launched | None) -> tuple[mx.array, Bools]:
-    """Token ids (T,), and which of them only the device knows yet (T,).
+def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None]:
+    """Whether a step's ids are all tokens of the step in flight, in order; else, which are (T,).
 
     A decode row's token may have been sampled by the step in flight: then it is taken from there.
     """
     decodes, num_rows = batch.decodes.sequences, batch.num_tokens
     if previous is None or previous.sampled is None:
-        return mx.array(batch.known_ids()), np.zeros(num_rows, dtype=np.bool_)
-    tokens = previous.sampled.tokens
+        return False, None
     if decodes is previous.batch.sampling.sequences and num_rows == len(decodes):
-        return tokens, np.ones(num_rows, dtype=np.bool_)
+        return True, None
     rows = np.full(num_rows, -1, dtype=np.int32)  # in the step in flight; -1: the host knows it
     place = {sequence: row for row, sequence in enumerate(previous.batch.sampling.sequences)}
     rows[: len(decodes)] = [place.get(sequence, -1) for sequence in decodes]
-    pending = rows >= 0
-    if pending.all():
-        return tokens[mx.array(rows)], pending
-    sampled = tokens[mx.array(np.maximum(rows, 0))]
-    return mx.where(mx.array(pending), sampled, mx.array(batch.known_ids())), pending
+    return False, rows if (rows >= 0).any() else None
+
+
+def _with_prompt_logits(batch: Batch) -> list[Segment]:
+    """Segments whose requests want the logits of their prompt."""
+    return [
+        segment
+        for segment in batch.ragged
+        if segment.sequence.request.prompt_logits and segment.start < segment.sequence.num_prompt
+    ]
+
+
+def _prompt_rows(segment: Segment) -> tuple[int, int]:
+    """The flat rows [from, to) of the prompt's part of a segment."""
+    count = min(segment.num_tokens, segment.sequence.num_prompt - segment.start)
+    return segment.row, segment.row + count
 
 
 def _of_rows(batch: Batch, value: Callable[[Sequence], int]) -> Ints | None:

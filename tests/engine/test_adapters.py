@@ -29,9 +29,9 @@ class Recorder:
     """A model that notes the ids and adapters of each step."""
 
     def __init__(self, harness: Harness) -> None:
-        self._model = harness.loop.runner.model
+        self._model = harness.loop.runner.forward.model
         self.steps: list[tuple[list[int], np.ndarray | None]] = []
-        harness.loop.runner.model = self  # type: ignore[assignment]
+        harness.loop.runner.forward.model = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)

@@ -96,7 +96,7 @@ def test_an_error_that_is_kept_keeps_no_arrays(monkeypatch: pytest.MonkeyPatch) 
     def failing(runner: Runner, *_: object) -> None:
         raise Boom(f"the forward pass of {runner} failed")
 
-    monkeypatch.setattr(Runner, "_heads", failing)
+    monkeypatch.setattr(Runner, "_sampled", failing)
     harness.add("a", prompt(5), SamplingParams(max_tokens=9))
     kept = harness.drain()["a"].error
     assert kept is not None
@@ -229,7 +229,7 @@ def spoil(harness: Harness, token_id: int) -> None:
             hidden = forward(ids, positions, kv, **rows)
             return mx.where(ids[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden)
 
-    harness.loop.runner.model = Spoilt()  # type: ignore[assignment]
+    harness.loop.runner.forward.model = Spoilt()  # type: ignore[assignment]
 
 
 @given(

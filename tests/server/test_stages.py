@@ -210,7 +210,7 @@ def test_in_other_words(live: LiveServer, path: str) -> None:
 STEPS: dict[str, tuple[Any, str]] = {
     "launch": (Runner, "launch"),
     "input": (runner, "_input_ids"),
-    "head": (Runner, "_heads"),
+    "head": (Runner, "_sampled"),
     "sample": (Sampler, "sample"),
     "read": (Launched, "token_ids"),
     "logprobs": (Launched, "logprobs"),

@@ -1,0 +1,157 @@
+"""The forward pass of a step: a model over its KV cache. Knows no requests, and samples nothing.
+
+Where a model is spread over ranks all of them run the same steps: one of them schedules and
+samples, and sends what a step is to the others before it runs it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..cache.inputs import CacheWork, Ints, Spill, StepSegments
+from ..cache.kv import KVCache
+from ..layers.ranks import Link
+from ..layers.step import Taps
+from ..models.decoder import LanguageModel
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What a step computes: tokens, where they belong, and what is done to the cache before it."""
+
+    segments: StepSegments
+    follows: bool  # its ids are the tokens of the step before, in order: the next two are None
+    known_ids: Ints | None  # (T,) ids as far as the host knows them
+    pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
+    work: CacheWork
+    num_slots: int  # tails that must be there
+    new_slots: list[int]  # that have a new owner
+    is_barrier: bool  # the step before must have ended
+    rows: Ints | None  # (R,) flat rows whose logits are wanted; None: of all, in order
+    num_rows: int  # R; 0: the step samples nothing
+    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows whose logits are wanted
+    rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
+    adapters: Ints | None = None  # (T,) the same
+
+
+@dataclass(slots=True)
+class Computed:
+    """What a forward pass gives, not evaluated yet."""
+
+    ids: mx.array  # (T,)
+    logits: mx.array | None  # (R, vocab)
+    prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
+    taps: mx.array | None  # (T, n * hidden) of the layers that are wanted
+    outputs: list[mx.array] = field(default_factory=list)  # what the cache needs beside logits
+
+
+class InFlight(Protocol):
+    """A step that MLX is working on."""
+
+    def wait(self) -> None:
+        """Return when the step is done and MLX holds none of its inputs."""
+        ...
+
+
+class Followers(Protocol):
+    """The other ranks, which run every step that is sent to them."""
+
+    def send(self, step: StepInputs) -> None:
+        """Let them run a step too; raises RanksFailedError where one of them cannot."""
+        ...
+
+    def commit(self, num_kept: Mapping[int, int]) -> None:
+        """As `KVCache.commit`."""
+        ...
+
+    def read(self) -> None:
+        """The step that was sent first, of those that are not read yet, has ended."""
+        ...
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Nothing is to be trusted any more: the error that says so."""
+        ...
+
+
+class Forward:
+    """A model, or the part of it that a rank has, and its KV cache.
+
+    Args:
+        taps: layers whose outputs every step gives, see `Taps`.
+        link: to the other ranks; None: there are none.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cache: KVCache,
+        *,
+        taps: Sequence[int] = (),
+        link: Link | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self._taps = tuple(taps)
+        self._link = link
+
+    def prepare(
+        self, step: StepInputs, in_flight: InFlight | None
+    ) -> tuple[bool, list[tuple[Spill, bytes]]]:
+        """Do what must be done to the cache before a step.
+
+        Returns:
+            Whether the step before may still be in flight, and the pages that were read out.
+        """
+        cache, runs_ahead = self.cache, in_flight is not None
+        if in_flight is not None and (step.is_barrier or cache.must_grow(step.num_slots)):
+            in_flight.wait()
+            runs_ahead = False
+        cache.make_room(step.num_slots)
+        return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
+
+    def run(self, step: StepInputs, tokens: mx.array | None) -> Computed:
+        """The forward pass.
+
+        Args:
+            step: of which `prepare` was called.
+            tokens: (N,) that the step before samples; of other ranks, zeros. None: none of them is
+                an input.
+        """
+        ids = self._ids(step, tokens)
+        taps = Taps(self._taps) if self._taps else None
+        hidden = self.model(
+            ids,
+            mx.array(step.segments.positions),
+            self.cache.begin_step(step.segments),
+            rope_variants=step.rope_variants,
+            adapters=step.adapters,
+            taps=taps,
+        )
+        prompt = [self.model.logits(hidden[start:stop]) for start, stop in step.prompt_rows]
+        logits = None
+        if step.num_rows:
+            wanted = hidden if step.rows is None else hidden[mx.array(step.rows)]
+            if prompt and self._link is not None:  # all ranks gather in the same order
+                wanted = mx.depends(wanted, prompt)
+            logits = self.model.logits(wanted)  # (R, vocab)
+        outputs = [] if step.num_rows else [hidden]
+        joined = None if taps is None else taps.joined()
+        return Computed(ids, logits, prompt, joined, [*outputs, *self.cache.step_outputs()])
+
+    def _ids(self, step: StepInputs, tokens: mx.array | None) -> mx.array:
+        """(T,) token ids; those that are pending are taken from the step in flight."""
+        known = None if step.known_ids is None else mx.array(step.known_ids)
+        if known is not None and step.pending is None:
+            return known
+        assert tokens is not None
+        if self._link is not None:
+            tokens = self._link.sum(tokens.astype(mx.int32))  # those of other ranks are 0
+        if step.pending is None:
+            return tokens
+        if (step.pending >= 0).all():
+            return tokens[mx.array(step.pending)]
+        assert known is not None
+        sampled = tokens[mx.array(step.pending.clip(0))]
+        return mx.where(mx.array(step.pending >= 0), sampled, known)

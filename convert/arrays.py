@@ -67,27 +67,20 @@ Words = NDArray[np.uint32]
 
 def pack(codes: Codes, bits: int) -> Words:
     """codes (R, n) below 2**bits, n a multiple of 32 -> (R, n * bits / 32)."""
-    rows, count = codes.shape
+    rows = len(codes)
+    codes = np.ascontiguousarray(codes)
     if bits == 8:
-        return np.ascontiguousarray(codes).view(np.uint32)
+        return codes.view(np.uint32)
     if bits == 4:
-        pairs = codes[:, 0::2] | (codes[:, 1::2] << np.uint8(4))
-        return np.ascontiguousarray(pairs).view(np.uint32)
-    if bits == 2:
-        low = codes[:, 0::4] | (codes[:, 1::4] << np.uint8(2))
-        high = (codes[:, 2::4] << np.uint8(4)) | (codes[:, 3::4] << np.uint8(6))
-        return np.ascontiguousarray(low | high).view(np.uint32)
-    return _pack_across_bytes(codes.reshape(rows, count // 8, 8), bits)
-
-
-def _pack_across_bytes(eights: Codes, bits: int) -> Words:
-    """Eight codes of 3, 5 or 6 bits fill `bits` bytes."""
-    rows, count, _ = eights.shape
-    stream = np.zeros((rows, count), np.uint64)
-    for index in range(8):
-        stream |= eights[:, :, index].astype(np.uint64) << np.uint64(bits * index)
-    as_bytes = stream.astype("<u8").view(np.uint8).reshape(rows, count, 8)[:, :, :bits]
-    return np.ascontiguousarray(as_bytes).reshape(rows, count * bits).view(np.uint32)
+        pairs = codes.view("<u2")
+        return (pairs | (pairs >> np.uint16(4))).astype(np.uint8).view(np.uint32)
+    eights = codes.view("<u8")  # (R, n / 8)
+    for width, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0xFFFFFFFF)):
+        gap = np.uint64(width - width // 8 * bits)  # between two that are joined
+        low = eights & np.uint64(mask)
+        eights = low | ((eights ^ low) >> gap)
+    octets = eights.view(np.uint8).reshape(rows, -1, 8)
+    return np.ascontiguousarray(octets[:, :, :bits]).reshape(rows, -1).view(np.uint32)
 
 
 def unpack(words: Words, bits: int, count: int) -> Codes:

@@ -131,7 +131,9 @@ class _Affine:
         """Scale and bias."""
         bits, dtype = self.method.form.bits, self.method.dtype
         if self.method.searched:
-            return affine.search(groups, bits, dtype, importance)
+            # error feedback takes so much longer that a better scale costs nothing beside it
+            refinements = 0 if self.method.feedback is None else 1
+            return affine.search(groups, bits, dtype, importance, refinements)
         return affine.by_extremes(groups, bits, dtype)
 
     def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:

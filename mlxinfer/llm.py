@@ -12,8 +12,10 @@ from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
 from .outputs import Delta, Facts, Result, Results
 from .progress import is_watched, patient, progress_bar, progress_bars
+from .retrieval import Retrieval
 from .session.engine_client import last
 from .session.engine_factory import EngineArguments, EngineOptions
+from .session.pooling_session import PoolingSession, open_session
 from .session.request_builder import ChatOptions, Message, Prompt, ResponseFormat, is_one_prompt
 from .session.session import Session
 
@@ -27,7 +29,7 @@ class ChatArguments(ChatOptions, SamplingValues, total=False):
     """Keyword arguments of LLM.chat, documented there."""
 
 
-class LLM:
+class LLM(Retrieval):
     """A language model and the engine that runs it, or the server that has it.
 
     Args:
@@ -55,6 +57,8 @@ class LLM:
         prefill_slice: milliseconds that answers may wait for a step with prompts of others; None:
             250. Short ones keep answers steady, long ones compute prompts faster.
         dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
+        task: what the model is used for: "generate", "embed" (`embed`), "score" (`rerank`, `score`)
+            or "auto": as its files and its name show.
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
         tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
@@ -93,7 +97,6 @@ class LLM:
         check_names("LLM", options, EngineArguments.__annotations__)
         self._progress, self._said_params = progress, False
         self.last: Result | None = None
-        self._session: Session
         name = str(model)
         if name.startswith(("http://", "https://")):
             if tool_format != "auto":
@@ -151,12 +154,12 @@ class LLM:
             A Result, or Results, a list of them in the order of the prompts.
         """
         params = _changed("generate", params, sampling)
-        built: Any = self._session.prompts(prompts, params, response_format)
+        built: Any = self._generator.prompts(prompts, params, response_format)
         if is_one_prompt(prompts):
-            return self._session.run(built)[0]
+            return self._generator.run(built)[0]
         with progress_bar("answers", unit="answers", wanted=self._progress) as show:
             done = iter(range(1, len(built) + 1))
-            return Results(self._session.run(built, lambda _: show(next(done), len(built))))
+            return Results(self._generator.run(built, lambda _: show(next(done), len(built))))
 
     @public
     def stream(
@@ -169,8 +172,8 @@ class LLM:
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
         params = _changed("stream", params, sampling)
-        built: Any = self._session.prompt(prompt, params, response_format)
-        return short_errors(self._session.stream(built, self))
+        built: Any = self._generator.prompt(prompt, params, response_format)
+        return short_errors(self._generator.stream(built, self))
 
     @apublic
     async def agenerate(
@@ -195,8 +198,8 @@ class LLM:
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
         params = _changed("astream", params, sampling)
-        built: Any = self._session.prompt(prompt, params, response_format)
-        return ashort_errors(self._session.astream(built))
+        built: Any = self._generator.prompt(prompt, params, response_format)
+        return ashort_errors(self._generator.astream(built))
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -229,7 +232,7 @@ class LLM:
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
         """
-        return self._session.run([self._chat("chat", messages, params, options)])[0]
+        return self._generator.run([self._chat("chat", messages, params, options)])[0]
 
     @public
     def stream_chat(
@@ -240,7 +243,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
         built = self._chat("stream_chat", messages, params, options)
-        return short_errors(self._session.stream(built, self))
+        return short_errors(self._generator.stream(built, self))
 
     @apublic
     async def achat(
@@ -261,7 +264,7 @@ class LLM:
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
         built = self._chat("astream_chat", messages, params, options)
-        return ashort_errors(self._session.astream(built))
+        return ashort_errors(self._generator.astream(built))
 
     @public
     def show(
@@ -285,7 +288,7 @@ class LLM:
         Models that reason repeat themselves without end where the most probable token is always
         taken. An answer is as long as the context allows.
         """
-        return self._session.chat_params
+        return self._generator.chat_params
 
     def _chat(
         self,
@@ -306,7 +309,7 @@ class LLM:
                 print(f"{name} answers with its own {words}", file=sys.stderr)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self._session.chat(messages, params, sampling, **rest)
+        return self._generator.chat(messages, params, sampling, **rest)
 
     # -- the model itself -----------------------------------------------------------------------
 
@@ -325,12 +328,12 @@ class LLM:
         Raises:
             InvalidRequestError: there is no prefix cache, or it is a server's.
         """
-        return self._session.pin(prompt)
+        return self._generator.pin(prompt)
 
     @public
     def logits(self, prompt: Prompt) -> "np.ndarray":
         """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
-        return self._session.logits(prompt)
+        return self._generator.logits(prompt)
 
     @public
     def heat(self, result: Result) -> "Heat":
@@ -397,7 +400,7 @@ class LLM:
 
 def _load(
     name: str, arguments: EngineArguments, tool_format: str, progress: bool | None
-) -> Session:
+) -> Session | PoolingSession:
     """Find, download and load a model; its bars go on from each other."""
     with progress_bars(wanted=progress) as show:
 
@@ -410,12 +413,13 @@ def _load(
         options = EngineOptions.of(arguments, find)
         require_mlx()
         folder, show_load = find(name), patient(show)
-        return Session(
+        return open_session(
             name,
             folder,
             options,
             tool_format,
             lambda done, total: show_load(f"load {name}", done, total),
+            given=arguments,
         )
 
 

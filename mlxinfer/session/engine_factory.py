@@ -47,6 +47,7 @@ class EngineArguments(TypedDict, total=False):
     prefill_chunk: int | None
     prefill_slice: int | None
     dtype: str
+    task: str
     num_pages: int | None
     launch_ahead: bool
     speculate: str
@@ -75,6 +76,7 @@ class EngineOptions:
     prefill_chunk: int | None = None
     prefill_slice: int | None = None
     dtype: str = "auto"
+    task: str = "auto"
     num_pages: int | None = None
     launch_ahead: bool = True
     room_bytes: int | None = None
@@ -211,13 +213,17 @@ class ModelInfo:
     quantization: str | None  # "4-bit affine, group 64"
     eos_token_ids: tuple[int, ...]
     alone_because: str | None = None  # why it runs one sequence after another; None: batched
+    task: str = "generate"  # or "embed", "score"
+    embedding_dim: int | None = None  # numbers of a vector, of models that embed
 
     @property
     def summary(self) -> str:
         """One short line."""
         bits = f", {self.quantization}" if self.quantization else ""
         alone = ", one sequence after another" if self.alone_because else ""
-        return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}{alone}"
+        kind = {"embed": f", vectors of {self.embedding_dim}", "score": ", scores"}
+        purpose = kind.get(self.task, "")
+        return f"{self.architecture}, {human_bytes(self.weights_bytes)}{bits}{alone}{purpose}"
 
     def _repr_html_(self) -> str:
         from ..display.cards import facts_card

@@ -246,14 +246,14 @@ class Tokenizer:
         Raises:
             InvalidRequestError: the text is too long, not valid Unicode, or the tokenizer fails.
         """
-        _check_text(text)
-        backend = self._backend if parse_special else self._without_special(text)
+        check_text(text)
+        backend = self._backend if parse_special else self.literal_backend(text)
         ids = encode_guarded(backend, text, special=add_special_tokens)
         doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled and add_special_tokens and parse_special else ids
 
-    def _without_special(self, text: str) -> tokenizers.Tokenizer:
-        """Return a backend that matches no special token in `text`."""
+    def literal_backend(self, text: str) -> tokenizers.Tokenizer:
+        """The library's tokenizer in the setting that matches no special token in `text`."""
         if not self._special_anywhere and not any(s in text for s in self._special_texts):
             return self._backend
         with self._lock:
@@ -262,9 +262,19 @@ class Tokenizer:
                 self._literal.encode_special_tokens = True
             return self._literal
 
+    def num_special_tokens(self, *, pair: bool) -> int:
+        """Tokens that are put around a text, or around two."""
+        return int(self._backend.num_special_tokens_to_add(pair))
+
+    def with_special_tokens(
+        self, first: tokenizers.Encoding, second: tokenizers.Encoding | None = None
+    ) -> tokenizers.Encoding:
+        """Encodings of a text, or of two, with the tokens that are put around them."""
+        return self._backend.post_process(first, second, True)
+
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of `text` as text only: no added token is matched, special or not."""
-        _check_text(text)
+        check_text(text)
         backend = self._backend
         try:
             with panic_guard():
@@ -349,7 +359,8 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) ->
     backend.add_special_tokens(list(dict.fromkeys(missing)))
 
 
-def _check_text(text: object) -> None:
+def check_text(text: object) -> None:
+    """Raise InvalidRequestError unless this is a text that is not too long."""
     if not isinstance(text, str):
         raise InvalidRequestError(f"Expected text, got {type(text).__name__}.")
     if len(text) > MAX_TEXT_CHARS:

@@ -1,0 +1,147 @@
+"""Texts and pairs of texts as the rows that an embedding model or a reranker reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tokenizers
+
+from ..errors import ContextLengthError, InvalidRequestError
+from .tokenizer import (
+    NOT_TEXT,
+    Tokenizer,
+    TokenizerPanicError,
+    check_text,
+    exceeds_tokens,
+    panic_guard,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRow:
+    """Token ids, and which text of a pair each token is of."""
+
+    ids: list[int]
+    token_types: list[int]
+
+
+def encode_rows(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    *,
+    max_tokens: int,
+    truncate: bool,
+    param: str = "input",
+) -> list[EncodedRow]:
+    """Rows with the special tokens that the tokenizer puts around a text or a pair.
+
+    Special tokens that are spelled in a text are text.
+
+    Args:
+        tokenizer: of the model.
+        texts: one for each row.
+        pairs: the second text of each row; None: there is none.
+        max_tokens: of a row.
+        truncate: rows that are longer lose tokens at the end, of a pair the longer text first;
+            else they are refused.
+        param: names the texts in errors.
+
+    Raises:
+        ContextLengthError: a row is too long.
+        InvalidRequestError: a text is no text, or the tokenizer fails.
+    """
+    count = tokenizer.num_special_tokens(pair=pairs is not None)
+    room = max_tokens - count
+    if room < 1:
+        raise InvalidRequestError(
+            f"{max_tokens} tokens leave no room beside the {count} that stand around a text.",
+            param=param,
+        )
+    if not truncate:
+        for index, text in enumerate(texts):
+            both = [text] if pairs is None else [text, pairs[index]]
+            _check_length(tokenizer, both, max_tokens, f"{param} {index}", param)
+    firsts = _encodings(tokenizer, texts)
+    seconds = [None] * len(firsts) if pairs is None else _encodings(tokenizer, pairs)
+    rows = []
+    for index, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+        total = len(first.ids) + (0 if second is None else len(second.ids))
+        if total > room:
+            if not truncate:
+                raise too_long(f"{param} {index}", total + count, max_tokens, param)
+            _cut(first, second, room)
+        whole = tokenizer.with_special_tokens(first, second)
+        rows.append(EncodedRow(whole.ids, whole.type_ids))
+    return rows
+
+
+def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> ContextLengthError:
+    """The error of a text that is too long."""
+    has = "more" if num_tokens is None else f"{num_tokens}"
+    return ContextLengthError(
+        f"{what} has {has} tokens, and the model reads at most {max_tokens}; shorten it, or ask "
+        "for it to be truncated.",
+        param=param,
+    )
+
+
+def encode_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    max_tokens: int,
+    truncate: bool,
+    param: str,
+) -> list[list[int]]:
+    """Ids of texts alone, without special tokens; errors as of `encode_rows`."""
+    found = []
+    for index, text in enumerate(texts):
+        if not truncate:
+            _check_length(tokenizer, [text], max_tokens, f"{param} {index}", param)
+        ids = _encodings(tokenizer, [text])[0].ids
+        if len(ids) > max_tokens and not truncate:
+            raise too_long(f"{param} {index}", len(ids), max_tokens, param)
+        found.append(ids[:max_tokens])
+    return found
+
+
+def _check_length(
+    tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int, what: str, param: str
+) -> None:
+    """Raise for texts that are certain to be too long, before all of them is encoded."""
+    for text in texts:
+        check_text(text)
+    if exceeds_tokens(lambda text: _encodings(tokenizer, [text])[0].ids, texts, max_tokens):
+        raise too_long(what, None, max_tokens, param)
+
+
+def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+    """Of texts, without special tokens around them. Releases the GIL."""
+    found: list[tokenizers.Encoding] = []
+    for text in texts:
+        check_text(text)
+    try:
+        with panic_guard():
+            plain = tokenizer.literal_backend("")
+            if all(tokenizer.literal_backend(text) is plain for text in texts):
+                return list(plain.encode_batch(list(texts), add_special_tokens=False))
+            for text in texts:
+                backend = tokenizer.literal_backend(text)
+                found += backend.encode_batch([text], add_special_tokens=False)
+    except TypeError:  # a str that is not text: a lone surrogate
+        raise InvalidRequestError(NOT_TEXT) from None
+    except TokenizerPanicError as error:
+        raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+    return found
+
+
+def _cut(first: tokenizers.Encoding, second: tokenizers.Encoding | None, room: int) -> None:
+    """Truncate to `room` tokens together, the longer of two first: transformers' longest_first."""
+    if second is None:
+        first.truncate(room)
+        return
+    one, two = len(first.ids), len(second.ids)
+    half = room - room // 2 if one > two else room // 2
+    kept_one = min(one, max(room - two, half))
+    first.truncate(kept_one)
+    second.truncate(min(two, room - kept_one))

@@ -39,6 +39,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "hub": LEAVES | {"backend", "memory", "threads"},
     "history": {"errors"},
     "fit": LEAVES | {"hub", "memory", "models"},
+    "roofline": LEAVES | {"fit", "memory", "models"},
     "http_json": {"errors"},
     "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
     "launchd": set(),
@@ -50,7 +51,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"}
     | {"pooling"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
-    "server": LEAVES | {"backend", "grammar", "history", "hub", "memory", "session", "text"},
+    "server": LEAVES
+    | {"backend", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
 }
 SERVER_LEAVES = {"errors", "keys", "settings", "background", "store"}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server

@@ -11,7 +11,8 @@ from ..layers.norm import LayerNorm
 from ..models.config import ModelConfig, load_config
 from ..models.decoder import Model, arrays
 from ..models.registry import ENCODERS, FAMILIES, SUPPORTED, family
-from ..models.weights import FLOATS, Weights, load_tensors
+from ..models.tensors import FLOATS, load_tensors
+from ..models.weights import Weights
 from .config import Dense, Head, LayerNormalise, Normalise, PoolingConfig
 from .pooler import ACTIVATIONS, Pooler, Projected, TokenLogits, Vectors, layer_normed, normalised
 

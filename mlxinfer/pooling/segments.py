@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..core import CacheSpec, KVSpec, StateSpec
 from ..errors import UnsupportedModelError
-from ..layers.step import Arrays, Replay
+from ..layers.step import Advance, Arrays
 
 MAX_SCORES = 1 << 24  # numbers of a block of scores, where attention materialises them
 QUERY_BLOCK = 256  # queries of a long row at a time
@@ -226,7 +226,12 @@ class _FreshRows:
     def __init__(self, group: RowGroup, spec: StateSpec) -> None:
         self._group = group
         self._spec = spec
-        self.lengths: mx.array | None = None
+        self.lengths: mx.array | None = None  # all tokens count
+
+    @property
+    def before(self) -> "_FreshRows":
+        """The states before the first token: its own."""
+        return self
 
     def take(self, x: mx.array) -> mx.array:
         """x (T, D) -> (n, L, D)."""
@@ -239,7 +244,11 @@ class _FreshRows:
             for shape, dtype in self._spec.shapes
         ]
 
-    def write(self, states: Arrays, inputs: Arrays, replay: Replay) -> None:
+    def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
+        """All states in one array each, in order; a plan is for kernels, which are not chosen."""
+        return mx.arange(self._group.count), [[state] for state in self.read()]
+
+    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
         """The states after the last token are of no use."""
 
 

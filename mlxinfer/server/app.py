@@ -12,8 +12,19 @@ from .calls.service import Service
 from .errors import NoSuchPathError
 from .http.guard import Guard
 from .ollama import chat as ollama_chat
+from .ollama import embed as ollama_embed
 from .ollama import models as ollama_models
-from .openai import chat, completions, infill, models, responses, stored_responses, tokens
+from .openai import (
+    chat,
+    completions,
+    embeddings,
+    infill,
+    models,
+    rerank,
+    responses,
+    stored_responses,
+    tokens,
+)
 from .ops import admin, health, metrics
 from .ops.openapi import documentation
 from .page import files, state
@@ -28,8 +39,11 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *messages.ENDPOINTS,
     *anthropic_models.ENDPOINTS,
     *tokens.ENDPOINTS,
+    *embeddings.ENDPOINTS,
+    *rerank.ENDPOINTS,
     *ollama_chat.ENDPOINTS,
     *ollama_models.ENDPOINTS,
+    *ollama_embed.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
     *admin.ENDPOINTS,

@@ -17,7 +17,7 @@ from ..text import Tokenizer
 from .engine_client import Mailbox
 from .engine_factory import EngineOptions, ModelInfo, describe
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
-from .session import Session
+from .session import CANARY_TOKEN, Session
 
 if TYPE_CHECKING:
     import numpy as np
@@ -286,6 +286,10 @@ class PoolingSession:
         except BaseException:  # as above; or a cancelled task
             leave()
             raise
+
+    async def canary(self) -> None:
+        """Compute one token; raises RequestFailedError, or EngineClosedError after `close`."""
+        await self.arun(self.request([TokenRow([CANARY_TOKEN])]))
 
     # -- its state ------------------------------------------------------------------------------
 

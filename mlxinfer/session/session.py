@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from ..engine.limits import EngineLimits
 
+CANARY_TOKEN = 0  # what a model is tried with
+
 
 class Session:
     """A model, its engine and the way in and out: requests are built, run and read here.
@@ -152,6 +154,11 @@ class Session:
         output = self.builder.logits(prompt)
         self.client.run([output])
         return np.concatenate(output.prompt_logits)
+
+    async def canary(self) -> None:
+        """Generate one token; raises RequestFailedError, or EngineClosedError after `close`."""
+        params = SamplingParams(max_tokens=1)
+        await self.client.arun(self.builder.output([CANARY_TOKEN], params, continues=True))
 
     # -- its state ------------------------------------------------------------------------------
 

@@ -306,8 +306,8 @@ def test_idle_connections_of_one_client_leave_room_for_others() -> None:
 
 
 def test_paths_and_methods_that_are_not_there(server: LiveServer) -> None:
-    assert server.get("/v1/embeddings").status_code == 404
-    assert server.post("/v1/embeddings", {}).json()["error"]["code"] == "not_found"
+    assert server.get("/v1/audio/speech").status_code == 404
+    assert server.post("/v1/audio/speech", {}).json()["error"]["code"] == "not_found"
     assert server.get(CHAT).status_code == 405
     assert server.post("/v1/models", {}).json()["error"]["code"] == "method_not_allowed"
     assert server.get("/v1/models/").status_code == 200

@@ -104,6 +104,7 @@ def test_a_form(demo: ollama.Client) -> None:
         lambda c: c.chat("demo", HELLO, options={"temperature": -1}),
         lambda c: c.chat("demo", HELLO, format={"type": "strng"}),
         lambda c: c.chat("demo", HELLO, logprobs=True),
+        lambda c: c.embed("demo", "x"),  # it generates text
     ],
 )
 def test_what_cannot_be_is_refused(demo: ollama.Client, ask: Callable[[Any], Any]) -> None:
@@ -113,11 +114,11 @@ def test_what_cannot_be_is_refused(demo: ollama.Client, ask: Callable[[Any], Any
     assert caught.value.error
 
 
-def test_models_that_are_not_here_and_embeddings_are_404(demo: ollama.Client) -> None:
+def test_models_that_are_not_here_are_404(demo: ollama.Client) -> None:
     for ask in (
         lambda: demo.chat("other", HELLO),
         lambda: demo.show("other"),
-        lambda: demo.embed("demo", "x"),
+        lambda: demo.embed("other", "x"),
         lambda: list(demo.chat("other", HELLO, stream=True)),
     ):
         with pytest.raises(ollama.ResponseError) as caught:

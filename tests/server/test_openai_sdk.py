@@ -91,7 +91,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 def test_what_is_not_there_is_a_clean_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        client.embeddings.create(model="demo", input="x")
+        client.images.generate(model="demo", prompt="x")
     assert caught.value.code == "not_found"
 
 

@@ -4,18 +4,22 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from starlette.types import Scope
 
-from ...errors import InvalidRequestError
+from ...errors import InvalidRequestError, OverloadedError
+from ...pooling.request import TokenRow
 from ...session.output_processor import OutputProcessor
 from ..errors import DeadlineError, ShuttingDownError
 from ..registry.served import ServedModel
 from .generation import Generation
 from .service import Service
+
+if TYPE_CHECKING:
+    from ...session.pooling_session import Vectors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +52,7 @@ class Call:
         self.generations: list[Generation] = []
         self._error: Exception | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._entering: asyncio.Task[ServedModel] | None = None  # waits for a model
+        self._working: asyncio.Task[Any] | None = None  # waits for a model, or for vectors
 
     async def model(self, name: str | None) -> ServedModel:
         """The model that the request names, kept until the call ends.
@@ -61,15 +65,45 @@ class Call:
         """
         self.refuse_while_draining()
         use = self._kept.enter_async_context(self.service.models.use(name))
-        self._entering = asyncio.ensure_future(use)
+        model = await self._interruptible(use)
+        self.log["model"] = model.name
+        return model
+
+    async def pool(self, model: ServedModel, rows: Sequence[TokenRow]) -> "Vectors":
+        """What a model gives for rows: vectors or scores, (rows, d) float32.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: a row can never run; or the model generates.
+            OverloadedError: too many wait.
+            RequestFailedError: a pass went wrong.
+            the error of an interrupt.
+        """
+        if self._error is not None:
+            raise self._error
+        request = model.pooler.request(rows)
+        num_tokens, key = request.num_tokens, self.log.get("key")
+        service, metrics = self.service, self.service.request_metrics[model.name]
+        service.key_limiter.enter(key, 1, num_tokens)
+        self._kept.callback(service.key_limiter.leave, key, 1, 0)
         try:
-            model = await self._entering
+            service.admission.enter(1, num_tokens)
+        except OverloadedError:
+            metrics.num_rejected += 1
+            raise
+        self._kept.callback(service.admission.leave, num_tokens)
+        self.log.update(prompt_tokens=num_tokens, rows=len(rows))
+        with metrics.pooling(num_tokens):
+            return await self._interruptible(model.pooler.arun(request))
+
+    async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await something that an interrupt ends with its error."""
+        self._working = working = asyncio.ensure_future(work)
+        try:
+            return await working
         except asyncio.CancelledError:
             if self._error is not None:
                 raise self._error from None
             raise
-        self.log["model"] = model.name
-        return model
 
     def refuse_while_draining(self) -> None:
         """Raise ShuttingDownError where the server is about to end."""
@@ -131,8 +165,8 @@ class Call:
         self._error = self._error or error
         for generation in self.generations:
             generation.interrupt(error)
-        if self._entering is not None:
-            self._entering.cancel()
+        if self._working is not None:
+            self._working.cancel()
 
     async def __aenter__(self) -> "Call":
         limit_s = deadline_s(self.scope, self.service.config.deadline_s)

@@ -44,6 +44,7 @@ class Endpoint:
         answer: msgspec Struct of the JSON answer.
         style: how its errors look.
         needs_key: False: answered without a key; for paths without private data.
+        operation: its name in the documentation; "": that of the handler.
         if_header: of two endpoints with one path, this one answers requests with that header.
     """
 
@@ -55,6 +56,7 @@ class Endpoint:
     answer: type | None = None
     style: ErrorStyle = OPENAI
     needs_key: bool = True
+    operation: str = ""
     if_header: bytes | None = None
 
 

@@ -1,4 +1,4 @@
-"""GET /api/tags, /api/ps, /api/version; POST /api/show, /api/pull, /api/embed."""
+"""GET /api/tags, /api/ps, /api/version; POST /api/show, /api/pull."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ from ...errors import InvalidRequestError
 from ..background import in_background
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
-from ..errors import ForbiddenError, NoSuchPathError
+from ..errors import ForbiddenError
 from ..http.replies import Events, Reply, json_body
 from ..registry.slots import Slot, State
 from .types import NDJSON, OLLAMA, NamedModel, line
@@ -103,9 +103,14 @@ async def show_details(call: Call, body: NamedModel) -> Reply:
     model = await call.model(slot_of(call, body.called).entry.name)
     slot, info = slot_of(call, body.called), model.info
     able = model.capabilities
-    named = {"completion": "completion", "tools": "tools", "thinking": "reasoning"}
+    named = {
+        "completion": "completion",
+        "tools": "tools",
+        "thinking": "reasoning",
+        "embedding": "embeddings",
+    }
     template = model.tokenizer.template
-    architecture = info.architecture
+    architecture, dim = info.architecture, info.embedding_dim
     return json_body(
         {
             "modelfile": "",
@@ -117,6 +122,7 @@ async def show_details(call: Call, body: NamedModel) -> Reply:
                 f"{architecture}.context_length": model.max_context,
                 f"{architecture}.block_count": info.num_layers,
                 f"{architecture}.vocab_size": info.vocab_size,
+                **({} if dim is None else {f"{architecture}.embedding_length": dim}),
             },
             "capabilities": [
                 *(name for name, key in named.items() if able[key]),
@@ -162,16 +168,6 @@ async def _pulling(call: Call, name: str) -> AsyncIterator[bytes]:
     if name not in call.service.models.names():
         call.service.add_model(entry)
     yield line({"status": "success"})
-
-
-async def embed(call: Call, body: NamedModel) -> Reply:
-    """Refuse: there are no embeddings yet."""
-    raise NoSuchPathError("Embeddings are not served: this server has no embedding models.")
-
-
-async def embeddings(call: Call, body: NamedModel) -> Reply:
-    """Refuse, at the older path."""
-    return await embed(call, body)
 
 
 def _tag(slot: Slot) -> ModelTag:
@@ -221,8 +217,4 @@ ENDPOINTS = (
     _endpoint("GET", "/api/version", version, "The version of the API"),
     _endpoint("POST", "/api/show", show_details, "What a model is", NamedModel),
     _endpoint("POST", "/api/pull", pull, "Download a model, if that is allowed", NamedModel),
-    _endpoint("POST", "/api/embed", embed, "Refused: there are no embeddings", NamedModel),
-    _endpoint(
-        "POST", "/api/embeddings", embeddings, "Refused: there are no embeddings", NamedModel
-    ),
 )

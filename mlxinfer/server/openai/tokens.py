@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ...core import check_token_ids
 from ...errors import InvalidRequestError
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
@@ -106,9 +107,8 @@ ENDPOINTS = (
 
 
 def _decode(model: ServedModel, tokens: list[int]) -> str:
-    return model.tokenizer.decode(
-        model.builder.check_ids(tokens, param="tokens"), skip_special_tokens=False
-    )
+    check_token_ids(tokens, model.info.vocab_size, param="tokens")
+    return model.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _tokenized(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) -> Reply:

@@ -58,7 +58,7 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint, schema_of: dict[type, Any]) -> dict[str, Any]:
     answer = schema_of[endpoint.answer] if endpoint.answer is not None else {}
     operation: dict[str, Any] = {
-        "operationId": endpoint.handler.__name__,
+        "operationId": endpoint.operation or endpoint.handler.__name__,
         "summary": endpoint.summary,
         "responses": {
             "200": {"description": "Done.", "content": _contents(endpoint, answer)},

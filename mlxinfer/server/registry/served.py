@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import InvalidRequestError
 from ...session.engine_client import EngineClient
 from ...session.engine_factory import EngineOptions, ModelInfo
 from ...session.generation_config import read_sampling
+from ...session.pooling_session import PoolingSession, open_session
 from ...session.request_builder import RequestBuilder
 from ...session.session import Session
 from ...text import Tokenizer, fim_tokens
+
+CAPABILITIES = (
+    *("chat", "completion", "tools", "reasoning", "infill", "images", "embeddings", "rerank"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +37,7 @@ class ServedModel:
     """A loaded model under the name that requests call it by."""
 
     name: str
-    session: Session
+    session: Session | PoolingSession
     defaults: SamplingDefaults
     created_s: int  # seconds since 1970
 
@@ -47,7 +53,7 @@ class ServedModel:
     ) -> "ServedModel":
         """Load the model in `folder`; raises as Session, and CheckpointError as `read_defaults`."""
         defaults = read_defaults(folder)
-        session = Session(name, folder, options, tool_format)
+        session = open_session(name, folder, options, tool_format)
         return cls(name=name, session=session, defaults=defaults, created_s=created_s)
 
     @property
@@ -56,14 +62,38 @@ class ServedModel:
         return self.session.tokenizer
 
     @property
+    def generator(self) -> Session:
+        """Of a model that generates text; raises InvalidRequestError for another."""
+        if isinstance(self.session, PoolingSession):
+            kind, paths = "a reranker", "/v1/rerank and /v1/score"
+            if self.session.embeds:
+                kind, paths = "an embedding model", "/v1/embeddings"
+            raise InvalidRequestError(
+                f"{self.name} is {kind} and generates no text; it answers at {paths}.",
+                param="model",
+            )
+        return self.session
+
+    @property
+    def pooler(self) -> PoolingSession:
+        """Of a model that gives vectors or scores; raises InvalidRequestError for another."""
+        if not isinstance(self.session, PoolingSession):
+            raise InvalidRequestError(
+                f"{self.name} generates text and gives no vectors and scores; name an embedding "
+                "model or a reranker. /v1/models says what each model is for.",
+                param="model",
+            )
+        return self.session
+
+    @property
     def builder(self) -> RequestBuilder:
-        """Text to requests."""
-        return self.session.builder
+        """Text to requests; raises as `generator`."""
+        return self.generator.builder
 
     @property
     def client(self) -> EngineClient:
-        """Requests to events and outputs."""
-        return self.session.client
+        """Requests to events and outputs; raises as `generator`."""
+        return self.generator.client
 
     @property
     def info(self) -> ModelInfo:
@@ -77,17 +107,19 @@ class ServedModel:
 
     @property
     def capabilities(self) -> dict[str, bool]:
-        """What requests may use of it; images and embeddings are not there yet."""
+        """What requests may use of it; images are not there yet."""
+        if isinstance(self.session, PoolingSession):
+            can = ("embeddings", "rerank") if self.session.embeds else ("rerank",)
+            return {name: name in can for name in CAPABILITIES}
         chat = self.tokenizer.template is not None
-        return {
+        has = {
             "chat": chat,
             "completion": True,
             "tools": chat,
             "reasoning": self.builder.reasoning is not None,
             "infill": fim_tokens(self.tokenizer) is not None,
-            "images": False,
-            "embeddings": False,
         }
+        return {name: has.get(name, False) for name in CAPABILITIES}
 
     @property
     def closed(self) -> bool:

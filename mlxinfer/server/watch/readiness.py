@@ -11,7 +11,6 @@ import weakref
 from enum import StrEnum
 from typing import Any
 
-from ...core import SamplingParams
 from ...errors import EngineClosedError, MlxinferError
 from ..background import in_background
 from ..registry.models import Models
@@ -20,7 +19,6 @@ from ..registry.served import ServedModel
 PROGRESS_STEPS = 3  # two steps may be in flight at the first look: the third was launched after it
 POLL_S = 0.02
 FRESH_S = 1.0  # that an answer is reused: frequent probes cost nothing
-CANARY_TOKEN = 0
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -107,7 +105,7 @@ class Readiness:
         """Wait until the model has computed something new."""
         before = await self._engine_stats.of(model)
         idle = not _is_busy(before)
-        work = generate_canary(model) if idle else asyncio.sleep(2 * self._deadline_s)
+        work = model.session.canary() if idle else asyncio.sleep(2 * self._deadline_s)
         canary = asyncio.create_task(work)
         try:
             while not canary.done():
@@ -119,17 +117,6 @@ class Readiness:
             canary.result()
         finally:
             canary.cancel()
-
-
-async def generate_canary(model: ServedModel) -> None:
-    """Generate one token with a model.
-
-    Raises:
-        RequestFailedError: the request failed.
-        EngineClosedError: the engine was closed.
-    """
-    params = SamplingParams(max_tokens=1)
-    await model.client.arun(model.builder.output([CANARY_TOKEN], params, continues=True))
 
 
 def _is_busy(stats: dict[str, Any]) -> bool:

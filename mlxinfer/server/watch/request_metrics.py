@@ -4,9 +4,11 @@ Everything happens on the event loop, so nothing is locked. A token costs a bise
 additions.
 """
 
+import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -87,6 +89,24 @@ class RequestMetrics:
     longest_tokens: Histogram = field(default_factory=_tokens)  # of the answers of a call
     max_tokens: Histogram = field(default_factory=_tokens)  # as the request says
     choices: Histogram = field(default_factory=lambda: Histogram(CHOICES))
+
+    @contextmanager
+    def pooling(self, num_tokens: int) -> Iterator[None]:
+        """Count a request for vectors or scores of so many tokens, while the block runs."""
+        began_s, reason = time.monotonic(), "error"
+        self.num_running += 1
+        try:
+            yield
+            reason = "stop"
+            self.prompt_tokens += num_tokens
+            self.request_prompt_tokens.observe(num_tokens)
+            self.e2e_s.observe(time.monotonic() - began_s)
+        except asyncio.CancelledError:
+            reason = "abort"
+            raise
+        finally:
+            self.num_running -= 1
+            self.finished[reason] += 1
 
     def finish(self, reason: str, result: Result | None) -> None:
         """Count a request that has ended, with its times where it was answered."""

@@ -1,0 +1,129 @@
+"""Vectors and scores are those of transformers and sentence-transformers, in passes of any size."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from pooling.cases import CASES
+from pooling.tiny_pooling import pooling_folder, reference
+
+from mlxinfer.core import TokenEvent
+from mlxinfer.pooling.config import read_pooling
+from mlxinfer.pooling.loop import PoolingLoop
+from mlxinfer.pooling.model import PoolingModel, load_pooling
+from mlxinfer.pooling.request import PoolingRequest, TokenRow
+
+
+def model_in(folder: Path) -> PoolingModel:
+    pooling = read_pooling(folder)
+    assert pooling is not None
+    return load_pooling(folder, replace(pooling, activation="identity"))
+
+
+def results(model: PoolingModel, rows: list[TokenRow], pass_tokens: int | None) -> np.ndarray:
+    """Of one request, by a loop without a thread."""
+    events: list[TokenEvent] = []
+    loop = PoolingLoop(model, events.extend, max_context=40, pass_tokens=pass_tokens)
+    request = PoolingRequest("a", rows)
+    loop.limits.check(request)
+    loop.add(request, None)
+    while not loop.idle:
+        loop.turn()
+    (event,) = events
+    assert event.error is None, event.error
+    return event.pooled
+
+
+def rows_of(name: str) -> tuple[list[TokenRow], np.ndarray]:
+    ids, types, expected = reference(name)
+    paired = any(map(any, types))
+    return [
+        TokenRow(row, each if paired else None) for row, each in zip(ids, types, strict=True)
+    ], expected
+
+
+def close(ours: np.ndarray, expected: np.ndarray) -> None:
+    assert ours.shape == expected.shape
+    assert np.abs(ours - expected).max() <= 1e-4 * max(1.0, expected.std())
+    assert expected.std() > 0.01, "a trivial case"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_equal_the_reference(name, tmp_path):
+    model, (rows, expected) = model_in(pooling_folder(tmp_path, name)), rows_of(name)
+    close(results(model, rows, None), expected)
+    close(results(model, rows, 10), expected)  # rows of 17 and 30 tokens go in slices of layers
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gemma3", "xlm-roberta-scores"])
+def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    model, (rows, expected) = model_in(pooling_folder(tmp_path, name)), rows_of(name)
+    close(results(model, rows, None), expected)
+
+
+def test_attention_in_blocks_equals_the_reference(tmp_path, monkeypatch):
+    """Long rows attend in blocks of queries, over the keys that their windows reach."""
+    monkeypatch.setattr("mlxinfer.pooling.segments.QUERY_BLOCK", 4)
+    monkeypatch.setattr("mlxinfer.pooling.segments.MAX_SCORES", 64)
+    for name in ("modernbert", "gemma3", "qwen3"):
+        model = model_in(pooling_folder(tmp_path / name, name))
+        rows, expected = rows_of(name)
+        close(results(model, rows, None), expected)
+
+
+NOMIC = {  # names on the hub, and transformers' own
+    "encoder.layers": "layers",
+    "attn.out_proj": "self_attn.o_proj",
+    "fc11": "up_proj",
+    "fc12": "gate_proj",
+    "fc2": "down_proj",
+    "norm1": "post_attention_layernorm",
+    "norm2": "post_mlp_layernorm",
+    "emb_ln": "embeddings.LayerNorm",
+}
+
+
+def test_nomic_under_names_and_keys_of_the_hub_and_of_transformers(tmp_path):
+    rows, expected = rows_of("nomic_bert")
+    folder = pooling_folder(tmp_path, "nomic_bert")
+    config = {
+        "model_type": "nomic_bert",
+        "vocab_size": 96,
+        "n_embd": 48,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 80,
+        "n_positions": 64,
+        "type_vocab_size": 2,
+        "layer_norm_epsilon": 1e-6,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "activation_function": "swiglu",
+        "qkv_proj_bias": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    close(results(model_in(folder), rows, None), expected)
+    arrays = {}
+    for name, array in mx.load(str(folder / "model.safetensors")).items():
+        for hub, ours in NOMIC.items():
+            name = name.replace(hub, ours)
+        if "Wqkv" not in name:
+            arrays[name] = array
+            continue
+        for letter, part in zip("qkv", mx.split(array, 3), strict=True):
+            arrays[name.replace("attn.Wqkv", f"self_attn.{letter}_proj")] = part
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    close(results(model_in(folder), rows, None), expected)
+
+
+@pytest.mark.parametrize("name", ["bert-scores", "modernbert", "qwen3-scores", "gemma3"])
+def test_quantised_weights_stay_close(name, tmp_path):
+    how = {"group_size": 32, "bits": 8}
+    folder = pooling_folder(tmp_path, name, quantize=how)
+    rows, expected = rows_of(name)
+    ours = results(model_in(folder), rows, None)
+    assert np.abs(ours - expected).max() <= 0.1 * max(1.0, np.abs(expected).max())

@@ -1,0 +1,261 @@
+"""Embeddings, reranking and scores over HTTP, by the clients that people use."""
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import ollama
+import openai
+import pytest
+from live_server import LiveServer, chat
+from pooling.tiny_pooling import pooling_folder
+
+from mlxinfer import hub
+from mlxinfer.server.registry.models import Models
+from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.pooling_session import PoolingSession
+
+TEXTS = ["w5 w6 w7", "w8", "w9 w10 w11 w12 w13", "w8"]
+
+
+class PoolingServer(LiveServer):
+    """An embedding model, a reranker and the demo model."""
+
+    def __init__(self, folder: Path, **config: object) -> None:
+        options = EngineOptions(max_batch=4)
+        folders = {
+            "embedder": pooling_folder(folder / "embedder", "bert"),
+            "reranker": pooling_folder(folder / "reranker", "bert-scores"),
+            "judge": pooling_folder(folder / "judge", "xlm-roberta-scores"),
+            "demo": hub.resolve("demo"),
+        }
+        served = [
+            ServedModel.open(name, path, options, created_s=1) for name, path in folders.items()
+        ]
+        self.model = served[-1]
+        self.by_name = {each.name: each.session for each in served}
+        self.listen(Models.of(served), **config)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolingServer]:
+    with PoolingServer(tmp_path_factory.mktemp("models")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: PoolingServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as made:
+        yield made
+
+
+def own(served: PoolingServer, name: str = "embedder") -> PoolingSession:
+    """The session behind a name."""
+    session = served.by_name[name]
+    assert isinstance(session, PoolingSession)
+    return session
+
+
+def refused(served: PoolingServer, path: str, body: dict[str, object]) -> str:
+    """The message of a 400."""
+    answer = served.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return str(answer.json()["error"]["message"])
+
+
+def test_openais_client_gets_the_vectors(served: PoolingServer, client: openai.OpenAI) -> None:
+    """It asks for base64, and decodes it."""
+    expected = own(served).embed(TEXTS)
+    answer = client.embeddings.create(model="embedder", input=TEXTS)
+    assert [each.index for each in answer.data] == [0, 1, 2, 3]
+    np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 3 + 1 + 5 + 1 + 4 * 2
+    plain = client.embeddings.create(model="embedder", input=TEXTS[0], encoding_format="float")
+    np.testing.assert_allclose(plain.data[0].embedding, expected[0], atol=1e-5)
+    ids = client.embeddings.create(model="embedder", input=[[1, 5, 6, 7, 2], [1, 8, 2]])
+    np.testing.assert_allclose([each.embedding for each in ids.data], expected[:2], atol=1e-5)
+    one = client.embeddings.create(model="embedder", input=[1, 8, 2])
+    np.testing.assert_allclose(one.data[0].embedding, expected[1], atol=1e-5)
+
+
+def test_base64_is_of_little_endian_floats(served: PoolingServer) -> None:
+    body = {"model": "embedder", "input": "w8", "encoding_format": "base64"}
+    text = served.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    vector = np.frombuffer(base64.b64decode(text), "<f4")
+    np.testing.assert_allclose(vector, own(served).embed("w8")[0], atol=1e-5)
+
+
+def test_dimensions_cut_and_normalise(served: PoolingServer, client: openai.OpenAI) -> None:
+    whole = own(served).embed(TEXTS[:1])[0]
+    cut = client.embeddings.create(model="embedder", input=TEXTS[:1], dimensions=8)
+    expected = whole[:8] / np.linalg.norm(whole[:8])
+    np.testing.assert_allclose(cut.data[0].embedding, expected, atol=1e-5)
+    with pytest.raises(openai.BadRequestError, match="from 1 to 48"):
+        client.embeddings.create(model="embedder", input="w5", dimensions=49)
+
+
+def test_texts_that_are_too_long_are_refused_or_truncated(served: PoolingServer) -> None:
+    long = " ".join(["w7"] * 60)
+    body = {"model": "embedder", "input": ["w5", long]}
+    assert "input 1 has 62 tokens" in refused(served, "/v1/embeddings", body)
+    for field, tokens in (("truncate_prompt_tokens", -1), ("truncate", True)):
+        answer = served.post("/v1/embeddings", {**body, field: tokens}).json()
+        assert answer["usage"]["prompt_tokens"] == 3 + 40
+    answer = served.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 7}).json()
+    assert answer["usage"]["prompt_tokens"] == 3 + 7
+    expected = own(served).embed(" ".join(["w7"] * 5))[0]
+    np.testing.assert_allclose(answer["data"][1]["embedding"], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input": []}, "1 to 2048"),
+        ({"input": [""]}, ""),
+        ({"input": ["w5", 5]}, "mixes"),
+        ({"input": [5, 96]}, "token ids are integers from 0 to 95"),
+        ({"input": "w5", "dimensions": 0}, "dimensions"),
+        ({"input": "w5", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "w5", "prompt_name": "query"}, "no prompt 'query'"),
+        ({"input": "w5", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "w5", "embed_dtype": "int8"}, "embed_dtype"),
+        ({"input": "w5", "input_type": "poem"}, "input_type"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused(
+    served: PoolingServer, body: dict[str, object], message: str
+) -> None:
+    if body["input"] == [""]:  # the special tokens alone are a text
+        assert served.post("/v1/embeddings", {"model": "embedder", **body}).status_code == 200
+        return
+    assert message in refused(served, "/v1/embeddings", {"model": "embedder", **body})
+
+
+def test_rerank_orders_documents_by_the_scores_of_pairs(served: PoolingServer) -> None:
+    session = own(served, "reranker")
+    expected = session.score("w5 w6", TEXTS)
+    assert len(set(expected.tolist())) == 3  # two texts are the same
+    body = {"model": "reranker", "query": "w5 w6", "documents": [*TEXTS[:3], {"text": "w8"}]}
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/reranking"):
+        answer = served.post(path, body).json()
+        found = {each["index"]: each for each in answer["results"]}
+        scores = [each["relevance_score"] for each in answer["results"]]
+        assert scores == sorted(scores, reverse=True)
+        np.testing.assert_allclose(
+            [found[i]["relevance_score"] for i in range(4)], expected, atol=1e-5
+        )
+        assert [found[i]["document"]["text"] for i in range(4)] == TEXTS
+        assert answer["usage"]["total_tokens"] == sum(3 + 2 + n for n in (3, 1, 5, 1))
+        assert answer["meta"]["billed_units"] == {"search_units": 1}
+    short = served.post("/v1/rerank", {**body, "top_n": 2, "return_documents": False}).json()[
+        "results"
+    ]
+    assert [each["relevance_score"] for each in short] == scores[:2]
+    assert "document" not in short[0]
+    assert "1 to 4096" in refused(served, "/v1/rerank", {**body, "documents": []})
+    assert "instruction" in refused(served, "/v1/rerank", {**body, "instruction": "w5"})
+
+
+def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> None:
+    session = own(served, "judge")
+    expected = session.score(["w5 w6"] * 4, TEXTS)
+    named = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+    for one, two in named:
+        for texts in ("w5 w6", ["w5 w6"] * 4):
+            body = {"model": "judge", one: texts, two: TEXTS}
+            data = served.post("/v1/score", body).json()["data"]
+            assert [each["index"] for each in data] == [0, 1, 2, 3]
+            np.testing.assert_allclose([each["score"] for each in data], expected, atol=1e-5)
+    assert "2 texts" in refused(
+        served, "/score", {"model": "judge", "text_1": ["w5", "w6"], "text_2": TEXTS}
+    )
+    assert "side 2" in refused(served, "/score", {"model": "judge", "text_1": "w5"})
+
+
+def test_an_embedding_model_scores_by_similarity(served: PoolingServer) -> None:
+    vectors = own(served).embed(["w5 w6", *TEXTS])
+    body = {"model": "embedder", "text_1": "w5 w6", "text_2": TEXTS}
+    data = served.post("/v1/score", body).json()["data"]
+    np.testing.assert_allclose(
+        [each["score"] for each in data], vectors[1:] @ vectors[0], atol=1e-5
+    )
+
+
+def test_ollamas_client_gets_the_vectors(served: PoolingServer) -> None:
+    client = ollama.Client(served.url)
+    with closing(client._client):
+        check_ollama(served, client)
+
+
+def check_ollama(served: PoolingServer, client: ollama.Client) -> None:
+    expected = own(served).embed(TEXTS)
+    answer = client.embed("embedder", TEXTS)
+    np.testing.assert_allclose(answer.embeddings, expected, atol=1e-5)
+    assert answer.prompt_eval_count == 18
+    assert client.embed("embedder:latest", "w8", dimensions=8).embeddings[0]
+    assert len(client.embed("embedder", " ".join(["w7"] * 60)).embeddings[0]) == 48
+    with pytest.raises(ollama.ResponseError, match="62 tokens"):
+        client.embed("embedder", " ".join(["w7"] * 60), truncate=False)
+    old = client.embeddings("embedder", TEXTS[0])
+    np.testing.assert_allclose(old.embedding, expected[0], atol=1e-5)
+    shown = client.show("embedder")
+    assert shown.capabilities == ["embedding"]
+    assert shown.modelinfo["bert.embedding_length"] == 48
+
+
+def test_each_model_says_what_it_is_for_and_refuses_the_rest(served: PoolingServer) -> None:
+    cards = {each["id"]: each for each in served.get("/v1/models").json()["data"]}
+    able = {
+        name: {key for key, value in card["capabilities"].items() if value}
+        for name, card in cards.items()
+    }
+    assert able["embedder"] == {"embeddings", "rerank"}
+    assert able["reranker"] == {"rerank"}
+    assert not able["demo"] & {"embeddings", "rerank"}
+    assert cards["embedder"]["max_model_len"] == 40
+    for path, body in (
+        ("/v1/chat/completions", chat(model="embedder")),
+        ("/v1/completions", {"model": "embedder", "prompt": "w5"}),
+        ("/v1/messages", {**chat(model="embedder")}),
+        ("/v1/responses", {"model": "embedder", "input": "w5"}),
+    ):
+        message = refused(served, path, body)
+        assert "embedder is an embedding model" in message, (path, message)
+    assert "reranker" in refused(served, "/v1/embeddings", {"model": "reranker", "input": "w5"})
+    message = refused(served, "/v1/embeddings", {"model": "demo", "input": "w5"})
+    assert "demo generates text" in message
+
+
+def test_the_rest_of_the_server_knows_such_models(served: PoolingServer) -> None:
+    assert served.get("/ready").status_code == 200
+    text = served.get("/metrics").text
+    assert 'vllm:prompt_tokens_total{model_name="embedder"}' in text
+    body = {"model": "embedder", "prompt": "w5 w6"}
+    assert served.post("/tokenize", body).json()["tokens"] == [1, 5, 6, 2]
+    body = {"model": "embedder", "tokens": [5, 6]}
+    assert served.post("/detokenize", body).json()["prompt"] == "w5 w6"
+
+
+def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
+    """Requests of many clients share passes; a chat goes on meanwhile."""
+    session = own(served)
+    before = session.stats()
+    expected = {text: session.embed(text)[0] for text in TEXTS}
+
+    def ask(number: int) -> bool:
+        text = TEXTS[number % len(TEXTS)]
+        body = {"model": "embedder", "input": [text] * 3}
+        data = served.post("/v1/embeddings", body).json()["data"]
+        return all(np.allclose(each["embedding"], expected[text], atol=1e-5) for each in data)
+
+    with ThreadPoolExecutor(16) as pool:
+        talk = pool.submit(served.post, "/v1/chat/completions", chat(model="demo", max_tokens=30))
+        assert all(pool.map(ask, range(80)))
+        assert talk.result().status_code == 200
+    after = session.stats()
+    assert after["rows_computed"] - before["rows_computed"] == 4 + 240
+    assert after["waiting"] == after["running"] == 0

@@ -173,7 +173,9 @@ class Plane:
             transposed: once for all, which is cheaper than for each run.
         """
         if self.fmt.as_stored:
-            source, each = self.fmt.decode(self.pages), views.stored
+            (source,), each = self.pages, views.stored
+            if self.fmt.dim < self.vector_dim:  # some numbers of each vector
+                source = self.fmt.decode(self.pages)
             sources = [source.swapaxes(1, 2) if transposed else source]
         else:
             sources, each = self._read_covers(views.covers, after, transposed), views.decoded

@@ -111,6 +111,21 @@ class Segment:
     row: int = 0  # of the first token in the flat list
     proposals: Seq[int] = ()  # the last tokens, which are guesses
 
+    @staticmethod
+    def following(sequence: Sequence, num_tokens: int, *, seals: bool) -> "Segment":
+        """The next tokens of a sequence that the host knows; the last of all gives a token."""
+        return Segment(
+            sequence=sequence,
+            start=sequence.num_computed,
+            num_tokens=num_tokens,
+            sealed=sequence.num_sealed,
+            slot=sequence.slot,
+            tables=sequence.tables,
+            num_samples=int(num_tokens == sequence.num_left),
+            output_index=sequence.num_output,
+            seals=seals,
+        )
+
     @property
     def stop(self) -> int:
         """One past the position of the last token."""

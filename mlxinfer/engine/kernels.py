@@ -133,7 +133,10 @@ def masking(dtype: mx.Dtype) -> Variant:
 
 def choose_on_this_machine() -> Chooser:
     """Self-checked kernels on a Mac, none elsewhere; to be called on the thread that runs them."""
-    return partial(choose, gpu=this_gpu(), folder=default_kernel_folder())
+    gpu = this_gpu()
+    if gpu is None:
+        return choose_none
+    return partial(choose, gpu=gpu, folder=default_kernel_folder())
 
 
 def choose_none(variants: Sequence[Variant]) -> frozenset[Variant]:

@@ -177,25 +177,16 @@ class Scheduler:
             and (count := self._up_to_boundary(sequence, share))
             and queues.hold(sequence, sequence.num_computed + count)
         ]
-        return [self._prefill(s, count) for s, count in shares if s.slot >= 0]
+        return [
+            Segment.following(s, count, seals=count > self._max_short)
+            for s, count in shares
+            if s.slot >= 0
+        ]
 
     def _up_to_boundary(self, sequence: Sequence, count: int) -> int:
         """As many of the next `count` tokens as end where the KV manager wants a chunk to end."""
         boundary = self.kv_manager.next_boundary(sequence)
         return count if boundary is None else min(count, boundary - sequence.num_computed)
-
-    def _prefill(self, sequence: Sequence, count: int) -> Segment:
-        return Segment(
-            sequence=sequence,
-            start=sequence.num_computed,
-            num_tokens=count,
-            sealed=sequence.num_sealed,
-            slot=sequence.slot,
-            tables=sequence.tables,
-            num_samples=int(count == sequence.num_left),
-            output_index=sequence.num_output,
-            seals=count > self._max_short,
-        )
 
     # -- proposals ------------------------------------------------------------------------------
 

@@ -154,16 +154,16 @@ class OutputProcessor:
 
     def _push_text(self, event: TokenEvent) -> tuple[tuple[Part, ...], FinishReason | None]:
         """The new text, and why the answer has ended; None: it goes on."""
-        parts: list[Part] = []
+        parts: tuple[Part, ...] = ()
         reason = event.finish_reason
         if event.token_id is not None and reason is not FinishReason.STOP:  # an end token has none
-            parts += self._stream.push([event.token_id])
+            parts = self._stream.push([event.token_id])
         if reason is not None:
-            parts += self._stream.finish()
+            parts = merged([*parts, *self._stream.finish()])
         if self._stream.stopped and reason is not FinishReason.ABORT:
             self.ended_early = reason is None
             reason = FinishReason.STOP
-        return merged(parts), reason
+        return parts, reason
 
     def _add_token(self, event: TokenEvent, token_id: int) -> None:
         if not self._token_ids:

@@ -392,17 +392,7 @@ class DraftProposer:
 
 def _segment(own: Sequence, count: int) -> Segment:
     """The next `count` tokens of a sequence; the last of all gives a proposal."""
-    return Segment(
-        sequence=own,
-        start=own.num_computed,
-        num_tokens=count,
-        sealed=own.num_sealed,
-        slot=own.slot,
-        tables=own.tables,
-        num_samples=int(count == own.num_left),
-        output_index=own.num_output,
-        seals=count > MAX_SHORT,
-    )
+    return Segment.following(own, count, seals=count > MAX_SHORT)
 
 
 def _ignore(events: list[TokenEvent]) -> None:

@@ -205,7 +205,7 @@ class HeadProposer(DraftProposer):
             stop = self._held[sequence].stop - counterpart.offset + 1
             stop = min(stop, own.num_known - 1) // size * size
             if stop - own.num_computed > MAX_SHORT:
-                segments.append(_pages(own, stop - own.num_computed))
+                segments.append(Segment.following(own, stop - own.num_computed, seals=True))
         if not segments:
             return
         batch = Batch(
@@ -273,18 +273,3 @@ def _runs(rows: Seq[tuple[Row, bool]]) -> list[tuple[mx.array, list[int], bool]]
         else:
             runs.append((array, [place], is_own))
     return runs
-
-
-def _pages(own: Sequence, count: int) -> Segment:
-    """Whole pages of a sequence, none of which is sampled from."""
-    return Segment(
-        sequence=own,
-        start=own.num_computed,
-        num_tokens=count,
-        sealed=own.num_sealed,
-        slot=own.slot,
-        tables=own.tables,
-        num_samples=0,
-        output_index=own.num_output,
-        seals=True,
-    )

@@ -14,7 +14,7 @@ from models.random_weights import tiny_tensors
 from models.tiny import tiny_config
 from oracles.gguf_files import write_model
 from oracles.sentencepiece import pieces_of
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mlxinfer.convert.read import Source, open_source
 from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, merges_from_scores
@@ -28,10 +28,12 @@ TEXTS = [
     "Größe café naïve — “quotes” 日本語 русский 🙂👍🏽",
     "HTTPServer camelCase snake_case x/=y//z",
     "<|im_start|>user\nhi<|im_end|>",
+    "价格是 9999 元。カタカナと한국어 <tag>.method()\n\n\n  end ",
 ]
 TRAINING = [*TEXTS, Path(__file__).read_text(), Path(gguf.__file__).read_text()] * 2
 
-# As they stand in the tokenizer.json of Llama 3, Qwen 2.5 and 3.5, gpt-oss and Mistral Nemo.
+# As they stand in the tokenizer.json of Llama 3, Qwen 2.5 and 3.5, gpt-oss and Mistral Nemo, of
+# DeepSeek V3 and DeepSeek Coder, where several cut one after the other, and in Kimi K2's code.
 EXPRESSIONS = {
     "qwen35": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -51,12 +53,36 @@ EXPRESSIONS = {
         r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-coder": (
+        *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),
+        *("[一-龥\u0800-一가-\ud7ff]+", r"\p{N}"),
+    ),
+    "kimi-k2": (
+        r"[\p{Han}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "tekken": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
+
+
+def expressions(name: str) -> tuple[str, ...]:
+    """Those that cut a text, one after the other."""
+    own = EXPRESSIONS[name]
+    return own if isinstance(own, tuple) else (own,)
 
 
 def with_tokenizer(folder: Path, tokenizer: dict[str, Any], case: str = "qwen3-v4") -> Source:
@@ -79,11 +105,12 @@ def written(source: Source, folder: Path) -> Path:
 def trained() -> dict[str, tokenizers.Tokenizer]:
     """Byte-level BPE with each model's expression, trained on a few texts."""
     result = {}
-    for name, expression in EXPRESSIONS.items():
-        tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
+    for name in EXPRESSIONS:
+        whole = name in ("llama-bpe", "tekken", "kimi-k2")
+        tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=whole))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(expression), "isolated"),
+                *(pre_tokenizers.Split(Regex(each), "isolated") for each in expressions(name)),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -135,8 +162,8 @@ def test_byte_level_bpe_gives_the_same_ids(tmp_path: Path, trained: Any, pre: st
 
 def test_every_expression_is_tried() -> None:
     """GPT-2's own, which is the tokenizers library's, is the one without an expression."""
-    patterns = {own.pattern for own in PRETOKENIZERS.values()}
-    assert {PRETOKENIZERS[name].pattern for name in (*EXPRESSIONS, "gpt-2")} == patterns
+    patterns = {own.patterns for own in PRETOKENIZERS.values()}
+    assert {PRETOKENIZERS[name].patterns for name in (*EXPRESSIONS, "gpt-2")} == patterns
 
 
 def test_what_stands_beside_the_vocabulary(tmp_path: Path, trained: Any) -> None:
@@ -251,6 +278,54 @@ def test_sentencepiece_gives_the_ids_of_its_algorithm(tmp_path: Path, prefix: bo
         ours.encode("a<mark>a", add_special_tokens=False).ids.count(len(metadata["tokens"]) - 1)
         == 1
     )
+
+
+def gemma(tokens: list[str], merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """As transformers builds Gemma's tokenizer (models/gemma/tokenization_gemma.py)."""
+    vocab = {token: index for index, token in enumerate(tokens)}
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps)
+    made.normalizer = normalizers.Replace(" ", "▁")
+    return made
+
+
+def test_gemma_4_merges_as_its_file_says(tmp_path: Path) -> None:
+    """Spaces become ▁ anywhere, words are not cut, what is unknown becomes bytes."""
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.normalizer = normalizers.Replace(" ", "▁")
+    learner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|▁*[^▁\n]+"), "isolated")
+    learner.train_from_iterator(
+        [*SPM_TEXTS, *TRAINING], trainers.BpeTrainer(vocab_size=500, show_progress=False)
+    )
+    spec = json.loads(learner.to_str())["model"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*special, *octets, *sorted(spec["vocab"], key=spec["vocab"].__getitem__)]
+    merges = [tuple(pair) for pair in spec["merges"]]
+    metadata = {
+        "model": "gemma4",
+        "tokens": tokens,
+        "types": [*[CONTROL] * 3, UNKNOWN, *[BYTE] * 256, *[NORMAL] * len(spec["vocab"])],
+        "scores": [0.0] * len(tokens),
+        "merges": [" ".join(pair) for pair in merges],
+        "ids": {"bos": 2, "eos": 1, "unknown": 3},
+        "flags": {},
+    }
+    source = with_tokenizer(tmp_path, metadata, "gemma3_text-v4")
+    ours = tokenizers.Tokenizer.from_str(source.side_files()["tokenizer.json"].decode())
+    theirs = gemma(tokens, merges)
+    for text in (*TEXTS, *SPM_TEXTS, "\n\n\n two\n\n", "emoji 🥲🩵"):
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == expected, text
+        assert ours.encode(text).ids == [2, *expected]
+        assert ours.decode(expected) == text
+    del metadata["merges"]
+    with pytest.raises(CheckpointError, match="merges"):
+        with_tokenizer(tmp_path, metadata, "gemma3_text-v4").side_files()
 
 
 @given(

@@ -4,7 +4,7 @@
 words, and the expressions here are those of the models' own tokenizer.json. An unknown name is
 refused: a wrong expression changes the tokens without a sign.
 "llama" is SentencePiece, whose merges follow from the scores: of two merges, the one whose result
-has the higher score is applied first.
+has the higher score is applied first. "gemma4" is the same with its merges in the file.
 """
 
 import json
@@ -47,32 +47,58 @@ _TEKKEN = (
 )
 
 
+_KIMI = "|".join(
+    [
+        r"[\p{Han}]+",
+        *(
+            rf"[^\r\n\p{{L}}\p{{N}}]?[{upper}&&[^\p{{Han}}]]{one}"
+            rf"[{lower}&&[^\p{{Han}}]]{two}{_CONTRACTIONS}?"
+            for upper, lower in [(_UPPER[1:-1], _LOWER[1:-1])]
+            for one, two in ("*+", "+*")
+        ),
+        rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    ]
+)
+_ASCII_MARKS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    rf"{_ASCII_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+)
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
+
+
 @dataclass(frozen=True, slots=True)
 class Pretokenizer:
     """What tokenizer.json says beside vocabulary and merges."""
 
-    pattern: str | None  # None: GPT-2's own
+    patterns: tuple[str, ...]  # each cuts what those before it have left; (): GPT-2's own
     whole_words: bool = False  # a word that is a token needs no merges
     normal_form: bool = False  # NFC first
     adds_bos: bool = False  # where the file does not say
 
 
-_LLAMA = Pretokenizer(_LLAMA3, whole_words=True, adds_bos=True)
-_QWEN = Pretokenizer(_QWEN2, normal_form=True)
+_LLAMA = Pretokenizer((_LLAMA3,), whole_words=True, adds_bos=True)
+_QWEN = Pretokenizer((_QWEN2,), normal_form=True)
 
 PRETOKENIZERS = {
     "llama-bpe": _LLAMA,
     "llama3": _LLAMA,
     "llama-v3": _LLAMA,
     "lfm2": _LLAMA,
-    "glm4": Pretokenizer(_LLAMA3),
-    "chatglm-bpe": Pretokenizer(_LLAMA3),
+    "glm4": Pretokenizer((_LLAMA3,)),
+    "chatglm-bpe": Pretokenizer((_LLAMA3,)),
     "qwen2": _QWEN,
-    "qwen35": Pretokenizer(_QWEN35, normal_form=True),
+    "qwen35": Pretokenizer((_QWEN35,), normal_form=True),
     "deepseek-r1-qwen": _QWEN,
-    "gpt-4o": Pretokenizer(_GPT4O),
-    "tekken": Pretokenizer(_TEKKEN, whole_words=True, adds_bos=True),
-    "gpt-2": Pretokenizer(None),
+    "deepseek-v3": Pretokenizer(_DEEPSEEK3),
+    "deepseek-coder": Pretokenizer(_CODER),
+    "kimi-k2": Pretokenizer((_KIMI,), whole_words=True),
+    "gpt-4o": Pretokenizer((_GPT4O,)),
+    "tekken": Pretokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
+    "gpt-2": Pretokenizer(()),
 }
 
 
@@ -100,17 +126,17 @@ def byte_level(fields: Fields, tokens: list[str]) -> Json:
     """Byte-level BPE: its normalizer, pre_tokenizer, decoder and model for tokenizer.json."""
     own = pretokenizer_of(fields)
     bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    cut: list[Json] = []
-    if own.pattern:
-        pattern = {"Regex": own.pattern}
-        cut.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
-    cut.append({**bytes_as_letters, "use_regex": own.pattern is None})
-    merges = fields.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise CheckpointError(f"{fields.where} has no tokenizer.ggml.merges.")
-    pairs = [merge.split(" ", 1) for merge in merges]
-    if not all(len(pair) == 2 for pair in pairs):
-        raise CheckpointError(f"tokenizer.ggml.merges in {fields.where} are not pairs of tokens.")
+    cut: list[Json] = [
+        {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        for pattern in own.patterns
+    ]
+    cut.append({**bytes_as_letters, "use_regex": not own.patterns})
+    pairs = _merges(fields)
     return {
         "normalizer": {"type": "NFC"} if own.normal_form else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut},
@@ -119,9 +145,21 @@ def byte_level(fields: Fields, tokens: list[str]) -> Json:
     }
 
 
+def _merges(fields: Fields) -> list[list[str]]:
+    """The pairs of tokens that become one, in order."""
+    merges = fields.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise CheckpointError(f"{fields.where} has no tokenizer.ggml.merges.")
+    pairs = [merge.split(" ", 1) for merge in merges]
+    if not all(len(pair) == 2 for pair in pairs):
+        raise CheckpointError(f"tokenizer.ggml.merges in {fields.where} are not pairs of tokens.")
+    return pairs
+
+
 def sentence_pieces(fields: Fields, tokens: list[str]) -> Json:
     """SentencePiece's BPE: the same parts."""
-    prefixed = fields.boolean("tokenizer.ggml.add_space_prefix", default=True)
+    merged = fields.text("tokenizer.ggml.model") == GEMMA4
+    prefixed = fields.boolean("tokenizer.ggml.add_space_prefix", default=not merged)
     space: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     steps: list[Json] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -135,21 +173,25 @@ def sentence_pieces(fields: Fields, tokens: list[str]) -> Json:
             "normalizers": [{"type": "Prepend", "prepend": "▁"}, space],
         }
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    scores = fields.get("tokenizer.ggml.scores")
-    if scores is None:
-        raise CheckpointError(f"{fields.where} has no tokenizer.ggml.scores.")
     return {
         "normalizer": normalizer,
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": steps},
         "model": _bpe(
             tokens,
-            merges_from_scores(tokens, scores.tolist()),
+            _merges(fields) if merged else _merges_from_scores(fields, tokens),
             byte_fallback=True,
             fuse_unk=True,
             unk_token=token_of(fields, "unknown", tokens),
         ),
     }
+
+
+def _merges_from_scores(fields: Fields, tokens: list[str]) -> list[list[str]]:
+    scores = fields.get("tokenizer.ggml.scores")
+    if scores is None:
+        raise CheckpointError(f"{fields.where} has no tokenizer.ggml.scores.")
+    return merges_from_scores(tokens, scores.tolist())
 
 
 def merges_from_scores(tokens: list[str], scores: list[float]) -> list[list[str]]:
@@ -188,6 +230,8 @@ def token_of(fields: Fields, name: str, tokens: list[str]) -> str | None:
     return None if index is None else tokens[index]
 
 
+GEMMA4 = "gemma4"
+KINDS = ("gpt2", "llama", GEMMA4)
 MAX_TOKENS = 1 << 22
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -205,10 +249,10 @@ def check_tokenizer(metadata: Mapping[str, Any], label: str) -> bool:
     kind = fields.text("tokenizer.ggml.model", default="none")
     if kind in ("none", "no_vocab"):
         return False
-    if kind not in ("gpt2", "llama"):
+    if kind not in KINDS:
         raise UnsupportedModelError(
-            f"tokenizer.ggml.model in {label} is {kind[:40]!r}; expected gpt2 or llama. Name a "
-            "folder that has the model's tokenizer.json."
+            f"tokenizer.ggml.model in {label} is {kind[:40]!r}; expected {', '.join(KINDS)}. Name "
+            "a folder that has the model's tokenizer.json."
         )
     if kind == "gpt2":
         pretokenizer_of(fields)

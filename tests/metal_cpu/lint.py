@@ -1,7 +1,8 @@
 """What Metal's compiler would refuse, checked without running anything. Knows no machine.
 
 MLX compiles kernels as Metal 3.1 and 3.2 on macOS 14 and 15, which are C++14; later systems take
-more. clang reads them as C++14 with address spaces that it tells apart; `msl_rules` has the rest.
+more. clang reads them as C++14 with address spaces that it tells apart; `msl_rules` and
+`msl_references` have the rest.
 """
 
 import re
@@ -10,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from metal_cpu import build, msl_rules
+from metal_cpu.msl_references import reference_faults
 from metal_cpu.program import INCLUDES
 from metal_cpu.report import Fault
 from metal_cpu.source import Kernel, Part, flattened
@@ -60,6 +62,7 @@ def lint(kernel: Kernel) -> list[Fault]:
         if file not in IGNORED_FILES and not message.startswith(ALLOWED)
     ]
     refused += msl_rules.faults(kernel.parts)
+    refused += reference_faults(kernel.parts)
     return [*refused, *(fault for part in kernel.parts for fault in _bare_pointers(part))]
 
 

@@ -7,6 +7,7 @@ import pytest
 from metal_cpu import build, requires_compiler
 from metal_cpu.capture import UTILITIES
 from metal_cpu.lint import lint
+from metal_cpu.msl_references import reference_faults
 from metal_cpu.msl_rules import faults
 from metal_cpu.program import program
 from metal_cpu.source import Kernel, Part
@@ -142,6 +143,17 @@ EDITS = [
         "struct C { float a; float get() const { return a; } };",
         "y[i] += ((const device C*)x)->get();",
     ),
+    Edit(
+        "what a function gives as a thread's reference",
+        "METAL_FUNC Pair both(float a) { return {a, a}; }\n"
+        "METAL_FUNC float h(const thread Pair& p, int n) { return p.a + n; }",
+        "y[i] += h(both(v), 2);",
+    ),
+    Edit(
+        "a new object as a thread's reference",
+        "template <typename T> METAL_FUNC float h(const thread T& p) { return p.a; }",
+        "y[i] += h<Pair>(Pair{1, 2});",
+    ),
     Edit("function word as a name", body="float fragment = 1; y[i] += fragment;"),
     Edit("type as a name", body="float sampler = 1; y[i] += sampler;"),
 ]
@@ -178,6 +190,18 @@ SOUND_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("text", SOUND_TEXTS)
+SOUND_REFERENCES = [
+    "struct P { float a; }; METAL_FUNC float h(const thread P& p) { return p.a; }\n"
+    "METAL_FUNC float g(thread P (&all)[2]) { P p = all[0]; return h(p) + h(all[1]); }",
+    "METAL_FUNC float h(thread float& x) { return x; }\n"
+    "METAL_FUNC float g(thread float* x) { float y[2]; return h(*x) + h(y[1]) + h((y[0])); }",
+    "METAL_FUNC float h(thread float& x, int n) { return x; } METAL_FUNC float h(float x) {\n"
+    "return x; } METAL_FUNC float g(float a) { return h(a + 1) < h(a, 2 * 3) ? 1.0f : h(2.0f); }",
+]
+
+
+@pytest.mark.parametrize("text", [*SOUND_TEXTS, *SOUND_REFERENCES])
 def test_what_metal_takes_is_no_fault(text: str) -> None:
-    assert not faults((Part("sound.metal", text),))
+    parts = (Part("sound.metal", text),)
+    assert not faults(parts)
+    assert not reference_faults(parts)

@@ -1,0 +1,106 @@
+"""References to the memory of a thread are bound to objects, never to values on their way.
+
+C++ binds a temporary to a reference to const. In Metal the reference names an address space, and
+what a temporary lies in is not said: the project's kernels give each such value a name.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from metal_cpu.report import Fault
+from metal_cpu.source import Part
+from metal_cpu.tokens import Kind, Token, closing, split, tokens
+
+NO_FUNCTION = frozenset({"if", "for", "while", "switch", "return", "sizeof"})
+
+References = dict[tuple[str, int], frozenset[int]]  # (name, parameters) -> places of references
+
+
+def reference_faults(parts: Sequence[Part]) -> list[Fault]:
+    """Every temporary that a kernel's own parts bind to a `thread` reference."""
+    code = {part.file: [token for token in tokens(part.text) if token.is_code] for part in parts}
+    references: References = {}
+    for own in code.values():
+        for name, parameters, _ in _definitions(own):
+            places = frozenset(
+                i
+                for i, parameter in enumerate(parameters)
+                if {"thread", "&"} <= {token.text for token in parameter}
+            )
+            key = name, len(parameters)
+            references[key] = references.get(key, places) & places
+    return [
+        Fault("address space", f"{said} is a temporary, bound to a thread reference", file, line)
+        for file, own in code.items()
+        for said, line in _temporaries(own, references)
+    ]
+
+
+def _definitions(code: Sequence[Token]) -> Iterator[tuple[str, list[list[Token]], int]]:
+    """Name, parameters and place of each function that has a body."""
+    for i, end in _parentheses(code):
+        after = end + 1
+        while after < len(code) and code[after].text == "const":
+            after += 1
+        has_body = after < len(code) and code[after].text == "{"
+        returns = i > 0 and (code[i - 1].kind is Kind.NAME or code[i - 1].text in (">", "&", "*"))
+        if has_body and returns:
+            yield code[i].text, _split(code[i + 2 : end]), i
+
+
+def _temporaries(code: Sequence[Token], references: References) -> Iterator[tuple[str, int]]:
+    """Arguments of calls that are temporaries where a reference is wanted, with their lines."""
+    defined = {place for *_, place in _definitions(code)}
+    for i, end in _parentheses(code):
+        if i in defined:
+            continue
+        opening = i + 1 if code[i + 1].text == "(" else closing(code, i + 1) + 1
+        arguments = _split(code[opening + 1 : end])
+        for place in references.get((code[i].text, len(arguments)), ()):
+            argument = arguments[place]
+            if not _is_object(argument):
+                yield " ".join(token.text for token in argument), argument[0].line
+
+
+def _parentheses(code: Sequence[Token]) -> Iterator[tuple[int, int]]:
+    """Places of names before parentheses, template arguments between, and where these close."""
+    for i, token in enumerate(code[:-1]):
+        if token.kind is not Kind.NAME or token.text in NO_FUNCTION:
+            continue
+        opening = i + 1
+        if code[opening].text == "<":
+            try:
+                opening = closing(code, opening) + 1
+            except ValueError:  # a comparison
+                continue
+        if opening < len(code) and code[opening].text == "(":
+            yield i, closing(code, opening)
+
+
+def _split(code: Sequence[Token]) -> list[list[Token]]:
+    """What stands between commas; nothing where a comparison hides them."""
+    try:
+        return split(list(code)) if code else []
+    except ValueError:
+        return []
+
+
+def _is_object(argument: Sequence[Token]) -> bool:
+    """Whether an argument is a variable, a member or an element, and not what something gives."""
+    own = list(argument)
+    while own and own[0].text in ("*", "("):  # of a pointer; in parentheses
+        own = own[1:]
+    if not own or own[0].kind is not Kind.NAME:
+        return False
+    i = 1
+    while i < len(own):
+        if own[i].text == "[":
+            i = closing(own, i) + 1
+        elif own[i].text in (".", ")") or own[i].kind is Kind.NAME:
+            i += 1
+        elif own[i].text == "(":  # what a method gives is an object where an element is taken of it
+            i = closing(own, i) + 1
+            if i >= len(own) or own[i].text != "[":
+                return False
+        else:
+            return False
+    return True

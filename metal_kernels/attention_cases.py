@@ -7,6 +7,7 @@ import numpy as np
 
 from .attention_plan import AttentionPlan
 from .attention_scene import Scene, build_scene
+from .attention_shape import registers, threadgroup_shape
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
 from .paged_attention_gather import paged_attention_gathered
 from .paged_attention_kernel import paged_attention_on_metal
@@ -170,6 +171,21 @@ def _paged_sample(dim: int, group: int, bits: tuple[int, int], **more: Value) ->
     return Variant.of(PAGED_NAME, **{"dtype": "float16", **values, **more})
 
 
+def _paged_registers(variant: Variant) -> int:
+    dims = {"key_dim": variant.number("key_dim"), "value_dim": variant.number("value_dim")}
+    itemsize = variant.dtype.size
+    rows = variant.number("queries") * variant.number("group")
+    shape = threadgroup_shape(rows, **dims, itemsize=itemsize)
+    codes = variant.number("key_bits") + variant.number("value_bits") > 0
+    return registers(shape, **dims, itemsize=itemsize, codes=codes)
+
+
+def _mla_registers(variant: Variant) -> int:
+    """Outputs, queries and latents of an eighth of the numbers; 16 rows, 16 tokens."""
+    outputs, held = variant.number("value_dim") // 16, variant.number("key_dim") // 16
+    return outputs + held * variant.dtype.size // 4 + held + 8 + 14
+
+
 PAGED_NAME = "paged_attention"
 _SHARED_FILES = (
     *("attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h"),
@@ -194,6 +210,7 @@ PAGED_ATTENTION = Kind(
     case=_case,
     timed=_timed,
     loads=LOADS,
+    registers=_paged_registers,
     samples=(
         _paged_sample(128, 4, (0, 0)),
         _paged_sample(128, 8, (4, 4), queries=4),
@@ -210,6 +227,7 @@ MLA_ATTENTION = Kind(
     case=_case,
     timed=_timed,
     loads=LOADS,
+    registers=_mla_registers,
     samples=(
         mla_variant(mx.float16, num_heads=16),
         mla_variant(mx.bfloat16, num_heads=16, queries=2, bits=8),

@@ -13,6 +13,9 @@ STREAMS = 4  # SIMD groups that take blocks in turn
 PAIRED_TEAMS = 4  # more than these many sets of rows have one SIMD group each
 MAX_TILE_BYTES = 16_384  # keys and values together
 LANES = 32
+# What the smallest chips have, and what a kernel may take of it: 448 threads of 110 registers.
+REGISTER_BUDGET = 448 * 110
+THREADGROUP_BUDGET = 16_384  # bytes, so that two threadgroups share a core
 WHOLE_DIM = 256  # larger vectors are halved between two SIMD groups
 PREFILL_GROUPS = 8  # SIMD groups of a tile of a prompt
 

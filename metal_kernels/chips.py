@@ -5,24 +5,28 @@ from functools import cache
 import mlx.core as mx
 
 # Of the largest configuration sold under a name: a split that is too fine costs little.
-# Source: Apple's technical specifications of the Macs with these chips, support.apple.com/specs.
 CORES = {
+    # github.com/wenerme/wener, notes/platform/apple; Max also ollama #373, Ultra (48 or 64) also
+    # philipturner/applegpuinfo #1
     "Apple M1": 8,
     "Apple M1 Pro": 16,
     "Apple M1 Max": 32,
     "Apple M1 Ultra": 64,
-    "Apple M2": 10,
-    "Apple M2 Pro": 19,
-    "Apple M2 Max": 38,
-    "Apple M2 Ultra": 76,
+    "Apple M2": 10,  # comparemela.com on Gurman's developer source, 2022; no spec sheet was read
+    "Apple M2 Pro": 19,  # smpanaro/coreml-llm-cli #2, as a machine reports it
+    "Apple M2 Max": 38,  # philipturner/applegpuinfo #10, as a machine reports it
+    "Apple M2 Ultra": 76,  # ggml-org/llama.cpp #1642, as a machine reports it
+    # tellforceblog.com and pcextreme.com.br (after AnandTech) on the launch, October 2023
     "Apple M3": 10,
     "Apple M3 Pro": 18,
     "Apple M3 Max": 40,
-    "Apple M3 Ultra": 80,
+    "Apple M3 Ultra": 80,  # bgr.com on the launch, 2025-03-05
+    # neowin.net on the launch, 2024-10-30
     "Apple M4": 10,
     "Apple M4 Pro": 20,
     "Apple M4 Max": 40,
-    "Apple M5": 10,
+    "Apple M5": 10,  # tomshardware.com on the launch, October 2025
+    # mikeshouts.com and pepelac.news on the launch, March 2026
     "Apple M5 Pro": 20,
     "Apple M5 Max": 40,
 }

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 from .launch import Launch, MetalKernel
+from .variants import Case, Kind, Variant, dtype_name
 
 THREADS = 256
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
+ROUNDING = {"float32": 2e-5, "float16": 2**-6, "bfloat16": 2**-3}  # of numbers below 32
+CASE_ROWS, CASE_DIMS, TIMED_DIMS = 3, 300, 12_288
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,3 +92,50 @@ def _kernel(gate: Gate) -> MetalKernel:
                      thread_position_in_grid.xy, threads_per_grid.x);
         """,
     )
+
+
+def gated_variant(gate: Gate) -> Variant:
+    """What `gated` compiles."""
+    return Variant.of(
+        "gated",
+        dtype=dtype_name(gate.dtype),
+        function=gate.function,
+        alpha=repr(gate.alpha) if gate.alpha else "",
+        limit=repr(gate.limit) if gate.limit else "",
+    )
+
+
+def _case(variant: Variant) -> Case:
+    return _gating(variant, CASE_ROWS, CASE_DIMS)
+
+
+def _timed(variant: Variant, sequences: int, _: int) -> Case:
+    return _gating(variant, sequences, TIMED_DIMS)
+
+
+def _gating(variant: Variant, rows: int, dims: int) -> Case:
+    numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
+    gate = gate_of(str(variant["function"]), variant.dtype, *numbers)
+    rng = np.random.default_rng(dims)
+    gate_up = rng.uniform(-5, 5, (rows, 2 * dims)).astype(np.float32)
+    gate_up[0, :3] = [0, -200, -88]  # where exp overflows, and where it nearly does
+    inputs = mx.array(gate_up).astype(variant.dtype)
+    return Case(
+        lambda: [gated(inputs, gate)],
+        lambda: [gated_twin(inputs, gate)],
+        (ROUNDING[str(variant["dtype"])],),
+    )
+
+
+GATED = Kind(
+    name="gated",
+    files=("gated.metal", "gated.py"),
+    case=_case,
+    timed=_timed,
+    registers=lambda variant: 12,
+    samples=(
+        gated_variant(gate_of("silu", mx.bfloat16)),
+        gated_variant(gate_of("clamped_swiglu", mx.float16, 1.702, 7.0)),
+        gated_variant(gate_of("gelu_tanh", mx.bfloat16)),
+    ),
+)

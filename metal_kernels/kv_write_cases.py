@@ -123,6 +123,7 @@ KV_WRITE = Kind(
     case=_kv_write_case,
     timed=_timed_kv_write,
     loads=((8, 0), (32, 0)),  # fewer positions are padded to as many
+    registers=lambda variant: 24 + (variant.number("head_dim") + 31) // 32,  # where it rotates
     samples=(
         _kv_sample(key_bits=4, value_bits=4, rotate=True),
         _kv_sample(dtype="bfloat16"),

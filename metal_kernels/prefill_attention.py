@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from .attention_plan import AttentionPlan
 from .attention_shape import prefill_shape
-from .paged_attention_kernel import PagedAttention
+from .paged_attention_kernel import paged_attention_on_metal
 from .prefill_plan import Chunks
 from .stored import Stored
 
@@ -45,18 +45,17 @@ def prefill_attention_on_metal(
         ValueError: no kernel has these sizes.
     """
     value_dim = value_dim or queries.shape[-1]
-    plan = tiled(chunks, queries, keys, value_dim)
-    attention = PagedAttention.of(
+    (outputs,) = paged_attention_on_metal(
         queries,
         keys,
         values,
-        plan,
+        tiled(chunks, queries, keys, value_dim),
         scale=scale,
-        sinks=sink_logits is not None,
+        sink_logits=sink_logits,
         soft_cap=soft_cap,
         value_dim=value_dim,
     )
-    return attention(queries, keys, values, sink_logits)[0].reshape(*queries.shape[:2], value_dim)
+    return outputs
 
 
 def tiled(chunks: Chunks, queries: mx.array, keys: Stored, value_dim: int) -> AttentionPlan:

@@ -1,12 +1,16 @@
 """Self-checks of attention over prompts in tiles. Knows no GPU."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
 from .attention_cases import PAGED_FILES, ROUNDING
 from .attention_plan import page_table
 from .attention_scene import PAGE, Scene, build_scene
+from .attention_shape import prefill_shape, registers
 from .paged_attention_gather import paged_attention_gathered
+from .paged_attention_kernel import paged_attention_on_metal
 from .prefill_attention import prefill_attention_on_metal, tiled
 from .prefill_plan import Chunks
 from .stored import numbers_of
@@ -28,8 +32,13 @@ def prefill_variant(
     value_bits: int | None = None,
     sink_logits: bool = False,
     joint_dim: int = 0,
+    log_sums: bool = False,
 ) -> Variant:
-    """What `prefill_attention_on_metal` compiles; arguments as for `paged_variant`."""
+    """What `prefill_attention_on_metal` compiles; arguments as for `paged_variant`.
+
+    Args:
+        log_sums: of `attend_in_tiles`, which joins blocks by them.
+    """
     return Variant.of(
         "prefill_attention",
         dtype=dtype_name(dtype),
@@ -40,6 +49,7 @@ def prefill_variant(
         value_bits=value_bits or 0,
         sink_logits=sink_logits,
         joint_dim=joint_dim,
+        log_sums=log_sums,
     )
 
 
@@ -76,38 +86,31 @@ def _case(variant: Variant) -> Case:
     num_heads, value_dim = scene.queries.shape[1], variant.number("value_dim")
     logits = mx.linspace(-1, 1, num_heads) if variant["sink_logits"] else None
     caps = ((plain, None), (windowed, 20.0))
+    arrays = scene.queries, scene.keys, scene.values
+    how: dict[str, Any] = {
+        "scale": _scale(variant),
+        "sink_logits": logits,
+        "value_dim": value_dim,
+        "log_sums": bool(variant["log_sums"]),
+    }
+    plans = [tiled(chunks, scene.queries, scene.keys, value_dim) for chunks, _ in caps]
+    pairs = list(zip(plans, [cap for _, cap in caps], strict=True))
 
     def kernel() -> list[mx.array]:
-        return [
-            prefill_attention_on_metal(
-                scene.queries,
-                scene.keys,
-                scene.values,
-                chunks,
-                scale=_scale(variant),
-                sink_logits=logits,
-                soft_cap=cap,
-                value_dim=value_dim,
-            )
-            for chunks, cap in caps
+        found = [
+            paged_attention_on_metal(*arrays, plan, soft_cap=cap, **how) for plan, cap in pairs
         ]
+        return [array for arrays in found for array in arrays]
 
     def twin() -> list[mx.array]:
-        return [
-            paged_attention_gathered(
-                scene.queries,
-                scene.keys,
-                scene.values,
-                tiled(chunks, scene.queries, scene.keys, value_dim),
-                scale=_scale(variant),
-                sink_logits=logits,
-                soft_cap=cap,
-                value_dim=value_dim,
-            )[0]
-            for chunks, cap in caps
+        found = [
+            paged_attention_gathered(*arrays, plan, soft_cap=cap, **how) for plan, cap in pairs
         ]
+        return [array for arrays in found for array in arrays]
 
-    return Case(kernel, twin, (ROUNDING[str(variant["dtype"])],) * len(caps))
+    rounding = ROUNDING[str(variant["dtype"])]
+    tolerances = (rounding, 8 * rounding) if variant["log_sums"] else (rounding,)
+    return Case(kernel, twin, tolerances * len(caps))
 
 
 def _timed(variant: Variant, sequences: int, context: int) -> Case:
@@ -119,16 +122,9 @@ def _timed(variant: Variant, sequences: int, context: int) -> Case:
     dims = variant.number("key_dim"), variant.number("value_dim")
 
     def kernel() -> list[mx.array]:
-        return [
-            prefill_attention_on_metal(
-                scene.queries,
-                scene.keys,
-                scene.values,
-                chunks,
-                scale=_scale(variant),
-                value_dim=dims[1],
-            )
-        ]
+        arrays = scene.queries, scene.keys, scene.values
+        how: dict[str, Any] = {"scale": _scale(variant), "value_dim": dims[1]}
+        return [prefill_attention_on_metal(*arrays, chunks, **how)]
 
     def theirs() -> list[mx.array]:
         keys, values = (
@@ -150,8 +146,14 @@ def _scale(variant: Variant) -> float:
 
 def _sample(dim: int, group: int, bits: tuple[int, int], **more: Value) -> Variant:
     values: dict[str, Value] = {"key_dim": dim, "value_dim": dim, "group": group}
-    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False, "joint_dim": 0}
+    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False}
+    values |= {"joint_dim": 0, "log_sums": False}
     return Variant.of("prefill_attention", **{"dtype": "bfloat16", **values, **more})
+
+
+def _registers(variant: Variant) -> int:
+    dims = {"key_dim": variant.number("key_dim"), "value_dim": variant.number("value_dim")}
+    return registers(prefill_shape(**dims), **dims, itemsize=variant.dtype.size)
 
 
 PREFILL_ATTENTION = Kind(
@@ -160,11 +162,13 @@ PREFILL_ATTENTION = Kind(
     case=_case,
     timed=_timed,
     loads=LOADS,
+    registers=_registers,
     samples=(
         _sample(256, 4, (0, 0)),
         _sample(128, 4, (8, 8)),
         _sample(256, 8, (4, 4)),
         _sample(512, 8, (0, 0)),
         _sample(512, 8, (0, 0), joint_dim=640),
+        _sample(192, 1, (0, 0), value_dim=128, log_sums=True),
     ),
 )

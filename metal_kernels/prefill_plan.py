@@ -58,6 +58,7 @@ class Chunks:
         partial_bytes: int,
         cores: int | None = None,
         item_blocks: int | None = None,
+        most_blocks: int | None = None,
     ) -> AttentionPlan:
         """Tiles of at most `tile_queries` queries, those with most keys first.
 
@@ -70,6 +71,8 @@ class Chunks:
             partial_bytes: of one item's partial outputs, all heads together.
             cores: of the GPU; None: those of this machine.
             item_blocks: blocks of one threadgroup at most; None: from tiles and cores.
+            most_blocks: blocks of keys that there are, where queries come later; None: all that
+                they see. There must be no window.
         """
         num_tiles = -(-self.counts // tile_queries)
         chunk = np.repeat(np.arange(len(self.counts)), num_tiles)
@@ -78,6 +81,8 @@ class Chunks:
         starts = self.starts[chunk] + first
         stops = np.minimum(starts + tile_queries, (self.starts + self.counts)[chunk])
         sink_blocks, gaps, num_blocks = visible_blocks(starts, stops, self.window, self.sinks)
+        if most_blocks is not None:
+            num_blocks = np.minimum(num_blocks, most_blocks)
         order = np.argsort(-num_blocks, kind="stable")
         if item_blocks is None:
             cores = cores or gpu_cores()

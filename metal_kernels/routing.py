@@ -204,6 +204,7 @@ ROUTING = Kind(
     files=("routing.metal", "routing.py"),
     case=_case,
     timed=_timed,
+    registers=lambda variant: 14 + (variant.number("experts") + 31) // 32,
     samples=(
         _sample(routing_of(8, sigmoid=False, normalised=True), 128),
         _sample(routing_of(8, sigmoid=True, normalised=True, biased=True, eps=1e-20), 256),

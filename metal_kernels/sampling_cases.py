@@ -85,11 +85,13 @@ def _mask(num_rows: int, vocab_size: int) -> mx.array:
     return mx.array(words)
 
 
+# Settings 8, logits 4, three masses of 64 bits, extremes, keys and candidates 8, arrays 8.
 SAMPLE = Kind(
     name="sample",
     files=("sample.metal", "bins.h", "sample.py", "bitmask.py"),
     case=_sample_case,
     timed=_timed_sample,
+    registers=lambda variant: 12 + 8 + 4 + 6 + 8 + 8,
     samples=tuple(
         Variant.of("sample", dtype=dtype, masked=masked)
         for dtype in ("float32", "bfloat16", "float16")
@@ -101,5 +103,6 @@ BITMASK = Kind(
     files=("bitmask.metal", "bitmask.py"),
     case=_bitmask_case,
     timed=_timed_bitmask,
+    registers=lambda variant: 12,
     samples=tuple(Variant.of("bitmask", dtype=d) for d in ("float32", "bfloat16", "float16")),
 )

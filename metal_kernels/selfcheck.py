@@ -16,13 +16,14 @@ from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
-from .gated_cases import GATED
+from .gated import GATED
 from .kv_write_cases import KV_WRITE
 from .launch import Device, Metal, running_on
 from .prefill_cases import PREFILL_ATTENTION
@@ -33,6 +34,7 @@ from .variants import Case, Kind, Outputs, Variant
 from .verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 
 logger = logging.getLogger("mlxinfer.kernels")
+Result = TypeVar("Result")
 ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row
 MAX_MESSAGE = 32_768  # characters of a compiler's message that are kept
 
@@ -129,14 +131,32 @@ def _compile(variant: Variant, gpu: Gpu) -> bool:
     """Have a kernel compiled that was right before; whether that went well."""
     if variant in gpu.compiled:
         return True
-    try:
-        with running_on(gpu.device):
-            mx.eval(KINDS[variant.kind].case(variant).kernel())
-    except Exception as error:  # whatever a compiler or a driver raises
-        logger.warning("%s is not used: %s", variant, message(error))
+    found = _attempted(lambda: _ran(KINDS[variant.kind].case(variant)), gpu.device)
+    if isinstance(found, Verdict):
+        logger.warning("%s is not used: %s", variant, found.detail)
         return False
     gpu.compiled.add(variant)
     return True
+
+
+def _attempted(call: Callable[[], Result], device: Device) -> Result | Verdict:
+    """What `call` gives on a device, or the verdict that it failed.
+
+    Whatever it raises is a finding about the kernel: MLX, compilers and drivers raise errors of
+    many kinds, from the call as well as from its evaluation, and plain MLX is there to take over.
+    """
+    try:
+        with running_on(device):
+            return call()
+    except Exception as error:
+        return Verdict(FAILED, detail=message(error))
+
+
+def _ran(case: Case) -> list[mx.array]:
+    """Evaluated outputs of a kernel."""
+    outputs = case.kernel()
+    mx.eval(outputs)
+    return outputs
 
 
 def judge(
@@ -190,15 +210,15 @@ def _found(variant: Variant, gpu: Gpu) -> Verdict:
         return verdict
     gpu.compiled.add(variant)
     kind = KINDS[variant.kind]
-    try:
-        with running_on(gpu.device):
-            times = {
-                f"{sequences} x {context}": gpu.timer(kind.timed(variant, sequences, context))
-                for sequences, context in kind.loads
-            }
-    except Exception as error:  # as in `examine`: a larger input may be more than a driver takes
-        return Verdict(FAILED, detail=message(error))
-    return replace(verdict, times=times)
+
+    def times() -> dict[str, tuple[float, float]]:
+        return {
+            f"{sequences} x {context}": gpu.timer(kind.timed(variant, sequences, context))
+            for sequences, context in kind.loads
+        }
+
+    found = _attempted(times, gpu.device)  # a larger input may be more than a driver takes
+    return found if isinstance(found, Verdict) else replace(verdict, times=found)
 
 
 def examine(variant: Variant, device: Device) -> Verdict:
@@ -206,14 +226,8 @@ def examine(variant: Variant, device: Device) -> Verdict:
     case = KINDS[variant.kind].case(variant)
     twin = case.twin()
     mx.eval(twin)
-    # Whatever a compiler or a driver raises is a finding: the twin is there to take over.
-    try:
-        with running_on(device):
-            kernel = case.kernel()
-            mx.eval(kernel)
-    except Exception as error:
-        return Verdict(FAILED, detail=message(error))
-    return compare(kernel, twin, case)
+    kernel = _attempted(lambda: _ran(case), device)
+    return kernel if isinstance(kernel, Verdict) else compare(kernel, twin, case)
 
 
 def message(error: Exception) -> str:

@@ -11,7 +11,7 @@ from .conv_step import MAX_LENGTH, ConvForm, conv_in_mlx, conv_step, conv_step_t
 from .delta_step import DeltaForm, delta_in_mlx, delta_step, delta_step_twin
 from .launch import MIN_NUMBERS
 from .ssm_step import SSMForm, ssm_in_mlx, ssm_step, ssm_step_twin
-from .state_rows import FILES, filled, plan_of, takes
+from .state_rows import FILES, filled, plan_of, takes, team_lanes
 from .variants import DTYPES, Case, Kind, Value, Variant, dtype_name
 
 StepForm = ConvForm | DeltaForm | SSMForm
@@ -163,12 +163,18 @@ def _samples(*forms: StepForm) -> tuple[Variant, ...]:
     return tuple(variant for variant in variants if variant is not None)
 
 
+def _own_numbers(width: int) -> int:
+    """Numbers of a row of `width` that a lane holds of the state, and of each that it meets."""
+    return width // (team_lanes(width) or 1)
+
+
 _F32, _BF16, _UNLIMITED = mx.float32, mx.bfloat16, (0.0, float("inf"))
 CONV_STEP = Kind(
     name="conv_step",
     files=("conv_step.metal", "conv_step.py", *FILES),
     case=_conv,
     timed=lambda variant, sequences, _: _conv(variant, sequences),
+    registers=lambda variant: 16 + 2 * variant.number("length"),
     samples=_samples(
         ConvForm(2048, 3, 0, True, False, _BF16, _BF16),  # LFM2 1.2B
         ConvForm(3072, 4, 2048, False, True, _BF16, _F32),  # Mamba-2
@@ -180,6 +186,7 @@ DELTA_STEP = Kind(
     files=("delta_step.metal", "delta_step.py", *FILES),
     case=_delta,
     timed=lambda variant, sequences, _: _delta(variant, sequences),
+    registers=lambda variant: 20 + 4 * _own_numbers(variant.number("key_dim")),
     samples=_samples(
         DeltaForm(4, 128, 8, 128, False, 64, 72, _BF16),  # a quarter of Qwen 3.5 35B-A3B
         DeltaForm(2, 128, 2, 128, True, 0, 0, _BF16),  # Kimi Linear, some of its heads
@@ -190,6 +197,7 @@ SSM_STEP = Kind(
     files=("ssm_step.metal", "ssm_step.py", *FILES),
     case=_ssm,
     timed=lambda variant, sequences, _: _ssm(variant, sequences),
+    registers=lambda variant: 20 + 3 * _own_numbers(variant.number("state_dim")),
     samples=_samples(
         SSMForm(8, 64, 1, 128, 64, _UNLIMITED, _BF16),  # Granite 4-H, some of its heads
         SSMForm(8, 64, 2, 256, 64, (0.001, 0.1), _BF16),  # as Falcon-H1, with limits

@@ -74,6 +74,8 @@ class Kind:
         timed: a variant beside MLX's own operations, on an input as large as in use: of so many
             sequences, with so many tokens before them where that matters.
         loads: sequences and tokens to time it at.
+        registers: 32-bit registers of a lane at its peak: an estimate from what the source keeps,
+            and about 12 for places and loops.
         samples: variants that `mlxinfer doctor --kernels` looks at, the most telling first.
     """
 
@@ -81,6 +83,7 @@ class Kind:
     files: tuple[str, ...]
     case: Callable[[Variant], Case]
     timed: Callable[[Variant, int, int], Case]
+    registers: Callable[[Variant], int]
     samples: tuple[Variant, ...]
     loads: tuple[tuple[int, int], ...] = ((1, 0), (8, 0))
 

@@ -76,7 +76,7 @@ class ChunkPlan:
         """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
 
         def read(start: int, stop: int, after: mx.array | None) -> KeysValues:
-            runs = _cut(self.reads, start, stop)
+            runs = cut_runs(self.reads, start, stop)
             keys = pool.keys.read_runs(runs, after)
             return keys, pool.values.read_runs(runs, after=keys)  # never both half decoded
 
@@ -86,20 +86,21 @@ class ChunkPlan:
         return found.swapaxes(0, 1).flatten(1)
 
     def attend_to(
-        self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
+        self, queries: mx.array, read: Read, dims: tuple[int, int], *, scale: float
     ) -> mx.array:
-        """Queries (n, heads, D) of the chunk over what it reads, (H, S, D) and (H, S, V).
+        """Queries (n, heads, D) of the chunk over what it reads.
+
+        Args:
+            queries: of the chunk.
+            read: tokens from, to, counted in `reads`, and what must be there before -> their keys
+                (H, S, D) and values (H, S, V).
+            dims: D and V.
+            scale: multiplies the scores.
 
         Returns:
             (n, heads, V).
         """
-
-        def read(start: int, stop: int, after: mx.array | None) -> KeysValues:
-            return keys[:, start:stop], values[:, start:stop]
-
-        dims = keys.shape[-1], values.shape[-1]
-        found = self._attend(queries.swapaxes(0, 1), dims, read, scale, None, None)
-        return found.swapaxes(0, 1)
+        return self._attend(queries.swapaxes(0, 1), dims, read, scale, None, None).swapaxes(0, 1)
 
     def _attend(
         self,
@@ -220,7 +221,7 @@ def _is_fused(dims: tuple[int, int]) -> bool:
     return mx.metal.is_available() and dims[0] == dims[1] and dims[0] in FUSED_DIMS
 
 
-def _cut(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
+def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
     """The runs that hold tokens [start, stop) of those in `runs`, counted one after another."""
     found, first = [], 0
     for low, high in runs:

@@ -5,6 +5,7 @@ Knows page tables and tails, and asks which kernels may be used.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,6 +19,41 @@ from .inputs import Ints, QuerySegment, Segments, ints
 from .pool import PagePool
 from .step import Part, Planner, ShortPlan
 
+# By sizes of a layer: those of a group that are alike share one. A model has one dtype.
+Attentions = dict[Hashable, PagedAttention]
+
+
+class AttentionOptions(NamedTuple):
+    """What a layer asks beside its queries."""
+
+    scale: float
+    sinks: bool
+    soft_cap: float | None
+
+
+def _prepared(
+    known: Attentions,
+    options: AttentionOptions,
+    pool: PagePool,
+    queries: mx.array,
+    plan: Callable[[], AttentionPlan],
+) -> PagedAttention:
+    """The attention of queries over a pool, made once for all layers with such sizes."""
+    sizes = pool.form, queries.shape, options
+    attention = known.get(sizes)
+    if attention is None:
+        attention = known[sizes] = PagedAttention.of(
+            queries,
+            pool.keys,
+            pool.values,
+            plan(),
+            scale=options.scale,
+            sinks=options.sinks,
+            soft_cap=options.soft_cap,
+            value_dim=pool.values.fmt.dim,
+        )
+    return attention
+
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
@@ -25,8 +61,7 @@ class KernelPlan:
 
     rows: slice | None  # of the step's flat list; None: all
     plan: AttentionPlan
-    # By sizes of a layer: those of a group that are alike share one. A model has one dtype.
-    _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)
+    _attentions: Attentions = field(default_factory=dict)
 
     def attend(
         self,
@@ -39,19 +74,8 @@ class KernelPlan:
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = queries if self.rows is None else queries[self.rows]
-        sizes = pool.form, own.shape, scale, sinks is None, soft_cap
-        attention = self._prepared.get(sizes)
-        if attention is None:
-            attention = self._prepared[sizes] = PagedAttention.of(
-                own,
-                pool.keys,
-                pool.values,
-                self.plan,
-                scale=scale,
-                sinks=sinks is not None,
-                soft_cap=soft_cap,
-                value_dim=pool.values.fmt.dim,
-            )
+        how = AttentionOptions(scale, sinks is not None, soft_cap)
+        attention = _prepared(self._attentions, how, pool, own, lambda: self.plan)
         return attention(own, pool.keys, pool.values, sinks)[0]
 
 
@@ -107,7 +131,7 @@ class ChosenPlanner:
 
     Attributes:
         kernels, plain: the planners.
-        ready: of the layers; asked before each plan, since kernels may become ready later.
+        ready: of the layers; options before each plan, since kernels may become ready later.
     """
 
     kernels: Planner
@@ -126,7 +150,7 @@ class PrefillPlan:
 
     rows: slice  # of the step's flat list
     chunks: Chunks
-    _prepared: dict[Hashable, PagedAttention] = field(default_factory=dict)  # as of `KernelPlan`
+    _attentions: Attentions = field(default_factory=dict)
 
     def attend(
         self,
@@ -139,20 +163,14 @@ class PrefillPlan:
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of the chunks see, (T', heads * V)."""
         own = queries[self.rows]
-        sizes = pool.form, own.shape, scale, sinks is None, soft_cap
-        attention = self._prepared.get(sizes)
-        if attention is None:
-            value_dim = pool.values.fmt.dim
-            attention = self._prepared[sizes] = PagedAttention.of(
-                own,
-                pool.keys,
-                pool.values,
-                tiled(self.chunks, own, pool.keys, value_dim),
-                scale=scale,
-                sinks=sinks is not None,
-                soft_cap=soft_cap,
-                value_dim=value_dim,
-            )
+        how = AttentionOptions(scale, sinks is not None, soft_cap)
+        attention = _prepared(
+            self._attentions,
+            how,
+            pool,
+            own,
+            lambda: tiled(self.chunks, own, pool.keys, pool.values.fmt.dim),
+        )
         return attention(own, pool.keys, pool.values, sinks)[0]
 
 

@@ -386,5 +386,5 @@ class KVCache:
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
         pool = self.pools[self._paged[layer]]
         if isinstance(pool, LatentPool):
-            return LatentStep(pool, plan)
+            return LatentStep(pool, plan, tiles=layer in self._prefill_layers)
         return StepKV(pool, plan, self._heads.get(layer), tiles=layer in self._prefill_layers)

@@ -20,6 +20,8 @@ import numpy as np
 from ..core import LatentSpec
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
+from ..metal_kernels.prefill_blocks import attend_in_tiles
+from .chunk_attention import ChunkPlan, cut_runs
 from .formats import PLAIN, Bits, make_format
 from .groups import AttentionWindow
 from .inputs import Segments
@@ -29,6 +31,11 @@ from .step import GroupPlan, Part, write_step
 
 class LatentProjection(Protocol):
     """The up-projections of one latent attention layer; N and S count tokens."""
+
+    @property
+    def value_dim(self) -> int:
+        """dv."""
+        ...
 
     def absorb(self, q_nope: mx.array) -> mx.array:
         """Queries (N, H, dn) -> (N, H, r), to be multiplied with latents."""
@@ -89,19 +96,26 @@ class LatentPool(PagePool):
         vectors = self.keys.fmt.decode([part[slots] for part in self.keys.own_tails()])
         return vectors, vectors[..., : self.latent_dim]
 
-    def read_runs(self, runs: Runs) -> tuple[mx.array, mx.array]:
-        """Latents (S, r) and rotary keys (S, dr) of several runs, one after the other."""
-        vectors = self.keys.read_runs(runs)[0]
+    def read_runs(self, runs: Runs, after: mx.array | None = None) -> tuple[mx.array, mx.array]:
+        """Latents (S, r) and rotary keys (S, dr) of several runs, read not before `after`."""
+        vectors = self.keys.read_runs(runs, after)[0]
         return self.rotate(vectors[:, : self.latent_dim]), vectors[:, self.latent_dim :]
 
 
 class LatentStep:
-    """One latent attention layer's cache during one step."""
+    """One latent attention layer's cache during one step.
 
-    __slots__ = ("_pool", "plan")
+    Args:
+        pool: of the layer.
+        plan: of the step.
+        tiles: prefill chunks that see everything attend through the kernel for prompts.
+    """
 
-    def __init__(self, pool: LatentPool, plan: GroupPlan) -> None:
+    __slots__ = ("_pool", "_tiles", "plan")
+
+    def __init__(self, pool: LatentPool, plan: GroupPlan, *, tiles: bool = False) -> None:
         self._pool = pool
+        self._tiles = tiles
         self.plan = plan  # of the current step
 
     def attend(
@@ -133,16 +147,31 @@ class LatentStep:
             own = slice(None, self.plan.num_short)
             outputs.append(self._absorbed(q_nope[own], q_rope[own], projection, scale))
         for chunk in self.plan.long:
-            latents, rotary = self._pool.read_runs(chunk.reads)
-            keys, values = projection.expand(latents)
-            shared = mx.broadcast_to(rotary[:, None], (*keys.shape[:2], rotary.shape[-1]))
-            keys = mx.concatenate([keys, shared], axis=-1)
             queries = mx.concatenate([q_nope[chunk.rows], q_rope[chunk.rows]], axis=-1)
-            outputs.append(
-                chunk.attend_to(queries, keys.swapaxes(0, 1), values.swapaxes(0, 1), scale=scale)
-            )
+            outputs.append(self._expanded(chunk, queries, projection, scale))
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return joined if self.plan.order is None else joined[self.plan.order]
+
+    def _expanded(
+        self, chunk: ChunkPlan, queries: mx.array, projection: LatentProjection, scale: float
+    ) -> mx.array:
+        """Outputs (n, H, dv) of queries (n, H, dn + dr) of a chunk.
+
+        Latents are expanded a block at a time: what that takes does not grow with the context.
+        """
+
+        def read(start: int, stop: int, after: mx.array | None) -> tuple[mx.array, mx.array]:
+            runs = cut_runs(chunk.reads, start, stop)
+            latents, rotary = self._pool.read_runs(runs, after)
+            keys, values = (part.swapaxes(0, 1) for part in projection.expand(latents))
+            shared = mx.broadcast_to(rotary, (len(keys), *rotary.shape))
+            return mx.concatenate([keys, shared], axis=-1), values
+
+        num_values = projection.value_dim
+        if self._tiles and chunk.window.size is None:
+            return attend_in_tiles(queries, read, chunk.start, num_values, scale=scale)
+        dims = queries.shape[-1], num_values
+        return chunk.attend_to(queries, read, dims, scale=scale)
 
     def _absorbed(
         self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float

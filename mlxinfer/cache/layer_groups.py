@@ -141,7 +141,9 @@ class GroupMaker:
         self, group: int, window: AttentionWindow, layers: list[int]
     ) -> ChunkPlanner | None:
         """How the prefill chunks of a group attend in layers that have a kernel."""
-        if not set(self.prefill_layers).isdisjoint(layers):
+        # Latents are expanded layer by layer: there is no plan to share.
+        pages = not isinstance(self.specs[layers[0]], LatentSpec)
+        if pages and not set(self.prefill_layers).isdisjoint(layers):
             return PrefillPlanner(group, window, self.page_size)
         return None
 

@@ -23,8 +23,7 @@ from ..layers.latent_attention import LatentAttention
 from ..layers.recurrent import RecurrentMixer, never
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
-from ..metal_kernels.gated import Gate
-from ..metal_kernels.gated_cases import gated_variant
+from ..metal_kernels.gated import Gate, gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant
 from ..metal_kernels.mla_attention import DIMS, row_teams
@@ -271,6 +270,8 @@ def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits)
 
     Codes count: MLX's attention takes them decoded, a whole context at once.
     """
+    if isinstance(mixer, LatentAttention) and isinstance(spec, LatentSpec):
+        return _expanded_variant(dtype, mixer, spec)
     if not isinstance(mixer, AttentionShape) or not isinstance(spec, KVSpec):
         return None
     if stored_less_bias(spec, bits):
@@ -292,6 +293,14 @@ def _prefill_variant(dtype: mx.Dtype, mixer: Mixer, spec: CacheSpec, bits: Bits)
         sink_logits=mixer.sinks is not None,
         joint_dim=spec.joint_dim,
     )
+
+
+def _expanded_variant(dtype: mx.Dtype, mixer: LatentAttention, spec: LatentSpec) -> Variant | None:
+    """Attention of prompts over expanded latents, block by block; None: no kernel."""
+    dims = mixer.projection.key_dim + spec.rope_dim, mixer.projection.value_dim
+    if spec.window is not None or not has_dims(dtype, dims):
+        return None
+    return prefill_variant(dtype, key_dim=dims[0], value_dim=dims[1], group=1, log_sums=True)
 
 
 def _latent_variants(

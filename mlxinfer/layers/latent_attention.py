@@ -23,14 +23,18 @@ class LatentProjection:
     Args:
         key: each head's matrix between latent vectors (r) and keys (dn).
         value: each head's matrix from latent vectors (r) to values (dv).
+        dims: dn and dv.
         key_reads_latent: `key` is stored (H, dn, r), as on the hub; else (H, r, dn), as MLX
             checkpoints have it.
     """
 
-    __slots__ = ("key", "key_reads_latent", "value_proj")
+    __slots__ = ("key", "key_dim", "key_reads_latent", "value_dim", "value_proj")
 
-    def __init__(self, key: HeadLinear, value: HeadLinear, *, key_reads_latent: bool) -> None:
+    def __init__(
+        self, key: HeadLinear, value: HeadLinear, dims: tuple[int, int], *, key_reads_latent: bool
+    ) -> None:
         self.key = key
+        self.key_dim, self.value_dim = dims
         self.value_proj = value
         self.key_reads_latent = key_reads_latent
 

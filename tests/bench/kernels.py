@@ -22,7 +22,9 @@ from mlxinfer.metal_kernels.attention_shape import prefill_shape, registers
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.selfcheck import KINDS
 from tests.bench.kernel_scenes import Inputs, Scene, build
+from tests.bench.launches import launch_size, launch_table
 
 TWO_PASS_BLOCKS = 32
 SHARED_HEADS = {(8, 64): 8, (8, 128): 4}  # (group, head dim) that MLX's sharing kernel has
@@ -243,6 +245,7 @@ BITS = tuple(STORED)
 ROWS = tuple((group, queries) for queries in (1, 4) for group in (1, 4, 8, 16))
 PREFILL_DIMS = (128, 256, 512)
 PREFILL = (128, 512)  # queries, tokens
+LAUNCHED = tuple(KINDS)
 LATENT_ROWS = ((16, 1), (20, 1), (128, 1))
 MLX = ("sdpa_vector", "2pass", "2pass_gqa")
 
@@ -271,15 +274,18 @@ def run(*, head_dims: Sequence[int] = (64, 128, 256), tokens: int = 500) -> Repo
         (bits, rows, _latents(bits, rows, tokens)) for bits in BITS[:2] for rows in LATENT_ROWS
     ]
     prompts = [prefilled(dim, bits) for dim in PREFILL_DIMS for bits in BITS]
+    samples = [variant for kind in LAUNCHED for variant in KINDS[kind].samples]
+    sizes = [launch_size(variant, machine().MetalCPU(checked=False)) for variant in samples]
     data = {
         "prefill": [asdict(one) for one in prompts],
+        "launches": [asdict(size) for size in sizes],
         "attention": [asdict(one) for one in found],
         "latent_attention": [
             {"bits": bits, "heads": rows[0], "moved": asdict(ours)} for bits, rows, ours in latents
         ],
     }
     tables = [_table(found, tokens), _latent_table(latents, tokens), _prefill_table(prompts)]
-    return Report("kernels", tables, data)
+    return Report("kernels", [*tables, launch_table(sizes)], data)
 
 
 def compare(dim: int, group: int, queries: int, tokens: int) -> Found:

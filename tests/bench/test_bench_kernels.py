@@ -21,12 +21,15 @@ def test_the_report_has_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ROWS", ((4, 1),))
     monkeypatch.setattr(kernels, "LATENT_ROWS", ((16, 1),))
     monkeypatch.setattr(kernels, "PREFILL_DIMS", (256,))
+    monkeypatch.setattr(kernels, "LAUNCHED", ("bitmask", "routing"))
     monkeypatch.setattr(kernels, "PREFILL", (40, 70))
     report = run(head_dims=[128], tokens=40)
     text = markdown(report)
     assert "| 128: 4 x 1 | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 / 1.00 | 1.00 |" in text
     assert "| 16 bits, 16 | 1.00 / 1.00 |" in text
     assert report.as_dict()["latent_attention"][1]["moved"]["dequantised"] == 1
+    assert "| bitmask dtype=float32 |" in text
+    assert [size["threads"] for size in report.as_dict()["launches"][-3:]] == [128] * 3
     for prompt in report.as_dict()["prefill"]:
         assert prompt["requested"] <= 1.1
         assert prompt["transient_bytes"][0] < 1_024 < prompt["transient_bytes"][1]

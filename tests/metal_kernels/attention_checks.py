@@ -8,7 +8,9 @@ import numpy as np
 from metal_cpu import MetalCPU
 
 from mlxinfer.metal_kernels.launch import running_on
-from tests.bench.kernel_scenes import Inputs
+from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
+from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from tests.bench.kernel_scenes import Inputs, Scene, build
 
 Attention = Callable[..., list[mx.array]]
 
@@ -45,6 +47,31 @@ def check(
     worst = max(_error(f, e) for f, e in zip(found, expected, strict=True)) / tolerance
     assert worst <= 1, worst
     return worst
+
+
+def check_scene(
+    scene: Scene,
+    *,
+    sinks: bool = False,
+    soft_cap: float | None = None,
+    log_sums: bool = False,
+    seed: int = 0,
+) -> float:
+    """The paged kernels on a scene, as `check`."""
+    inputs = build(scene)
+    return check(
+        paged_attention_on_metal,
+        paged_attention_gathered,
+        inputs,
+        inputs.keys,
+        inputs.values,
+        seed=seed,
+        scale=scene.key_dim**-0.5,
+        sink_logits=inputs.sink_logits if sinks else None,
+        soft_cap=soft_cap,
+        value_dim=scene.value_dim,
+        log_sums=log_sums,
+    )
 
 
 def _error(found: mx.array, expected: mx.array) -> float:

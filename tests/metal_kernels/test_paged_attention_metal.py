@@ -1,30 +1,12 @@
 import mlx.core as mx
 import pytest
-from attention_checks import check
+from attention_checks import check_scene
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 from tests.bench.kernel_scenes import Scene, build
-
-
-def run(scene: Scene, *, sinks: bool = False, soft_cap: float | None = None, seed: int = 0) -> None:
-    inputs = build(scene)
-    check(
-        paged_attention_on_metal,
-        paged_attention_gathered,
-        inputs,
-        inputs.keys,
-        inputs.values,
-        seed=seed,
-        scale=scene.key_dim**-0.5,
-        sink_logits=inputs.sink_logits if sinks else None,
-        soft_cap=soft_cap,
-        value_dim=scene.value_dim,
-        log_sums=True,
-    )
-
 
 D64 = {"key_dim": 64, "value_dim": 64}
 D128 = {"key_dim": 128, "value_dim": 128}
@@ -76,25 +58,25 @@ SHARED = {
 @requires_compiler
 @pytest.mark.parametrize("name", SCENES)
 def test_plain(name: str) -> None:
-    run(SCENES[name], seed=len(name))
+    check_scene(SCENES[name], log_sums=True, seed=len(name))
 
 
 @requires_compiler
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_with_sink_logits_and_soft_cap(name: str) -> None:
-    run(SPLIT[name], sinks=True, soft_cap=5.0)
+    check_scene(SPLIT[name], sinks=True, soft_cap=5.0, log_sums=True)
 
 
 @requires_compiler
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_and_head_dims(name: str) -> None:
-    run(FORMATS[name], seed=1)
+    check_scene(FORMATS[name], log_sums=True, seed=1)
 
 
 @requires_compiler
 @pytest.mark.parametrize("name", SHARED)
 def test_rows_that_share_tiles(name: str) -> None:
-    run(SHARED[name], sinks=True, seed=2)
+    check_scene(SHARED[name], sinks=True, log_sums=True, seed=2)
 
 
 # What a careless change would break, and a scene that shows it.

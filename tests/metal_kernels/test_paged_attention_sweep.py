@@ -8,12 +8,10 @@ from itertools import product
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_checks import check
+from attention_checks import check_scene
 from metal_cpu import requires_compiler
 
-from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
-from tests.bench.kernel_scenes import Scene, build
+from tests.bench.kernel_scenes import Scene
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 FORMATS = {"plain": (None, None), "8": (8, 8), "4": (4, 4), "8, 4": (8, 4), "4, plain": (4, None)}
@@ -50,31 +48,6 @@ def draw(rng: np.random.Generator, index: int, dim: int, **fixed: object) -> Sce
     )
 
 
-@requires_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "bits", "dim"), [*product(DTYPES, FORMATS, DIMS), *LARGE])
-def test_sweep(dtype: str, bits: str, dim: int) -> None:
-    rng = np.random.default_rng([len(dtype), len(bits), dim])
-    shares = []
-    for index in range(NUM_SCENES):
-        scene = draw(rng, index, dim, dtype=DTYPES[dtype], bits=FORMATS[bits])
-        inputs = build(scene)
-        share = check(
-            paged_attention_on_metal,
-            paged_attention_gathered,
-            inputs,
-            inputs.keys,
-            inputs.values,
-            seed=int(rng.integers(0, 4)),
-            scale=dim**-0.5,
-            sink_logits=inputs.sink_logits if index % 4 < 2 else None,
-            log_sums=index % 2 == 0,
-            soft_cap=[None, 5.0, 30.0][index % 3],
-        )
-        shares.append(share)
-    print(f"{dtype}, {bits}, {dim}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")
-
-
 CHUNKS = ((1, [9]), (1, [40, 17]), (2, [64]), (4, [33, 12, 20]), (6, [25]), (8, [21]), (16, [12]))
 NUM_CHUNK_SCENES = 7
 
@@ -100,24 +73,24 @@ def draw_chunks(rng: np.random.Generator, index: int, dim: int, **fixed: object)
     )
 
 
+ALL = [*product(DTYPES, FORMATS, DIMS), *LARGE]
+
+
 @requires_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "bits", "dim"), [*product(DTYPES, FORMATS, DIMS), *LARGE])
-def test_sweep_of_prompts(dtype: str, bits: str, dim: int) -> None:
+@pytest.mark.parametrize(("dtype", "bits", "dim"), ALL)
+@pytest.mark.parametrize("prompts", [False, True], ids=["tokens", "prompts"])
+def test_sweep(dtype: str, bits: str, dim: int, prompts: bool) -> None:
     rng = np.random.default_rng([len(dtype), len(bits), dim])
-    shares = []
-    for index in range(NUM_CHUNK_SCENES):
-        inputs = build(draw_chunks(rng, index, dim, dtype=DTYPES[dtype], bits=FORMATS[bits]))
-        share = check(
-            paged_attention_on_metal,
-            paged_attention_gathered,
-            inputs,
-            inputs.keys,
-            inputs.values,
+    make, count = (draw_chunks, NUM_CHUNK_SCENES) if prompts else (draw, NUM_SCENES)
+    shares = [
+        check_scene(
+            make(rng, index, dim, dtype=DTYPES[dtype], bits=FORMATS[bits]),
             seed=int(rng.integers(0, 4)),
-            scale=dim**-0.5,
-            sink_logits=inputs.sink_logits if index % 4 < 2 else None,
+            sinks=index % 4 < 2,
+            log_sums=not prompts and index % 2 == 0,
             soft_cap=[None, 5.0, 30.0][index % 3],
         )
-        shares.append(share)
+        for index in range(count)
+    ]
     print(f"{dtype}, {bits}, {dim}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")

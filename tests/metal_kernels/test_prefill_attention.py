@@ -3,33 +3,15 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_checks import check
+from attention_checks import check_scene
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.attention_shape import prefill_shape
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 from mlxinfer.metal_kernels.prefill_plan import MAX_PARTIAL_BYTES, Chunks
 from tests.bench.kernel_scenes import Scene, build
 from tests.bench.kernels import moved
-
-
-def run(scene: Scene, *, sinks: bool = False, soft_cap: float | None = None, seed: int = 0) -> None:
-    inputs = build(scene)
-    check(
-        paged_attention_on_metal,
-        paged_attention_gathered,
-        inputs,
-        inputs.keys,
-        inputs.values,
-        seed=seed,
-        scale=scene.key_dim**-0.5,
-        sink_logits=inputs.sink_logits if sinks else None,
-        soft_cap=soft_cap,
-        value_dim=scene.value_dim,
-    )
-
 
 D256 = {"key_dim": 256, "value_dim": 256, "prefill": True}
 SCENES = {
@@ -49,7 +31,9 @@ SCENES = {
 @requires_compiler
 @pytest.mark.parametrize("name", SCENES)
 def test_same_as_the_twin(name: str) -> None:
-    run(SCENES[name], sinks=name != "512", soft_cap=5.0 if "split" in name else None, seed=1)
+    check_scene(
+        SCENES[name], sinks=name != "512", soft_cap=5.0 if "split" in name else None, seed=1
+    )
 
 
 TRAFFIC = {

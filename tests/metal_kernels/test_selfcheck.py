@@ -30,6 +30,7 @@ from mlxinfer.metal_kernels.selfcheck import (
 )
 from mlxinfer.metal_kernels.variants import Case, Kind, Variant
 from mlxinfer.metal_kernels.verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
+from tests.bench.launches import launch_size
 
 ALL = frozenset({BITMASK, SAMPLE})
 
@@ -257,6 +258,11 @@ def test_every_sample_passes_on_the_cpu(variant: Variant) -> None:
     verdict = examine(variant, machine)
     assert verdict.status == OK, verdict
     machine.assert_clean()
+    size = launch_size(variant, machine)
+    if variant.kind == "mla_attention" and size.threads == 512:  # two teams of 16 rows
+        assert size.share <= 1.2, "compilers spill what is above"
+    else:
+        assert size.fits, size
 
 
 @pytest.mark.slow

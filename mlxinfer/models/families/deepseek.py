@@ -146,12 +146,18 @@ class DeepseekV3(Family):
         if f"{path}.embed_q.weight" in weights:
             key = weights.matrix(f"{path}.embed_q", (heads, dims.rank, dims.nope))
             value = weights.matrix(f"{path}.unembed_out", (heads, dims.value, dims.rank))
-            return LatentProjection(key.head_linear(), value.head_linear(), key_reads_latent=False)
+            return LatentProjection(
+                key.head_linear(),
+                value.head_linear(),
+                (dims.nope, dims.value),
+                key_reads_latent=False,
+            )
         width = dims.nope + dims.value
         both = weights.matrix(f"{path}.kv_b_proj", (heads * width, dims.rank)).by_head(heads)
         return LatentProjection(
             both.rows(0, dims.nope).head_linear(),
             both.rows(dims.nope, width).head_linear(),
+            (dims.nope, dims.value),
             key_reads_latent=True,
         )
 

@@ -1,0 +1,117 @@
+"""Attention of a prompt over keys and values that are made block by block, in tiles.
+
+n = queries of a chunk, H = heads, D and V = numbers of a key and of a value, S = keys of a block.
+
+What latent attention expands lies in no pages, and all of it at once would grow with the context.
+So each block attends by itself, and blocks are joined by the logarithms of their softmaxes' sums.
+Knows arrays; no step, no scheduler.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from .attention_plan import BLOCK, MIN_NUMBERS, AttentionPlan
+from .paged_attention_kernel import paged_attention_on_metal
+from .prefill_attention import tile_queries
+from .prefill_plan import Chunks
+
+EXPANDED_BYTES = 64 << 20  # of the keys and values of a block
+LEAST_KEYS = 512  # of a block
+
+Read = Callable[[int, int, mx.array | None], tuple[mx.array, mx.array]]
+
+
+@dataclass(frozen=True, slots=True)
+class OnePiece:
+    """Keys or values (H, S, dim) of one sequence, as one run of pages; no tail is read."""
+
+    pages: list[mx.array]
+    tails: list[mx.array]
+    tail_heads: int
+    tail_head: int = 0
+    first: int = 0
+    vector_dim: int = 0
+
+
+def attend_in_tiles(
+    queries: mx.array, read: Read, start: int, value_dim: int, *, scale: float
+) -> mx.array:
+    """Attention of n consecutive queries over all positions up to each.
+
+    Args:
+        queries: (n, H, D).
+        read: positions from, to, and what must be there before -> their keys (H, S, D) and
+            values (H, S, V).
+        start: position of the first query.
+        value_dim: V.
+        scale: multiplies the scores.
+
+    Returns:
+        (n, H, V) in the queries' dtype.
+    """
+    count, heads, key_dim = queries.shape
+    outputs: mx.array | None = None
+    sums: mx.array | None = None
+    for first, stop in block_edges(start, count, heads * (key_dim + value_dim) * queries.itemsize):
+        keys, values = read(first, stop, outputs)
+        plan = _plan(count, start - first, stop - first, heads, key_dim, value_dim)
+        found, own_sums = paged_attention_on_metal(
+            queries, _one(keys), _one(values), plan, scale=scale, value_dim=value_dim, log_sums=True
+        )
+        if outputs is None or sums is None:
+            outputs, sums = found, own_sums
+            continue
+        both = mx.logaddexp(sums, own_sums)  # (n, H)
+        before, share = mx.exp(sums - both)[..., None], mx.exp(own_sums - both)[..., None]
+        outputs, sums = outputs * before + found * share, both
+    assert outputs is not None
+    return outputs.astype(queries.dtype)
+
+
+def block_edges(start: int, count: int, token_bytes: int) -> list[tuple[int, int]]:
+    """Positions [from, to) of blocks of keys; every query sees the beginning of each of them.
+
+    Args:
+        start: position of the first of `count` queries.
+        token_bytes: of a key and its value, all heads together.
+    """
+    size = max(EXPANDED_BYTES // token_bytes // BLOCK * BLOCK, LEAST_KEYS)
+    edges = list(range(0, start + 1, size))
+    return list(zip(edges, [*edges[1:], start + count], strict=True))
+
+
+@lru_cache(32)
+def _plan(
+    count: int, start: int, num_keys: int, heads: int, key_dim: int, value_dim: int
+) -> AttentionPlan:
+    """Of `count` queries from position `start` of a block on, which the block may end before."""
+    num_blocks = -(-num_keys // BLOCK)
+    tile = tile_queries(1, key_dim=key_dim, value_dim=value_dim)
+    zero = np.zeros(1, np.int32)
+    chunks = Chunks(
+        rows=zero,
+        starts=np.array([start], np.int32),
+        counts=np.array([count], np.int32),
+        sealed=np.array([num_blocks * BLOCK], np.int32),
+        slots=zero,
+        pages=mx.array(np.arange(max(num_blocks, MIN_NUMBERS), dtype=np.int32)[None]),
+        page_size=BLOCK,
+    )
+    partial_bytes = heads * tile * (value_dim + 2) * 4
+    return chunks.plan(tile, kv_heads=heads, partial_bytes=partial_bytes, most_blocks=num_blocks)
+
+
+def _one(vectors: mx.array) -> OnePiece:
+    heads, _, dim = vectors.shape
+    return OnePiece([vectors], [_no_tail(heads * 2 * BLOCK, dim, vectors.dtype)], heads)
+
+
+@lru_cache(8)
+def _no_tail(count: int, dim: int, dtype: mx.Dtype) -> mx.array:
+    zeros = mx.zeros((count, dim), dtype)
+    mx.eval(zeros)
+    return zeros

@@ -14,7 +14,8 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .attention_plan import BLOCK, MIN_NUMBERS, AttentionPlan
+from .attention_plan import BLOCK, AttentionPlan
+from .launch import MIN_NUMBERS
 from .paged_attention_kernel import paged_attention_on_metal
 from .prefill_attention import tile_queries
 from .prefill_plan import Chunks

@@ -152,8 +152,10 @@ def _sample(dim: int, group: int, bits: tuple[int, int], **more: Value) -> Varia
 
 
 def _registers(variant: Variant) -> int:
-    dims = {"key_dim": variant.number("key_dim"), "value_dim": variant.number("value_dim")}
-    return registers(prefill_shape(**dims), **dims, itemsize=variant.dtype.size)
+    key_dim, value_dim = variant.number("key_dim"), variant.number("value_dim")
+    shape = prefill_shape(key_dim=key_dim, value_dim=value_dim)
+    itemsize = variant.dtype.size
+    return registers(shape, key_dim=key_dim, value_dim=value_dim, itemsize=itemsize)
 
 
 PREFILL_ATTENTION = Kind(

@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import ExpertProjection, MoE
+from ...layers.moe import ExpertProjection, MoE, Routed
 from ...layers.step import Step
 from ...models.config import ModelConfig
 from ...models.decoder import Model
@@ -94,10 +94,10 @@ class ObservedExperts:
         self.paths = tuple(paths)
         self.observer = observer
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
-        self.observer.see(self.paths, x, experts)
-        return self.experts(x, experts, in_order)
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
+        self.observer.see(self.paths, x, routed.experts)
+        return self.experts(x, routed)
 
 
 class ObservedWeights(Weights):

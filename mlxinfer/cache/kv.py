@@ -122,6 +122,8 @@ class KVCache:
         if self.state_group is not None:
             room -= self.state_group.max_snapshots * self.states.num_bytes
         self.groups = replace(make, max_batch=self.max_batch).groups(room, num_pages)
+        self._num_pages = [group.allocator.num_pages for group in self.groups]
+        self._reserved = 0  # bytes of the budget that are left to something else
         self._filled = [group for group in self.groups if group.layers]  # those that have arrays
         group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
         self._group_of = [group_of[i] for i in range(len(self._paged))]
@@ -190,6 +192,42 @@ class KVCache:
         paged = sum(array.nbytes for pool in self.pools for array in pool.arrays())
         own = self.own.bytes_allocated if self.own is not None else 0
         return paged + self.states.bytes_allocated + own
+
+    def reserve(self, num_bytes: int, lengths: Sequence[int]) -> bool:
+        """Leave so much of the budget to something else, or what was left before to pages again.
+
+        Only what the arrays have not grown into can be left, and what no sequence may yet need.
+        Pages that the user counted are no budget: nothing is taken from them.
+
+        Args:
+            num_bytes: in all, at every call.
+            lengths: that unfinished sequences may come to have, tokens.
+
+        Returns:
+            False: there is not so much; then nothing changes.
+        """
+        full = [
+            g
+            for g, group in enumerate(self.groups)
+            if group.max_pages(ENDLESS) >= ENDLESS // self.page_size
+        ]
+        if self._fixed or self._reserved == num_bytes or not full:
+            return True
+        cost = sum(self.groups[g].page_bytes for g in full)
+        wanted = {g: self._num_pages[g] - -(-num_bytes // max(cost, 1)) for g in full}
+        for g, count in wanted.items():
+            group = self.groups[g]
+            longest = max([group.max_pages(length) for length in lengths], default=2)
+            sizes = [self.pools[layer].num_pages for layer in group.layers]
+            if (
+                count < max([longest, group.allocator.extent, *sizes])
+                and count < group.allocator.num_pages
+            ):
+                return False
+        for g, count in wanted.items():
+            self.groups[g].allocator.resize(count)
+        self._reserved = num_bytes
+        return True
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""

@@ -199,6 +199,19 @@ class PageAllocator:
         """Pages that are not free."""
         return self.num_pages - self.num_free
 
+    def resize(self, num_pages: int) -> None:
+        """Have fewer pages, all of those that go being free, or as many as before again."""
+        more = num_pages - self.num_pages
+        if more < 0:
+            start = self._start_before[self.num_pages]
+            assert 0 <= start <= num_pages, "pages that are to go are held"
+            length = self._pop(start)
+            if length + more:
+                self._put(start, length + more)
+            self.num_free += more
+        self.num_pages = num_pages
+        self.release(range(num_pages - more, num_pages) if more > 0 else ())
+
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Take `count` pages, continuing the run that ends in page `after` while that is free.
 

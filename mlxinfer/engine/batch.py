@@ -28,7 +28,8 @@ class Sequence:
     token_ids: list[int]  # prompt and answer, as far as known
     num_prompt: int
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
-    adapter: int = 0  # place in the model's adapters, from 1; 0: none
+    adapter: int = 0  # number of its adapter; 0: none
+    adapter_id: str | None = None  # the identity of that adapter's files
     num_computed: int = 0  # positions whose KV is there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
     num_pending: int = 0  # rows of launched steps that sample for it and were not yet read
@@ -55,7 +56,7 @@ class Sequence:
 
         None: no adapter, the model's usual frequencies, and no salt.
         """
-        namespace = (self.request.adapter, self.rope_variant)
+        namespace = (self.adapter_id, self.rope_variant)
         if self.request.cache_salt is not None:
             return (*namespace, self.request.cache_salt)
         return None if namespace == (None, 0) else namespace

@@ -129,13 +129,19 @@ class Forward:
             adapters=step.adapters,
             taps=taps,
         )
-        prompt = [self.model.logits(hidden[start:stop]) for start, stop in step.prompt_rows]
+        adapters = step.adapters
+        prompt = [
+            self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
+            for a, b in step.prompt_rows
+        ]
         logits = None
         if step.num_rows:
             wanted = hidden if step.rows is None else hidden[mx.array(step.rows)]
             if prompt and self._link is not None:  # all ranks gather in the same order
                 wanted = mx.depends(wanted, prompt)
-            logits = self.model.logits(wanted)  # (R, vocab)
+            if adapters is not None and step.rows is not None:
+                adapters = adapters[step.rows]
+            logits = self.model.logits(wanted, adapters)  # (R, vocab)
         outputs = [] if step.num_rows else [hidden]
         joined = None if taps is None else taps.joined()
         return Computed(ids, logits, prompt, joined, [*outputs, *self.cache.step_outputs()])

@@ -1,5 +1,6 @@
 """What a request must fit into, as plain values that any thread may read. Queues nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cache.kv import KVCache
@@ -71,11 +72,7 @@ class EngineLimits:
         check_token_ids(request.stop_ids, self.vocab_size, param="stop_token_ids")
         request.params.check_vocabulary(self.vocab_size)
         if request.adapter is not None and request.adapter not in self.adapters:
-            raise InvalidRequestError(
-                f"There is no adapter {shown(request.adapter)}; "
-                f"{'loaded: ' + ', '.join(self.adapters) if self.adapters else 'none is loaded'}.",
-                param="adapter",
-            )
+            raise no_adapter(request.adapter, self.adapters)
         room = self.max_context - num_prompt
         if room < 1:
             raise ContextLengthError(
@@ -98,3 +95,9 @@ class EngineLimits:
                     f"{group.num_pages}; shorten it or raise max_memory.",
                     param="prompt",
                 )
+
+
+def no_adapter(name: str, loaded: Sequence[str]) -> InvalidRequestError:
+    """What a request is told that names an adapter which is not there."""
+    there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
+    return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")

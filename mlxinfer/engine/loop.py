@@ -4,7 +4,6 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from importlib.metadata import version
 from typing import Any
 
@@ -16,10 +15,12 @@ from ..cache.formats import lay_out, stored_less_bias
 from ..cache.kv import KVCache
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, KVSpec, Request, TokenEvent, TokenLogprobs
-from ..errors import GrammarFailedError, InvalidRequestError, RequestFailedError
+from ..errors import InvalidRequestError
 from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
+from .adapters import AdapterTable
 from .batch import Batch, CommitResult, SamplingRows, Sequence
+from .ends import failed_event, last_events, not_finite_event, stuck_in_grammar
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
@@ -45,7 +46,9 @@ class Loop:
         kernels: says which Metal kernels may be used.
         kernels_when_idle: what the first steps can do without is checked by `prepare_kernel`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
-        adapters: names that requests may give; row i of the model's adapters is the i-th, from 1.
+
+    Attributes:
+        adapters: that requests may name.
     """
 
     def __init__(
@@ -57,7 +60,6 @@ class Loop:
         kernels: Chooser = choose_none,
         kernels_when_idle: bool = False,
         proposer: Proposer | None = None,
-        adapters: Seq[str] = (),
     ) -> None:
         self.model = model
         self.config = config
@@ -73,7 +75,7 @@ class Loop:
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
         self._proposer = proposer
-        self._adapters = tuple(adapters)
+        self.adapters = AdapterTable(model, self._reserve)
         self._counters = Counters()  # lives on where the loop starts afresh
         self.assemble()
 
@@ -99,6 +101,7 @@ class Loop:
                 if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i])
             },
         )
+        self.cache.reserve(self._beyond(self.adapters.num_bytes), ())
         if config.disk is not None and self.store is None:
             self.store = _make_store(config.disk, self.cache)
             self._open_tier(OPEN_WAIT_S)
@@ -178,6 +181,7 @@ class Loop:
             self._commit(current)
             current = None
         self._in_flight = current
+        self.adapters.free_unused(self.scheduler.queues.unfinished)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class Loop:
     def limits(self) -> EngineLimits:
         """What requests must fit into."""
         return EngineLimits.of(
-            self.config, self.model.config.vocab_size, self.cache, self._adapters
+            self.config, self.model.config.vocab_size, self.cache, self.adapters.names
         )
 
     def check(self, request: Request) -> int:
@@ -196,10 +200,29 @@ class Loop:
         """Queue a request that `check` passed."""
         if self._proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
+        loaded = None
+        if request.adapter is not None:
+            try:
+                loaded = self.adapters.of(request.adapter)
+            except InvalidRequestError as error:  # unloaded since it was checked
+                end = TokenEvent.without_token(request.id, FinishReason.ERROR, error=error)
+                self._emit([end])
+                return
         sequence = self.scheduler.queues.add(request, max_output=max_output)
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
-        if request.adapter is not None:
-            sequence.adapter = 1 + self._adapters.index(request.adapter)
+        if loaded is not None:
+            sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
+
+    def _reserve(self, num_bytes: int) -> bool:
+        """Keep memory for adapters, out of what the KV cache has not grown into."""
+        unfinished = self.scheduler.queues.unfinished()
+        return self.cache.reserve(
+            self._beyond(num_bytes), [sequence.max_known for sequence in unfinished]
+        )
+
+    def _beyond(self, num_bytes: int) -> int:
+        """Of so many bytes of adapters, those for which no memory is kept anyway."""
+        return max(num_bytes - self.config.adapter_bytes, 0)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
@@ -240,7 +263,7 @@ class Loop:
             return False
         for sequence, problem in stuck:
             self.scheduler.queues.finish(sequence)
-            self._emit([_stuck_in_grammar(sequence, problem)])
+            self._emit([stuck_in_grammar(sequence, problem)])
         return True
 
     def _commit(self, launched: Launched) -> bool:
@@ -299,7 +322,7 @@ class Loop:
         events, discarded = [], set(result.discarded)
         for row, (sequence, event) in enumerate(zip(sequences, tokens, strict=True)):
             if row in ends:
-                events += _last_events(sequence, event, ends[row])
+                events += last_events(sequence, event, ends[row])
             elif row not in discarded:
                 events.append(event)
         self._emit(events)
@@ -339,7 +362,7 @@ class Loop:
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):
                 self.scheduler.queues.finish(sequence, keep=False)
-                self._emit([_not_finite(sequence)])
+                self._emit([not_finite_event(sequence)])
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the bookkeeping itself was wrong."""
@@ -362,7 +385,9 @@ class Loop:
                     self._open_tier(SAVE_S)
                     self._save(self.store)
             self.store.close()
+        self.adapters.close()
         del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
+        del self.adapters
 
     def _save(self, store: PageStore) -> None:
         """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
@@ -378,7 +403,8 @@ class Loop:
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
         stats = stats_of(self.scheduler, self.cache, self.store, self._proposer)
-        return {**stats, "kernels": self.kernels.variants.stats()}
+        adapters = {"adapters": self.adapters.stats(), "adapter_bytes": self.adapters.num_bytes}
+        return {**stats, **adapters, "kernels": self.kernels.variants.stats()}
 
 
 def _make_store(options: DiskOptions, cache: KVCache) -> PageStore:
@@ -395,44 +421,3 @@ def _namespace(identity: str, cache: KVCache) -> bytes:
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
         f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
     )
-
-
-def _last_events(
-    sequence: Sequence, token: TokenEvent, end: FinishReason | BaseException
-) -> list[TokenEvent]:
-    """The events of a sequence that ends with this token."""
-    if isinstance(end, BaseException):
-        return [token, failed_event(sequence, end)]
-    if end is FinishReason.STOP and token.token_id not in sequence.request.stop_ids:
-        # The grammar is finished: this token is text, and an event of its own ends it.
-        return [token, TokenEvent.without_token(token.request_id, end)]
-    return [token._replace(finish_reason=end)]
-
-
-def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
-    """The last event of a request of which a step, or the planning of one, raised an error."""
-    failure = RequestFailedError(
-        f"A step of this request failed after {sequence.num_answered} tokens: "
-        f"{type(error).__name__}: {error}"
-    )
-    failure.__cause__ = error
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
-
-
-def _not_finite(sequence: Sequence) -> TokenEvent:
-    """The last event of a request whose logits are NaN or infinite."""
-    failure = RequestFailedError(
-        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights "
-        "may be damaged: download it again; or numbers outgrew float16: try dtype='float32'."
-    )
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
-
-
-def _stuck_in_grammar(sequence: Sequence, problem: str) -> TokenEvent:
-    """The last event of a request whose grammar allows no token."""
-    grammar = sequence.request.grammar
-    failure = GrammarFailedError(
-        f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}",
-        param=grammar.place if grammar is not None else None,
-    )
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)

@@ -14,7 +14,7 @@ import mlx.core as mx
 from .causal_conv import CausalConv
 from .factory import LayerFactory
 from .linear import DenseEmbedding, Embedding, Linear, Projection, QuantizedLinear
-from .moe import ExpertLinear, ExpertProjection
+from .moe import ExpertLinear, ExpertProjection, Routed
 from .norm import Norm
 from .rope import RopeSpec, inverse_frequencies, magnitudes
 from .step import Rope, Rows
@@ -159,13 +159,14 @@ class TiledExpertLinear:
         self.bias = bias  # (E, out_dims)
         self.shape = (1, num_tiles * TILE)
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
+        experts = routed.experts
         y = mx.gather_mm(
             x[..., None, :, :],
             self.tiles,
             rhs_indices=self.of_expert[experts],  # (..., num_tiles)
-            sorted_indices=in_order,
+            sorted_indices=routed.in_order,
         )  # (..., num_tiles, 1, TILE)
         y = y.reshape(*experts.shape, *self.shape)
         return y if self.bias is None else y + self.bias[experts][..., None, :]

@@ -1,6 +1,10 @@
 """Makes layers from arrays. Chosen once, when a model is loaded; see `cpu.layer_factory`."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from .causal_conv import CausalConv
 from .linear import (
@@ -17,8 +21,46 @@ from .rope import FusedRope, LongRope, RopeSpec
 from .step import Rope
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Outputs of a layer, side by side, that a checkpoint has as outputs of one of its matrices."""
+
+    path: str  # of that matrix, as the decoder has it
+    num_rows: int  # outputs, here
+    rows: NDArray[np.int32] | None = None  # which outputs of that matrix; None: all, in order
+    factor: mx.array | None = None  # () or (num_rows,), what the matrix is multiplied with here
+
+    def chosen(self, rows: NDArray[np.int32]) -> "Origin":
+        """Some of these outputs, in an order."""
+        factor = self.factor
+        if factor is not None and factor.ndim:
+            factor = factor[mx.array(rows)]
+        return Origin(self.path, len(rows), rows if self.rows is None else self.rows[rows], factor)
+
+    def scaled(self, factor: mx.array) -> "Origin":
+        """The same, multiplied once more."""
+        whole = factor if self.factor is None else self.factor * factor
+        return Origin(self.path, self.num_rows, self.rows, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A projection of a model, and the checkpoint's matrices that it was made of."""
+
+    projection: Projection | ExpertProjection
+    origins: tuple[Origin, ...]  # of its outputs, side by side
+    in_dims: int
+    num_experts: int | None  # None: it is no projection of experts
+
+
 class LayerFactory:
-    """Layers as a GPU runs them; they run on MLX's CPU backend too, only slower."""
+    """Layers as a GPU runs them; they run on MLX's CPU backend too, only slower.
+
+    Attributes:
+        places: where projections note what they were made of, for adapters; None: nowhere.
+    """
+
+    places: list[Place] | None = None
 
     def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
         """A dense matrix (out_dims, in_dims) and a bias (out_dims,)."""

@@ -5,6 +5,7 @@ Each token goes to `k` of the experts; its output is their outputs, weighted by 
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -23,11 +24,23 @@ Choose = Callable[[mx.array], tuple[mx.array, mx.array]]
 """Router logits (T, E) to expert weights (T, k) and expert indices (T, k)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Pairs of a row and an expert that it goes to, and the order in which they stand."""
+
+    experts: mx.array  # (...) of each pair
+    in_order: bool  # pairs stand sorted by expert
+    per_row: int  # experts of each row
+    each: int = 1  # rows for each token of the step
+    # (pairs,) where each pair stands, row by row; None: there, (rows, per_row)
+    places: mx.array | None = None
+
+
 class ExpertProjection(Protocol):
     """One matrix per expert; each row of x is multiplied with the matrix of its expert."""
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
         ...
 
 
@@ -82,7 +95,8 @@ class MoE:
         if self.weighs_inputs:  # each pair is a token of its own, with one expert
             weighted = x[:, None] * weights[..., None].astype(x.dtype)  # (T, k, hidden)
             pairs = weighted.flatten(0, 1)
-            y = mx.unflatten(self._outputs(pairs, experts.reshape(-1, 1)), 0, experts.shape)
+            chosen = experts.reshape(-1, 1)
+            y = mx.unflatten(self._outputs(pairs, chosen, experts.shape[1]), 0, experts.shape)
             y = y.sum(axis=(1, 2))
             y = y if residual is None else residual + y
         else:
@@ -91,23 +105,25 @@ class MoE:
             y = (weights @ y if residual is None else mx.addmm(residual[:, None], weights, y))[:, 0]
         return y if self.shared is None else self.shared(x, y)
 
-    def _outputs(self, x: mx.array, experts: mx.array) -> mx.array:
-        """x (T, hidden), experts (T, k) -> what each expert makes of its tokens, (T, k, hidden)."""
-        return self._sorted(x, experts) if experts.size >= SORT_FROM else self._direct(x, experts)
+    def _outputs(self, x: mx.array, experts: mx.array, each: int = 1) -> mx.array:
+        """What each expert makes of its rows, (N, k, hidden).
 
-    def _direct(self, x: mx.array, experts: mx.array) -> mx.array:
-        return self._run(x[:, None, None], experts, False)[..., 0, :]  # (T, k, hidden)
-
-    def _sorted(self, x: mx.array, experts: mx.array) -> mx.array:
-        num_tokens, k = experts.shape
+        Args:
+            x: (N, hidden), `each` rows for a token of the step.
+            experts: (N, k) of each row.
+            each: see `Routed`.
+        """
+        num_rows, k = experts.shape
+        if experts.size < SORT_FROM:
+            return self._run(x[:, None, None], Routed(experts, False, k, each))[..., 0, :]
         flat = experts.reshape(-1)
         order = mx.argsort(flat)
-        y = self._run(x[order // k][:, None], flat[order], True)  # (T k, 1, hidden)
-        return y[:, 0][mx.argsort(order)].reshape(num_tokens, k, -1)
+        places = mx.argsort(order)
+        y = self._run(x[order // k][:, None], Routed(flat[order], True, k, each, places))
+        return y[:, 0][places].reshape(num_rows, k, -1)  # of (N k, 1, hidden)
 
-    def _run(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        inner = self.activation(self.gate_up_proj(x, experts, in_order))
-        return self.down_proj(inner, experts, in_order)
+    def _run(self, x: mx.array, routed: Routed) -> mx.array:
+        return self.down_proj(self.activation(self.gate_up_proj(x, routed)), routed)
 
 
 class GatedExpert:
@@ -307,8 +323,9 @@ class ExpertLinear:
         self.transposed = weight.swapaxes(-1, -2)  # (E, in_dims, out_dims)
         self.bias = bias  # (E, out_dims)
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
+        experts, in_order = routed.experts, routed.in_order
         y = mx.gather_mm(x, self.transposed, row_indices(x), experts, sorted_indices=in_order)
         return y if self.bias is None else y + self.bias[experts][..., None, :]
 
@@ -321,9 +338,9 @@ class WideExperts:
     def __init__(self, wide: ExpertProjection) -> None:
         self.wide = wide
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims), in the dtype of x."""
-        return self.wide(x.astype(mx.float32), experts, in_order).astype(x.dtype)
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims), in the dtype of x."""
+        return self.wide(x.astype(mx.float32), routed).astype(x.dtype)
 
 
 class QuantizedExpertLinear:
@@ -350,22 +367,22 @@ class QuantizedExpertLinear:
         self.bits = bits
         self.mode = mode
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, out_dims)."""
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
         y = mx.gather_qmm(
             x,
             self.weight,
             self.scales,
             self.biases,
             row_indices(x),
-            experts,
+            routed.experts,
             transpose=True,
             group_size=self.group_size,
             bits=self.bits,
             mode=self.mode,
-            sorted_indices=in_order,
+            sorted_indices=routed.in_order,
         )
-        return y if self.bias is None else y + self.bias[experts][..., None, :]
+        return y if self.bias is None else y + self.bias[routed.experts][..., None, :]
 
 
 class JoinedExperts:
@@ -376,6 +393,6 @@ class JoinedExperts:
     def __init__(self, parts: Sequence[ExpertProjection]) -> None:
         self.parts = tuple(parts)
 
-    def __call__(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """x (..., 1, in_dims), experts (...) -> (..., 1, sum of out_dims)."""
-        return mx.concatenate([part(x, experts, in_order) for part in self.parts], axis=-1)
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, sum of out_dims)."""
+        return mx.concatenate([part(x, routed) for part in self.parts], axis=-1)

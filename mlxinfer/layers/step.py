@@ -222,22 +222,13 @@ class Step:
         caches: of each mixer that keeps something.
         rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
             `Model.rope_variant`; None: 0 for all.
-        adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
 
     Attributes:
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
     """
 
-    __slots__ = (
-        "_prepared",
-        "adapters",
-        "caches",
-        "per_layer",
-        "positions",
-        "rope_variants",
-        "token_types",
-    )
+    __slots__ = ("_prepared", "caches", "per_layer", "positions", "rope_variants", "token_types")
 
     def __init__(
         self,
@@ -245,12 +236,10 @@ class Step:
         caches: Mapping[Any, Any],
         *,
         rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
     ) -> None:
         self.positions = positions
         self.caches = caches
         self.rope_variants = rope_variants
-        self.adapters = adapters
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}

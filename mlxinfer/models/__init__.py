@@ -79,6 +79,7 @@ def load_share(
         watch=watch,
     )
     model: Model = builder.build(config, weights)
+    model.lacks = {**model.lacks, "adapters": "it is spread over ranks"}
     return model
 
 
@@ -138,6 +139,7 @@ def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "M
         fits_float16=builder.fits_float16,
         rename=builder.tensor_name,
         watch=watch,
+        adaptable=True,
     )
     model: Model = builder.build(config, weights)
     return model

@@ -17,10 +17,11 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.ranks import Link, SplitEmbedding, SplitHead, Summed, SummedBlock, Sums
+from .matrix import StoredMatrix
 from .quantization import Quantization
 from .safetensors import TensorInfo, read_headers
 from .share import Share
-from .weights import Rename, StoredMatrix, Weights
+from .weights import Rename, Weights
 
 Index = tuple[slice, ...]
 _DTYPES = {  # as stored: of MLX, and of numpy where that has none

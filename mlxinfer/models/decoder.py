@@ -10,7 +10,9 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from ..core import CacheSpec
+from ..layers.adapters import ActiveAdapters, Adapted
 from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
+from ..layers.factory import Place
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward, Gated
 from ..layers.moe import ExpertChoice
@@ -256,7 +258,7 @@ class LanguageModel(Protocol):
         """As of `Model`."""
         ...
 
-    def logits(self, hidden: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
         """As of `Model`."""
         ...
 
@@ -281,8 +283,11 @@ class Model:
         activation_dtype: of hidden states, keys and values.
         embed_scale: multiplies the embeddings; None: 1.
         entry: what comes between embeddings and layers; None: nothing does.
+        places: of projections that adapters may change.
 
     Attributes:
+        active_adapters: those of the step that is being built.
+        adapted: what stands in projections' places, by index of these places.
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
         choices: of experts, by routers, which a Metal kernel may replace.
@@ -300,8 +305,12 @@ class Model:
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
         entry: Entry | None = None,
+        places: Sequence[Place] = (),
     ) -> None:
         self.config = config
+        self.places = list(places)
+        self.active_adapters = ActiveAdapters()
+        self.adapted: dict[int, Adapted] = {}
         self.entry = entry
         self.embed_tokens = embed_tokens
         self.layers = list(layers)
@@ -339,8 +348,9 @@ class Model:
         Returns:
             (T, hidden_size) after the final norm.
         """
+        self.active_adapters.begin(adapters)
         by_mixer = dict(zip(self.mixers, caches, strict=True))
-        step = Step(positions, by_mixer, rope_variants=rope_variants, adapters=adapters)
+        step = Step(positions, by_mixer, rope_variants=rope_variants)
         x = self.enter(ids, step)
         for index, layer in enumerate(self.layers):
             x = layer(x, step)
@@ -361,9 +371,13 @@ class Model:
         x = self.embed_tokens(ids)
         return x if self._embed_scale is None else x * self._embed_scale
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size)."""
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
+        """hidden (R, hidden_size) as `__call__` returns it -> (R, vocab_size).
+
+        `adapters`: (R,) of each row's sequence; None: none for all.
+        """
         assert self.lm_head is not None, "a model without logits"
+        self.active_adapters.begin(adapters)
         return scaled_logits(self.lm_head(hidden), self.config)
 
     def rope_variant(self, max_tokens: int) -> int:

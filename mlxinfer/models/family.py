@@ -45,6 +45,7 @@ class Family(FeedForwards):
         norm_offset: what is added to stored norm weights.
         output_proj, qk_norms, final_norm: the checkpoint's names of attention's output projection,
             of the norms of Q and K, and of the norm behind the last layer.
+        folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         bidirectional: the config may say that tokens see what comes after them.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
@@ -59,6 +60,7 @@ class Family(FeedForwards):
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
     interleaved: ClassVar[bool] = False
+    folded: ClassVar[tuple[str, ...]] = ()
     dense_matrices: ClassVar[tuple[str, ...]] = ()
     bidirectional: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
@@ -184,6 +186,7 @@ class Family(FeedForwards):
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
             entry=entry,
+            places=weights.make.places or (),
         )
         weights.evaluate([*model.arrays(), *arrays(lm_head)])
         return model

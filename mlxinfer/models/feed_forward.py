@@ -7,12 +7,13 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ..errors import UnsupportedModelError
-from ..layers.factory import LayerFactory
+from ..layers.factory import LayerFactory, Origin
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose, MoE
 from .config import ModelConfig
 from .decoder import arrays
-from .weights import StoredMatrix, Weights, fused_experts
+from .matrix import StoredMatrix, fused_experts
+from .weights import Weights
 
 
 class FeedForwards:
@@ -20,9 +21,11 @@ class FeedForwards:
 
     Attributes:
         transposed_experts: stacks of experts on the hub have inputs before outputs.
+        alternating_experts: in packed stacks of experts, rows of gate and up alternate.
     """
 
     transposed_experts: ClassVar[bool] = False
+    alternating_experts: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
@@ -126,4 +129,5 @@ class FeedForwards:
             return self.weights.matrix(name, shape, parts=parts)
         count, out_dims, in_dims = shape
         weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)
-        return StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
+        origins = (Origin(name, out_dims),)
+        return StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)), origins=origins)

@@ -181,7 +181,7 @@ class DraftHead:
         self.output = self.norm(x) if self._chains_normed else x
         return self.output
 
-    def logits(self, hidden: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
         """hidden (R, hidden) as `__call__` returns it -> (R, vocab_size of the model)."""
         normed = hidden if self._chains_normed else self.norm(hidden)
         if self._lm_head is None:

@@ -6,23 +6,16 @@ fewer operations a token.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 
 import mlx.core as mx
 
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError
 from ..layers.cpu import layer_factory
-from ..layers.factory import LayerFactory
-from ..layers.linear import (
-    DenseHeadLinear,
-    Embedding,
-    HeadLinear,
-    Joined,
-    Projection,
-    QuantizedHeadLinear,
-)
+from ..layers.factory import Origin
+from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
-from ..layers.moe import ExpertProjection, JoinedExperts
+from .matrix import StoredMatrix, combined, fused
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .share import Share
 from .tensors import FLOATS, choose_dtype
@@ -30,90 +23,6 @@ from .tensors import FLOATS, choose_dtype
 Rename = Callable[[str], str | None]
 
 _PARTS = ("weight", "scales", "biases")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
-    """One matrix, or one per expert: (..., out_dims, in_dims), packed where there is a format."""
-
-    weight: mx.array
-    bias: mx.array | None = None  # (..., out_dims)
-    scales: mx.array | None = None  # (..., out_dims, in_dims / group_size)
-    biases: mx.array | None = None  # as scales; affine formats only
-    form: QuantFormat | None = None  # None: dense
-
-    def reordered(self, order: Sequence[int]) -> "StoredMatrix":
-        """The same with outputs in another order."""
-        rows = mx.array(list(order))
-        return self._each(lambda array, axis: mx.take(array, rows, axis=axis))
-
-    def by_head(self, num_heads: int) -> "StoredMatrix":
-        """(num_heads * rows, in_dims) as (num_heads, rows, in_dims)."""
-        return self._each(lambda array, axis: mx.unflatten(array, axis, (num_heads, -1)))
-
-    def rows(self, start: int, stop: int) -> "StoredMatrix":
-        """Some of the outputs."""
-        return self._each(lambda array, axis: mx.take(array, mx.arange(start, stop), axis=axis))
-
-    def scaled(self, factors: mx.array | float, *, bias: bool = True) -> "StoredMatrix":
-        """The same with each output times its own factor (..., out_dims), or all times one.
-
-        `bias`: what is added to the outputs too; else it stays.
-
-        Raises:
-            UnsupportedModelError: its format has scales that cannot be multiplied.
-        """
-        if self.form is not None and self.form.mode != "affine":
-            raise UnsupportedModelError(
-                f"Matrices of mode {self.form.mode!r} cannot be scaled, which this model needs."
-            )
-        factors = mx.array(factors, mx.float32)
-        columns = factors[..., None] if factors.ndim else factors
-
-        def product(array: mx.array | None, by: mx.array) -> mx.array | None:
-            return None if array is None else (array.astype(mx.float32) * by).astype(array.dtype)
-
-        weight = self.weight
-        if self.form is None:
-            weight = (weight.astype(mx.float32) * columns).astype(weight.dtype)
-        scales, biases = product(self.scales, columns), product(self.biases, columns)
-        offset = product(self.bias, factors) if bias else self.bias
-        return StoredMatrix(weight, offset, scales, biases, self.form)
-
-    def _each(self, change: Callable[[mx.array, int], mx.array]) -> "StoredMatrix":
-        """`change` field by field, given the axis of the outputs in that field."""
-        return StoredMatrix(
-            change(self.weight, -2),
-            None if self.bias is None else change(self.bias, -1),
-            None if self.scales is None else change(self.scales, -2),
-            None if self.biases is None else change(self.biases, -2),
-            self.form,
-        )
-
-    def head_linear(self) -> HeadLinear:
-        """The layer of one matrix per head, without biases."""
-        if self.form is None:
-            return DenseHeadLinear(self.weight)
-        assert self.scales is not None
-        return QuantizedHeadLinear(self.weight, self.scales, self.biases, **asdict(self.form))
-
-    def projection(self, make: LayerFactory) -> Projection:
-        """The layer of one matrix."""
-        if self.form is None:
-            return make.linear(self.weight, self.bias)
-        assert self.scales is not None
-        return make.quantized_linear(
-            self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
-        )
-
-    def expert_projection(self, make: LayerFactory) -> ExpertProjection:
-        """The layer of one matrix per expert."""
-        if self.form is None:
-            return make.experts(self.weight, self.bias)
-        assert self.scales is not None
-        return make.quantized_experts(
-            self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
-        )
 
 
 class Weights:
@@ -128,8 +37,10 @@ class Weights:
         fits_float16: bool = True,
         rename: Rename | None = None,
         watch: Callable[[int, int], None] | None = None,
+        adaptable: bool = False,
     ) -> None:
         self.make = layer_factory()
+        self.make.places = [] if adaptable else None
         self.share: Share | None = None  # of the rank that takes its part; None: all is taken
         self._tensors: dict[str, mx.array] = {}
         self._original: dict[str, str] = {}  # our name -> the checkpoint's
@@ -270,9 +181,11 @@ class Weights:
     ) -> StoredMatrix:
         """One matrix (out_dims, in_dims), or (E, out_dims, in_dims); `parts` as of `linear`."""
         offset = self.take(f"{path}.bias", shape[:-1], parts=parts) if bias else None
+        origins = (Origin(path, shape[-2]),)
         if f"{path}.scales" in self:
-            return self._quantized(path, shape, offset, parts)
-        return StoredMatrix(self.take(f"{path}.weight", shape, parts=parts), offset)
+            return replace(self._quantized(path, shape, offset, parts), origins=origins)
+        weight = self.take(f"{path}.weight", shape, parts=parts)
+        return StoredMatrix(weight, offset, origins=origins)
 
     def block(self, block: FeedForward) -> FeedForward:
         """A block of several summands, whose matrices were taken from here."""
@@ -305,7 +218,8 @@ class Weights:
         parts = [self.matrix(each.format(i), (one[0], one[1])) for i in range(count)]
         if len({part.form for part in parts}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        stacked = _combined(parts, lambda arrays, _: mx.stack(arrays))
+        stacked = combined(parts, lambda arrays, _: mx.stack(arrays))
+        stacked = replace(stacked, origins=(Origin(stack, one[0]),))
         del parts
         fields = (stacked.weight, stacked.scales, stacked.biases)
         self.evaluate([array for array in fields if array is not None])
@@ -405,41 +319,3 @@ class Weights:
                 f"The checkpoint has tensors that this architecture does not: "
                 f"{', '.join(map(repr, names[:3]))}{more}."
             )
-
-
-def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:
-    """One projection of one input; parts of different formats stay apart."""
-    if len({part.form for part in parts}) > 1:
-        return Joined([part.projection(make) for part in parts])
-    return _side_by_side(parts).projection(make)
-
-
-def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertProjection:
-    """The same for matrices that are stacked by expert."""
-    if len({part.form for part in parts}) > 1:
-        return JoinedExperts([part.expert_projection(make) for part in parts])
-    return _side_by_side(parts).expert_projection(make)
-
-
-def _side_by_side(parts: Sequence[StoredMatrix]) -> StoredMatrix:
-    return _combined(parts, lambda arrays, axis: mx.concatenate(arrays, axis=axis))
-
-
-def _combined(
-    parts: Sequence[StoredMatrix], combine: Callable[[list[mx.array], int], mx.array]
-) -> StoredMatrix:
-    """`combine` field by field, given the axis of the outputs in that field."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def field(arrays: list[mx.array | None], axis: int) -> mx.array | None:
-        present = [array for array in arrays if array is not None]
-        return combine(present, axis) if present else None
-
-    return StoredMatrix(
-        combine([part.weight for part in parts], -2),
-        field([part.bias for part in parts], -1),
-        field([part.scales for part in parts], -2),
-        field([part.biases for part in parts], -2),
-        parts[0].form,
-    )

@@ -1,5 +1,6 @@
 """Drives the engine's loop turn by turn, without threads: a program of arrivals is exact."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models import load
+from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
 
 PAGE = 16
@@ -68,7 +70,7 @@ class Harness:
         *,
         kernels: Chooser = choose_none,
         proposer: Proposer | None = None,
-        adapters: tuple[str, ...] = (),
+        adapters: Mapping[str, Path] | None = None,
         **changes: object,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
@@ -79,8 +81,10 @@ class Harness:
             self._take,
             kernels=kernels,
             proposer=proposer,
-            adapters=adapters,
         )
+        for name, folder in (adapters or {}).items():
+            for _ in self.loop.adapters.load(name, read_adapter(folder)):
+                pass
 
     def _take(self, events: list[TokenEvent]) -> None:
         for event in events:

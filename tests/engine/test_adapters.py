@@ -1,18 +1,30 @@
 """A request's adapter reaches each of its tokens, and keeps its keys and values to itself."""
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import numpy as np
 import pytest
+from adapters.drawn import dense_tensors, draw, write_peft
 from engine.harness import PAGE, Harness, prompt, tiny_model
+from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.models.adapters.loaded import read_adapter
 
 CASE = "qwen3-v4"
 NAMES = ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters of the case."""
+    root = tmp_path_factory.mktemp("adapters")
+    tensors = dense_tensors(tiny_checkpoint(root / "base", CASE))
+    return {name: write_peft(root / name, draw(tensors, i)) for i, name in enumerate(NAMES)}
 
 
 class FromPrompt(Proposer):
@@ -42,13 +54,15 @@ class Recorder:
 
 
 @pytest.mark.parametrize("guesses", [False, True])
-def test_every_row_of_a_step_has_its_sequences_adapter(guesses: bool) -> None:
+def test_every_row_of_a_step_has_its_sequences_adapter(
+    guesses: bool, folders: dict[str, Path]
+) -> None:
     """Prompts of distinct tokens, so that ids tell the rows apart, and answers kept within them."""
     own = {None: range(10, 30), "first": range(30, 60), "second": range(60, 95)}
     places = {None: 0, "first": 1, "second": 2}
     harness = Harness(
         tiny_model(CASE, quantized=True),
-        adapters=NAMES,
+        adapters=folders,
         proposer=FromPrompt() if guesses else None,
     )
     recorder = Recorder(harness)
@@ -70,16 +84,16 @@ def test_every_row_of_a_step_has_its_sequences_adapter(guesses: bool) -> None:
     assert mixed > 5
 
 
-def test_steps_without_adapters_have_no_adapter_rows() -> None:
-    harness = Harness(tiny_model(CASE), adapters=NAMES)
+def test_steps_without_adapters_have_no_adapter_rows(folders: dict[str, Path]) -> None:
+    harness = Harness(tiny_model(CASE), adapters=folders)
     recorder = Recorder(harness)
     harness.add("a", prompt(20), SamplingParams(max_tokens=5))
     harness.drain()
     assert all(adapters is None for _, adapters in recorder.steps)
 
 
-def test_two_adapters_never_share_a_page() -> None:
-    harness = Harness(tiny_model(CASE, quantized=True), adapters=NAMES)
+def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
+    harness = Harness(tiny_model(CASE, quantized=True), adapters=folders)
     params = SamplingParams(max_tokens=5)
     for turn in range(2):
         for name in (None, *NAMES):
@@ -92,12 +106,17 @@ def test_two_adapters_never_share_a_page() -> None:
         assert page is not None
         assert page not in pages.setdefault(stored.namespace, set())
         pages[stored.namespace].add(page)
-    assert set(pages) == {None, ("first", 0), ("second", 0)}
+    assert set(pages) == {
+        None,
+        *((read_adapter(folder).identity, 0) for folder in folders.values()),
+    }
     assert len(set().union(*pages.values())) == sum(map(len, pages.values()))
 
 
-def test_prompts_that_wait_for_another_wait_within_their_adapter_only() -> None:
-    harness = Harness(tiny_model(CASE, quantized=True), adapters=NAMES, prefill_chunk=2 * PAGE)
+def test_prompts_that_wait_for_another_wait_within_their_adapter_only(
+    folders: dict[str, Path],
+) -> None:
+    harness = Harness(tiny_model(CASE, quantized=True), adapters=folders, prefill_chunk=2 * PAGE)
     for name in NAMES:
         harness.add(name, prompt(8 * PAGE), SamplingParams(max_tokens=2), adapter=name)
     harness.turn(2)
@@ -105,9 +124,9 @@ def test_prompts_that_wait_for_another_wait_within_their_adapter_only() -> None:
     harness.drain()
 
 
-def test_an_adapter_that_is_not_loaded_is_refused() -> None:
+def test_an_adapter_that_is_not_loaded_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(InvalidRequestError, match="no adapter 'x'; none is loaded") as caught:
         Harness(tiny_model(CASE)).add("a", [5], adapter="x")
     assert caught.value.param == "adapter"
     with pytest.raises(InvalidRequestError, match="loaded: first, second"):
-        Harness(tiny_model(CASE), adapters=NAMES).add("a", [5], adapter="x")
+        Harness(tiny_model(CASE), adapters=folders).add("a", [5], adapter="x")

@@ -27,8 +27,8 @@ from mlxinfer.layers.linear import (
 )
 from mlxinfer.layers.mlp import ACTIVATIONS, Gated, clamped_swiglu, gated
 from mlxinfer.layers.norm import HeadRMSNorm, RMSNorm
+from mlxinfer.models.matrix import StoredMatrix, fused
 from mlxinfer.models.quantization import QuantFormat
-from mlxinfer.models.weights import StoredMatrix, fused
 
 FACTORIES = [LayerFactory(), CPULayerFactory()]
 

@@ -66,6 +66,7 @@ class DeepseekV3(Family):
         "max_position_embeddings": 4096,
     }
     dense_matrices = (".mlp.gate",)
+    folded = (".self_attn.kv_b_proj", ".self_attn.embed_q", ".self_attn.unembed_out")
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:

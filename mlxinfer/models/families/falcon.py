@@ -18,8 +18,9 @@ from ..config import ModelConfig
 from ..decoder import Layer, PreNormLayer
 from ..family import Family
 from ..jsonfields import Fields
+from ..matrix import StoredMatrix, fused
 from ..rope_config import FULL
-from ..weights import StoredMatrix, Weights, fused
+from ..weights import Weights
 from .mamba import MambaDims, group_norm, mamba_mixer, step_limits
 
 

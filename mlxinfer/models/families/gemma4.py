@@ -26,8 +26,8 @@ from ..config import ModelConfig
 from ..decoder import Entry, Layer
 from ..family import PACKED, Family
 from ..jsonfields import Fields
+from ..matrix import fused, fused_experts
 from ..rope_config import FULL, SLIDING
-from ..weights import fused, fused_experts
 from .gemma import language_fields
 from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
 

@@ -11,11 +11,12 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from ...layers.factory import Origin
 from ...layers.mlp import FeedForward, Gated, clamped_swiglu
 from ...layers.moe import ExpertProjection, MoE, top_k_softmax
 from ..family import Family
+from ..matrix import StoredMatrix, fused_experts
 from ..quantization import MXFP4
-from ..weights import StoredMatrix, fused_experts
 
 
 class GptOss(Family):
@@ -41,6 +42,7 @@ class GptOss(Family):
         "experts_per_token": 4,
     }
     sinks = True
+    alternating_experts = True
 
     @cached_property
     def activation(self) -> Gated:
@@ -74,10 +76,8 @@ class GptOss(Family):
             parts = [weights.matrix(f"{path}.{name}", half, bias=True) for name in names]
             return fused_experts(parts, self.make)
         both = self._published(f"{path}.gate_up_proj", shape)
-        assert both.bias is not None
-        scales = None if both.scales is None else _apart(both.scales)
-        apart = StoredMatrix(_apart(both.weight), _apart(both.bias), scales, None, both.form)
-        return apart.expert_projection(self.make)
+        order = [*range(0, rows, 2), *range(1, rows, 2)]  # gates and ups alternate
+        return both.reordered(order).expert_projection(self.make)
 
     def _down(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
         if f"{path}.down_proj.weight" in self.weights:
@@ -91,17 +91,12 @@ class GptOss(Family):
     def _published(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """As on the hub: dense and transposed, or 16 bytes of two numbers each per exponent."""
         weights, (count, rows, in_dims) = self.weights, shape
-        bias = weights.take(f"{path}_bias", (count, rows))
+        bias, origins = weights.take(f"{path}_bias", (count, rows)), (Origin(path, rows),)
         if path in weights:
             weight = weights.take(path, (count, in_dims, rows)).swapaxes(1, 2)
-            return StoredMatrix(mx.contiguous(weight), bias)
+            return StoredMatrix(mx.contiguous(weight), bias, origins=origins)
         groups = in_dims // MXFP4.group_size
         blocks = weights.raw(f"{path}_blocks", (count, rows, groups, 16), dtype=mx.uint8)
         scales = weights.raw(f"{path}_scales", (count, rows, groups), dtype=mx.uint8)
         packed = blocks.reshape(count, rows, -1).view(mx.uint32)
-        return StoredMatrix(packed, bias, scales, None, MXFP4)
-
-
-def _apart(rows: mx.array) -> mx.array:
-    """Gate and up rows (axis 1) that alternate, as two blocks."""
-    return mx.concatenate([rows[:, ::2], rows[:, 1::2]], axis=1)
+        return StoredMatrix(packed, bias, scales, None, MXFP4, origins)

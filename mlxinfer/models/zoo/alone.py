@@ -15,7 +15,7 @@ from ...core import CacheSpec, OwnCacheSpec
 from ...layers.mlp import Gated
 from ...layers.moe import ExpertChoice
 from ...layers.step import Rows, Taps
-from .config import ZooConfig
+from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
 
 LACKING = ("prefix_cache", "disk_cache", "speculation")  # bits and windows: see cache/formats.py
@@ -61,7 +61,7 @@ class AloneModel:
         dtype: of what the caches keep, to count it.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY)
+    lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
     activations: ClassVar[Sequence[Gated]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
 
@@ -93,7 +93,7 @@ class AloneModel:
             outputs.append(self.definition.hidden(ids[part.rows][None], part.cache.caches)[0])
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
-    def logits(self, hidden: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
         """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
         return self.definition.logits(hidden)
 

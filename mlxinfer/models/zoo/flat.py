@@ -17,7 +17,7 @@ from ...layers.attention import AttentionShape
 from ...layers.mlp import Gated
 from ...layers.moe import ExpertChoice
 from ...layers.step import Rows, Taps
-from .config import ZooConfig
+from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
 from .private_copy import AttendingCache, one_line
 
@@ -231,7 +231,7 @@ class FlatModel:
         traced: what `trace` found.
     """
 
-    lacks: ClassVar[Mapping[str, str]] = {}
+    lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
     activations: ClassVar[Sequence[Gated]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
 
@@ -265,7 +265,7 @@ class FlatModel:
             for cache in self._used:
                 cache.end()
 
-    def logits(self, hidden: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
         """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
         return self.definition.logits(hidden)
 

@@ -1,0 +1,136 @@
+"""The adapters of an engine by name: loading beside running requests, and unloading after them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..memory import human_bytes
+from ..models.adapters.folder import AdapterFolder
+from ..models.adapters.loaded import ModelAdapters
+from ..models.decoder import LanguageModel
+from .batch import Sequence
+from .limits import no_adapter
+
+
+@dataclass(slots=True)
+class LoadedAdapter:
+    """One adapter that is loaded, is being loaded, or waits until its requests have ended."""
+
+    name: str
+    number: int  # of its rows in a step, from 1
+    adapter: AdapterFolder
+    num_bytes: int = 0
+    leaving: bool = False  # no request may name it any more; it goes when the last has ended
+
+
+class AdapterTable:
+    """Adapters by name. Requests may name those that are wholly loaded.
+
+    Args:
+        model: that they change.
+        reserve: makes room for so many bytes of all adapters together; False: there is none.
+    """
+
+    def __init__(self, model: LanguageModel, reserve: Callable[[int], bool]) -> None:
+        self._reserve = reserve
+        self._loaded = ModelAdapters(model)
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._in_use: dict[int, LoadedAdapter] = {}  # by number, until its memory is given back
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that requests may name."""
+        return tuple(self._by_name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of them take, those that are leaving too."""
+        return sum(each.num_bytes for each in self._in_use.values())
+
+    def of(self, name: str) -> LoadedAdapter:
+        """The adapter of a name.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        if name not in self._by_name:
+            raise no_adapter(name, self.names)
+        return self._by_name[name]
+
+    def load(self, name: str, adapter: AdapterFolder) -> Iterator[None]:
+        """Load an adapter; other steps may run wherever this yields.
+
+        Raises:
+            InvalidRequestError: the name is taken.
+            InsufficientMemoryError: there is no room beside the others.
+            ModelError: it is not one for this model.
+        """
+        self._check_name(name)
+        placements = self._loaded.check(adapter)
+        needed = self._loaded.estimate(placements)
+        if not self._reserve(self.num_bytes + needed):
+            beside = f" beside {human_bytes(self.num_bytes)} of others" if self._in_use else ""
+            raise InsufficientMemoryError(
+                f"There is no room for the adapter {name}: it takes {human_bytes(needed)}{beside}, "
+                "and the KV cache has grown into the rest of max_memory. Unload another, or start "
+                "with adapter_memory, which keeps room for adapters.",
+                param="adapter_memory",
+            )
+        loaded = LoadedAdapter(name, self._loaded.new_number(), adapter, num_bytes=needed)
+        self._in_use[loaded.number] = loaded
+        try:
+            yield from self._loaded.load(loaded.number, adapter, placements)
+            self._check_name(name)  # another may have come first
+        except BaseException:  # what was loaded of it goes, whoever ended it
+            self._free(loaded)
+            raise
+        loaded.num_bytes = self._loaded.bytes_of(loaded.number)
+        self._reserve(self.num_bytes)
+        self._by_name[name] = loaded
+
+    def unload(self, name: str) -> None:
+        """Let no new request name it, and give its memory back when the last that does has ended.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        self.of(name).leaving = True
+        del self._by_name[name]
+
+    def free_unused(self, unfinished: Callable[[], Iterable[Sequence]]) -> None:
+        """Give back the memory of unloaded adapters that no unfinished sequence uses."""
+        leaving = [each for each in self._in_use.values() if each.leaving]
+        used = {sequence.adapter for sequence in unfinished()} if leaving else set()
+        for each in leaving:
+            if each.number not in used:
+                self._free(each)
+
+    def close(self) -> None:
+        """Take all adapters off the model."""
+        for each in list(self._in_use.values()):
+            self._loaded.remove(each.number)
+        self._in_use, self._by_name = {}, {}
+
+    def stats(self) -> list[dict[str, object]]:
+        """Each adapter, as plain values."""
+        return [
+            {
+                "name": each.name,
+                "kind": each.adapter.kind,
+                "path": str(each.adapter.folder),
+                "bytes": each.num_bytes,
+                "leaving": each.leaving,
+            }
+            for each in self._in_use.values()
+        ]
+
+    def _check_name(self, name: str) -> None:
+        if name in self._by_name:
+            raise InvalidRequestError(
+                f"There is an adapter {name} already; unload it first.", param="name"
+            )
+
+    def _free(self, loaded: LoadedAdapter) -> None:
+        del self._in_use[loaded.number]
+        self._loaded.remove(loaded.number)
+        self._reserve(self.num_bytes)

@@ -1,0 +1,167 @@
+"""A folder with an adapter: which matrices of the model it changes, by its config and its headers.
+
+Knows no model and reads no matrices: what cannot be right is refused before anything is loaded.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from ...errors import CheckpointError, ModelNotFoundError
+from ..identity import hash_files
+from ..jsonfields import Fields, read_json
+from ..safetensors import TensorInfo, read_header
+
+CONFIG = "adapter_config.json"
+PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"
+MAX_RANK = 1024
+FLOATS = ("F32", "F16", "BF16")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.npz")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """The matrices that an adapter has for one module, or for one parameter of experts.
+
+    Attributes:
+        path: of the module in a checkpoint of the model.
+        rank: r.
+        scale: of B A.
+        a, b: names of the tensors.
+        magnitude: that of DoRA's lengths; None: LoRA.
+        layout: of a and b: "peft" (r, in) and (out, r), "mlx" (in, r) and (r, out), "stack"
+            (E, r, in) and (E, out, r), or "parameter", see `peft.py`.
+        shapes: of a and b.
+    """
+
+    path: str
+    rank: int
+    scale: float
+    a: str
+    b: str
+    magnitude: str | None
+    layout: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """One adapter on the disk.
+
+    Attributes:
+        folder: where it lies.
+        file: with its tensors.
+        kind: for people: "LoRA", "rsLoRA" or "DoRA".
+        base: the name of the model that it was made for; None: it does not say.
+        modules: what it changes.
+        wants: whether a module of the model, by its path in a checkpoint, is to be among them;
+            the second argument is the number of the model's layers.
+        identity: equal for equal files, different for all others.
+    """
+
+    folder: Path
+    file: Path
+    kind: str
+    base: str | None
+    modules: tuple[AdapterModule, ...]
+    wants: Callable[[str, int], bool]
+    identity: str
+
+
+Parts = Mapping[str, str]
+"""One module's tensors: "a", "b", "magnitude" -> the name in the file."""
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+
+
+def layer_of(path: str) -> int | None:
+    """The number of the decoder layer that a module belongs to; None: it belongs to none."""
+    found = _LAYER.search(path)
+    return int(found[1]) if found else None
+
+
+def in_layer(path: str) -> str:
+    """The path of a module within its layer, or the whole of it where it belongs to none."""
+    found = _LAYER.search(path)
+    return found[2] if found else path
+
+
+def find_file(folder: Path) -> tuple[Path, Fields]:
+    """The tensors of an adapter and its config.
+
+    Raises:
+        ModelNotFoundError: there is no adapter.
+        CheckpointError: it is a pickle, or the config is broken.
+    """
+    if not folder.is_dir():
+        raise ModelNotFoundError(
+            f"There is no folder {str(folder)[:200]!r}; an adapter is a folder with {CONFIG} and "
+            f"{PEFT_FILE} (PEFT) or {MLX_FILE} (mlx-lm)."
+        )
+    found = [folder / name for name in (PEFT_FILE, MLX_FILE) if (folder / name).is_file()]
+    if not found:
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise CheckpointError(
+                f"{folder} has its adapter in {pickles[0]}, a pickle, which can run any code and "
+                "is never opened; save it with safe_serialization=True."
+            )
+        raise ModelNotFoundError(f"{folder} has no {PEFT_FILE} and no {MLX_FILE}.")
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} has both {PEFT_FILE} and {MLX_FILE}; leave one of them.")
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}, which says rank and scale.")
+    return found[0], Fields(read_json(folder / CONFIG), str(folder / CONFIG))
+
+
+def adapter_identity(file: Path) -> str:
+    """A name for the contents of an adapter's two files.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    try:
+        digests = hash_files([file.parent / CONFIG, file])
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+    return blake2b(" ".join(digests).encode(), digest_size=20).hexdigest()
+
+
+def checked_headers(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of the file, all of them floats.
+
+    Raises:
+        CheckpointError: it is broken, or holds something else.
+    """
+    headers = read_header(file)
+    if not headers:
+        raise CheckpointError(f"{file} has no tensors.")
+    for name, info in headers.items():
+        if info.dtype not in FLOATS:
+            raise CheckpointError(
+                f"Tensor {name[:200]!r} of {file} is {info.dtype}; expected {', '.join(FLOATS)}."
+            )
+    return headers
+
+
+def complete(parts: Parts, path: str, file: Path) -> tuple[str, str]:
+    """The names of A and B; raises CheckpointError where one is missing."""
+    for part, word in (("a", "A"), ("b", "B")):
+        if part not in parts:
+            raise CheckpointError(f"{file} has no matrix {word} for {path[:200]!r}.")
+    return parts["a"], parts["b"]
+
+
+def check_rank(rank: int, stated: int, path: str, file: Path) -> None:
+    """Raise CheckpointError unless a matrix has the rank that the config states, and a sane one."""
+    if rank != stated:
+        raise CheckpointError(
+            f"The matrices for {path[:200]!r} in {file} have rank {rank}; {CONFIG} says {stated}."
+        )
+    if not 0 < rank <= MAX_RANK:
+        raise CheckpointError(
+            f"The rank for {path[:200]!r} in {file} is {rank}; expected 1 to {MAX_RANK}."
+        )

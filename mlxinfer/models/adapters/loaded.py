@@ -1,0 +1,371 @@
+"""The adapters of a loaded model: their matrices in memory, on the projections that they change.
+
+All methods are called from the thread that owns MLX.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank, replace_parts
+from ...layers.factory import Origin, Place
+from ..decoder import LanguageModel, Model
+from ..jsonfields import Fields
+from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of
+from .mlx_lm import read_mlx_lm
+from .peft import read_peft
+from .targets import Placement, Targets, by_place
+
+LEAST_RANK = 8  # of a stack: its rank is a power of two
+_BLOCK = 256  # inputs by which a matrix is read off its product
+
+
+def read_adapter(folder: str | Path) -> AdapterFolder:
+    """What an adapter changes, in PEFT's layout or mlx-lm's; reads no matrices.
+
+    Raises:
+        ModelNotFoundError: there is none.
+        CheckpointError: a file is broken, disagrees with the config, or is a pickle.
+        UnsupportedModelError: a kind of adapter that is not supported.
+    """
+    file, config = find_file(Path(folder).expanduser())
+    reader = read_peft if is_peft(file, config) else read_mlx_lm
+    return reader(file, config)
+
+
+def is_peft(file: Path, config: Fields) -> bool:
+    """Whether a folder has PEFT's layout; raises CheckpointError where its files disagree."""
+    peft = config.get("peft_type") is not None
+    if peft != (file.name == PEFT_FILE):
+        written = "PEFT" if peft else "mlx-lm"
+        raise CheckpointError(f"{config.where} is {written}'s, and {file.name} is not.")
+    return peft
+
+
+class ModelAdapters:
+    """Adapters by their numbers, on one model.
+
+    A projection gets its place taken by an `Adapted` one when the first adapter names it, and back
+    when the last one has gone: a model without adapters is as it was.
+
+    Args:
+        model: that they change.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model if isinstance(model, Model) else None
+        self._why_not = model.lacks.get("adapters")
+        self._targets: Targets | None = None
+        self._adapted: dict[int, Adapted] = {} if self._model is None else self._model.adapted
+        self._norms: dict[int, mx.array] = {}  # (outputs,) squares of rows of the matrix, by place
+        self._bytes: dict[int, int] = {}
+
+    def check(self, adapter: AdapterFolder) -> list[Placement]:
+        """Where its matrices go; raises as `Targets.placements`, or where the model takes none."""
+        if self._model is None or self._why_not is not None:
+            raise UnsupportedModelError(f"This model takes no adapters: {self._why_not}.")
+        if self._targets is None:
+            self._targets = Targets(self._model)
+        return self._targets.placements(adapter)
+
+    def estimate(self, placements: Sequence[Placement]) -> int:
+        """Bytes that the matrices will take, with what stacks pad them by."""
+        assert self._model is not None
+        size, total = _dtype_of(self._model).size, 0
+        for index, own in by_place(placements).items():
+            place = self._model.places[index]
+            rank, parts = _rank_of(own), len(place.origins)
+            outputs = sum(origin.num_rows for origin in place.origins)
+            total += (place.num_experts or 1) * rank * (parts * place.in_dims + outputs) * size
+        return total
+
+    def new_number(self) -> int:
+        """For an adapter that is to be loaded."""
+        assert self._model is not None
+        self._model.active_adapters.last_number += 1
+        return self._model.active_adapters.last_number
+
+    def load(
+        self, number: int, adapter: AdapterFolder, placements: Sequence[Placement]
+    ) -> Iterator[None]:
+        """Put an adapter on the model, yielding after each layer: other work may go on meanwhile.
+
+        No row of a step may have its number before the end. Where it is not carried through, the
+        number is to be removed.
+
+        Raises:
+            CheckpointError: NaN or infinity.
+        """
+        assert self._model is not None
+        tensors = mx.load(str(adapter.file))
+        assert isinstance(tensors, dict)
+        self._make_room(placements)
+        before, layer = self.num_bytes, None
+        for index, own in by_place(placements).items():
+            place = self._model.places[index]
+            if layer not in (None, layer := layer_of(place.origins[0].path)):
+                yield
+            self._adapted[index].add(number, self._low_rank(index, place, own, tensors, adapter))
+        self._bytes[number] = self.num_bytes - before
+
+    def remove(self, number: int) -> None:
+        """Take an adapter off the model; what of it is there."""
+        self._bytes.pop(number, None)
+        empty: dict[int, object] = {}
+        for index, adapted in list(self._adapted.items()):
+            adapted.remove(number)
+            if not adapted.stacks:
+                assert isinstance(adapted, AdaptedLinear | AdaptedExperts)
+                empty[id(adapted)] = adapted.base
+                del self._adapted[index]
+        if empty:
+            self._replace(empty)
+            self._norms.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all matrices."""
+        return sum(adapted.num_bytes for adapted in self._adapted.values())
+
+    def bytes_of(self, number: int) -> int:
+        """Memory of those of one adapter."""
+        return self._bytes.get(number, 0)
+
+    # -- places ---------------------------------------------------------------------------------
+
+    def _make_room(self, placements: Sequence[Placement]) -> None:
+        """Let `Adapted` projections take the places of those that have none yet."""
+        assert self._model is not None
+        taken: dict[int, object] = {}
+        for index in by_place(placements):
+            if index not in self._adapted:
+                made = self._adapt(self._model.places[index])
+                taken[id(self._model.places[index].projection)] = made
+                self._adapted[index] = made
+        if taken:
+            self._replace(taken)
+
+    def _adapt(self, place: Place) -> AdaptedLinear | AdaptedExperts:
+        assert self._model is not None
+        active, dtype = self._model.active_adapters, _dtype_of(self._model)
+        widths = [origin.num_rows for origin in place.origins]
+        base = place.projection
+        if place.num_experts is not None:
+            return AdaptedExperts(base, place.num_experts, active, widths, dtype)  # type: ignore[arg-type]  # of experts, as the place says
+        zeros = mx.zeros((1, place.in_dims), self._model.activation_dtype)
+        return AdaptedLinear(base, active, widths, base(zeros)[0], dtype)  # type: ignore[arg-type,call-arg]  # of one matrix
+
+    def _replace(self, parts: Mapping[int, object]) -> None:
+        model = self._model
+        assert model is not None
+        roots = [model.layers, model.entry, model.lm_head]
+        model.layers, model.entry, model.lm_head = replace_parts(roots, parts)  # type: ignore[misc]  # as many, of the same kinds
+
+    # -- matrices -------------------------------------------------------------------------------
+
+    def _low_rank(
+        self,
+        index: int,
+        place: Place,
+        own: Sequence[Placement],
+        tensors: Mapping[str, mx.array],
+        adapter: AdapterFolder,
+    ) -> LowRank:
+        """The matrices that an adapter has for one projection, as its stack wants them."""
+        rank, count = _rank_of(own), place.num_experts or 1
+        sides: list[mx.array] = []
+        matrices: list[mx.array | None] = []
+        gain: list[mx.array] = []
+        for part, origin in enumerate(place.origins):
+            pairs = [
+                _pair(placement, origin, tensors, place, adapter)
+                for placement in own
+                if placement.part == part
+            ]
+            a, b = _joined(pairs, count, place.in_dims, origin.num_rows)
+            sides.append(mx.pad(a, [(0, 0), (0, 0), (0, rank - a.shape[2])]))
+            gain.append(self._gain(index, part, own, (a, b), tensors))
+            matrices.append(b * (1 + gain[-1]) if pairs else None)
+        b = self._adapted[index].outputs.pieces(matrices, rank)
+        has_gain = any(placement.module.magnitude is not None for placement in own)
+        made = LowRank(mx.concatenate(sides, axis=2), b, mx.concatenate(gain) if has_gain else None)
+        finite = [mx.isfinite(x).all() for x in (made.a, made.b, made.gain) if x is not None]
+        if not all(bool(each) for each in finite):
+            names = ", ".join(placement.module.path for placement in own[:3])
+            raise CheckpointError(f"{adapter.file} holds NaN or infinity for {names}.")
+        return made
+
+    def _gain(
+        self,
+        index: int,
+        part: int,
+        own: Sequence[Placement],
+        matrices: tuple[mx.array, mx.array],
+        tensors: Mapping[str, mx.array],
+    ) -> mx.array:
+        """(outputs of the part,) DoRA's length over that of the row as it became, less 1.
+
+        |W + B A|^2 = |W|^2 + 2 B (W A^T) + B (A A^T) B^T, row by row: W itself is never made.
+        """
+        assert self._model is not None
+        place = self._model.places[index]
+        origin = place.origins[part]
+        lengths = [
+            (placement, placement.module.magnitude)
+            for placement in own
+            if placement.part == part and placement.module.magnitude is not None
+        ]
+        if not lengths:
+            return mx.zeros((origin.num_rows,))
+        ((placement, name),) = lengths
+        start = sum(each.num_rows for each in place.origins[:part])
+        rows = slice(start, start + origin.num_rows)
+        a, b = matrices[0][0], matrices[1][0]  # (in_dims, r), (r, outputs)
+        bias = self._adapted[index].bias
+        product = self._base(index)(a.T.astype(self._model.activation_dtype)).astype(mx.float32)
+        if bias is not None:
+            product = product - bias
+        square = self._squares(index)[rows] + 2 * (b * product[:, rows]).sum(axis=0)
+        square = square + (b * ((a.T @ a) @ b)).sum(axis=0)
+        length = _outputs(tensors[name].reshape(-1).astype(mx.float32), placement, origin, axis=0)
+        return length / mx.sqrt(mx.maximum(square, 1e-30)) - 1
+
+    def _base(self, index: int) -> AdaptedLinear:
+        adapted = self._adapted[index]
+        assert isinstance(adapted, AdaptedLinear)
+        assert self._model is not None
+        self._model.active_adapters.begin(None)
+        return adapted
+
+    def _squares(self, index: int) -> mx.array:
+        """(outputs,) float32, the squared lengths of the rows of a projection's matrix."""
+        if index not in self._norms:
+            assert self._model is not None
+            place, dtype = self._model.places[index], self._model.activation_dtype
+            base, bias = self._base(index), self._adapted[index].bias
+            total = mx.zeros(())
+            for start in range(0, place.in_dims, _BLOCK):
+                some = mx.arange(start, min(start + _BLOCK, place.in_dims))
+                ones = (mx.arange(place.in_dims)[None] == some[:, None]).astype(dtype)
+                columns = base(ones).astype(mx.float32)
+                columns = columns if bias is None else columns - bias
+                total = total + mx.square(columns).sum(axis=0)
+                mx.eval(total)
+            self._norms[index] = total
+        return self._norms[index]
+
+
+def _dtype_of(model: Model) -> mx.Dtype:
+    """Of the matrices of adapters: MLX's CPU backend has no gathered product of narrow ones."""
+    return model.activation_dtype if mx.metal.is_available() else mx.float32
+
+
+def _rank_of(own: Sequence[Placement]) -> int:
+    """The rank of the stack that a projection's matrices go to."""
+    parts: dict[int, int] = {}
+    experts: set[tuple[int, str]] = set()
+    for placement in own:
+        key = placement.part, placement.module.path.rpartition(".")[2]
+        if placement.expert is not None:
+            if key in experts:
+                continue
+            experts.add(key)
+        parts[placement.part] = parts.get(placement.part, 0) + placement.module.rank
+    rank = LEAST_RANK
+    while rank < max(parts.values()):
+        rank *= 2
+    return rank
+
+
+_Pair = tuple[mx.array, mx.array, int | None]
+"""A (E, in_dims, r) and B (E, r, outputs) in float32, and the expert that they are for."""
+
+
+def _pair(
+    placement: Placement,
+    origin: Origin,
+    tensors: Mapping[str, mx.array],
+    place: Place,
+    adapter: AdapterFolder,
+) -> _Pair:
+    """A module's matrices for one part of a projection, the scale in B."""
+    module = placement.module
+    a, b = (tensors[name].astype(mx.float32) for name in (module.a, module.b))
+    a, b = _oriented(a, b, module, place)
+    b = _outputs(b * module.scale, placement, origin, axis=2)
+    return a, b, placement.expert
+
+
+def _oriented(
+    a: mx.array, b: mx.array, module: AdapterModule, place: Place
+) -> tuple[mx.array, mx.array]:
+    """A (E, in_dims, r) and B (E, r, outputs) of either layout."""
+    if module.layout == "mlx":
+        return a[None], b[None]
+    if module.layout == "peft":
+        return a.T[None], b.T[None]
+    if module.layout == "stack":
+        return a.swapaxes(1, 2), b.swapaxes(1, 2)
+    count = place.num_experts or 1
+    first = mx.unflatten(a, 0, (count, -1))  # (E, r, ...)
+    second = mx.unflatten(b, 1, (-1, count)).transpose(2, 0, 1)  # (E, ..., r)
+    if first.shape[2] == place.in_dims:
+        return first.swapaxes(1, 2), second.swapaxes(1, 2)
+    return second, first  # PEFT before 0.18 took the outputs of such stacks for inputs
+
+
+def _outputs(values: mx.array, placement: Placement, origin: Origin, *, axis: int) -> mx.array:
+    """Values of a module's outputs, as those of a part of a projection."""
+    if placement.taken is not None:
+        values = mx.take(values, mx.array(placement.taken), axis=axis)
+    if placement.put is not None:
+        place = np.full(placement.total, values.shape[axis], np.int32)
+        place[placement.put] = np.arange(len(placement.put))
+        pads = [(0, 0)] * axis + [(0, 1)] + [(0, 0)] * (values.ndim - axis - 1)
+        values = mx.take(mx.pad(values, pads), mx.array(place), axis=axis)
+    if origin.rows is not None:
+        values = mx.take(values, mx.array(origin.rows), axis=axis)
+    return values if origin.factor is None else values * origin.factor
+
+
+def _joined(
+    pairs: Sequence[_Pair], count: int, in_dims: int, outputs: int
+) -> tuple[mx.array, mx.array]:
+    """All pairs of one part as one: A (E, in_dims, r) and B (E, r, outputs)."""
+    whole = [(a, b) for a, b, expert in pairs if expert is None]
+    single = {(expert, i): (a, b) for i, (a, b, expert) in enumerate(pairs) if expert is not None}
+    if single:
+        experts: dict[int, list[tuple[mx.array, mx.array]]] = {}
+        for (expert, _), pair in single.items():
+            experts.setdefault(expert, []).append(pair)
+        whole.append(_stacked(experts, count, in_dims, outputs))
+    if not whole:
+        return mx.zeros((count, in_dims, 0)), mx.zeros((count, 0, outputs))
+    sides, matrices = [a for a, _ in whole], [b for _, b in whole]
+    return mx.concatenate(sides, axis=2), mx.concatenate(matrices, axis=1)
+
+
+def _stacked(
+    experts: Mapping[int, Sequence[tuple[mx.array, mx.array]]],
+    count: int,
+    in_dims: int,
+    outputs: int,
+) -> tuple[mx.array, mx.array]:
+    """The matrices of single experts, stacked; zeros for those that have none."""
+    joined = {
+        expert: (
+            mx.concatenate([a[0] for a, _ in own], axis=1),
+            mx.concatenate([b[0] for _, b in own], axis=0),
+        )
+        for expert, own in experts.items()
+    }
+    rank = max(a.shape[1] for a, _ in joined.values())
+    none = mx.zeros((in_dims, rank)), mx.zeros((rank, outputs))
+    pairs = [joined.get(expert, none) for expert in range(count)]
+    return (
+        mx.stack([mx.pad(a, [(0, 0), (0, rank - a.shape[1])]) for a, _ in pairs]),
+        mx.stack([mx.pad(b, [(0, rank - b.shape[0]), (0, 0)]) for _, b in pairs]),
+    )

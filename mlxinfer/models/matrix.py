@@ -1,0 +1,166 @@
+"""Matrices as a checkpoint stores them, dense or packed, and the layers that are made of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import UnsupportedModelError
+from ..layers.factory import LayerFactory, Origin, Place
+from ..layers.linear import (
+    DenseHeadLinear,
+    HeadLinear,
+    Joined,
+    Projection,
+    QuantizedHeadLinear,
+)
+from ..layers.moe import ExpertProjection, JoinedExperts
+from .quantization import QuantFormat
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """One matrix, or one per expert: (..., out_dims, in_dims), packed where there is a format."""
+
+    weight: mx.array
+    bias: mx.array | None = None  # (..., out_dims)
+    scales: mx.array | None = None  # (..., out_dims, in_dims / group_size)
+    biases: mx.array | None = None  # as scales; affine formats only
+    form: QuantFormat | None = None  # None: dense
+    origins: tuple[Origin, ...] = ()  # of its outputs, where adapters may ask for them
+
+    def reordered(self, order: Sequence[int]) -> "StoredMatrix":
+        """The same with outputs in another order, or some of them."""
+        rows = mx.array(list(order))
+        (origin,) = self.origins or (None,)
+        chosen = () if origin is None else (origin.chosen(np.array(order, np.int32)),)
+        return self._each(lambda array, axis: mx.take(array, rows, axis=axis), chosen)
+
+    def by_head(self, num_heads: int) -> "StoredMatrix":
+        """(num_heads * rows, in_dims) as (num_heads, rows, in_dims)."""
+        return self._each(lambda array, axis: mx.unflatten(array, axis, (num_heads, -1)), ())
+
+    def rows(self, start: int, stop: int) -> "StoredMatrix":
+        """Some of the outputs of each head."""
+        return self._each(lambda array, axis: mx.take(array, mx.arange(start, stop), axis=axis), ())
+
+    def scaled(self, factors: mx.array | float, *, bias: bool = True) -> "StoredMatrix":
+        """The same with each output times its own factor (..., out_dims), or all times one.
+
+        `bias`: what is added to the outputs too; else it stays.
+
+        Raises:
+            UnsupportedModelError: its format has scales that cannot be multiplied.
+        """
+        if self.form is not None and self.form.mode != "affine":
+            raise UnsupportedModelError(
+                f"Matrices of mode {self.form.mode!r} cannot be scaled, which this model needs."
+            )
+        factors = mx.array(factors, mx.float32)
+        columns = factors[..., None] if factors.ndim else factors
+
+        def product(array: mx.array | None, by: mx.array) -> mx.array | None:
+            return None if array is None else (array.astype(mx.float32) * by).astype(array.dtype)
+
+        weight = self.weight
+        if self.form is None:
+            weight = (weight.astype(mx.float32) * columns).astype(weight.dtype)
+        scales, biases = product(self.scales, columns), product(self.biases, columns)
+        offset = product(self.bias, factors) if bias else self.bias
+        origins = tuple(origin.scaled(factors) for origin in self.origins)
+        return StoredMatrix(weight, offset, scales, biases, self.form, origins)
+
+    def _each(
+        self, change: Callable[[mx.array, int], mx.array], origins: tuple[Origin, ...]
+    ) -> "StoredMatrix":
+        """`change` field by field, given the axis of the outputs in that field."""
+        return StoredMatrix(
+            change(self.weight, -2),
+            None if self.bias is None else change(self.bias, -1),
+            None if self.scales is None else change(self.scales, -2),
+            None if self.biases is None else change(self.biases, -2),
+            self.form,
+            origins,
+        )
+
+    def head_linear(self) -> HeadLinear:
+        """The layer of one matrix per head, without biases."""
+        if self.form is None:
+            return DenseHeadLinear(self.weight)
+        assert self.scales is not None
+        return QuantizedHeadLinear(self.weight, self.scales, self.biases, **asdict(self.form))
+
+    def projection(self, make: LayerFactory) -> Projection:
+        """The layer of one matrix."""
+        made: Projection
+        if self.form is None:
+            made = make.linear(self.weight, self.bias)
+        else:
+            assert self.scales is not None
+            made = make.quantized_linear(
+                self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
+            )
+        self._note(made, make, None)
+        return made
+
+    def expert_projection(self, make: LayerFactory) -> ExpertProjection:
+        """The layer of one matrix per expert."""
+        if self.form is None:
+            made = make.experts(self.weight, self.bias)
+        else:
+            assert self.scales is not None
+            made = make.quantized_experts(
+                self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
+            )
+        self._note(made, make, self.weight.shape[0])
+        return made
+
+    def _note(
+        self, made: Projection | ExpertProjection, make: LayerFactory, num_experts: int | None
+    ) -> None:
+        """Say which matrices of the checkpoint a layer was made of, if all of it is known."""
+        if make.places is not None and self.origins:
+            in_dims = self.weight.shape[-1]
+            if self.form is not None:
+                in_dims = in_dims * 32 // self.form.bits
+            make.places.append(Place(made, self.origins, in_dims, num_experts))
+
+
+def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:
+    """One projection of one input; parts of different formats stay apart."""
+    if len({part.form for part in parts}) > 1:
+        return Joined([part.projection(make) for part in parts])
+    return _side_by_side(parts).projection(make)
+
+
+def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertProjection:
+    """The same for matrices that are stacked by expert."""
+    if len({part.form for part in parts}) > 1:
+        return JoinedExperts([part.expert_projection(make) for part in parts])
+    return _side_by_side(parts).expert_projection(make)
+
+
+def _side_by_side(parts: Sequence[StoredMatrix]) -> StoredMatrix:
+    return combined(parts, lambda arrays, axis: mx.concatenate(arrays, axis=axis))
+
+
+def combined(
+    parts: Sequence[StoredMatrix], combine: Callable[[list[mx.array], int], mx.array]
+) -> StoredMatrix:
+    """Matrices of one format as one: `combine` field by field, given the axis of the outputs."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def field(arrays: list[mx.array | None], axis: int) -> mx.array | None:
+        present = [array for array in arrays if array is not None]
+        return combine(present, axis) if present else None
+
+    return StoredMatrix(
+        combine([part.weight for part in parts], -2),
+        field([part.bias for part in parts], -1),
+        field([part.scales for part in parts], -2),
+        field([part.biases for part in parts], -2),
+        parts[0].form,
+        tuple(origin for part in parts for origin in part.origins),
+    )

@@ -9,7 +9,7 @@ outputs of the smallest piece that all parts consist of, M = pieces of all outpu
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -431,38 +431,3 @@ class AdaptedExperts(Adapted):
         change = stack.gathered(wide, index, in_order=False).astype(y.dtype)
         flat = y.reshape(-1, y.shape[-1]).at[where].add(change)
         return flat.reshape(y.shape)
-
-
-Replacement = Mapping[int, object]
-"""id of an object -> what takes its place."""
-
-
-def replace_parts(root: object, replacement: Replacement) -> object:
-    """`root` with parts replaced, wherever slots, lists and tuples of this package lead to them.
-
-    Objects are changed in place; a tuple is made anew.
-    """
-    return _replaced(root, replacement, set())
-
-
-def _replaced(item: object, replacement: Replacement, seen: set[int]) -> object:
-    if id(item) in replacement:
-        return replacement[id(item)]
-    if isinstance(item, list | tuple):
-        made = [_replaced(each, replacement, seen) for each in item]
-        if all(new is old for new, old in zip(made, item, strict=True)):
-            return item
-        return made if isinstance(item, list) else tuple(made)
-    if id(item) in seen or not type(item).__module__.startswith("mlxinfer."):
-        return item
-    seen.add(id(item))
-    for name in _slots(type(item)):
-        value = getattr(item, name)
-        new = _replaced(value, replacement, seen)
-        if new is not value:
-            setattr(item, name, new)
-    return item
-
-
-def _slots(kind: type) -> list[str]:
-    return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]

@@ -59,12 +59,12 @@ def test_every_row_of_a_step_has_its_sequences_adapter(
 ) -> None:
     """Prompts of distinct tokens, so that ids tell the rows apart, and answers kept within them."""
     own = {None: range(10, 30), "first": range(30, 60), "second": range(60, 95)}
-    places = {None: 0, "first": 1, "second": 2}
     harness = Harness(
         tiny_model(CASE, quantized=True),
         adapters=folders,
         proposer=FromPrompt() if guesses else None,
     )
+    places = {None: 0, **{name: harness.loop.adapters.of(name).number for name in folders}}
     recorder = Recorder(harness)
     for name, ids in own.items():
         bias = dict.fromkeys(ids, 1e6)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank, replace_parts
+from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank
 from ...layers.factory import Origin, Place
 from ..decoder import LanguageModel, Model
 from ..jsonfields import Fields
@@ -369,3 +369,38 @@ def _stacked(
         mx.stack([mx.pad(a, [(0, 0), (0, rank - a.shape[1])]) for a, _ in pairs]),
         mx.stack([mx.pad(b, [(0, rank - b.shape[0]), (0, 0)]) for _, b in pairs]),
     )
+
+
+Replacement = Mapping[int, object]
+"""id of an object -> what takes its place."""
+
+
+def replace_parts(root: object, replacement: Replacement) -> object:
+    """`root` with parts replaced, wherever slots, lists and tuples of this package lead to them.
+
+    Objects are changed in place; a tuple is made anew.
+    """
+    return _replaced(root, replacement, set())
+
+
+def _replaced(item: object, replacement: Replacement, seen: set[int]) -> object:
+    if id(item) in replacement:
+        return replacement[id(item)]
+    if isinstance(item, list | tuple):
+        made = [_replaced(each, replacement, seen) for each in item]
+        if all(new is old for new, old in zip(made, item, strict=True)):
+            return item
+        return made if isinstance(item, list) else tuple(made)
+    if id(item) in seen or not type(item).__module__.startswith("mlxinfer."):
+        return item
+    seen.add(id(item))
+    for name in _slots(type(item)):
+        value = getattr(item, name)
+        new = _replaced(value, replacement, seen)
+        if new is not value:
+            setattr(item, name, new)
+    return item
+
+
+def _slots(kind: type) -> list[str]:
+    return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]

@@ -30,16 +30,7 @@ def read_mlx_lm(file: Path, config: Fields) -> AdapterFolder:
         CheckpointError: config and file disagree, or one is broken.
         UnsupportedModelError: it is no adapter of low rank.
     """
-    kind = config.text("fine_tune_type", default="lora")
-    if kind == "full":
-        raise UnsupportedModelError(
-            f"fine_tune_type in {config.where} is 'full': {file.name} holds whole matrices, not an "
-            "adapter; fuse it with mlx_lm.fuse and serve the result."
-        )
-    if kind not in ("lora", "dora"):
-        raise UnsupportedModelError(
-            f"fine_tune_type in {config.where} is {kind[:40]!r}; supported are 'lora' and 'dora'."
-        )
+    kind = _kind(config)
     stated = config.fields("lora_parameters")
     if stated is None:
         raise CheckpointError(f"{config.where} has no lora_parameters, which say rank and scale.")
@@ -76,6 +67,21 @@ def read_mlx_lm(file: Path, config: Fields) -> AdapterFolder:
         wants=wants,
         identity=adapter_identity(file),
     )
+
+
+def _kind(config: Fields) -> str:
+    """ "lora" or "dora"."""
+    kind = config.text("fine_tune_type", default="lora")
+    if kind == "full":
+        raise UnsupportedModelError(
+            f"fine_tune_type in {config.where} is 'full': whole matrices, not an adapter; "
+            "fuse them with mlx_lm.fuse and serve the result."
+        )
+    if kind not in ("lora", "dora"):
+        raise UnsupportedModelError(
+            f"fine_tune_type in {config.where} is {kind[:40]!r}; supported are 'lora' and 'dora'."
+        )
+    return kind
 
 
 def _module(

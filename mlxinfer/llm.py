@@ -22,7 +22,7 @@ from .session.session import Session
 if TYPE_CHECKING:
     import numpy as np
 
-    from .display.heat import Heat
+    from .display.show import Heat
 
 
 class ChatArguments(ChatOptions, SamplingValues, total=False):
@@ -343,7 +343,7 @@ class LLM(Retrieval):
         Raises:
             InvalidRequestError: the answer has no log-probabilities: ask with logprobs=3.
         """
-        from .display.heat import Heat
+        from .display.show import Heat
 
         return Heat.of(result, self.tokenizer.token_bytes)
 

@@ -12,9 +12,8 @@ import pytest
 
 from mlxinfer.boundary import TRACEBACK, public, short_errors
 from mlxinfer.core import FinishReason, TokenLogprobs
-from mlxinfer.display.heat import Heat
 from mlxinfer.display.markdown import html_of
-from mlxinfer.display.show import show
+from mlxinfer.display.show import Heat, show
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
 from mlxinfer.outputs import Delta, Facts, ReasoningPart, Result, Results, TextPart, ToolCall
 from mlxinfer.progress import patient, progress_bar

@@ -95,14 +95,7 @@ class Plane:
     """
 
     __slots__ = (
-        "_tail_shape",
-        "first",
-        "fmt",
-        "own",
-        "pages",
-        "tail_head",
-        "tail_heads",
-        "tails",
+        *("_tail_shape", "first", "fmt", "own", "pages", "tail_head", "tail_heads", "tails"),
         "vector_dim",
     )
 

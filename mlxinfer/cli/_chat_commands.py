@@ -9,8 +9,8 @@ from ..errors import InvalidRequestError
 from ..memory import human_bytes
 from ._asking import thinking
 from ._chat_session import ChatSession, check_setting
-from ._clipboard import copy
 from ._output import table
+from ._terminal import copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""An answer before the reader's eyes: a card that grows in a notebook, text in a terminal."""
+"""An answer in a notebook or terminal as it comes, and the probabilities of its tokens."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import exp
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidRequestError
 from ..progress import in_notebook
 
 if TYPE_CHECKING:
@@ -68,3 +70,40 @@ class _Card:
         from .cards import answer_card
 
         return answer_card(self.text, reasoning=self.reasoning, running=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """Tokens with their log-probability and the most probable ones in their place."""
+
+    tokens: Sequence[tuple[str, float, Sequence[tuple[str, float]]]]
+
+    @classmethod
+    def of(cls, result: "Result", token_bytes: Callable[[int], bytes]) -> "Heat":
+        """The heat of an answer.
+
+        Raises:
+            InvalidRequestError: it has no log-probabilities.
+        """
+        if result.logprobs is None:
+            raise InvalidRequestError(
+                "This answer has no log-probabilities: ask for them, with logprobs=3."
+            )
+
+        def text(token_id: int) -> str:
+            return token_bytes(token_id).decode(errors="replace")
+
+        return cls(
+            [
+                (text(token), found.logprob, [(text(i), logprob) for i, logprob in found.top])
+                for token, found in zip(result.token_ids, result.logprobs, strict=False)
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{exp(logprob):8.2%}  {text!r}" for text, logprob, _ in self.tokens)
+
+    def _repr_html_(self) -> str:
+        from .cards import heat_card
+
+        return heat_card(self.tokens)

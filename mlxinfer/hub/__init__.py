@@ -19,11 +19,11 @@ from .cache import (
     missing_files,
     offline,
     parse_repo_name,
+    remove_damaged,
 )
 from .download import DownloadPlan, DownloadProgress, Progress, plan_download
 from .download import download as download_repo
 from .fetch import is_locked
-from .verify import remove_damaged
 
 __all__ = [
     "DownloadPlan",

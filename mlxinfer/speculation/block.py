@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..engine.batch import Batch, Sequence
 from ..models.dflash import BlockDraft, KeysValues
-from .acceptance import Key
+from .estimates import Key
 from .heads import FOLLOW_AT, HeldStates
 
 NAME = "dflash"

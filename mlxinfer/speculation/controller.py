@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import StepTimes, bucket_of
+from .estimates import StepTimes, bucket_of
 
 WARM_UP = 4  # plain steps that are measured before the first proposals
 LOOK_BACK = 16  # steps with proposals that must not be slower than plain ones, together

@@ -31,7 +31,7 @@ from ..engine.runner import Launched
 from ..models.decoder import LanguageModel
 from ..sampling.rejection import DrawnProposals, ProposingChoice
 from ..sampling.sampler import Sampler
-from .acceptance import Key
+from .estimates import Key
 
 NAME = "draft"
 PRIOR = 0.7  # chance that a proposal holds

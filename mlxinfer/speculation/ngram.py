@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.batch import Batch, Sequence
-from .acceptance import Key
+from .estimates import Key
 from .source import Score
 
 Ids = NDArray[np.int32]

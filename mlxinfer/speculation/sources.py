@@ -17,11 +17,10 @@ from ..sampling.sampler import Choice
 from .block import BlockProposer
 from .controller import Controller, FixedDepth, Policy
 from .draft import DraftProposer
-from .forced import ForcedProposer
 from .heads import HeadProposer
 from .ngram import NgramProposer
 from .options import MAX_PROPOSALS, SpeculationOptions, kind_of
-from .source import Score, Source
+from .source import ForcedProposer, Score, Source
 from .speculation import Speculation
 
 Network = LanguageModel | DraftHead | BlockDraft

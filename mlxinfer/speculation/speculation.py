@@ -9,8 +9,8 @@ from typing import Any
 
 from ..engine.batch import Batch, CommitResult, Sequence
 from ..engine.scheduler import Proposer
-from .acceptance import Acceptance, Key
 from .controller import MeasuredStep, Outlook, Policy
+from .estimates import Acceptance, Key
 from .source import Source
 
 log = logging.getLogger("mlxinfer.speculation")

@@ -27,10 +27,9 @@ from mlxinfer.models.prediction import load_prediction_head
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy
 from mlxinfer.speculation.draft import DraftProposer
-from mlxinfer.speculation.forced import ForcedProposer
 from mlxinfer.speculation.heads import HeadProposer
 from mlxinfer.speculation.ngram import NgramProposer
-from mlxinfer.speculation.source import Score, Source
+from mlxinfer.speculation.source import ForcedProposer, Score, Source
 from mlxinfer.speculation.speculation import Speculation
 
 DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4", "lfm2-v4")

@@ -2,7 +2,7 @@
 
 A machine and a model are a step of one row, what each further row adds, and what a proposal costs.
 Where the sources say what speculation gave, the curve is chosen so that a fixed depth gives that.
-Sources: threads and READMEs named beside each. Prior curve: see `speculation/costs.py`.
+Sources: threads and READMEs named beside each. Prior curve: see `speculation/estimates.py`.
 """
 
 import random
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.batch import Sequence
-from mlxinfer.speculation.acceptance import Acceptance, Key
 from mlxinfer.speculation.controller import Controller, FixedDepth, MeasuredStep, Outlook, Policy
-from mlxinfer.speculation.costs import relative_cost
+from mlxinfer.speculation.estimates import Acceptance, Key, relative_cost
 
 DEPTH = 7
 

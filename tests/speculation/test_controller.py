@@ -24,7 +24,7 @@ from mlxinfer.speculation.controller import (
     MeasuredStep,
     Outlook,
 )
-from mlxinfer.speculation.costs import StepTimes, bucket_of, relative_cost
+from mlxinfer.speculation.estimates import StepTimes, bucket_of, relative_cost
 
 TOKENS = 1000
 LOSING = [machine for machine in MACHINES if not machine.gains]

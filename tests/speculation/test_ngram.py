@@ -10,7 +10,7 @@ from speculation.following import following
 
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.speculation import ngram
-from mlxinfer.speculation.acceptance import Key
+from mlxinfer.speculation.estimates import Key
 from mlxinfer.speculation.ngram import MIN_MATCH, NgramProposer, find_longest
 
 texts = st.lists(st.integers(0, 3), min_size=3, max_size=60)

@@ -13,12 +13,11 @@ from speculation.following import following
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.speculation.acceptance import Acceptance, Key
 from mlxinfer.speculation.controller import WARM_UP, Controller, FixedDepth, MeasuredStep
-from mlxinfer.speculation.forced import ForcedProposer
+from mlxinfer.speculation.estimates import Acceptance, Key
 from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.options import SpeculationOptions
-from mlxinfer.speculation.source import Score, Source
+from mlxinfer.speculation.source import ForcedProposer, Score, Source
 from mlxinfer.speculation.speculation import Speculation
 
 GREEDY = SamplingParams(max_tokens=120)

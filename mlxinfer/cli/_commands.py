@@ -24,7 +24,17 @@ from ._process import INTERRUPTED, ending_at_interrupts
 ORDER = (
     *("run", "chat", "serve", "app", "ps", "load", "unload"),
     *("suggest", "pull", "list", "show", "rm", "convert"),
-    *("launch", "history", "config", "service", "cache", "doctor", "bench", "completion"),
+    *(
+        "launch",
+        "cluster",
+        "history",
+        "config",
+        "service",
+        "cache",
+        "doctor",
+        "bench",
+        "completion",
+    ),
 )
 HERE = str(Path(__file__).parent)
 

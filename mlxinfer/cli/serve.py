@@ -1,6 +1,9 @@
 """`mlxinfer serve`: models over HTTP."""
 
+import contextlib
+import ipaddress
 import os
+import socket
 import sqlite3
 import tomllib
 from collections.abc import Callable, Sequence
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from .. import cluster
 from ..configfile import ModelEntry, parse_duration
 from ..errors import InvalidRequestError
 from ._configuration import (
@@ -90,6 +94,11 @@ if TYPE_CHECKING:
 )
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
+@click.option(
+    "--advertise",
+    is_flag=True,
+    help="Announce it in the local network, for `mlxinfer cluster workers --mdns`.",
+)
 @click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
 @click.option(
     "--allowed-host",
@@ -218,7 +227,7 @@ def command(
     from ..server.running import Server, bind, raise_file_limit, url_of
     from ..server.watch.logs import set_up_logging
 
-    keep_history = options.pop("history")
+    keep_history, advertise = options.pop("history"), options.pop("advertise")
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
@@ -232,6 +241,7 @@ def command(
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
+        announcement = announced(listeners[0], tls=config.tls_cert is not None, wanted=advertise)
         routes.restore(service)
     except BaseException:
         for listener in listeners:
@@ -242,10 +252,24 @@ def command(
     places = " and ".join(f"{url}/v1" for url in urls)
     ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {page}"
     served = (*ENDPOINTS, *routes.endpoints())
+    server = Server(service, listeners, lambda: click.echo(ready, err=True), served)
     try:
-        Server(service, listeners, lambda: click.echo(ready, err=True), served).serve_forever()
+        with announcement:
+            server.serve_forever()
     finally:
         routes.close()
+
+
+def announced(
+    listener: socket.socket, *, tls: bool, wanted: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Announce the server while the block runs, where that is wanted."""
+    host, port = listener.getsockname()[:2]
+    if not wanted:
+        return contextlib.nullcontext()
+    if ipaddress.ip_address(host).is_loopback:
+        raise click.UsageError(f"--advertise: no other machine reaches {host}; give --host too.")
+    return cluster.advertised(host, port, tls=tls)
 
 
 def server_config(options: dict[str, Any]) -> Any:

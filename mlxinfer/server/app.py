@@ -25,7 +25,7 @@ from .openai import (
     stored_responses,
     tokens,
 )
-from .ops import admin, health, metrics
+from .ops import admin, health, loads, metrics
 from .ops.openapi import documentation
 from .page import files, state
 
@@ -46,6 +46,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *ollama_embed.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
+    *loads.ENDPOINTS,
     *admin.ENDPOINTS,
     *state.ENDPOINTS,
 )

@@ -115,3 +115,13 @@ def test_draining_is_not_ready() -> None:
         assert server.post(CHAT, chat()).status_code == 503
         assert server.post("/admin/models/load", {"model": "demo"}).status_code == 503
         assert server.get("/health").status_code == 200
+
+
+def test_a_router_sees_the_load(server: LiveServer) -> None:
+    assert server.post(CHAT, chat()).status_code == 200
+    found = server.get("/v1/loads").json()
+    (load,) = found["loads"]
+    assert load["num_total_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] == 0
+    assert 0 <= load["token_usage"] <= 1
+    assert load["max_total_num_tokens"] > 0
+    assert server.get("/server_info").json()["served_model_name"] == "demo"

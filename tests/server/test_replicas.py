@@ -1,0 +1,137 @@
+"""Two servers behind smg: streams, keys, affinity to the prefix cache, a server that dies."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from live_server import CHAT
+
+from mlxinfer import cluster
+
+KEY = "replica-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+CONVERSATIONS, TURNS = 30, 3
+SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process(command: list[str], url: str, path: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A program while the block runs, from when it answers at a path with 200."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as ran:
+        try:
+            until_s = time.monotonic() + 60
+            while True:
+                assert ran.poll() is None, f"{command} ended"
+                assert time.monotonic() < until_s, f"{url}{path} does not answer"
+                try:
+                    if httpx.get(url + path, headers=HEADERS, timeout=5).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    time.sleep(0.05)
+            yield ran
+        finally:
+            ran.kill()
+
+
+@contextmanager
+def router(manifest: Path, policy: str, count: int) -> Iterator[str]:
+    """The address of smg once it has so many workers."""
+    assert SMG is not None
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    command += ["--discovery-provider", "file", "--discovery-file", str(manifest)]
+    command += ["--api-key", KEY, "--health-check-interval-secs", "1"]
+    with process(command, url, "/health"):
+        until_s = time.monotonic() + 60
+        while httpx.get(f"{url}/workers", headers=HEADERS).json()["total"] < count:
+            assert time.monotonic() < until_s, "smg does not find the workers"
+            time.sleep(0.1)
+        yield url
+
+
+def ask(client: httpx.Client, messages: list[dict[str, str]]) -> tuple[str, int]:
+    """An answer, and the tokens of its prompt that were cached."""
+    body = {"model": "demo", "messages": messages, "max_tokens": 6, "temperature": 0}
+    found = client.post(CHAT, json=body)
+    assert found.status_code == 200, found.text
+    answer = found.json()
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], cached
+
+
+def cached_by_turn(url: str, topic: str) -> list[list[int]]:
+    """Cached tokens of each turn of conversations, which come in another order each time."""
+    talks = [
+        [{"role": "user", "content": f"{topic} {i} is about number {i * 7919} and its use."}]
+        for i in range(CONVERSATIONS)
+    ]
+    found: list[list[int]] = [[] for _ in talks]
+    with httpx.Client(base_url=url, headers=HEADERS, timeout=60) as client:
+        for turn in range(TURNS):
+            for i in random.Random(turn).sample(range(CONVERSATIONS), CONVERSATIONS):
+                talk = talks[i]
+                text, reused = ask(client, talk)
+                found[i].append(reused)
+                talk += [
+                    {"role": "assistant", "content": text},
+                    {"role": "user", "content": f"Go on, part {turn}."},
+                ]
+    return found
+
+
+@pytest.mark.skipif(SMG is None, reason='needs smg: pip install "mlxinfer[cluster]"')
+def test_two_servers_behind_a_router(tmp_path: Path) -> None:
+    """Streams pass, keys hold, conversations stay where their prefix is, a death is survived."""
+    manifest = tmp_path / "workers.json"
+    with ExitStack() as stack:
+        urls, servers = [], []
+        for _ in range(2):
+            port = free_port()
+            command = [sys.executable, "-m", "mlxinfer.cli", "serve", "--port", str(port)]
+            command += ["-m", "demo", "--no-history", "--no-store", "--api-key", KEY]
+            urls.append(f"http://127.0.0.1:{port}")
+            servers.append(stack.enter_context(process(command, urls[-1], "/ready")))
+        workers = cluster.ask(urls, KEY)
+        assert [worker.models for worker in workers] == [("demo",)] * 2
+        manifest.write_text(json.dumps(cluster.manifest(workers)))
+        with router(manifest, "round_robin", 2) as url:
+            in_turn = cached_by_turn(url, "Conversation")
+        with router(manifest, "cache_aware", 2) as url:
+            kept = cached_by_turn(url, "Talk")  # of which nothing is cached yet
+            later = [turn > 0 for talk in kept for turn in talk[1:]]
+            assert sum(later) >= 0.8 * len(later), kept
+            saved = sum(map(sum, kept)), sum(map(sum, in_turn))
+            print(f"prompt tokens from the cache: {saved[0]}, in turn {saved[1]}")
+            assert saved[0] > saved[1]
+            with httpx.Client(base_url=url, headers=HEADERS, timeout=60) as client:
+                body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+                assert (
+                    client.post(CHAT, json=body, headers={"Authorization": "x"}).status_code == 401
+                )
+                with client.stream("POST", CHAT, json={**body, "stream": True}) as events:
+                    lines = [line for line in events.iter_lines() if line]
+                assert lines[-1] == "data: [DONE]"
+                assert len(lines) > 3
+                servers[0].send_signal(signal.SIGKILL)
+                servers[0].wait()
+                for _ in range(6):
+                    ask(client, [{"role": "user", "content": "Still there?"}])

@@ -62,7 +62,7 @@ class ShardFile:
         try:
             os.ftruncate(self._file, length)
             self._put(front, 0)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no file stays open
             os.close(self._file)
             raise
 

@@ -148,7 +148,7 @@ def _attempted(call: Callable[[], Result], device: Device) -> Result | Verdict:
     try:
         with running_on(device):
             return call()
-    except Exception as error:
+    except Exception as error:  # a finding, see above
         return Verdict(FAILED, detail=message(error))
 
 
@@ -196,8 +196,8 @@ def _remembered(variant: Variant, key: str, store: Verdicts, gpu: Gpu, again: bo
     store.begin(key)
     try:
         verdict = _found(variant, gpu)
-    except BaseException:
-        store.forget(key)  # interrupted: that says nothing about the kernel
+    except BaseException:  # interrupted: that says nothing about the kernel
+        store.forget(key)
         raise
     store.put(key, verdict)
     return verdict

@@ -28,7 +28,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: no error leaves a frame behind
             del args, kwargs
             shorten(error)
             raise
@@ -43,7 +43,7 @@ def apublic(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corout
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await function(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # as in `public`
             del args, kwargs
             shorten(error)
             raise
@@ -55,7 +55,7 @@ def short_errors(items: Iterator[T]) -> Iterator[T]:
     """The same items; an error, or Ctrl-C, between them leaves no frame behind."""
     try:
         yield from items
-    except BaseException as error:
+    except BaseException as error:  # a closed stream too
         del items
         shorten(error)
         raise
@@ -67,7 +67,7 @@ async def ashort_errors(items: AsyncIterator[T]) -> AsyncIterator[T]:
         async with aclosing(items) as opened:  # type: ignore[type-var]  # a generator
             async for item in opened:
                 yield item
-    except BaseException as error:
+    except BaseException as error:  # as above
         del items, opened
         shorten(error)
         raise

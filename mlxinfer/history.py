@@ -365,7 +365,7 @@ class History:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
-            except BaseException:
+            except BaseException:  # interrupted as well as failed: all or nothing
                 self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")

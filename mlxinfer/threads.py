@@ -63,7 +63,7 @@ def start(thread: threading.Thread, failed: Callable[[BaseException], None]) -> 
     def work() -> None:
         try:
             thread.start()
-        except BaseException as error:
+        except BaseException as error:  # raised where the thread's work is waited for
             failed(error)
 
     _thread.start_new_thread(work, ())

@@ -62,7 +62,7 @@ def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden:
         for columns, logits in blocks(arranged, streamed, hidden):
             file[:, columns] = logits
         file.flush()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half of a file stays
         path.unlink(missing_ok=True)
         raise
 

@@ -129,7 +129,7 @@ def open_repo(
         if wanted is None and any(_is_weights(file.path) for file in listing.files):
             return _open_safetensors(files, tokenizer)
         return _open_gguf(files, wanted, tokenizer)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: temporary downloads are deleted
         if downloads is None:
             files.close()
         raise

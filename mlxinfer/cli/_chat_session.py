@@ -79,7 +79,7 @@ class ChatSession:
                 thoughts += delta.reasoning or ""
                 self.last = delta.result
                 yield delta
-        except Exception:
+        except Exception:  # a question without an answer is no part of the conversation
             self._remove()
             raise
         except (GeneratorExit, KeyboardInterrupt):

@@ -100,7 +100,7 @@ def guarded(run: Callable[[], object]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return _reader_left()
-    except Exception as error:
+    except Exception as error:  # the end of the program: a message in place of a traceback
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         return report(error)

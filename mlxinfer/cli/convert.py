@@ -219,7 +219,7 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
             code = _check(opened, out, as_json)
         else:
             code = _convert(opened, source, out, options, given, arrived, as_json)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: temporary downloads are deleted
         if downloads is None:
             opened.close()  # else what is downloaded is kept for --resume
         raise

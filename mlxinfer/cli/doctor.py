@@ -265,7 +265,7 @@ def examine(check: Callable[[], Check]) -> Check:
         return check()
     except OSError as error:
         return Check(name, FAIL, str(error), "see to the file that it names")
-    except Exception as error:
+    except Exception as error:  # a finding, see above
         return Check(name, FAIL, f"{type(error).__name__}: {error}", "please report this")
 
 

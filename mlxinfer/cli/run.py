@@ -156,7 +156,7 @@ def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool
                 return delta.result, False
     except KeyboardInterrupt:
         pass
-    except Exception:
+    except Exception:  # raised again, on a line of its own
         if text:
             writer.end(text)  # what is said of the error begins a line
         raise

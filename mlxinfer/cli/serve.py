@@ -243,7 +243,7 @@ def command(
         )
         announcement = announced(listeners[0], tls=config.tls_cert is not None, wanted=advertise)
         routes.restore(service)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: the ports are free again
         for listener in listeners:
             listener.close()
         raise

@@ -129,7 +129,7 @@ def _replace_private(path: Path, content: bytes) -> None:
         with open(number, "wb") as file:
             file.write(content)
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half of a file stays
         os.unlink(name)
         raise
 

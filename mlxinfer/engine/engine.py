@@ -309,7 +309,7 @@ class Engine:
         """Whether it went well; else every request that has a listener ends with an error."""
         try:
             last_work()
-        except BaseException as error:
+        except BaseException as error:  # at the end a fault must not leave callers waiting
             self._fail_rest(
                 EngineClosedError(f"The engine was closed, and a fault came: {error}"), error
             )

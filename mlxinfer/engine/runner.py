@@ -115,7 +115,7 @@ class Runner:
         self._followers.send(step)
         try:
             return self._launch(batch, step, previous, admitted)
-        except BaseException as error:
+        except BaseException as error:  # the other ranks learn of it
             raise self._followers.fail(error) from error
 
     def _inputs(

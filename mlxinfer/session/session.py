@@ -68,7 +68,7 @@ class Session:
         try:
             self.client = EngineClient(engine)
             self.builder = RequestBuilder(tokenizer, self.info, tool_format)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no caller has the engine yet
             engine.close()
             raise
 

@@ -116,7 +116,7 @@ class DraftProposer:
         """Follow the sequences, then draw token after token, all of a sequence's in order."""
         try:
             return self._propose(sequences, depths)
-        except BaseException:
+        except BaseException:  # what was begun cannot be gone on from
             self._start_afresh()
             raise
 

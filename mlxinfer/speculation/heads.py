@@ -114,7 +114,7 @@ class HeadProposer(DraftProposer):
             return
         try:
             self._follow_pages(waiting)
-        except BaseException:
+        except BaseException:  # as in `propose`
             self._start_afresh()
             raise
 

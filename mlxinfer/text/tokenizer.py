@@ -51,7 +51,7 @@ def panic_guard() -> Iterator[None]:
     """Turn a Rust panic, a BaseException without an importable class, into TokenizerPanicError."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # a panic is no Exception, and its class has no name
         if type(error).__name__ != "PanicException":
             raise
         raise TokenizerPanicError(str(error)) from None

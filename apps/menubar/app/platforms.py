@@ -108,7 +108,7 @@ def guarded(missing: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return call(*args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # foreign code: it raises nearly anything
                 log.warning("%s does not work here: %s", call.__name__, error)
                 return missing
 

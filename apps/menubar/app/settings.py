@@ -43,6 +43,6 @@ def save(path: Path, settings: Settings) -> None:
         with open(number, "w", encoding="utf-8") as file:
             json.dump(asdict(settings), file, indent=2)
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half of a file stays
         os.unlink(name)
         raise

@@ -86,7 +86,7 @@ class Generation:
         self._waiting.update(range(len(self.answers)))
         try:
             self._group.submit(self._client.posting_to(self._inbox))
-        except BaseException:
+        except BaseException:  # whatever it is, what was counted is counted back
             self._meter.refuse()
             self.close()
             raise
@@ -141,7 +141,7 @@ class Generation:
         try:
             for message in messages:
                 steps += self._take(message)
-        except Exception as error:
+        except Exception as error:  # raised once the steps before it are out
             return steps, error
         return steps, None
 

@@ -133,7 +133,7 @@ class PanicError(Exception):
 def _guarded(work: Callable[[], T]) -> T:
     try:
         return work()
-    except Exception:
+    except Exception:  # only what is no Exception is wrapped
         raise
     except BaseException as panic:  # the fault boundary of a thread
         raise PanicError(f"{type(panic).__name__}: {panic}") from panic

@@ -95,7 +95,7 @@ class Loader:
             if slot.entry.kv_bytes is None:
                 slot.kv_bytes = max(room - slot.weights_bytes, 0)
             await self._make_room(slot, 0)
-        except BaseException as error:
+        except BaseException as error:  # the fault boundary of a load, also a cancelled one
             if served is not None:
                 await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))
             slot.state = State.UNLOADED

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
+DRY_BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp and text-generation-webui have them
 MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed
 
 
@@ -40,6 +41,15 @@ class SamplingValues(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    top_n_sigma: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: str | Sequence[str]
     seed: int | None
     min_tokens: int
     max_reasoning_tokens: int | None
@@ -54,8 +64,9 @@ class SamplingValues(TypedDict, total=False):
 class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; greedy by default.
 
-    Order of work: penalties and bias on the logits, temperature, top_k, top_p (of what top_k left),
-    min_p (relative to the most probable token), then one draw.
+    Order of work: penalties, bias and DRY on the logits, temperature, top_n_sigma, typical_p,
+    top_k, top_p (of what top_k left), min_p (relative to the most probable token), XTC, then one
+    draw. At temperature 0 the most probable token is taken, and nothing cuts it off.
 
     Raises:
         InvalidRequestError: a value out of its range, with the range in the message.
@@ -70,6 +81,17 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    top_n_sigma: float = 0.0  # keep logits so many deviations below the highest; 0: all
+    typical_p: float = 1.0  # keep the most typical tokens of this mass; 1: all
+    xtc_probability: float = 0.0  # that all but the least probable token above the threshold go
+    xtc_threshold: float = 0.1  # probability; above 0.5 no two tokens have it
+    # DRY: a token that would continue a repetition, of prompt or answer, loses
+    # multiplier * base ** (length - allowed_length). 0: off.
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens that may be repeated
+    dry_penalty_last_n: int = -1  # tokens that are looked at; 0: none, -1: all
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS  # texts that no repetition reaches over
     # Same seed, same tokens, whatever else is in the batch; with 16-bit activations but for
     # tokens nearly as probable as each other, see README.
     seed: int | None = None
@@ -94,11 +116,21 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
         _check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
         _check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
+        _check_number("top_n_sigma", self.top_n_sigma, low=0.0)
+        _check_number("typical_p", self.typical_p, low=0.0, high=1.0, open_low=True)
+        _check_number("xtc_probability", self.xtc_probability, low=0.0, high=1.0)
+        _check_number("xtc_threshold", self.xtc_threshold, low=0.0, high=1.0)
+        _check_number("dry_multiplier", self.dry_multiplier, low=0.0, high=100.0)
+        _check_number("dry_base", self.dry_base, low=1.0, high=100.0)
+        _check_int("dry_allowed_length", self.dry_allowed_length, low=1, high=MAX_COUNT)
+        _check_int("dry_penalty_last_n", self.dry_penalty_last_n, low=-1, high=MAX_COUNT)
+        breakers = as_strings("dry_sequence_breakers", self.dry_sequence_breakers)
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
         _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
         _check_int("min_tokens", self.min_tokens, low=0)
         _check_int("max_reasoning_tokens", self.max_reasoning_tokens, low=1, optional=True)
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
-        object.__setattr__(self, "stop", _as_stop_strings(self.stop))
+        object.__setattr__(self, "stop", as_strings("stop", self.stop))
         check_switch("ignore_eos", self.ignore_eos)
         check_switch("speculate", self.speculate)
         _check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
@@ -229,6 +261,11 @@ class Request:
     adapter: str | None = None
     cache_salt: str | None = None  # requests with different salts never share a page, too
     boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
+    breakers: frozenset[int] = frozenset()  # tokens that break repetitions, for params' DRY
+    reports_prompt: bool = False  # say after each step how far its prompt is computed
+    # It runs in what the others leave: they stand before it in the queue, and take its slot and
+    # its pages where they need them. Its tokens are the same.
+    background: bool = False
     # Whose request it is, such as the name of an API key: proposals come from answers to requests
     # of the same owner and salt alone, for their number shows in how long a step takes.
     owner: str | None = None
@@ -247,7 +284,7 @@ class TokenLogprobs:
 
 
 class TokenEvent(NamedTuple):
-    """One event of one request: a token, logits of its prompt, or its end."""
+    """One event of one request: a token, how far its prompt is, logits of that, or its end."""
 
     request_id: str
     token_id: int | None  # None: no new token
@@ -260,6 +297,7 @@ class TokenEvent(NamedTuple):
     )
     made_s: float = 0.0  # monotonic seconds
     pooled: "NDArray[np.float32] | None" = None  # (rows, dim) of a pooling request
+    prompt_tokens: int = 0  # of the prompt, computed so far; 0: no such report
 
     @classmethod
     def without_token(
@@ -385,11 +423,12 @@ def check_switch(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
 
 
-def _as_stop_strings(stop: object) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else stop
+def as_strings(name: str, value: object) -> tuple[str, ...]:
+    """The strings of an argument that is one or several; raises InvalidRequestError."""
+    strings = (value,) if isinstance(value, str) else value
     if isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings):
         return tuple(strings)
-    raise InvalidRequestError(f"stop is {shown(stop)}; expected non-empty strings.", param="stop")
+    raise InvalidRequestError(f"{name} is {shown(value)}; expected non-empty strings.", param=name)
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:

@@ -60,6 +60,19 @@ _SAMPLING = (
     click.option("--top-p", type=float, help="Draw from the most probable that add up to P."),
     click.option("--top-k", type=int, help="Draw from the K most probable."),
     click.option("--min-p", type=float, help="Drop tokens below P times the most probable."),
+    click.option(
+        "--repetition-penalty", type=float, help="Divide logits of tokens that came before by N."
+    ),
+    click.option("--top-n-sigma", type=float, help="Drop logits N deviations below the highest."),
+    click.option("--typical-p", type=float, help="Draw from the most typical that add up to P."),
+    click.option(
+        "--xtc-probability", type=float, help="Exclude top choices, at so many of the tokens."
+    ),
+    click.option("--xtc-threshold", type=float, help="Choices that XTC excludes.  [default: 0.1]"),
+    click.option(
+        "--dry-multiplier", type=float, help="Penalise repetitions, such as 0.8.  [default: 0]"
+    ),
+    click.option("--dry-allowed-length", type=int, help="Tokens that may repeat.  [default: 2]"),
     click.option("--seed", type=int, help="Same seed, same answer."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; repeatable."),
 )
@@ -106,7 +119,11 @@ _ENGINE = (
         help="Same answers as without proposals, or same distribution.  [default: exact]",
     ),
 )
-SAMPLING_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+SAMPLING_NAMES = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
+    *("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
+    *("dry_multiplier", "dry_allowed_length"),
+)
 SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
 ENGINE_NAMES = (
     *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),

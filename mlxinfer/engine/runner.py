@@ -216,6 +216,7 @@ class Runner:
                 known[: sequence.num_prompt],
                 known[sequence.num_prompt :],
                 request.stop_ids,
+                request.breakers,
             )
 
     def _sampled(self, batch: Batch, step: StepInputs, computed: Computed) -> Launched:

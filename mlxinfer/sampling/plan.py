@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from ..core import SamplingParams
 from ..metal_kernels.sample import SETTINGS
 from .adjustments import Biases, Penalties, Repetition, SparseBias
+from .cuts import Cuts, ExcludingCuts, SigmaCuts, TypicalCuts, some_rows
 from .draw import padded_width, row_padding, stream_of
+from .dry import Dry, DryHistory, dry_rows
 from .logprobs import LogprobRows, logprob_rows
 from .truncation import RankCuts, WeightCuts
 
@@ -35,9 +37,14 @@ ROW = np.dtype(
         ("repetition", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
+        ("sigmas", np.float32),  # of top-n-sigma; 0: off, as are the next three
+        ("typical", np.float32),
+        ("xtc", np.float32),  # probability
+        ("xtc_threshold", np.float32),
         ("logprobs", np.int32),  # -1: none asked for
     ]
 )
+NO_HISTORIES: Mapping[int, DryHistory] = {}
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
 
 
@@ -62,6 +69,10 @@ def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
         min(max(params.repetition_penalty, TINY), 1 / TINY),
         params.presence_penalty,
         params.frequency_penalty,
+        0.0 if params.greedy else params.top_n_sigma,
+        params.typical_p if params.typical_p < 1 and not params.greedy else 0.0,
+        0.0 if params.greedy else params.xtc_probability,
+        params.xtc_threshold,
         -1 if params.logprobs is None else params.logprobs,
     )
 
@@ -87,11 +98,13 @@ class SamplingPlan:
     drawn: Drawn | None  # the others; None: all are greedy
     penalties: Penalties | None
     biases: Biases | None
+    dry: Dry | None
+    cuts: Cuts | None
     logprobs: LogprobRows | None
     settings: NDArray[np.void]  # (R,) SETTINGS for the Metal kernel, counts left out
     width: int  # of padded rows
     padding: mx.array  # see row_padding
-    adjusts: bool  # whether any row has penalties or biases
+    adjusts: bool  # whether any row has penalties, biases, DRY or one of `cuts`
 
 
 def make_plan(
@@ -100,6 +113,7 @@ def make_plan(
     biases: Mapping[int, SparseBias],
     prompts: Mapping[int, mx.array],
     vocab_size: int,
+    dry: Mapping[int, DryHistory] = NO_HISTORIES,
 ) -> SamplingPlan:
     """The plan of a batch.
 
@@ -109,13 +123,18 @@ def make_plan(
         biases: by slot, of those that have any.
         prompts: prompt_mask by slot, of those that have a repetition penalty.
         vocab_size: V
+        dry: by slot, of those that have DRY.
     """
     rows = table[list(slots)]
+    cuts = _cuts(rows, vocab_size)
+    _leave_to_cuts(rows)
     places = [np.flatnonzero(rows["kind"] == kind) for kind in (GREEDY, PLAIN, TOP_P, TOP_K)]
     order = np.concatenate(places)
     in_order = bool((order[1:] > order[:-1]).all())
     asked = np.flatnonzero(rows["logprobs"] >= 0).tolist()
     biased = [place for place, slot in enumerate(slots) if slot in biases]
+    dried = dry_rows(slots, dry, vocab_size) if dry else None
+    penalised = bool(biased) or bool(rows["penalised"].any())
     return SamplingPlan(
         slots=slots,
         order=None if in_order else _ints(order),
@@ -126,12 +145,61 @@ def make_plan(
         biases=Biases(biased, [biases[slots[place]] for place in biased], vocab_size)
         if biased
         else None,
+        dry=dried,
+        cuts=cuts,
         logprobs=logprob_rows(asked, rows["logprobs"][asked].tolist()) if asked else None,
         settings=_settings(rows),
         width=padded_width(vocab_size),
         padding=row_padding(len(rows), vocab_size),
-        adjusts=bool(biased) or bool(rows["penalised"].any()),
+        adjusts=penalised or dried is not None or cuts is not None,
     )
+
+
+def _cuts(rows: NDArray[np.void], vocab_size: int) -> Cuts | None:
+    """What top-n-sigma, typical sampling and XTC do to these rows; None: nothing."""
+    sigma, typical = np.flatnonzero(rows["sigmas"]), np.flatnonzero(rows["typical"])
+    excluding = _excluding(rows, vocab_size)
+    if not len(sigma) and not len(typical) and excluding is None:
+        return None
+    count = len(rows)
+    return Cuts(
+        sigma=SigmaCuts(some_rows(sigma, count), _column(rows["sigmas"][sigma]))
+        if len(sigma)
+        else None,
+        typical=TypicalCuts(
+            some_rows(typical, count),
+            _column(rows["typical"][typical]),
+            _across(rows["temperature"][typical], vocab_size),
+        )
+        if len(typical)
+        else None,
+        excluding=excluding,
+    )
+
+
+def _excluding(rows: NDArray[np.void], vocab_size: int) -> ExcludingCuts | None:
+    """The rows with XTC, group by group."""
+    groups = [np.flatnonzero((rows["xtc"] > 0) & (rows["kind"] == k)) for k in range(1, 4)]
+    places = np.concatenate(groups)
+    if not len(places):
+        return None
+    plain, top_p, top_k = (rows[group] for group in groups)
+    return ExcludingCuts(
+        rows=some_rows(places, len(rows)),
+        places=places,
+        probability=rows["xtc"][places],
+        threshold=_column(rows["xtc_threshold"][places]),
+        streams=rows["stream"][places],
+        by_weight=_weight_cuts(plain, top_p, vocab_size) if len(plain) + len(top_p) else None,
+        by_rank=_rank_cuts(top_k, vocab_size) if len(top_k) else None,
+    )
+
+
+def _leave_to_cuts(rows: NDArray[np.void]) -> None:
+    """Rows with XTC are drawn from all that it keeps: it has done what else cuts them."""
+    excluding = rows["xtc"] > 0
+    for name, off in (("kind", PLAIN), ("top_k", 0), ("top_p", KEEP_ALL), ("min_p", 0)):
+        rows[name][excluding] = off
 
 
 def _settings(rows: NDArray[np.void]) -> NDArray[np.void]:

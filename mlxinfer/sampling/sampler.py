@@ -21,6 +21,7 @@ from .adjustments import (
     sparse_bias,
 )
 from .draw import DrawRanks, draw, pad_rows, uniforms
+from .dry import DryHistory, apply_dry
 from .logprobs import LogprobArrays, compute_logprobs
 from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of
 from .truncation import kept_weights
@@ -180,6 +181,7 @@ class Sampler:
         self._prompts: dict[int, mx.array] = {}
         self._history = TokenHistory(spare=vocab_size)
         self._penalised: set[int] = set()  # slots that have a history
+        self._dry: dict[int, DryHistory] = {}
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}  # two batches may take turns
 
     def add(
@@ -189,6 +191,7 @@ class Sampler:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         stop_ids: frozenset[int],
+        breakers: frozenset[int] = frozenset(),
     ) -> None:
         """Keep the settings and the history of a request, new or resumed.
 
@@ -198,6 +201,7 @@ class Sampler:
             prompt_ids: its prompt.
             output_ids: its answer so far; not empty where it resumes.
             stop_ids: the tokens that end it, forbidden before params.min_tokens.
+            breakers: tokens that no repetition reaches over, for DRY.
         """
         if slot >= len(self._table):
             self._table = np.pad(self._table, (0, max(slot + 1, 16)))
@@ -210,6 +214,8 @@ class Sampler:
             self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
         if params.repetition_penalty != 1:
             self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
+        if params.dry_multiplier and params.dry_penalty_last_n:
+            self._dry[slot] = DryHistory(params, breakers, [*prompt_ids, *output_ids])
         self._plans.clear()
 
     def remove(self, slot: int) -> None:
@@ -217,6 +223,7 @@ class Sampler:
         self._table[slot] = np.zeros((), dtype=ROW)
         self._biases.pop(slot, None)
         self._prompts.pop(slot, None)
+        self._dry.pop(slot, None)
         if slot in self._penalised:
             self._penalised.remove(slot)
             self._history.stop(slot)
@@ -226,6 +233,10 @@ class Sampler:
         """Add tokens (N,) to the histories of slots (N,), all different; slot -1: none."""
         if self._penalised:
             self._history.observe(slots, token_ids)
+        if self._dry:
+            for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+                if slot in self._dry:
+                    self._dry[slot].append(token_id)
 
     def sample(
         self,
@@ -263,7 +274,9 @@ class Sampler:
         if plan is None:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
-            plan = make_plan(key, self._table, self._biases, self._prompts, self._vocab_size)
+            plan = make_plan(
+                key, self._table, self._biases, self._prompts, self._vocab_size, self._dry
+            )
             self._plans[key] = plan
         return plan
 
@@ -274,9 +287,11 @@ class Sampler:
         counts: NDArray[np.int64],
         recent: mx.array | None,
     ) -> mx.array:
-        """Padded rows after penalties and biases."""
+        """Padded rows after penalties, biases, DRY and the cuts that are no truncation."""
         if plan.penalties is not None:
             rows = penalise(rows, plan.penalties, self._history, recent)
         if plan.biases is not None:
             rows = plan.biases.apply(rows, counts)
-        return rows
+        if plan.dry is not None:
+            rows = apply_dry(rows, plan.dry, self._dry, recent, self._vocab_size)
+        return rows if plan.cuts is None else plan.cuts.apply(rows, counts)

@@ -35,6 +35,7 @@ Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 T = TypeVar("T")
 
+MAX_BREAKERS = 256  # whose tokens are remembered
 LAST_TURNS = 4  # of a prompt at whose ends the states of recurrent layers are kept
 _ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
 
@@ -83,6 +84,7 @@ class RequestBuilder:
             tokenizer, self.reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
         )
         self._request_ids = itertools.count()
+        self._breakers: dict[str, frozenset[int]] = {}
 
     @cached_property
     def tool_format(self) -> ToolFormat:
@@ -301,7 +303,23 @@ class RequestBuilder:
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         request_id = str(next(self._request_ids))
         stops = ends.union(params.stop_token_ids)
-        return Request(request_id, ids, params, stops, boundaries=turn_ends(ids, self.end_ids))
+        request = Request(request_id, ids, params, stops, boundaries=turn_ends(ids, self.end_ids))
+        if params.dry_multiplier:
+            request.breakers = frozenset().union(*map(self._breaking, params.dry_sequence_breakers))
+        return request
+
+    def _breaking(self, text: str) -> frozenset[int]:
+        """The tokens that hold a text, or the last one of its own where none holds it."""
+        found = self._breakers.get(text)
+        if found is None:
+            if len(self._breakers) >= MAX_BREAKERS:
+                self._breakers.clear()
+            found = self.tokenizer.ids_with(text)
+            if not found:
+                own = self.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+                found = frozenset(own[-1:])
+            self._breakers[text] = found
+        return found
 
     def _check_variables(self, names: Iterable[str]) -> None:
         """Raise InvalidRequestError for a variable that the template never reads."""

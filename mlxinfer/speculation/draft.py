@@ -232,14 +232,16 @@ class DraftProposer:
             salt: of the namespace in which prefixes are shared.
         """
         ids = sequence.token_ids[offset:]
-        if max(ids, default=self._model.config.vocab_size) >= self._model.config.vocab_size:
+        vocab_size = self._model.config.vocab_size
+        if max(ids, default=vocab_size) >= vocab_size:
             return None
         request = Request(
             sequence.request.id,
             [],
             self._params(sequence.request.params),
-            frozenset(i for i in sequence.request.stop_ids if i < self._model.config.vocab_size),
+            frozenset(i for i in sequence.request.stop_ids if i < vocab_size),
             cache_salt=salt,
+            breakers=frozenset(i for i in sequence.request.breakers if i < vocab_size),
         )
         num_prompt = max(sequence.num_prompt - offset, 1)
         own = Sequence(request, self._max_context, ids, num_prompt)

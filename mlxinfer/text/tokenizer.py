@@ -303,6 +303,11 @@ class Tokenizer:
         except TokenizerPanicError as error:
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
 
+    def ids_with(self, text: str) -> frozenset[int]:
+        """The tokens whose bytes hold those of `text`. Looks at the whole vocabulary."""
+        wanted = text.encode()
+        return frozenset(i for i in range(self.vocab_size) if wanted in self.token_bytes(i))
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for within a text, b"" for an id without a token.
 

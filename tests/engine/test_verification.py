@@ -26,6 +26,11 @@ DRAWN = SamplingParams(
     repetition_penalty=1.2,
     presence_penalty=0.3,
     frequency_penalty=0.4,
+    xtc_probability=0.5,
+    xtc_threshold=0.02,
+    dry_multiplier=0.8,
+    dry_allowed_length=1,
+    typical_p=0.95,
     logprobs=2,
 )
 

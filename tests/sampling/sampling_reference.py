@@ -21,6 +21,7 @@ class Row:
     output_ids: Sequence[int] = ()
     stop_ids: frozenset[int] = frozenset()
     allowed: np.ndarray | None = None  # (V,) bool
+    breakers: frozenset[int] = frozenset()
 
 
 def adjusted_logits(row: Row) -> np.ndarray:
@@ -43,6 +44,60 @@ def adjusted_logits(row: Row) -> np.ndarray:
     return x
 
 
+def dried_logits(row: Row) -> np.ndarray:
+    """The same after DRY."""
+    params, x = row.params, adjusted_logits(row)
+    for token, length in repeated_lengths(row).items():
+        beyond = length - params.dry_allowed_length
+        if beyond >= 0:
+            with np.errstate(over="ignore"):
+                amount = params.dry_multiplier * np.float64(params.dry_base) ** min(beyond, 1024)
+            x[token] -= np.float32(min(amount, 1e30))
+    return x
+
+
+def repeated_lengths(row: Row) -> dict[int, int]:
+    """By token that would continue a repetition: the length of the longest one, as DRY has it."""
+    params, ids = row.params, [*row.prompt_ids, *row.output_ids]
+    if not params.dry_multiplier or not params.dry_penalty_last_n:
+        return {}
+    if params.dry_penalty_last_n > 0:
+        ids = ids[-params.dry_penalty_last_n :]
+    found: dict[int, int] = {}
+    for end in range(len(ids) - 1):  # the repeated part ends here
+        length = 0
+        while length <= end and ids[end - length] == ids[-1 - length] not in row.breakers:
+            length += 1
+        if length and ids[end + 1] not in row.breakers:
+            found[ids[end + 1]] = max(found.get(ids[end + 1], 0), length)
+    return found
+
+
+def _cut_logits(x: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, bool]:
+    """Logits after top-n-sigma and typical sampling, and whether a cut is close."""
+    in_doubt = False
+    if params.top_n_sigma:
+        finite = x[np.isfinite(x)].astype(np.float64)
+        floor = finite.max() - params.top_n_sigma * finite.std()
+        in_doubt |= bool((abs(finite - floor) < NEAR * max(1, abs(finite).max())).any())
+        x = np.where(x >= floor, x, -np.inf)
+    if params.typical_p < 1:
+        p = probabilities(x, params.temperature)
+        surprise = -np.log(p[p > 0])
+        away = np.full(len(x), np.inf)
+        away[p > 0] = abs(surprise - (p[p > 0] * surprise).sum())
+        away = np.round(away, 4)  # float32 may part what is equal, or join what is near
+        order = np.argsort(away, kind="stable")
+        mass = np.cumsum(p[order])
+        last = int((mass < params.typical_p).sum())
+        last = min(last, len(x) - 1)
+        gaps = np.diff(np.unique(away[np.isfinite(away)]))
+        in_doubt |= bool((abs(mass - params.typical_p) < 1e-4).any())
+        in_doubt |= bool((gaps < 1e-3).any()) or 0 < p[p > 0].min() < 1e-30
+        x = np.where((away <= away[order[last]]) & (p > 0), x, -np.inf)
+    return x, in_doubt
+
+
 def probabilities(x: np.ndarray, temperature: float) -> np.ndarray:
     x = x.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -58,12 +113,12 @@ class Kept:
     in_doubt: bool
 
 
-def kept_tokens(row: Row) -> Kept:
+def kept_tokens(row: Row, excludes: bool = False) -> Kept:
+    """What may be drawn; `excludes`: XTC acts on this token."""
     params = row.params
-    x = adjusted_logits(row)
+    x, in_doubt = _cut_logits(dried_logits(row), params)
     p = probabilities(x, params.temperature)
     kept = p > 0
-    in_doubt = False
     if 0 < params.top_k < len(x):
         kept &= x >= np.sort(x)[-params.top_k]
     if params.top_p < 1:
@@ -76,6 +131,15 @@ def kept_tokens(row: Row) -> Kept:
         kept &= ratio >= params.min_p
         in_doubt |= bool((abs(ratio[p > 0] / params.min_p - 1) < NEAR).any()) and params.min_p < 1
     p = np.where(kept, p, 0)
+    p /= p.sum()
+    if excludes:
+        likely = p >= params.xtc_threshold
+        in_doubt |= bool((abs(p[p > 0] - params.xtc_threshold) < NEAR).any())
+        if likely.any():
+            least = p[likely & (p > 0)].min(initial=np.inf)
+            in_doubt |= bool((p > 0).any() and 0 < abs(p[p > 0] / least - 1).min() < NEAR)
+            in_doubt |= least < 1e-30
+            p = np.where(likely & (p > least * (1 + NEAR / 10)), 0, p)
     return Kept(p / p.sum(), in_doubt)
 
 
@@ -101,7 +165,7 @@ def draw(p: np.ndarray, uniform: float) -> set[int]:
 
 
 def greedy(row: Row) -> int:
-    return int(np.argmax(adjusted_logits(row)))
+    return int(np.argmax(dried_logits(row)))
 
 
 def logprobs(logits: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from sampling_reference import Row, draw, greedy, kept_tokens
 
 from mlxinfer.core import SamplingParams, TokenLogprobs
 from mlxinfer.sampling import Sampler, read_logprobs
+from mlxinfer.sampling.cuts import EXCLUDING
 from mlxinfer.sampling.draw import stream_of, uniforms
 
 Choice = tuple[int, TokenLogprobs | None]
@@ -23,7 +24,7 @@ def choose(cases: list[Row], pending: bool = False, slots: list[int] | None = No
     hidden = -1 if pending else None
     for slot, row in zip(slots, cases, strict=True):
         known = row.output_ids[:hidden]
-        sampler.add(slot, row.params, row.prompt_ids, known, row.stop_ids)
+        sampler.add(slot, row.params, row.prompt_ids, known, row.stop_ids, row.breakers)
     newest = [row.output_ids[-1] if pending and row.output_ids else -1 for row in cases]
     logits = mx.array(np.stack([row.logits for row in cases]))
     counts = np.array([len(row.output_ids) for row in cases])
@@ -39,13 +40,20 @@ def uniform_of(row: Row) -> float:
     return float(uniforms(streams, np.array([len(row.output_ids)]))[0])
 
 
+def excludes(row: Row) -> bool:
+    """Whether XTC acts on the next token."""
+    streams = np.array([stream_of(row.params.seed)], dtype=np.uint64) ^ EXCLUDING
+    random = uniforms(streams, np.array([len(row.output_ids)]))[0]
+    return bool(random < np.float32(row.params.xtc_probability))
+
+
 @given(row=rows())
 def test_chooses_as_the_reference(row: Row):
     ((token, _),) = choose([row])
     if row.params.greedy:
         assert token == greedy(row)
     else:
-        kept = kept_tokens(row)
+        kept = kept_tokens(row, excludes=excludes(row))
         assume(not kept.in_doubt)
         assert token in draw(kept.probabilities, uniform_of(row))
 
@@ -77,7 +85,8 @@ def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
     sampler = Sampler(VOCAB)
     slots, found, recent, counts = [], [], [], []
     for slot, (row, known, after) in enumerate(cases):
-        sampler.add(slot, row.params, row.prompt_ids, row.output_ids[:known], row.stop_ids)
+        known_ids = row.output_ids[:known]
+        sampler.add(slot, row.params, row.prompt_ids, known_ids, row.stop_ids, row.breakers)
         for place, each in enumerate(after):
             slots.append(slot)
             found.append(replace(row, logits=each, output_ids=row.output_ids[: known + place]))

@@ -24,6 +24,13 @@ EFFORT = TEMPLATE + "{{ reasoning_effort }}"
         ("min_new_tokens", 2, "min_tokens", 2),
         ("random_seed", 5, "seed", 5),
         ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
+        ("typ_p", 0.9, "typical_p", 0.9),
+        ("top_n_sigma", -1, "top_n_sigma", 0.0),
+        ("top_n_sigma", 1.5, "top_n_sigma", 1.5),
+        ("xtc_probability", 0.5, "xtc_probability", 0.5),
+        ("dry_multiplier", 0.8, "dry_multiplier", 0.8),
+        ("dry_sequence_breakers", ["\n", "x"], "dry_sequence_breakers", ("\n", "x")),
+        ("logit_bias", [[5, 2], ["x", -1.5], [7, False]], "logit_bias", {5: 2, 90: -1.5, 7: -1e9}),
         ("stop", ["x"] * 64, "stop", ("x",) * 64),
     ],
 )
@@ -56,7 +63,6 @@ def test_two_names_of_one_field_must_agree(scripted: ScriptedServer) -> None:
         ("tfs_z", 0.9, 1.0),
         ("mirostat", 2, 0),
         ("mirostat_mode", 2, 0),
-        ("typical_p", 0.9, 1),
         ("top_a", 0.2, 0.0),
         ("num_beams", 4, 1),
         ("guidance_scale", 1.5, 1),
@@ -80,6 +86,10 @@ def test_a_field_without_a_meaning_here_is_named(
 @pytest.mark.parametrize(
     "fields",
     [
+        {"typical_p": 0.9},
+        {"top_n_sigma": 1.0},
+        {"xtc_probability": 0.5},
+        {"dry_multiplier": 0.8},
         {"repeat_penalty": 1.3},
         {"num_predict": 5},
         {"n_predict": 5},

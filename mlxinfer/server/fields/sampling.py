@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ...core import SamplingParams
+from ...core import MAX_COUNT, SamplingParams
 from ...errors import InvalidRequestError
-from ..registry.served import SamplingDefaults
+from ..registry.served import SamplingDefaults, ServedModel
 from .checks import RefusedFields, refuse
 
 MAX_STOPS = 64
@@ -29,7 +29,15 @@ ALIASES = {  # of llama.cpp, Ollama, Hugging Face and Mistral
     "min_new_tokens": "min_tokens",
     "random_seed": "seed",
     "stop_sequences": "stop",
+    "typ_p": "typical_p",
+    "typical": "typical_p",
 }
+DRY_FIELDS = (
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    "dry_sequence_breakers",
+)
+MAX_BREAKERS = 32
+BANNED = -1e9  # added to a logit
 
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 TokenLimit = Annotated[int, Meta(ge=UNLIMITED)]
@@ -37,6 +45,9 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 ReasoningLimit = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Breakers = Annotated[list[StopString], Meta(max_length=MAX_BREAKERS)]
+# [token id or text, bias], as llama.cpp has it: each token of a text gets the bias; false: never
+TextBias = tuple[int | StopString, Bias | bool]
 Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
 
 
@@ -52,7 +63,20 @@ class SamplingFields(RefusedFields, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    logit_bias: (
+        Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)]
+        | Annotated[list[TextBias], Meta(max_length=MAX_BIASES)]
+        | None
+    ) = None
+    top_n_sigma: Annotated[float, Meta(le=100)] | None = None  # of llama.cpp; up to 0: off
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    xtc_probability: Annotated[float, Meta(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # -1: all
+    dry_sequence_breakers: Breakers | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
@@ -73,6 +97,8 @@ class SamplingFields(RefusedFields, kw_only=True):
     min_new_tokens: Annotated[int, Meta(ge=0)] | None = None
     random_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_sequences: Stops | None = None
+    typ_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    typical: Annotated[float, Meta(gt=0, le=1)] | None = None
     repeat_last_n: Any = None
     penalty_last_n: Any = None
     repetition_context_size: Any = None
@@ -126,7 +152,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 def sampling_params(
     fields: SamplingFields,
-    defaults: SamplingDefaults,
+    model: ServedModel,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -139,10 +165,12 @@ def sampling_params(
     Raises:
         InvalidRequestError: a value out of range.
     """
+    defaults = model.defaults
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequestError("stream_options goes with stream: true.", param="stream_options")
     stop = fields.stop or ()
     count = fields.n or 1
+    bias, others = _logit_bias(fields, model), _other_samplers(fields)
     return [
         SamplingParams(
             max_tokens=max_tokens,
@@ -154,7 +182,8 @@ def sampling_params(
             repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
-            logit_bias=fields.logit_bias or {},
+            logit_bias=bias,
+            **others,
             seed=None if fields.seed is None else _wrapped(fields.seed + choice),
             min_tokens=fields.min_tokens or 0,
             ignore_eos=bool(fields.ignore_eos),
@@ -165,6 +194,31 @@ def sampling_params(
         )
         for choice in range(count)
     ]
+
+
+def _logit_bias(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
+    """What is added to the logits of tokens; the later of two entries for one token counts."""
+    given = fields.logit_bias or {}
+    if isinstance(given, dict):
+        return dict(given)
+    found: dict[int, float] = {}
+    for number, (token, bias) in enumerate(given):
+        if bias is True:
+            place = f"logit_bias[{number}]"
+            raise InvalidRequestError(f"{place} is true; expected a number or false.", param=place)
+        ids = [token]
+        if isinstance(token, str):
+            ids = model.tokenizer.encode(token, add_special_tokens=False, parse_special=True)
+        found.update(dict.fromkeys(ids, BANNED if bias is False else float(bias)))
+    return found
+
+
+def _other_samplers(fields: SamplingFields) -> dict[str, Any]:
+    """Top-n-sigma, typical sampling, XTC and DRY, as far as they were asked for."""
+    names = ("typical_p", "xtc_probability", "xtc_threshold", *DRY_FIELDS)
+    given = {name: getattr(fields, name) for name in names}
+    given["top_n_sigma"] = max(fields.top_n_sigma or 0.0, 0.0)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _top_k(fields: SamplingFields, defaults: SamplingDefaults) -> int:

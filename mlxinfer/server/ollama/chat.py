@@ -184,7 +184,7 @@ def _message(turn: ChatTurn, path: str) -> Plain:
 def _params(model: ServedModel, options: Any, num_prompt: int) -> SamplingParams:
     limit = options.max_tokens
     max_tokens = None if limit in (None, UNLIMITED) else max(limit, 1)
-    params = sampling_params(options, model.defaults, max_tokens=max_tokens, logprobs=None)
+    params = sampling_params(options, model, max_tokens=max_tokens, logprobs=None)
     return fitted(model, params, num_prompt, param="prompt")[0]
 
 

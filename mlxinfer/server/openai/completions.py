@@ -96,7 +96,7 @@ def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]
         max_tokens = None
     return sampling_params(
         body,
-        model.defaults,
+        model,
         max_tokens=None if max_tokens is None else max(max_tokens, 1),  # that of 0 is left out
         logprobs=body.logprobs,
     )

@@ -77,7 +77,7 @@ async def infill(call: Call, body: InfillRequest) -> Reply:
     prompt = await call.in_worker(infill_prompt, model, prefix, body.input_suffix, files=files)
     limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
-    params = sampling_params(body, model.defaults, max_tokens=max_tokens, logprobs=None)
+    params = sampling_params(body, model, max_tokens=max_tokens, logprobs=None)
     (choice,) = fitted(model, params, len(prompt.ids), param="prompt")
     answer = model.builder.output(prompt.ids, choice, continues=True, reasons=False)
     answer.request.cache_salt = body.cache_salt

@@ -235,3 +235,33 @@ def test_live_prompts_are_those_of_the_whole_conversation() -> None:
         whole = server.post(RESPONSES, {"input": items, **body}).json()
     assert after["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
     assert after["output"][0]["content"] == whole["output"][0]["content"]
+
+
+def test_a_conversation_is_compacted(keeping: ScriptedServer, client: openai.OpenAI) -> None:
+    with keeping.says("<think>hm</think>First."):
+        first = ask(client, input="What is a page?")
+    with keeping.says("<think>hm</think> They talked of pages. "):
+        compacted = client.responses.compact(
+            model="demo", input="And a tail?", previous_response_id=first.id
+        )
+        prompt = keeping.prompt
+    assert prompt.index("What is a page?") < prompt.index("First.") < prompt.index("And a tail?")
+    assert "Summarise" in prompt
+    plain = compacted.to_dict()
+    assert plain["object"] == "response.compaction"
+    output: Any = plain["output"]
+    assert [item["type"] for item in output] == ["message", "message", "compaction"]
+    texts = [item["content"][0]["text"] for item in output[:2]]
+    assert texts == ["What is a page?", "And a tail?"]
+    with keeping.says("Yes."):
+        ask(client, input=[*output, {"role": "user", "content": "Go on."}])
+        prompt = keeping.prompt
+    assert "They talked of pages." in prompt
+    assert "First." not in prompt
+    assert prompt.index("They talked") < prompt.index("Go on.")
+
+
+def test_a_foreign_compaction_is_named(client: openai.OpenAI) -> None:
+    item: Any = {"type": "compaction", "encrypted_content": "gAAAA?"}
+    with pytest.raises(openai.BadRequestError, match="not of this server"):
+        ask(client, input=[item, {"role": "user", "content": "Go on."}])

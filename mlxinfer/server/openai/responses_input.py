@@ -22,6 +22,7 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
     )
     for kind in ("call", "call_output", "output")
 ) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
+SUMMARY = "What came before this, as a summary:"  # before the text of a compaction
 _TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 
 
@@ -79,6 +80,9 @@ def _add(found: list[Plain], item: InputItem, path: str, source: str) -> None:
             raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
         text = _text(_output(item, path), f"{path}.output")
         found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+    elif item.type in ("compaction", "compaction_summary"):
+        text = f"{SUMMARY}\n\n{_unwrapped(item.encrypted_content, path)}"
+        found.append({"role": "user", "content": text})
     elif item.type == "reasoning":
         _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
     else:
@@ -136,8 +140,12 @@ def _thoughts(item: InputItem, path: str) -> str:
         return _text(item.content, f"{path}.content")
     if item.encrypted_content is None:
         return _text(item.summary or "", f"{path}.summary")
+    return _unwrapped(item.encrypted_content, path)
+
+
+def _unwrapped(content: str | None, path: str) -> str:
     try:
-        return base64.b64decode(item.encrypted_content, validate=True).decode()
+        return base64.b64decode(content or "", validate=True).decode()
     except (binascii.Error, UnicodeError, ValueError):
         raise InvalidRequestError(
             f"{path}.encrypted_content is not of this server; leave the item out.", param=path
@@ -145,7 +153,7 @@ def _thoughts(item: InputItem, path: str) -> str:
 
 
 def encrypted_content(text: str) -> str:
-    """Reasoning in base64 for clients that send it back unread; it is no secret."""
+    """Reasoning or a summary in base64 for clients that send it back unread; it is no secret."""
     return base64.b64encode(text.encode()).decode()
 
 

@@ -22,7 +22,7 @@ from ..errors import BackendMissingError, MlxinferError, ModelNotFoundError
 from ._process import INTERRUPTED, ending_at_interrupts
 
 ORDER = (
-    *("run", "chat", "serve", "app", "ps", "load", "unload"),
+    *("run", "chat", "serve", "batch", "app", "ps", "load", "unload"),
     *("suggest", "pull", "list", "show", "rm", "convert"),
     *(
         "launch",

@@ -26,13 +26,16 @@ from ._configuration import (
     requested_models,
 )
 from ._options import API_KEY, Size, engine_options_without
+from ._output import note
 from ._page import page_routes
 
 if TYPE_CHECKING:
     from ..server.calls.service import Fetch
+    from ..server.files import FileStore
     from ..server.registry.models import Models
     from ..server.registry.slots import Entry
     from ..server.store import ResponseStore
+    from ..server.watch.tracing import Tracing
 
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
@@ -212,6 +215,25 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long one is kept that is not used.",
 )
+@click.option(
+    "--otlp-traces-endpoint",
+    metavar="URL",
+    help="Send spans of answers to a collector, such as http://host:4318/v1/traces (extra: otel).",
+)
+@click.option(
+    "--files/--no-files",
+    default=True,
+    show_default=True,
+    help="Take files for /v1/batches, and keep them and their answers on this disk.",
+)
+@click.option(
+    "--files-size",
+    type=Size(),
+    metavar="SIZE",
+    default="4GB",
+    show_default=True,
+    help="The most that is kept of them; further ones are refused.",
+)
 @engine_options_without("max_memory")  # a server divides it among its models
 @click.pass_context
 def command(
@@ -235,9 +257,11 @@ def command(
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        store = response_store(options)
+        store, files = response_store(options), file_store(options)
         fetch = fetching(options) if options.pop("allow_pull") else None
-        service = Service(registry(requested, options), config, store, fetch)
+        service = Service(
+            registry(requested, options), config, store, fetch, files, tracing(options)
+        )
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
@@ -327,6 +351,36 @@ def response_store(options: dict[str, Any]) -> "ResponseStore | None":
     except (OSError, sqlite3.Error) as error:
         raise click.UsageError(
             f"Responses cannot be stored in {path}: {error}. Say --no-store, or set XDG_DATA_HOME."
+        ) from error
+
+
+def tracing(options: dict[str, Any]) -> "Tracing | None":
+    """Return where spans of answers go, or None; without the extra it is wrong usage."""
+    from ..server.watch.tracing import Tracing
+
+    url = options.pop("otlp_traces_endpoint")
+    try:
+        return None if url is None else Tracing.to(url)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def file_store(options: dict[str, Any]) -> "FileStore | None":
+    """Return the store of files, or None; a value or a place that is wrong is wrong usage."""
+    from ..history import data_folder
+    from ..memory import parse_bytes
+    from ..server.files import FilesInUseError, FileStore
+
+    keeps, size = options.pop("files"), options.pop("files_size")
+    folder = data_folder() / "files"
+    try:
+        return FileStore(folder, max_bytes=parse_bytes(size)) if keeps else None
+    except FilesInUseError:
+        note(f"Another server takes files in {folder}, so this one takes none.")
+        return None
+    except (OSError, sqlite3.Error) as error:
+        raise click.UsageError(
+            f"Files cannot be kept in {folder}: {error}. Say --no-files, or set XDG_DATA_HOME."
         ) from error
 
 

@@ -45,6 +45,16 @@ class Sequence:
     sharers: dict["Sequence", int] = field(default_factory=dict)
 
     @property
+    def background(self) -> bool:
+        """Whether it gives way to sequences that are none; see `Request.background`."""
+        return self.request.background
+
+    @property
+    def priority(self) -> int:
+        """Of what it leaves in the prefix cache; that of background sequences goes first."""
+        return self.request.priority - self.background
+
+    @property
     def lease_of(self) -> Lease:
         """The lease of a running sequence."""
         assert self.lease is not None

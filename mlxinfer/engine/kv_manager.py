@@ -103,7 +103,7 @@ class KVManager:
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         point = self.tree.probe(sequence.namespace, sequence.token_ids, limit=limit)
         while True:
-            lease = self.tree.lock(point, priority=sequence.request.priority)
+            lease = self.tree.lock(point, priority=sequence.priority)
             if self._room(point, sequence, spare):
                 sequence.lease = lease
                 self.tree.count(point)

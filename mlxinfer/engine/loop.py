@@ -290,6 +290,7 @@ class Loop:
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
+        self._report_prompts(launched.batch)
         self._fail_not_finite(not_finite)
         tokens = token_ids.tolist()
         if launched.hidden is not None and self._proposer is not None:
@@ -326,6 +327,17 @@ class Loop:
             elif row not in discarded:
                 events.append(event)
         self._emit(events)
+
+    def _report_prompts(self, batch: Batch) -> None:
+        """Say how far prompts are, to requests that asked for it."""
+        now_s = time.monotonic()
+        for segment in batch.ragged:
+            sequence = segment.sequence
+            asked = sequence.request.reports_prompt and not sequence.finished
+            if asked and segment.stop <= sequence.num_prompt:
+                id, cached = sequence.request.id, sequence.num_cached
+                event = TokenEvent(id, None, cached_tokens=cached, made_s=now_s)
+                self._emit([event._replace(prompt_tokens=segment.stop)])
 
     def _store_spilled(self, store: PageStore, launched: Launched) -> None:
         """Keep the pages that were read out before a step, now that it went well."""

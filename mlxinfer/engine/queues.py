@@ -3,6 +3,7 @@
 import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.pages import OutOfPages
@@ -29,6 +30,8 @@ class Counters:
 
 class RequestQueues:
     """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
+
+    Background sequences (`Request.background`) wait behind the others, and are preempted for them.
 
     Args:
         kv_manager: what running sequences hold.
@@ -61,7 +64,10 @@ class RequestQueues:
             num_prompt=len(request.prompt_ids),
         )
         self._by_id[request.id] = sequence
-        self.waiting.append(sequence)
+        if sequence.background:
+            self.waiting.append(sequence)
+        else:
+            self.waiting.insert(self._first_background(), sequence)
         self._counters.requests += 1
         return sequence
 
@@ -88,14 +94,14 @@ class RequestQueues:
             self.waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Put a running sequence back at the head of the queue, with its tokens.
+        """Put a running sequence back at the head of its part of the queue, with its tokens.
 
         Its pages stay in the prefix tree until they are evicted; only those are computed again.
         """
         self._release(sequence, keep)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.num_preempted += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.insert(self._first_background() if sequence.background else 0, sequence)
         self._counters.preemptions += 1
 
     def _release(self, sequence: Sequence, keep: bool) -> None:
@@ -105,23 +111,35 @@ class RequestQueues:
         sequence.slot = -1
         sequence.started = False
 
+    def _first_background(self) -> int:
+        """Where the background sequences begin in the queue."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].background:
+            place -= 1
+        return place
+
     # -- slots and pages ------------------------------------------------------------------------
 
-    def admit(self, prefilling: Seq[Sequence]) -> Sequence | None:
-        """Start the first waiting sequence for which there is room, in order of arrival.
+    def admit(self, prefilling: Seq[Sequence], most: int) -> Sequence | None:
+        """Start the first waiting sequence for which there is room, in order of the queue.
 
         A sequence that will soon share what another computes waits for it, and later ones may pass.
+
+        Args:
+            prefilling: running sequences with prompts to compute.
+            most: how many of these there may be; background ones do not count for the others.
         """
-        if not self._free_slots:
+        if not self._free_slots and self._youngest_background() is None:
             return None
         for sequence in self.waiting:
             if sequence.num_pending:
                 return None  # preempted with a step in flight, whose token it gets first
-            if self._kv.shares_later(sequence, prefilling):
+            rivals = prefilling if sequence.background else foreground(prefilling)
+            if len(rivals) >= most:
+                return None
+            if self._kv.shares_later(sequence, rivals):
                 continue
-            try:
-                self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
-            except OutOfPages:
+            if not self._begin(sequence):
                 return None
             self.waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
@@ -130,19 +148,41 @@ class RequestQueues:
             return sequence
         return None
 
+    def _begin(self, sequence: Sequence) -> bool:
+        """Take the pages for a free slot, preempting background sequences if need be."""
+        while True:
+            if self._free_slots:
+                with suppress(OutOfPages):
+                    self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
+                    return True
+            youngest = None if sequence.background else self._youngest_background()
+            if youngest is None:
+                return False
+            self.preempt(youngest)
+
+    def _youngest_background(self) -> Sequence | None:
+        return next((s for s in reversed(self.running) if s.background), None)
+
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions, preempting the youngest others if need be.
 
+        Background sequences go before the others.
+
         Returns:
-            False: the sequence itself is the youngest and went back to the queue.
+            False: the sequence itself is the first to go, and went back to the queue.
         """
         while True:
             try:
                 self._kv.extend(sequence, num_tokens)
                 return True
             except OutOfPages:
-                youngest = self.running[-1]
+                youngest = self._youngest_background() or self.running[-1]
                 assert len(self.running) > 1, "a request that fits alone was admitted"
                 self.preempt(youngest)
                 if youngest is sequence:
                     return False
+
+
+def foreground(sequences: Seq[Sequence]) -> list[Sequence]:
+    """Those that give way to none."""
+    return [sequence for sequence in sequences if not sequence.background]

@@ -174,7 +174,7 @@ def test_preemption_before_the_first_step_seals_no_tail() -> None:
     sequence = scheduler.queues.add(request("a", 6), max_output=8)
     step(scheduler)
     scheduler.queues.preempt(sequence)
-    assert scheduler.queues.admit([]) is sequence
+    assert scheduler.queues.admit([], 1) is sequence
     assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
     scheduler.kv_manager.take_work()
     scheduler.queues.preempt(sequence)

@@ -244,3 +244,21 @@ def test_timings_are_there_on_request(server: LiveServer) -> None:
     assert text["timings"]["predicted_n"] == 16
     (plain,) = server.post(CHAT, chat("Hello", max_tokens=4)).json()["choices"]
     assert "timings" not in plain
+
+
+def test_a_stream_says_how_far_its_prompt_is(server: LiveServer) -> None:
+    """After each step with a part of it, and with what was in the cache, as llama.cpp does."""
+    text = "one two three four five six seven eight " * 60
+    asked = chat(text, max_tokens=2, return_progress=True)
+    for cached in (False, True):
+        events = server.events(CHAT, asked)
+        found = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
+        assert found
+        assert [each["processed"] for each in found] == sorted(each["processed"] for each in found)
+        last = found[-1]
+        assert last["processed"] == last["total"] > 500
+        assert (last["cache"] > 0) is cached
+        assert all(each["cache"] == last["cache"] <= each["processed"] for each in found)
+    assert not any("prompt_progress" in e for e in server.events(CHAT, chat("Hi"))[:-1])
+    answer = server.post("/v1/completions", {"prompt": "a", "return_progress": True})
+    assert answer.json()["error"]["param"] == "return_progress"

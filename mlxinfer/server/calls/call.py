@@ -15,8 +15,9 @@ from ...pooling.request import TokenRow
 from ...session.output_processor import OutputProcessor
 from ..errors import DeadlineError, ShuttingDownError
 from ..registry.served import ServedModel
+from ..watch.request_metrics import RequestMetrics
 from .generation import Generation
-from .service import Service
+from .service import Admission, Service
 
 if TYPE_CHECKING:
     from ...session.pooling_session import Vectors
@@ -31,6 +32,11 @@ TIMEOUT_HEADER = b"x-request-timeout"  # seconds after which the answer is of no
 class Call:
     """What a handler is given beside the body. Used as a context manager around the whole reply.
 
+    Args:
+        service: answers it.
+        scope: of the connection.
+        background: of a batch: it gives way to all others, and no limit of theirs counts it.
+
     Attributes:
         id: of the answer; never the same twice.
         request_id: in the log and in the x-request-id header; clients may choose it.
@@ -39,8 +45,9 @@ class Call:
         generations: what it has begun to generate.
     """
 
-    def __init__(self, service: Service, scope: Scope) -> None:
+    def __init__(self, service: Service, scope: Scope, *, background: bool = False) -> None:
         self.service = service
+        self.background = background
         self.scope = scope
         self.id = secrets.token_hex(12)
         self.request_id: str = scope["mlxinfer.id"]
@@ -64,7 +71,8 @@ class Call:
             the error of an interrupt.
         """
         self.refuse_while_draining()
-        use = self._kept.enter_async_context(self.service.models.use(name))
+        leave = self._leave if self.background else None
+        use = self._kept.enter_async_context(self.service.models.use(name, leave))
         model = await self._interruptible(use)
         self.log["model"] = model.name
         return model
@@ -82,15 +90,16 @@ class Call:
             raise self._error
         request = model.pooler.request(rows)
         num_tokens, key = request.num_tokens, self.log.get("key")
-        service, metrics = self.service, self.service.request_metrics[model.name]
-        service.key_limiter.enter(key, 1, num_tokens)
-        self._kept.callback(service.key_limiter.leave, key, 1, 0)
+        metrics, admission = self._metrics_of(model), self._admission
+        if not self.background:
+            self.service.key_limiter.enter(key, 1, num_tokens)
+            self._kept.callback(self.service.key_limiter.leave, key, 1, 0)
         try:
-            service.admission.enter(1, num_tokens)
+            admission.enter(1, num_tokens)
         except OverloadedError:
             metrics.num_rejected += 1
             raise
-        self._kept.callback(service.admission.leave, num_tokens)
+        self._kept.callback(admission.leave, num_tokens)
         self.log.update(prompt_tokens=num_tokens, rows=len(rows))
         with metrics.pooling(num_tokens):
             return await self._interruptible(model.pooler.arun(request))
@@ -112,7 +121,10 @@ class Call:
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop."""
-        return await self.service.workers_for(self.scope).run(function, *args, **kwargs)
+        workers = self.service.workers_for(self.scope)
+        if self.background:
+            workers = self.service.background_workers
+        return await workers.run(function, *args, **kwargs)
 
     def generate(
         self,
@@ -125,20 +137,32 @@ class Call:
         key: str | None = self.log.get("key")
         for answer in answers:
             answer.request.owner = key
+            answer.request.background = self.background
             answer.request.cache_salt = self._namespace(key, answer.request.cache_salt)
-        num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
-        self.service.key_limiter.enter(key, len(answers), num_tokens)
-        self._kept.callback(self._count_out, key, answers)
+        if not self.background:
+            num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
+            self.service.key_limiter.enter(key, len(answers), num_tokens)
+            self._kept.callback(self._count_out, key, answers)
         generation = Generation(
             model,
             answers,
-            self.service.admission,
-            self.service.request_metrics[model.name],
+            self._admission,
+            self._metrics_of(model),
             keep_alive_s=self.service.config.keep_alive_s,
         )
         generation.start()
         self.generations.append(generation)
         return generation
+
+    @property
+    def _admission(self) -> Admission:
+        return self.service.background if self.background else self.service.admission
+
+    def _metrics_of(self, model: ServedModel) -> RequestMetrics:
+        """Where it is counted; times of batches would hide those of others."""
+        if self.background:
+            return RequestMetrics()
+        return self.service.request_metrics[model.name]
 
     def _namespace(self, key: str | None, salt: str | None) -> str | None:
         """Of the prefix cache: with several keys, no key's prompts are found by another's.
@@ -150,6 +174,15 @@ class Call:
             return salt
         return f"key {key}" if salt is None else f"key {key} {salt}"
 
+    def _trace(self) -> None:
+        """Write the spans of complete answers, where somebody takes them."""
+        tracing = self.service.tracing
+        for generation in self.generations if tracing is not None else ():
+            for answer in generation.answers:
+                if answer.result is not None:
+                    headers, path = self.scope["headers"], self.scope["path"]
+                    tracing.record(path, headers, generation.model.name, self.id, answer)
+
     def _count_out(self, key: str | None, answers: Sequence[OutputProcessor]) -> None:
         results = [answer.result for answer in answers if answer.result is not None]
         num_tokens = sum(len(result.token_ids) for result in results)
@@ -159,6 +192,9 @@ class Call:
     def num_attempts(self) -> int:
         """Requests that the slowest answer took; more than 1 where one broke its schema."""
         return max([1, *(a.num_attempts for g in self.generations for a in g.answers)])
+
+    def _leave(self) -> None:
+        self.interrupt(OverloadedError("The model makes room for another; try again later."))
 
     def interrupt(self, error: Exception) -> None:
         """End the call with `error`, in whatever state it is."""
@@ -182,6 +218,7 @@ class Call:
             self._deadline.cancel()
         for generation in self.generations:
             generation.close()
+        self._trace()
         if self.num_attempts > 1:
             self.log["attempts"] = self.num_attempts
         await self._kept.aclose()

@@ -155,6 +155,8 @@ class Generation:
             return []
         if message.finish_reason is FinishReason.ABORT:  # not by this call
             raise EngineClosedError("The model was unloaded while it answered; ask again.")
+        if message.prompt_tokens:
+            return self._group.push(message)
         self._leave_queue(index)
         self._meter.record(index, message)
         if message.error is not None:

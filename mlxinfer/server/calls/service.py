@@ -1,6 +1,7 @@
 """What all requests of a server share: models, bounds on what waits, threads for texts. No API."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from starlette.types import Scope
 
 from ...errors import OverloadedError
 from ..errors import ShuttingDownError
+from ..files import FileStore
 from ..registry.models import Models
 from ..registry.slots import Entry
 from ..settings import ServerConfig
@@ -19,6 +21,7 @@ from ..store import ResponseStore
 from ..watch.readiness import EngineStats, Readiness
 from ..watch.recent import RecentProblems
 from ..watch.request_metrics import RequestMetrics
+from ..watch.tracing import Tracing
 from .key_limits import KeyLimiter
 
 POLL_S = 0.02
@@ -144,6 +147,16 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
         loop.call_soon_threadsafe(function)
 
 
+class Jobs(Protocol):
+    """What a server works at beside requests, such as batches; the whole of it is elsewhere."""
+
+    def start(self) -> None:
+        """Begin on the running event loop."""
+
+    async def stop(self) -> None:
+        """End what runs; it goes on when the server is started again."""
+
+
 class Running(Protocol):
     """A request that is being answered; the whole of it is in `call.py`."""
 
@@ -159,12 +172,17 @@ class Service:
     config: ServerConfig
     store: ResponseStore | None = None  # None: responses are not stored
     fetch: Fetch | None = None  # None: requests download no models
+    files: FileStore | None = None  # None: no files are taken, and so no batches
+    tracing: Tracing | None = None  # None: no spans are written
+    jobs: Jobs | None = None  # runs the batches; set by the server
     draining: bool = False
     hurried: bool = False
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
+    background_workers: Workers = field(init=False)  # of batches, so that no request waits for them
+    background: Admission = field(init=False)  # where their requests wait: as many as there are
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
@@ -176,6 +194,8 @@ class Service:
         self.key_limiter = KeyLimiter(dict(self.config.keys.limits))
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
+        self.background_workers = Workers(1, max_waiting=sys.maxsize)
+        self.background = Admission(sys.maxsize, sys.maxsize)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
@@ -201,6 +221,8 @@ class Service:
     async def drain(self) -> None:
         """Refuse new requests; after `drain_s` end the running ones with an error."""
         self.draining = True
+        if self.jobs is not None:
+            await self.jobs.stop()
         until_s = time.monotonic() + self.config.drain_s
         while self.calls and not self.hurried and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
@@ -217,6 +239,11 @@ class Service:
         """End the threads and the models."""
         self.workers.close()
         self.long_workers.close()
+        self.background_workers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()
+        if self.files is not None:
+            self.files.close()
+        if self.tracing is not None:
+            self.tracing.close()

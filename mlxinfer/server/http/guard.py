@@ -35,6 +35,7 @@ POLLED = frozenset(
     {"/health", "/ready", "/admin/state", "/hub/jobs", METRICS}
 )  # logged at level info only on errors
 ADMIN_PATHS = ("/admin/", "/hub/")  # models, downloads, what all keys run
+JSON = b"application/json"
 CLIENT_GONE = 499  # the log's status of a request whose client disconnected
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -56,6 +57,14 @@ class Listed(Protocol):
     @property
     def needs_key(self) -> bool:
         """False: it is served without a key."""
+
+    @property
+    def method(self) -> str:
+        """Of its requests."""
+
+    @property
+    def media_type(self) -> bytes:
+        """Of the bodies of its requests."""
 
     @property
     def if_header(self) -> bytes | None:
@@ -80,6 +89,9 @@ class Guard:
         self._exact = frozenset(e.path for e in endpoints if "{" not in e.path)
         self._begins = tuple(e.path.partition("{")[0] for e in endpoints if "{" in e.path)
         self._styles = [(e.path.partition("{")[0], e.if_header, e.style) for e in endpoints]
+        self._media_types = {
+            e.path: e.media_type for e in endpoints if e.method == "POST" and "{" not in e.path
+        }
         self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +154,7 @@ class Guard:
                     "the keys file lets it."
                 )
         if scope["method"] == "POST":
-            _check_json(headers)
+            _check_media_type(headers, self._media_types.get(scope["path"], JSON))
 
     def _is_open(self, scope: Scope) -> bool:
         """Whether this request is served without a key."""
@@ -240,10 +252,11 @@ def _check_sizes(scope: Scope, config: ServerConfig) -> None:
         )
 
 
-def _check_json(headers: Headers) -> None:
+def _check_media_type(headers: Headers, expected: bytes) -> None:
     kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
-    if kinds != [b"application/json"]:
-        raise MediaTypeError("The content-type of a request with a body is application/json.")
+    if kinds != [expected]:
+        what = "of this path" if expected != JSON else "with a body"
+        raise MediaTypeError(f"The content-type of a request {what} is {expected.decode()}.")
     encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
     if not encodings <= {b"identity"}:
         raise MediaTypeError("Bodies are read without content-encoding.")

@@ -35,7 +35,7 @@ from .chat_types import (
 )
 from .declared_tools import DeclaredTools, read_chat_tools
 from .logprobs import chat_logprobs, chat_logprobs_of
-from .types import timings_of, usage_log, usage_of
+from .types import progress_of, timings_of, usage_log, usage_of
 
 
 async def chat(call: Call, body: ChatRequest) -> Reply:
@@ -44,7 +44,7 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     model = await call.model(body.model)
     params = sampling_params(
         body,
-        model.defaults,
+        model,
         max_tokens=body.token_limit,
         logprobs=_num_logprobs(body),
         max_reasoning_tokens=body.reasoning_limit,
@@ -64,6 +64,7 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     ]
     for answer in answers:
         answer.request.cache_salt = body.cache_salt
+        answer.request.reports_prompt = bool(body.stream and body.return_progress)
     generation = call.generate(model, answers)
     if body.stream:
         return Events(_events(call, body, generation, tools), headers=tools.skipped.headers)
@@ -163,13 +164,17 @@ async def _events(
     def chunk(**rest: Any) -> ChatChunk:
         return ChatChunk(id=f"chatcmpl-{call.id}", created=call.created_s, model=model.name, **rest)
 
+    def frames_of(step: Step) -> list[bytes]:
+        if step.event.prompt_tokens:
+            nothing, progress = ChatDelta(), progress_of(generation, step)
+            choice = ChunkChoice(index=step.index, delta=nothing)
+            return [sse.data(chunk(choices=[choice], prompt_progress=progress))]
+        deltas = _deltas(model, step, pieces[step.index], body)
+        return [frame(step.index, **fields) for fields in deltas]
+
     yield b"".join(frame(i, ChatDelta(role="assistant", content="")) for i in range(count))
     async for steps in generation.steps():
-        frames = [
-            frame(step.index, **fields)
-            for step in steps
-            for fields in _deltas(model, step, pieces[step.index], body)
-        ]
+        frames = [each for step in steps for each in frames_of(step)]
         if frames or not steps:
             yield b"".join(frames) or sse.KEEP_ALIVE
     counts = usage_of(generation, choices_a_prompt=count)

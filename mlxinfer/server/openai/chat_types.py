@@ -15,7 +15,7 @@ from ..fields.sampling import UNLIMITED, ReasoningLimit, TokenLimit
 from .chat_calls import ChatToolCall, ToolCallPiece
 from .chat_prompt import Message
 from .logprobs import ChoiceLogprobs
-from .types import Timings, Usage, finish_reason
+from .types import PromptProgress, Timings, Usage, finish_reason
 
 
 class ToolFields(ConstraintFields, kw_only=True):
@@ -74,6 +74,7 @@ class ChatRequest(ToolFields, kw_only=True):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_progress: bool | None = None  # of llama.cpp: streams say how far the prompt is
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
@@ -217,3 +218,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET

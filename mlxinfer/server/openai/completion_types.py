@@ -25,6 +25,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # the text after the gap that the model fills
+    return_progress: Any = None
     reasoning_budget: Any = None
     thinking_budget_tokens: Any = None
     thinking_token_budget: Any = None
@@ -35,6 +36,7 @@ class CompletionRequest(ConstraintFields, kw_only=True):
         A plain text has no reasoning that could be bounded.
         """
         super().refuse()
+        refuse("return_progress", self.return_progress, (False,))
         for name in ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"):
             refuse(name, getattr(self, name), (-1,))
 

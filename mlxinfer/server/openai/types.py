@@ -6,6 +6,7 @@ import msgspec
 
 from ...core import FinishReason
 from ...outputs import Result
+from ...session.engine_client import Step
 from ..calls.generation import Generation
 
 
@@ -62,6 +63,26 @@ def finish_reason(reason: FinishReason) -> str:
     """OpenAI's finish reason. An answer that was aborted raises an error and is never complete."""
     assert reason in (FinishReason.STOP, FinishReason.LENGTH)
     return str(reason)
+
+
+class PromptProgress(msgspec.Struct, kw_only=True):
+    """How far the prompt of an answer is computed, in llama.cpp's names."""
+
+    total: int
+    cache: int  # tokens that were found in the cache; they are processed from the beginning
+    processed: int
+    time_ms: float
+
+
+def progress_of(generation: Generation, step: Step) -> PromptProgress:
+    """The progress that a step reports."""
+    request, event = generation.answers[step.index].request, step.event
+    return PromptProgress(
+        total=len(request.prompt_ids),
+        cache=event.cached_tokens,
+        processed=event.prompt_tokens,
+        time_ms=1e3 * (event.made_s - request.started_s),
+    )
 
 
 class Timings(msgspec.Struct, kw_only=True):

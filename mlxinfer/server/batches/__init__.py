@@ -1,0 +1,1 @@
+"""Batches: files of requests that are answered in what live requests leave, and resume."""

@@ -1,0 +1,220 @@
+"""The batches of a server: run one after the other, beside live requests, from start to start."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from ..background import in_background
+from ..calls.endpoint import Endpoint
+from ..calls.service import Service
+from ..files import FileStore
+from .lines import Problem, ResultFiles, check_rows, rows_of
+from .run import BatchRun, batch_endpoints, unanswered
+from .types import Batch, Problems, RequestCounts, Status
+
+SAVE_S = 1.0  # between two states of a running batch that others may read
+DROP_S = 3600.0  # between two looks for files that are too old
+PAUSE_S = 5.0  # after a fault, such as of the disk
+REASONS: Mapping[Status, tuple[str, str]] = {
+    "expired": (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    "failed": ("storage_full", "The server has no room for further answers."),
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was executed."),
+}
+T = TypeVar("T")
+log = logging.getLogger("mlxinfer.server")
+
+
+class BatchJobs:
+    """Runs the batches that a store holds. Lives on one event loop.
+
+    Args:
+        service: answers their requests.
+        files: holds them.
+        endpoints: of the server.
+    """
+
+    def __init__(self, service: Service, files: FileStore, endpoints: Iterable[Endpoint]) -> None:
+        self.files = files
+        self.endpoints: Mapping[str, Endpoint] = batch_endpoints(endpoints)
+        self._service = service
+        self._changed = asyncio.Event()
+        self._job: _Job | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Go on with what an earlier server left, then with what comes."""
+        self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def stop(self) -> None:
+        """End what runs; its requests without an answer are answered after the next start."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def add(self, owner: str, batch: Batch) -> None:
+        """Take in a new batch."""
+        self.save(owner, batch)
+        self._changed.set()
+
+    def cancel(self, owner: str, id: str) -> Batch | None:
+        """End a batch soon; what is answered stays. None: there is none of this id."""
+        batch = self.find(owner, id)
+        if batch is None or batch.ended or batch.status == "cancelling":
+            return batch
+        if self._job is not None and self._job.batch.id == id:
+            batch = self._job.batch
+        batch.move("cancelling", self.files.clock())
+        self.save(owner, batch)
+        self._changed.set()
+        return batch
+
+    def find(self, owner: str, id: str) -> Batch | None:
+        """A batch of an owner, as it is now."""
+        raw = self.files.batch(owner, id)
+        return None if raw is None else msgspec.json.decode(raw, type=Batch)
+
+    def all_of(self, owner: str) -> list[Batch]:
+        """The batches of an owner, the newest first."""
+        return [msgspec.json.decode(raw, type=Batch) for raw in self.files.batches(owner)]
+
+    def save(self, owner: str, batch: Batch) -> None:
+        """Write the state of a batch."""
+        raw = msgspec.json.encode(batch)
+        self.files.put_batch(owner, batch.id, batch.input_file_id, raw, ended=batch.ended)
+
+    async def changed(self, limit_s: float) -> None:
+        """Wait until a batch is added or cancelled, at most so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), limit_s)
+        self._changed.clear()
+
+    async def _work(self) -> None:
+        while True:
+            try:
+                self.files.drop_old()
+                found = self.files.next_batch()
+                if found is None:
+                    await self.changed(DROP_S)
+                    continue
+                owner, raw = found
+                batch = msgspec.json.decode(raw, type=Batch)
+                self._job = _Job(self, self._service, owner, batch)
+                await self._job.run()
+            except Exception as error:  # the fault boundary of a batch: it is tried again
+                log.error("batch stopped", exc_info=error)
+                await asyncio.sleep(PAUSE_S)
+            finally:
+                self._job = None
+
+
+class _Job:
+    """One batch while it runs."""
+
+    def __init__(self, jobs: BatchJobs, service: Service, owner: str, batch: Batch) -> None:
+        self.batch = batch
+        self._jobs, self._service, self._owner = jobs, service, owner
+        self._files = jobs.files
+
+    async def run(self) -> None:
+        """From where it is to its end."""
+        batch, path = self.batch, self._files.path(self.batch.input_file_id)
+        if not path.exists():
+            self._fail([Problem(code="no_input", message="The file is gone.", line=0)])
+        elif batch.status == "validating":
+            await self._validate()
+        if batch.ended:
+            return
+        output, errors = batch.file_ids
+        results = ResultFiles(self._files.path(output), self._files.path(errors))
+        try:
+            outcome = await self._answered(results)
+            if outcome in REASONS:
+                left = (row for row in rows_of(path) if row.custom_id not in results.done)
+                code, message = REASONS[outcome]
+                await _aside(lambda: unanswered(left, results, code, message))
+        finally:
+            results.close()
+        self._finish(results, outcome)
+
+    async def _validate(self) -> None:
+        """Look at every line before any is answered; a batch with a wrong one fails."""
+        batch, path = self.batch, self._files.path(self.batch.input_file_id)
+        total, problems = await _aside(lambda: check_rows(path, [batch.endpoint]))
+        batch.request_counts.total = total
+        if problems:
+            self._fail(problems)
+        elif batch.status == "validating":  # it was not cancelled meanwhile
+            batch.move("in_progress", self._files.clock())
+            self._save()
+
+    def _fail(self, problems: list[Problem]) -> None:
+        self.batch.errors = Problems(data=problems)
+        self.batch.move("failed", self._files.clock())
+        self._save()
+
+    async def _answered(self, results: ResultFiles) -> Status:
+        """Answer the requests; how it ended."""
+        batch = self.batch
+        run = BatchRun(self._service, self._jobs.endpoints, results, owner=self._owner or None).run(
+            rows_of(self._files.path(batch.input_file_id))
+        )
+        running = asyncio.ensure_future(run)
+        try:
+            while not running.done():
+                if batch.status == "cancelling":
+                    return "cancelled"
+                if self._files.clock() >= batch.expires_at:
+                    return "expired"
+                if results.num_bytes > self._files.room():
+                    return "failed"
+                changed = asyncio.ensure_future(self._jobs.changed(SAVE_S))
+                await asyncio.wait({running, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._count(results)
+                self._save()
+            await running
+            return "completed"
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    def _count(self, results: ResultFiles) -> None:
+        done, failed = len(results.done), results.num_failed
+        total = self.batch.request_counts.total
+        self.batch.request_counts = RequestCounts(
+            total=total, completed=done - failed, failed=failed
+        )
+
+    def _finish(self, results: ResultFiles, outcome: Status) -> None:
+        """List the files of the answers, then say that the batch has ended."""
+        batch = self.batch
+        self._count(results)
+        output, errors = batch.file_ids
+        if batch.request_counts.completed:
+            batch.output_file_id = output
+        if batch.request_counts.failed:
+            batch.error_file_id = errors
+        for id, kind in ((batch.output_file_id, "output"), (batch.error_file_id, "error")):
+            if id is not None:
+                name = f"{batch.id}_{kind}.jsonl"
+                self._files.put(id, self._owner, name, "batch_output")
+        if outcome == "completed":
+            batch.finalizing_at = int(self._files.clock())
+        batch.move(outcome, self._files.clock())
+        self._save()
+
+    def _save(self) -> None:
+        self._jobs.save(self._owner, self.batch)
+
+
+async def _aside(function: Callable[[], T]) -> T:
+    """Call a function that takes long, off the event loop."""
+    return await asyncio.wrap_future(in_background(function, "mlxinfer-batch"))

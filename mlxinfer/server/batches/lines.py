@@ -1,0 +1,250 @@
+"""Lines of a batch: requests in, answers out, as OpenAI writes them. Knows files, runs nothing.
+
+The files of the answers are the record of what was done: a line is written whole or cut off, and
+what is cut off is dropped when they are opened again. So a run that was killed goes on where it
+was: no line is answered twice in them, and none is lost.
+"""
+
+import os
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from ...errors import InvalidRequestError
+
+MAX_ROWS = 50_000
+MAX_LINE_BYTES = 32 << 20
+MAX_ID_CHARS = 512
+MAX_PROBLEMS = 100  # that are listed
+SYNC_S = 1.0  # what was answered before is on the disk even if the machine loses power
+
+
+class BatchLine(msgspec.Struct, kw_only=True):
+    """A line of the input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class Done(msgspec.Struct):
+    """What is read of a line of the output."""
+
+    custom_id: str
+
+
+class RowResponse(msgspec.Struct, kw_only=True):
+    """The HTTP answer to a row."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class RowError(msgspec.Struct, kw_only=True):
+    """Why a row has no answer."""
+
+    code: str
+    message: str
+
+
+class ResultLine(msgspec.Struct, kw_only=True):
+    """A line of the output or of the errors."""
+
+    id: str
+    custom_id: str
+    response: RowResponse | None = None
+    error: RowError | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it goes to the errors."""
+        return self.response is None or self.response.status_code != 200
+
+
+class Problem(msgspec.Struct, kw_only=True):
+    """What is wrong with a line of the input."""
+
+    code: str
+    message: str
+    line: int  # from 1
+    param: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of a batch."""
+
+    line: int  # from 1
+    custom_id: str
+    url: str
+    body: bytes
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """The requests of a file that was checked, in order; lines without text are skipped."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                found = msgspec.json.decode(line, type=BatchLine)
+                yield Row(number, found.custom_id, found.url, bytes(found.body))
+
+
+def check_rows(path: Path, urls: Collection[str]) -> tuple[int, list[Problem]]:
+    """How many requests a file holds, and what is wrong with its lines. Takes a while.
+
+    Args:
+        path: of the file.
+        urls: that requests may have.
+    """
+    known: set[str] = set()
+    problems: list[Problem] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(_bounded_lines(file), start=1):
+            if len(problems) >= MAX_PROBLEMS:
+                break
+            if line.strip():
+                problems += _problems(number, line, urls, known)
+    if not known and not problems:
+        problems.append(Problem(code="empty_file", message="The file has no requests.", line=1))
+    if len(known) > MAX_ROWS:
+        message = f"The file has {len(known)} requests; at most {MAX_ROWS} are accepted."
+        problems.append(Problem(code="too_many_requests", message=message, line=MAX_ROWS + 1))
+    return len(known), problems
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long so much that this shows."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        if len(line) > MAX_LINE_BYTES:
+            return
+
+
+def _problems(number: int, line: bytes, urls: Collection[str], known: set[str]) -> list[Problem]:
+    """What is wrong with one line; `known` gets its id."""
+
+    def problem(code: str, message: str, param: str | None = None) -> list[Problem]:
+        return [Problem(code=code, message=message, line=number, param=param)]
+
+    if len(line) > MAX_LINE_BYTES:
+        return problem("line_too_long", f"The line is longer than {MAX_LINE_BYTES} bytes.")
+    try:
+        line.decode()
+        found = msgspec.json.decode(line, type=BatchLine)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return problem("invalid_json_line", f"The line is no request of a batch: {error}.")
+    if not 0 < len(found.custom_id) <= MAX_ID_CHARS:
+        message = f"custom_id has {len(found.custom_id)} characters; expected 1 to {MAX_ID_CHARS}."
+        return problem("invalid_custom_id", message, "custom_id")
+    if found.custom_id in known:
+        message = f"The custom_id {found.custom_id!r} is there twice; give each line its own."
+        return problem("duplicate_custom_id", message, "custom_id")
+    known.add(found.custom_id)
+    if found.method != "POST":
+        return problem("invalid_method", f"method is {found.method!r}; expected 'POST'.", "method")
+    if found.url not in urls:
+        message = f"url is {found.url[:100]!r}; expected {' or '.join(urls)}."
+        return problem("invalid_url", message, "url")
+    return []
+
+
+class ResultFiles:
+    """The answers of one batch: a file of those that succeeded, and one of the others.
+
+    Args:
+        output: written line by line; what is there already is kept.
+        errors: the same; made when the first request fails.
+
+    Attributes:
+        done: the ids of the requests whose answers are there.
+        num_failed: of these, in `errors`.
+
+    Raises:
+        InvalidRequestError: a file is there that was not written by a batch.
+        OSError: one cannot be written.
+    """
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        self._paths = {False: output, True: errors}
+        self._files: dict[bool, BinaryIO] = {}
+        self._synced_s = time.monotonic()
+        self.done = _repair(output)
+        failed = _repair(errors)
+        self.num_failed = len(failed - self.done)
+        self.done |= failed
+        self._file(failed=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both files."""
+        return sum(file.tell() for file in self._files.values())
+
+    def write(self, line: ResultLine) -> None:
+        """Add the answer to a request, once."""
+        if line.custom_id in self.done:
+            return
+        file = self._file(failed=line.failed)
+        file.write(msgspec.json.encode(line) + b"\n")
+        file.flush()
+        self.done.add(line.custom_id)
+        self.num_failed += line.failed
+        if time.monotonic() - self._synced_s > SYNC_S:
+            self._sync()
+
+    def close(self) -> None:
+        """Write all to the disk."""
+        self._sync()
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+    def _file(self, *, failed: bool) -> BinaryIO:
+        if failed not in self._files:
+            self._files[failed] = self._paths[failed].open("ab")
+        return self._files[failed]
+
+    def _sync(self) -> None:
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self._synced_s = time.monotonic()
+
+
+def _repair(path: Path) -> set[str]:
+    """The ids of the whole lines of a file of answers; what follows the last one is cut off."""
+    if not path.exists():
+        return set()
+    done: set[str] = set()
+    end = 0
+    with path.open("r+b") as file:
+        for line in file:
+            custom_id = _id_of(line)
+            if custom_id is None:
+                break
+            done.add(custom_id)
+            end += len(line)
+        else:
+            return done
+        if not end and line.endswith(b"\n"):
+            raise InvalidRequestError(
+                f"{path} is there, and holds no answers of a batch; name another file.",
+                param="output",
+            )
+        file.truncate(end)
+    return done
+
+
+def _id_of(line: bytes) -> str | None:
+    """The custom_id of a whole line."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return msgspec.json.decode(line, type=Done).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,365 @@
+"""Batches: OpenAI's files and batches, beside live requests, each key its own, through kills."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from live_server import CHAT, LiveServer, chat, wait_until
+from openai.types import Batch, FileObject
+from sdk_clients import openai_client, strictly
+
+from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
+from mlxinfer.server.files import FileStore
+from mlxinfer.server.keys import ApiKeys
+
+NUM_KILLS = int(os.environ.get("MLXINFER_BATCH_KILLS", "1"))
+
+
+def line(number: int, body: Any = None, **fields: Any) -> dict[str, Any]:
+    body = chat(f"Say {number}", model="demo") if body is None else body
+    return {"custom_id": f"row {number}", "method": "POST", "url": CHAT, "body": body, **fields}
+
+
+def as_file(lines: list[Any]) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def results_of(raw: bytes) -> dict[str, Any]:
+    lines = [json.loads(each) for each in raw.splitlines()]
+    assert len({each["custom_id"] for each in lines}) == len(lines), "a line is there twice"
+    return {each["custom_id"]: each for each in lines}
+
+
+def num_completed(client: openai.OpenAI, id: str) -> int:
+    counts = client.batches.retrieve(id).request_counts
+    return counts.completed if counts else 0
+
+
+class BatchServer(LiveServer):
+    """A server with a store of files, and the maker's client for it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.store = FileStore(folder, **options.pop("store", {}))
+        super().__init__(files=self.store, **options)
+
+    def upload(self, client: openai.OpenAI, lines: list[Any]) -> FileObject:
+        file = client.files.create(file=("in.jsonl", as_file(lines)), purpose="batch")
+        strictly(FileObject, file)
+        return file
+
+    def run(self, client: openai.OpenAI, lines: list[Any], **fields: Any) -> Batch:
+        """A batch over these lines, at its end."""
+        return self.ended_batch(client, self.begin(client, lines, **fields).id)
+
+    def begin(self, client: openai.OpenAI, lines: list[Any], **fields: Any) -> Batch:
+        file = self.upload(client, lines)
+        batch = client.batches.create(
+            **{"completion_window": "24h", "endpoint": CHAT, "input_file_id": file.id, **fields}
+        )
+        strictly(Batch, batch)
+        return batch
+
+    def ended_batch(self, client: openai.OpenAI, id: str) -> Batch:
+        def ended() -> bool:
+            return client.batches.retrieve(id).status in (
+                *("completed", "failed", "cancelled", "expired"),
+            )
+
+        wait_until(ended, 60)
+        batch = client.batches.retrieve(id)
+        strictly(Batch, batch)
+        return batch
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BatchServer]:
+    with BatchServer(tmp_path_factory.mktemp("files"), engine={"max_batch": 4}) as server:
+        yield server
+
+
+@pytest.fixture
+def client(batches: BatchServer) -> Iterator[openai.OpenAI]:
+    with openai_client(batches) as client:
+        yield client
+    wait_until(batches.is_idle)
+
+
+def test_every_line_gets_the_answer_that_it_gets_alone(
+    batches: BatchServer, client: openai.OpenAI
+) -> None:
+    wrong = [{}, {"messages": []}, chat("Hi", stream=True), chat("Hi", no_repeat_ngram_size=3)]
+    lines = [line(number) for number in range(12)]
+    lines += [line(100 + number, body) for number, body in enumerate(wrong)]
+    batch = batches.run(client, lines, metadata={"name": "a"})
+    assert batch.status == "completed"
+    assert batch.metadata == {"name": "a"}
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 16, "completed": 12, "failed": 4}
+    assert batch.output_file_id
+    assert batch.error_file_id
+    answers = results_of(client.files.content(batch.output_file_id).read())
+    for number in range(12):
+        found = answers[f"row {number}"]
+        assert found["error"] is None
+        assert found["response"]["status_code"] == 200
+        alone = batches.post(CHAT, lines[number]["body"]).json()
+        assert found["response"]["body"]["choices"] == alone["choices"]
+    failed = results_of(client.files.content(batch.error_file_id).read())
+    params = [failed[f"row {100 + n}"]["response"]["body"]["error"]["param"] for n in range(4)]
+    assert params == ["messages", "messages", "stream", "no_repeat_ngram_size"]
+    kinds = {file.purpose for file in client.files.list()}
+    assert kinds == {"batch", "batch_output"}
+    assert batch.id in [each.id for each in client.batches.list()]
+    for file in list(client.files.list()):
+        assert client.files.delete(file.id).deleted
+    assert not list(client.files.list())
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(batch.output_file_id)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["One", "Two"], "max_tokens": 3, "temperature": 0}),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 4, "store": False}),
+    ],
+)
+def test_other_paths(batches: BatchServer, client: openai.OpenAI, path: str, body: Any) -> None:
+    batch = batches.run(client, [line(1, body, url=path)], endpoint=path)
+    assert batch.output_file_id
+    (answer,) = results_of(client.files.content(batch.output_file_id).read()).values()
+    assert answer["response"]["body"]["usage"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([], "empty_file"),
+        ([line(1), line(1)], "duplicate_custom_id"),
+        ([line(1, url="/v1/models")], "invalid_url"),
+        ([line(1, method="GET")], "invalid_method"),
+        ([{**line(1), "custom_id": ""}], "invalid_custom_id"),
+        ([{"custom_id": "a"}], "invalid_json_line"),
+        (["x"], "invalid_json_line"),
+    ],
+)
+def test_a_file_with_a_wrong_line_is_refused_whole(
+    batches: BatchServer, client: openai.OpenAI, lines: list[Any], code: str
+) -> None:
+    batch = batches.run(client, lines)
+    assert batch.status == "failed"
+    assert batch.errors
+    assert [each.code for each in batch.errors.data or ()] == [code]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"input_file_id": "file-0"}, None),
+    ],
+)
+def test_wrong_batches(
+    batches: BatchServer, client: openai.OpenAI, fields: Any, param: str | None
+) -> None:
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as caught:
+        batches.begin(client, [line(1)], **fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{}", {"content-type": "application/json"}, 415),
+        (b"--x\r\n", {"content-type": "multipart/form-data"}, 400),
+        (b"--x\r\n\r\n", {"content-type": "multipart/form-data; boundary=x"}, 400),
+        (b"garbage", {"content-type": "multipart/form-data; boundary=x"}, 400),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc',
+            {"content-type": "multipart/form-data; boundary=x"},
+            400,
+        ),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="../a"\r\n\r\nabc'
+            b"\r\n--x--\r\n",
+            {"content-type": "multipart/form-data; boundary=x"},
+            400,  # no purpose
+        ),
+    ],
+)
+def test_broken_uploads_leave_nothing(
+    batches: BatchServer, content: bytes, headers: Any, status: int
+) -> None:
+    before = {path.name for path in batches.store.path("x").parent.iterdir()}
+    answer = batches.client.post("/v1/files", content=content, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert {path.name for path in batches.store.path("x").parent.iterdir()} == before
+
+
+def test_a_batch_is_cancelled(batches: BatchServer, client: openai.OpenAI) -> None:
+    body = chat("Count", ignore_eos=True, max_tokens=1900)
+    batch = batches.begin(client, [line(number, body) for number in range(40)])
+    wait_until(lambda: batches.stats()["running"] > 0)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    batch = batches.ended_batch(client, batch.id)
+    assert batch.status == "cancelled"
+    assert batch.error_file_id
+    errors = results_of(client.files.content(batch.error_file_id).read())
+    assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_live_requests_do_not_wait_for_a_batch(batches: BatchServer, client: openai.OpenAI) -> None:
+    """Every slot is taken by rows that would go on for long; answers are as without them."""
+    quiet = batches.post(CHAT, chat("Hello")).json()
+    body = chat("Count", ignore_eos=True, max_tokens=1900)
+    batch = batches.begin(client, [line(number, body) for number in range(40)])
+    wait_until(lambda: batches.stats()["running"] == 4)
+    for _ in range(5):
+        assert batches.post(CHAT, chat("Hello")).json()["choices"] == quiet["choices"]
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+    assert batches.stats()["preemptions"] >= 5
+    client.batches.cancel(batch.id)
+    batches.ended_batch(client, batch.id)
+
+
+def test_what_is_not_answered_in_time_expires(tmp_path: Path) -> None:
+    late_s = 0.0
+    store = {"clock": lambda: time.time() + late_s}
+    with BatchServer(tmp_path, store=store) as server, openai_client(server) as client:
+        body = chat("Count", ignore_eos=True, max_tokens=1900)
+        batch = server.begin(client, [line(1), line(2, body)], completion_window="1h")  # type: ignore[arg-type]
+        wait_until(
+            lambda: (client.batches.retrieve(batch.id).request_counts or batch).completed == 1
+        )  # type: ignore[union-attr]
+        late_s = 3601.0
+        ended = server.ended_batch(client, batch.id)
+        assert ended.status == "expired"
+        assert ended.output_file_id
+        assert ended.error_file_id
+        errors = results_of(client.files.content(ended.error_file_id).read())
+        assert errors["row 2"]["error"]["code"] == "batch_expired"
+        late_s = 32 * 86_400.0
+        server.store.drop_old()
+        assert not list(client.files.list())
+        assert not list(client.batches.list())
+        assert {path.name for path in tmp_path.iterdir()} <= {
+            *("files.db", "files.db-wal", "files.db-shm", "lock"),
+        }
+
+
+def test_each_key_has_its_own_files_and_batches(tmp_path: Path) -> None:
+    keys = ApiKeys.from_plain(["sk-a", "sk-b"])
+    with BatchServer(tmp_path, keys=keys) as server:
+        anna, bert = (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+            for key in ("sk-a", "sk-b")
+        )
+        with anna, bert:
+            batch = server.run(anna, [line(1)])
+            assert batch.status == "completed"
+            assert batch.output_file_id
+            for file_id in (batch.input_file_id, batch.output_file_id):
+                with pytest.raises(openai.NotFoundError):
+                    bert.files.content(file_id)
+            with pytest.raises(openai.NotFoundError):
+                bert.batches.retrieve(batch.id)
+            with pytest.raises(openai.NotFoundError):
+                bert.batches.cancel(batch.id)
+            assert not list(bert.files.list())
+            assert not list(bert.batches.list())
+
+
+def test_files_are_bounded(tmp_path: Path) -> None:
+    with (
+        BatchServer(tmp_path, store={"max_bytes": 50_000}) as server,
+        openai_client(server) as client,
+    ):
+        server.upload(client, [line(number, {"x": "y" * 1000}) for number in range(30)])
+        with pytest.raises(openai.APIStatusError) as caught:
+            server.upload(client, [line(number, {"x": "y" * 1000}) for number in range(30)])
+        assert caught.value.status_code == 413
+        assert len(list(client.files.list())) == 1
+
+
+def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
+    """A server ends in the middle; another one on the same folder answers the rest, each once."""
+    slow = chat("Count", ignore_eos=True, max_tokens=300)
+    lines = [line(0), line(1, slow), line(2, slow), line(3)]
+    with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
+        id = server.begin(client, lines).id
+        wait_until(lambda: num_completed(client, id) > 0)
+    with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
+        assert client.batches.retrieve(id).status == "in_progress"
+        batch = server.ended_batch(client, id)
+        assert batch.status == "completed"
+        assert batch.output_file_id
+        found = results_of(client.files.content(batch.output_file_id).read())
+        assert found.keys() == {each["custom_id"] for each in lines}
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """`mlxinfer batch` under SIGKILL at random moments: no line twice, none lost, same answers."""
+    seed = random.randrange(10**6)
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        line(n, chat(f"Say {n}", max_tokens=16, ignore_eos=True))
+        for n in range(40 + 80 * (NUM_KILLS > 1))
+    ]
+    given.write_bytes(as_file(lines))
+    command = [sys.executable, "-m", "mlxinfer.cli", "batch", str(given), str(output)]
+    kills, ended = 0, False
+    while not ended:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        if kills < NUM_KILLS:
+            size = output.stat().st_size if output.exists() else 0
+            wait_until(lambda at=size: output.exists() and output.stat().st_size > at, 60)  # type: ignore[misc]
+            time.sleep(rng.random() * 0.3)
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+            _, errors = process.communicate(timeout=60)
+            if rng.random() < 0.7 and output.exists():  # as after a loss of power
+                with output.open("ab") as file:
+                    file.write(b'{"id":"batch_req_1","custom_id":"row 7"'[: rng.randint(1, 40)])
+            continue
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+        ended = True
+    found = results_of(output.read_bytes())
+    assert found.keys() == {each["custom_id"] for each in lines}
+
+
+def test_what_a_file_of_answers_holds(tmp_path: Path) -> None:
+    output, errors = tmp_path / "out", tmp_path / "errors"
+    results = ResultFiles(output, errors)
+    error = RowError(code="a", message="b")
+    results.write(ResultLine(id="1", custom_id="x", error=error))
+    results.write(ResultLine(id="2", custom_id="x", error=error))
+    results.close()
+    assert (results.done, results.num_failed) == ({"x"}, 1)
+    assert len(errors.read_bytes().splitlines()) == 1
+    output.write_text("A file of\nsomebody's.\n")
+    with pytest.raises(ValueError, match="holds no answers"):
+        ResultFiles(output, errors)
+    assert output.read_text() == "A file of\nsomebody's.\n"
+
+
+def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxinfer.server.batches.lines.MAX_LINE_BYTES", 1000)
+    path = tmp_path / "in"
+    path.write_bytes(as_file([line(1), line(2, {"x": "y" * 2000})]))
+    _, (problem,) = check_rows(path, [CHAT])
+    assert (problem.line, problem.code) == (2, "line_too_long")

@@ -1,14 +1,13 @@
 """The types that all parts share: requests, sampling parameters, events. No mlx, text or files."""
 
-import math
 import secrets
-import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
+from .checks import as_strings, check_int, check_kind, check_number
 from .errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
@@ -108,40 +107,40 @@ class SamplingParams:
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, low=1, optional=True)
-        _check_number("temperature", self.temperature, low=0.0, high=100.0)
-        _check_int("top_k", self.top_k, low=0)
-        _check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        _check_number("min_p", self.min_p, low=0.0, high=1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
-        _check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
-        _check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
-        _check_number("top_n_sigma", self.top_n_sigma, low=0.0)
-        _check_number("typical_p", self.typical_p, low=0.0, high=1.0, open_low=True)
-        _check_number("xtc_probability", self.xtc_probability, low=0.0, high=1.0)
-        _check_number("xtc_threshold", self.xtc_threshold, low=0.0, high=1.0)
-        _check_number("dry_multiplier", self.dry_multiplier, low=0.0, high=100.0)
-        _check_number("dry_base", self.dry_base, low=1.0, high=100.0)
-        _check_int("dry_allowed_length", self.dry_allowed_length, low=1, high=MAX_COUNT)
-        _check_int("dry_penalty_last_n", self.dry_penalty_last_n, low=-1, high=MAX_COUNT)
+        check_int("max_tokens", self.max_tokens, low=1, optional=True)
+        check_number("temperature", self.temperature, low=0.0, high=100.0)
+        check_int("top_k", self.top_k, low=0)
+        check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        check_number("min_p", self.min_p, low=0.0, high=1.0)
+        check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
+        check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
+        check_number("top_n_sigma", self.top_n_sigma, low=0.0)
+        check_number("typical_p", self.typical_p, low=0.0, high=1.0, open_low=True)
+        check_number("xtc_probability", self.xtc_probability, low=0.0, high=1.0)
+        check_number("xtc_threshold", self.xtc_threshold, low=0.0, high=1.0)
+        check_number("dry_multiplier", self.dry_multiplier, low=0.0, high=100.0)
+        check_number("dry_base", self.dry_base, low=1.0, high=100.0)
+        check_int("dry_allowed_length", self.dry_allowed_length, low=1, high=MAX_COUNT)
+        check_int("dry_penalty_last_n", self.dry_penalty_last_n, low=-1, high=MAX_COUNT)
         breakers = as_strings("dry_sequence_breakers", self.dry_sequence_breakers)
         object.__setattr__(self, "dry_sequence_breakers", breakers)
-        _check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
-        _check_int("min_tokens", self.min_tokens, low=0)
-        _check_int("max_reasoning_tokens", self.max_reasoning_tokens, low=1, optional=True)
-        _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
+        check_int("min_tokens", self.min_tokens, low=0)
+        check_int("max_reasoning_tokens", self.max_reasoning_tokens, low=1, optional=True)
+        check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
         object.__setattr__(self, "stop", as_strings("stop", self.stop))
         check_switch("ignore_eos", self.ignore_eos)
         check_switch("speculate", self.speculate)
-        _check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
-        _check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
+        check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
+        check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, low=0)
+            check_int("stop_token_ids", token_id, low=0)
         for token_id, bias in self.logit_bias.items():
-            _check_int("logit_bias", token_id, low=0)
-            _check_number("logit_bias", bias, low=-1e9, high=1e9)
+            check_int("logit_bias", token_id, low=0)
+            check_number("logit_bias", bias, low=-1e9, high=1e9)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.",
@@ -421,42 +420,3 @@ def check_switch(name: str, value: object) -> None:
     """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
     if type(value) is not bool:
         raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
-
-
-def as_strings(name: str, value: object) -> tuple[str, ...]:
-    """The strings of an argument that is one or several; raises InvalidRequestError."""
-    strings = (value,) if isinstance(value, str) else value
-    if isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings):
-        return tuple(strings)
-    raise InvalidRequestError(f"{name} is {shown(value)}; expected non-empty strings.", param=name)
-
-
-def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
-    if not isinstance(value, kind) or isinstance(value, str | bytes):
-        raise InvalidRequestError(f"{name} is {shown(value)}; expected {wanted}.", param=name)
-
-
-def _check_int(
-    name: str, value: object, *, low: int, high: int | None = None, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    if type(value) is not int or value < low or (high is not None and value > high):
-        bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise InvalidRequestError(
-            f"{name} is {shown(value)}; expected an integer {bounds}.", param=name
-        )
-
-
-def _check_number(
-    name: str, value: object, *, low: float, high: float = math.inf, open_low: bool = False
-) -> None:
-    sound = type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
-    above = sound and (value > low if open_low else value >= low)  # type: ignore[operator]
-    if not above or value > high:  # type: ignore[operator]
-        bounds = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
-        if high == math.inf:
-            bounds = f"{'above' if open_low else 'from'} {low:g}"
-        raise InvalidRequestError(
-            f"{name} is {shown(value)}; expected a finite number {bounds}.", param=name
-        )

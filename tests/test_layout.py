@@ -18,7 +18,8 @@ FOLDERS = {
 LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
-    "core": {"errors"},
+    "checks": {"errors"},
+    "core": {"checks", "errors"},
     "outputs": {"core", "display"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
@@ -78,6 +79,7 @@ SERVER_ASSEMBLERS = {"app", "running", "__init__"}
 ASSEMBLERS = {"llm", "retrieval", "library", "magic", "cli", "bench", "__init__"}  # anything
 WITHOUT_MLX = (
     "app",
+    "checks",
     "core",
     "config",
     "errors",

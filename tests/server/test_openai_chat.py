@@ -257,7 +257,7 @@ def test_a_stream_says_how_far_its_prompt_is(server: LiveServer) -> None:
         assert [each["processed"] for each in found] == sorted(each["processed"] for each in found)
         last = found[-1]
         assert last["processed"] == last["total"] > 500
-        assert (last["cache"] > 0) is cached
+        assert (last["cache"] > 400) is cached
         assert all(each["cache"] == last["cache"] <= each["processed"] for each in found)
     assert not any("prompt_progress" in e for e in server.events(CHAT, chat("Hi"))[:-1])
     answer = server.post("/v1/completions", {"prompt": "a", "return_progress": True})

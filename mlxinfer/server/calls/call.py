@@ -177,7 +177,9 @@ class Call:
     def _trace(self) -> None:
         """Write the spans of complete answers, where somebody takes them."""
         tracing = self.service.tracing
-        for generation in self.generations if tracing is not None else ():
+        if tracing is None:
+            return
+        for generation in self.generations:
             for answer in generation.answers:
                 if answer.result is not None:
                     headers, path = self.scope["headers"], self.scope["path"]

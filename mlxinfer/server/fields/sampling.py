@@ -206,9 +206,10 @@ def _logit_bias(fields: SamplingFields, model: ServedModel) -> dict[int, float]:
         if bias is True:
             place = f"logit_bias[{number}]"
             raise InvalidRequestError(f"{place} is true; expected a number or false.", param=place)
-        ids = [token]
         if isinstance(token, str):
             ids = model.tokenizer.encode(token, add_special_tokens=False, parse_special=True)
+        else:
+            ids = [token]
         found.update(dict.fromkeys(ids, BANNED if bias is False else float(bias)))
     return found
 

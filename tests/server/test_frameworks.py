@@ -1,0 +1,133 @@
+"""Frameworks over a server, as their users set them up: LangChain, Pydantic AI, OpenAI Agents, llm.
+
+They come with the extra `clients`; each is left out where it is not installed.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ScriptedServer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of their own code
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+
+
+class Turns:
+    """Lets a scripted model say one text after the other."""
+
+    def __init__(self, server: ScriptedServer, *texts: str) -> None:
+        self._server, self._texts = server, list(texts)
+        self._submit = server.script.submit
+        self.num_asked = 0
+
+    def __enter__(self) -> "Turns":
+        self._server.script.submit = self._next  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.script.submit = self._submit  # type: ignore[method-assign]
+        self._server.script.requests.clear()
+
+    def _next(self, request: Any, deliver: Any) -> None:
+        self._server.script.text = self._texts[min(self.num_asked, len(self._texts) - 1)]
+        self.num_asked += 1
+        self._submit(request, deliver)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    return f"rain in {city}"
+
+
+def test_langchain(server: ScriptedServer) -> None:
+    module = pytest.importorskip("langchain_openai")
+    model = module.ChatOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", model="demo", temperature=0, max_retries=0
+    )
+    with server.says("<think>hm</think>It rains."):
+        answer = model.invoke("How is the weather?")
+        assert answer.content == "It rains."
+        assert answer.usage_metadata["output_tokens"] > 0
+        assert "".join(part.content for part in model.stream("How?")) == "It rains."
+    with server.says(CALL):
+        (call,) = model.bind_tools([get_weather]).invoke("Weather in Zürich?").tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Zürich"})
+    schema = {
+        "title": "Answer",
+        "description": "An answer.",
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+    }
+    with server.says('{"n": 5}'):
+        assert model.with_structured_output(schema).invoke("How many?") == {"n": 5}
+
+
+def test_pydantic_ai(server: ScriptedServer) -> None:
+    pytest.importorskip("pydantic_ai")
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    agent = Agent(OpenAIChatModel("demo", provider=provider), tools=[get_weather])
+    with Turns(server, CALL, "It rains.") as turns:
+        answer = agent.run_sync("How is the weather in Zürich?")
+        assert "rain in Zürich" in server.prompt
+    assert answer.output == "It rains."
+    assert turns.num_asked == 2
+
+
+def test_openai_agents(server: ScriptedServer) -> None:
+    agents = pytest.importorskip("agents")
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+
+    async def run(kind: Any) -> str:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            agent = agents.Agent(
+                name="Weather",
+                instructions="Answer briefly.",
+                tools=[agents.function_tool(get_weather)],
+                model=kind(model="demo", openai_client=client),
+            )
+            return str((await agents.Runner.run(agent, "Weather in Zürich?")).final_output)
+
+    for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+        with Turns(server, CALL, "It rains.") as turns:
+            assert asyncio.run(run(kind)) == "It rains."
+            assert "rain in Zürich" in server.prompt
+        assert turns.num_asked == 2
+
+
+def test_llm(server: ScriptedServer, tmp_path: Path) -> None:
+    """Simon Willison's command, with its list of other models."""
+    pytest.importorskip("llm")
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: here\n  model_name: demo\n  api_base: {server.url}/v1\n"
+        "  api_key_name: none\n  supports_tools: true\n"
+    )
+    (tmp_path / "keys.json").write_text(json.dumps({"none": "x"}))
+    with server.says("It rains."):
+        done = subprocess.run(
+            [sys.executable, "-m", "llm", "-m", "here", "Weather?"],
+            env={"LLM_USER_PATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert done.stdout.strip() == "It rains."

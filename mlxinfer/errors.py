@@ -14,6 +14,7 @@
     ├── TemplateError                  400  template_error
     ├── OverloadedError                503  overloaded             could fit later
     ├── EngineClosedError              503  engine_closed
+    │   └── RanksFailedError           503  ranks_failed           one of several ranks is gone
     ├── RequestFailedError             500  request_failed         a step of this request went wrong
     │   └── GrammarFailedError         400  grammar_failed         its own grammar cannot go on
     ├── HistoryError               503  history_error          the file of conversations
@@ -140,6 +141,12 @@ class EngineClosedError(MlxinferError):
 
     status = 503
     code = "engine_closed"
+
+
+class RanksFailedError(EngineClosedError):
+    """One of the ranks that a model is spread over has ended, hangs, or disagrees with rank 0."""
+
+    code = "ranks_failed"
 
 
 class RequestFailedError(MlxinferError):

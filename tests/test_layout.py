@@ -36,6 +36,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "grammar": LEAVES | {"text", "threads"},
     "engine": LEAVES
     | {"cache", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
+    "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory", "threads"},
     "history": {"errors"},

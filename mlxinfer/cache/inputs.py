@@ -74,6 +74,10 @@ class Segments:
         """The next token of each sequence; pages and tails are unchanged."""
         return self.at(self.starts + 1)
 
+    def follows(self, other: "Segments") -> bool:
+        """Whether these are the same sequences, pages and tails at other positions."""
+        return self._memo is other._memo
+
     def at(self, starts: Ints) -> "Segments":
         """The same sequences at other positions (B,), with the same memo."""
         return Segments(

@@ -23,9 +23,24 @@ class PageTable:
         first: see above; num_kept at least.
         kept: pages of the first page numbers, up to `num_kept` of them.
         pages: those from page number `first` on.
+
+    Attributes:
+        num_changes: so far.
+        rewritten: the last of them that changed a page that was there; 0: none did. Others add
+            pages behind the last one, or recycle the first ones.
     """
 
-    __slots__ = ("_before", "_numbers", "_runs", "first", "num_kept", "page_size")
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_numbers",
+        "_runs",
+        "first",
+        "num_changes",
+        "num_kept",
+        "page_size",
+        "rewritten",
+    )
 
     def __init__(
         self,
@@ -42,6 +57,7 @@ class PageTable:
         self._numbers = array("i", [*kept, *gone, *pages])  # page of each page number, -1: gone
         self._runs: list[tuple[int, int]] | None = None
         self._before: tuple[int, list[tuple[int, int]]] | None = None
+        self.num_changes = self.rewritten = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PageTable) and self._says() == other._says()
@@ -91,6 +107,7 @@ class PageTable:
         """Use `page` for the positions of `page_number`, which is held, from now on."""
         self._numbers[page_number] = page
         self._forget()
+        self.rewritten = self.num_changes
 
     def pages_from(self, page_number: int) -> list[int]:
         """Pages held whose number is at least `page_number`."""
@@ -114,6 +131,25 @@ class PageTable:
     def numbers_before(self, stop: int) -> "array[int]":
         """The page of every page number of positions [0, stop), int32; -1: recycled."""
         return self._numbers[: stop // self.page_size]
+
+    def numbers_from(self, page_number: int) -> "array[int]":
+        """The page of every page number from this one on, int32; -1: recycled."""
+        return self._numbers[page_number:]
+
+    def become(self, first: int, start: int, pages: bytes) -> None:
+        """Be as another table is: recycled up to `first`, and from page number `start` on these.
+
+        Args:
+            first: as of the constructor.
+            start: a page number, at most the number of pages.
+            pages: what `numbers_from` gave, as bytes.
+        """
+        del self._numbers[start:]
+        self._numbers.frombytes(pages)
+        for number in range(self.first, min(first, len(self._numbers))):
+            self._numbers[number] = -1
+        self.first = first
+        self._forget()
 
     def runs_before(self, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [0, stop) of a table that keeps everything; remembered."""
@@ -145,6 +181,7 @@ class PageTable:
     def _forget(self) -> None:
         """The table changed."""
         self._runs = self._before = None
+        self.num_changes += 1
 
     def _page_runs(self) -> list[tuple[int, int]]:
         """Runs of consecutive pages as (first slot, slots); found once per change of the table."""

@@ -1,7 +1,7 @@
 """The last events of requests: an answer's end, and what to say where one failed."""
 
 from ..core import FinishReason, TokenEvent
-from ..errors import GrammarFailedError, RequestFailedError
+from ..errors import GrammarFailedError, RanksFailedError, RequestFailedError
 from .batch import Sequence
 
 
@@ -19,6 +19,8 @@ def last_events(
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
     """The last event of a request of which a step, or the planning of one, raised an error."""
+    if isinstance(error, RanksFailedError):
+        return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=error)
     failure = RequestFailedError(
         f"A step of this request failed after {sequence.num_answered} tokens: "
         f"{type(error).__name__}: {error}"

@@ -26,6 +26,7 @@ from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.decoder import LanguageModel
 from ..threads import Reply, start
+from .forward import Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
 from .scheduler import Proposer
@@ -93,13 +94,16 @@ MakeLoop = Callable[[Emit], EngineLoop]
 
 
 def generation(
-    load: Load, proposer: Callable[[], Proposer | None] | None = None
+    load: Load,
+    proposer: Callable[[], Proposer | None] | None = None,
+    followers: Followers | None = None,
 ) -> Callable[[Emit], Loop]:
     """What makes the loop of a model that generates, on the engine's thread.
 
     Args:
         load: returns the model and how to run it.
         proposer: called after it; makes what proposes tokens for steps to verify. None: nothing.
+        followers: the other ranks of a model that is spread over several; None: it is not.
     """
 
     def make(emit: Emit) -> Loop:
@@ -111,6 +115,7 @@ def generation(
             kernels=choose_on_this_machine(),
             kernels_when_idle=True,
             proposer=None if proposer is None else proposer(),
+            followers=followers,
         )
 
     return make
@@ -136,6 +141,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
+        self._why = "The engine is closed; build a new LLM."  # that it does, once it does
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
         self._running = threading.Lock()  # held by the thread until it has left MLX
@@ -210,6 +216,14 @@ class Engine:
         self._put(work)
         return reply.wait()
 
+    def fail(self, error: BaseException) -> None:
+        """End all requests with an error that came up elsewhere, between two steps."""
+
+        def fail() -> None:
+            raise error
+
+        self._inbox.put(fail)
+
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
         if is_fork(self._pid):  # the thread is not here, and a lock may be held for ever
@@ -230,7 +244,7 @@ class Engine:
         """Raise EngineClosedError where the engine was closed, or runs in another process."""
         self.require_process()
         if self._stopping:
-            raise EngineClosedError("The engine is closed; build a new LLM.")
+            raise EngineClosedError(self._why)
 
     @property
     def closed(self) -> bool:
@@ -285,9 +299,8 @@ class Engine:
         except BaseException as worse:  # say, no memory for a new cache
             with self._gate:
                 self._stopping = True
-            self._fail_rest(
-                EngineClosedError(f"The engine has ended after a fault: {worse}"), worse
-            )
+                self._why = f"The engine has ended after a fault: {worse}"
+            self._fail_rest(EngineClosedError(self._why), worse)
             return False
 
     def _fail_rest(self, failure: MlxinferError, cause: BaseException) -> None:

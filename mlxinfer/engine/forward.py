@@ -6,12 +6,14 @@ samples, and sends what a step is to the others before it runs it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..cache.inputs import CacheWork, Ints, Spill, StepSegments
 from ..cache.kv import KVCache
+from ..config import EngineConfig
+from ..errors import RanksFailedError
 from ..layers.ranks import Link
 from ..layers.step import Taps
 from ..models.decoder import LanguageModel
@@ -58,20 +60,41 @@ class InFlight(Protocol):
 class Followers(Protocol):
     """The other ranks, which run every step that is sent to them."""
 
+    @property
+    def link(self) -> Link:
+        """To them."""
+        ...
+
+    def assembled(self, cache: KVCache, config: EngineConfig) -> None:
+        """Let them make a cache like this; raises RanksFailedError where one of them cannot."""
+        ...
+
     def send(self, step: StepInputs) -> None:
         """Let them run a step too; raises RanksFailedError where one of them cannot."""
         ...
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """As `KVCache.commit`."""
+        """The first step of those that were sent and not read has ended; as `KVCache.commit`."""
         ...
 
-    def read(self) -> None:
-        """The step that was sent first, of those that are not read yet, has ended."""
+    def reset(self, error: BaseException) -> None:
+        """A step failed by this error: what is in the cache is forgotten.
+
+        Raises:
+            RanksFailedError: the step failed on other ranks too, and nothing there can be trusted.
+        """
         ...
 
-    def fail(self, error: BaseException) -> BaseException:
+    def fail(self, error: BaseException) -> RanksFailedError:
         """Nothing is to be trusted any more: the error that says so."""
+        ...
+
+    def release(self) -> None:
+        """The model is not used any more."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers."""
         ...
 
 

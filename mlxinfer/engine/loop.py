@@ -11,16 +11,18 @@ import mlx.core as mx
 import numpy as np
 
 from ..cache.disk import DiskTier, namespace_key
-from ..cache.formats import lay_out, stored_less_bias
+from ..cache.formats import lay_out
 from ..cache.kv import KVCache
 from ..config import DiskOptions, EngineConfig
-from ..core import FinishReason, KVSpec, Request, TokenEvent, TokenLogprobs
+from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError
 from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, CommitResult, SamplingRows, Sequence
+from .caches import make_cache
 from .ends import failed_event, last_events, not_finite_event, stuck_in_grammar
+from .forward import Followers
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
@@ -46,6 +48,7 @@ class Loop:
         kernels: says which Metal kernels may be used.
         kernels_when_idle: what the first steps can do without is checked by `prepare_kernel`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
+        followers: the other ranks of a model that is spread over several; None: it is not.
 
     Attributes:
         adapters: that requests may name.
@@ -60,8 +63,10 @@ class Loop:
         kernels: Chooser = choose_none,
         kernels_when_idle: bool = False,
         proposer: Proposer | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.model = model
+        self._followers = followers
         self.config = config
         if proposer is not None and "speculation" in model.lacks:
             raise InvalidRequestError(
@@ -82,26 +87,10 @@ class Loop:
     def assemble(self) -> None:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
-        specs, bits = self._layout
-        self.cache = KVCache(
-            specs,
-            bits=bits,
-            dtype=self.model.activation_dtype,
-            page_size=config.page_size,
-            max_batch=config.max_batch,
-            prefill_chunk=config.prefill_chunk,
-            budget_bytes=config.kv_budget_bytes,
-            num_pages=config.num_pages,
-            kernel_layers=self.kernels.attention,
-            prefill_layers=self.kernels.prefill,
-            heads=self.kernels.heads,
-            key_biases={
-                i: mixer.turned_bias
-                for i, (mixer, spec) in enumerate(zip(self.model.mixers, specs, strict=True))
-                if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i])
-            },
-        )
+        self.cache = make_cache(self.model, config, self._layout, self.kernels)
         self.cache.reserve(self._beyond(self.adapters.num_bytes), ())
+        if self._followers is not None:
+            self._followers.assembled(self.cache, config)
         if config.disk is not None and self.store is None:
             self.store = _make_store(config.disk, self.cache)
             self._open_tier(OPEN_WAIT_S)
@@ -112,7 +101,7 @@ class Loop:
             choice=None if self._proposer is None else self._proposer.choice,
         )
         taps = () if self._proposer is None else self._proposer.taps
-        self.runner = Runner(self.model, self.cache, sampler, taps=taps)
+        self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None
 
@@ -351,8 +340,14 @@ class Loop:
     # -- faults ---------------------------------------------------------------------------------
 
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
-        """Fail the requests of a step; the others start over on fresh arrays and lose nothing."""
+        """Fail the requests of a step; the others start over on fresh arrays and lose nothing.
+
+        Raises:
+            RanksFailedError: it failed on other ranks too.
+        """
         traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
+        if self._followers is not None:
+            self._followers.reset(error)
         queues = self.scheduler.queues
         self._counters.step_failures += 1
         for sequence in batch.sequences:
@@ -398,6 +393,8 @@ class Loop:
                     self._save(self.store)
             self.store.close()
         self.adapters.close()
+        if self._followers is not None:
+            self._followers.release()
         del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
         del self.adapters
 
@@ -415,8 +412,10 @@ class Loop:
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
         stats = stats_of(self.scheduler, self.cache, self.store, self._proposer)
-        adapters = {"adapters": self.adapters.stats(), "adapter_bytes": self.adapters.num_bytes}
-        return {**stats, **adapters, "kernels": self.kernels.variants.stats()}
+        stats["adapters"], stats["adapter_bytes"] = self.adapters.stats(), self.adapters.num_bytes
+        if self._followers is not None:
+            stats["ranks"] = self._followers.stats()
+        return {**stats, "kernels": self.kernels.variants.stats()}
 
 
 def _make_store(options: DiskOptions, cache: KVCache) -> PageStore:

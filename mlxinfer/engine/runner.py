@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ..cache.inputs import Ints, Spill
 from ..cache.kv import KVCache
 from ..core import TokenLogprobs
-from ..layers.ranks import Link
 from ..models.decoder import LanguageModel
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
@@ -77,7 +76,7 @@ class Runner:
 
     Args:
         taps: layers whose outputs every step gives beside its tokens, see `Taps`.
-        link, followers: to the other ranks of a model that is spread over several; None: it is not.
+        followers: the other ranks of a model that is spread over several; None: it is not.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class Runner:
         sampler: Sampler,
         *,
         taps: Seq[int] = (),
-        link: Link | None = None,
         followers: Followers | None = None,
     ) -> None:
+        link = None if followers is None else followers.link
         self.forward = Forward(model, cache, taps=taps, link=link)
         self._followers = followers
         self.cache = cache
@@ -188,6 +187,9 @@ class Runner:
     def commit(self, batch: Batch, token_ids: Ints, result: CommitResult) -> None:
         """Let the sampler know the tokens (R,) that were read and kept."""
         sampling, proposals = batch.sampling, batch.sampling.proposals
+        num_kept = {} if proposals is None else batch.num_kept(result)
+        if self._followers is not None:
+            self._followers.commit(num_kept)
         slots = sampling.slot_ids
         gone = [*result.released, *result.discarded]
         if gone:
@@ -196,10 +198,7 @@ class Runner:
         if proposals is None:
             self.sampler.observe(slots, token_ids)
             return
-        num_kept = batch.num_kept(result)
         self.cache.commit(num_kept)
-        if self._followers is not None:
-            self._followers.commit(num_kept)
         for count in range(int(proposals.counts.max()) + 1):  # one token of each slot at a time
             rows = proposals.counts == count
             self.sampler.observe(slots[rows], token_ids[rows])

@@ -43,6 +43,7 @@ def load_share(
     *,
     dtype: str = "auto",
     watch: Watch | None = None,
+    read: Callable[[int], None] = lambda num_bytes: None,
 ) -> "Model":
     """The part of a model that one of several ranks has; the others load theirs.
 
@@ -53,6 +54,7 @@ def load_share(
         rank: this one.
         link: to the others.
         dtype, watch: as of `load`.
+        read: is called with the bytes that were read from the files.
 
     Raises:
         UnsupportedModelError: the model cannot be spread over so many ranks; the message says why.
@@ -79,6 +81,7 @@ def load_share(
         watch=watch,
     )
     model: Model = builder.build(config, weights)
+    read(weights.bytes_read)
     model.lacks = {**model.lacks, "adapters": "it is spread over ranks"}
     return model
 

@@ -16,6 +16,7 @@ from ..config import (
 from ..core import CacheSpec, KVSpec, check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
+from ..ranks.options import RankOptions
 from ..speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..models.decoder import LanguageModel
     from ..models.dflash import BlockDraft
     from ..models.heads import DraftHead
+    from ..ranks.group import RankGroup
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 PREFILL_SLICE_MS = 250
@@ -54,6 +56,10 @@ class EngineArguments(TypedDict, total=False):
     draft: str | Path | None
     max_draft: int
     acceptance: str
+    ranks: int
+    hostfile: str | Path | None
+    rank: int | None
+    rank_deadline: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +87,7 @@ class EngineOptions:
     launch_ahead: bool = True
     room_bytes: int | None = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    spread: RankOptions = field(default_factory=RankOptions)
 
     @classmethod
     def of(cls, arguments: EngineArguments, find: Callable[[str], Path]) -> "EngineOptions":
@@ -95,7 +102,16 @@ class EngineOptions:
             speculation["method"] = speculation.pop("speculate")
         if speculation.get("draft") is not None:
             speculation["draft"] = find(str(speculation["draft"]))
-        return cls(kv=KVOptions.build(**kv), speculation=SpeculationOptions(**speculation), **rest)
+        names = ("ranks", "hostfile", "rank", "rank_deadline")
+        spread = {name: rest.pop(name) for name in names if name in rest}
+        if spread.get("hostfile") is not None:
+            spread["hostfile"] = Path(spread["hostfile"])
+        return cls(
+            kv=KVOptions.build(**kv),
+            speculation=SpeculationOptions(**speculation),
+            spread=RankOptions(**spread),
+            **rest,
+        )
 
     def __post_init__(self) -> None:
         check_count("max_batch", self.max_batch, 1)
@@ -303,26 +319,55 @@ def open_engine(
         ModelError: the model is broken or not supported.
         BackendMissingError: MLX does not run here.
     """
-    require_mlx()
-    from ..engine.engine import (
-        Engine,
-        generation,
-    )  # imports mlx; where it is missing, require_mlx says why
+    require_mlx()  # says why, where what follows cannot import MLX
+    from ..engine.engine import Engine, generation
     from ..models import load_any
 
     described: list[ModelInfo] = []
     proposers: list[Proposer | None] = []
+    group = _group(folder, options)
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
-        model = load_any(folder, dtype=options.dtype, watch=watch)
+        model: LanguageModel
+        if group is None:
+            model = load_any(folder, dtype=options.dtype, watch=watch)
+        else:
+            model = group.load(name, folder, dtype=options.dtype, watch=watch)
         described.append(describe(name, folder, model))
-        config, proposer = add_speculation(options, folder, model, options.config(model, disk))
+        config = options.config(model, disk)
+        if group is not None:
+            stated = options.max_memory is not None
+            budget = group.kv_bytes(config.kv_budget_bytes, stated=stated)
+            config = replace(config, kv_budget_bytes=budget)
+        config, proposer = add_speculation(options, folder, model, config)
         proposers.append(proposer)
         return model, config
 
-    engine = Engine(generation(build, lambda: proposers.pop()), owner=owner)
+    engine = Engine(generation(build, lambda: proposers.pop(), group), owner=owner)
+    if group is not None:
+        group.on_failure = engine.fail
     return engine, described[0]
+
+
+def _group(folder: Path, options: EngineOptions) -> "RankGroup | None":
+    """The ranks that the model is spread over; None: it is not.
+
+    In a process that is a rank other than 0 this does not return: it follows until the group ends.
+
+    Raises:
+        InvalidRequestError, RanksFailedError: as of `open_group` and `follow`.
+    """
+    if options.spread.is_alone:
+        return None
+    from ..ranks.follower import follow
+    from ..ranks.hosts import shared_secret
+    from ..ranks.open import open_group
+
+    place = options.spread.elsewhere
+    if place is not None and place.rank:
+        follow(place, shared_secret(), lambda name: folder)
+    return open_group(options.spread)
 
 
 def add_speculation(
@@ -358,6 +403,12 @@ def add_speculation(
     if found is None:
         return config, make_speculation(speculation)
     kind, network = found
+    if kind != "draft" and not options.spread.is_alone:
+        raise InvalidRequestError(
+            f"{kind} proposes tokens from hidden states, on one rank only; with ranks use "
+            "speculate='ngram', or a draft model.",
+            param="speculate",
+        )
     weights_bytes = model.num_bytes + network.num_bytes
     budget = options.kv_bytes(weights_bytes)
     ours, its = _bytes_per_token(model), _bytes_per_token(network)

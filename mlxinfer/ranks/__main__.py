@@ -1,0 +1,23 @@
+"""One rank that another process of this machine started: what it needs comes over its input."""
+
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from .follower import follow
+from .hosts import Place
+
+
+def main() -> None:
+    """Follow rank 0 until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: rank 0 decides
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    given = json.loads(sys.stdin.buffer.read())
+    secret = bytes.fromhex(given.pop("secret"))
+    follow(Place(**{**given, "control": tuple(given["control"])}), secret, Path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A rank other than 0: runs the steps that rank 0 sends, until the connection ends.
+
+One thread reads the connection, and answers whether the process lives; the other owns MLX. When
+rank 0 is gone the process ends at once, also out of a collective operation that waits for it.
+"""
+
+import gc
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+from ..config import EngineConfig, KVOptions
+from ..engine.forward import Computed, Forward
+from ..engine.kernels import choose_on_this_machine
+from ..engine.caches import cache_of
+from ..errors import MlxinferError
+from ..memory import total_memory_bytes
+from ..models import load_share
+from ..models.decoder import Model
+from .control import Connection, Hello, connect
+from .group import FORM_S
+from .hosts import Place
+from .join import join_group, version
+from .link import GroupLink
+from .messages import (
+    Assemble,
+    Checked,
+    Commit,
+    Failed,
+    Form,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Ready,
+    Release,
+    Reset,
+    digest_of,
+    orders,
+    replies,
+)
+from .wire import Reader, StepMessage, checksum
+
+Find = Callable[[str], Path]  # a model's name -> its folder on this machine
+log = logging.getLogger("mlxinfer.ranks")
+
+
+class _InFlight:
+    """The last step that was launched."""
+
+    def __init__(self, computed: Computed, arrays: list[mx.array]) -> None:
+        self.num_rows = 0 if computed.logits is None else len(computed.logits)
+        self._arrays = arrays
+
+    def wait(self) -> None:
+        """Return when it is done and MLX holds none of its inputs."""
+        mx.eval(self._arrays)
+        mx.synchronize()
+
+
+class Follower:
+    """One rank.
+
+    Args:
+        place: which, among which.
+        connection: to rank 0.
+        find: folders of models that rank 0 names and has elsewhere.
+    """
+
+    def __init__(self, place: Place, connection: Connection, find: Find) -> None:
+        self._place = place
+        self._connection = connection
+        self._find = find
+        self._orders, self._encode = orders(), replies().encode
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._link: GroupLink
+        self._reader: Reader
+        self._model: Model | None = None
+        self._forward: Forward | None = None
+        self._in_flight: _InFlight | None = None
+
+    def run(self) -> None:
+        """Follow until the connection ends, which ends the process."""
+        threading.Thread(target=self._read, name="mlxinfer-control", daemon=True).start()
+        obey: dict[type, Callable[[Any], None]] = {
+            Form: self._form,
+            Load: self._load,
+            Assemble: self._assemble,
+            StepMessage: self._step,
+            Commit: self._commit,
+            Reset: self._reset,
+            Release: self._release,
+        }
+        while True:
+            message = self._inbox.get()
+            try:
+                obey[type(message)](message)
+            except BaseException as error:
+                log.exception("rank %d ends", self._place.rank)
+                self._say(Failed(f"{type(error).__name__}: {error}"))
+                time.sleep(0.5)  # until rank 0 has read it
+                os._exit(1)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._orders.decode(self._connection.receive())
+                if isinstance(message, Ping):
+                    self._say(Pong())
+                else:
+                    self._inbox.put(message)
+        except (OSError, EOFError, msgspec.MsgspecError):
+            os._exit(0)
+
+    def _say(self, reply: msgspec.Struct) -> None:
+        with self._lock:
+            self._connection.send(self._encode(reply))
+
+    # -- on the thread that owns MLX ------------------------------------------------------------
+
+    def _form(self, _: Form) -> None:
+        self._link = GroupLink(join_group(self._place))
+
+    def _load(self, message: Load) -> None:
+        folder = Path(message.folder)
+        if not (folder / "config.json").is_file():
+            folder = self._find(message.name)
+        if digest_of(folder) != message.digest:
+            raise MlxinferError(
+                f"{folder} is not the checkpoint that rank 0 has; copy or download the same one."
+            )
+        reads: list[int] = []
+        try:
+            self._model = load_share(
+                folder, self._place.rank, self._link, dtype=message.dtype, read=reads.append
+            )
+        except MlxinferError:  # rank 0 finds the same, and says so
+            log.exception("rank %d cannot load %s", self._place.rank, message.name)
+            return
+        self._say(Loaded(self._model.num_bytes, sum(reads), total_memory_bytes()))
+
+    def _assemble(self, message: Assemble) -> None:
+        assert self._model is not None
+        page_size, max_batch, chunk, budget, num_pages, *kv = msgspec.structs.astuple(message)
+        config = EngineConfig(
+            page_size=page_size,
+            max_batch=max_batch,
+            prefill_chunk=chunk,
+            max_context=self._model.config.max_context,
+            kv_budget_bytes=budget,
+            num_pages=num_pages,
+            kv=KVOptions(
+                bits=kv[0], window=kv[1], sinks=kv[2], plain_ends=kv[3], plain_windows=kv[4]
+            ),
+        )
+        cache = cache_of(self._model, config, choose_on_this_machine())
+        self._forward = Forward(self._model, cache, link=self._link)
+        self._reader = Reader(page_size)
+        self._in_flight = None
+        self._say(Ready(cache.max_batch, [g.allocator.num_pages for g in cache.groups]))
+
+    def _step(self, message: StepMessage) -> None:
+        forward, before = self._forward, self._in_flight
+        assert forward is not None
+        step = self._reader.step(message)
+        for group, extent in zip(forward.cache.groups, message.extents, strict=True):
+            group.allocator.extent = extent
+        if message.checked:
+            self._say(Checked(message.number, checksum(step)))
+        forward.prepare(step, before)
+        tokens = None if before is None else mx.zeros((before.num_rows,), mx.int32)
+        computed = forward.run(step, tokens)
+        logits = [] if computed.logits is None else [computed.logits]
+        arrays = [*logits, *computed.prompt_logits, *computed.outputs]
+        mx.async_eval(arrays)
+        self._in_flight = _InFlight(computed, arrays)
+
+    def _commit(self, message: Commit) -> None:
+        assert self._forward is not None
+        self._forward.cache.commit(message.num_kept)
+
+    def _reset(self, _: Reset) -> None:
+        assert self._forward is not None
+        self._in_flight = None
+        self._forward.cache.reset()
+
+    def _release(self, _: Release) -> None:
+        self._model = self._forward = self._in_flight = None
+        gc.collect()
+        mx.clear_cache()
+
+
+def follow(place: Place, secret: bytes, find: Find, *, wait_s: float = FORM_S) -> None:
+    """Be a rank of a group until it ends, which ends the process.
+
+    Raises:
+        RanksFailedError: rank 0 is not there within `wait_s` seconds, or has another secret.
+    """
+    own = Hello(place.rank, place.size, version(), os.getpid())
+    connection = connect(place.control, secret, own, time.monotonic() + wait_s)
+    Follower(place, connection, find).run()

@@ -1,0 +1,369 @@
+"""Rank 0's side of a group of ranks: forms it, sends steps, and notices when one fails.
+
+A group fails as a whole, and for good: MLX forms one group in the life of a process. Then the
+sockets of its ring are shut, so that nothing waits in a collective operation any more; the engine's
+step raises, its requests end with the reason, and what owns the process starts it again.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import selectors
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..cache.kv import KVCache
+from ..config import EngineConfig
+from ..engine.forward import StepInputs
+from ..errors import MlxinferError, RanksFailedError
+from ..memory import default_kv_bytes
+from ..models import load_share
+from ..models.decoder import Model
+from .control import Connection, Hello, accept, listen
+from .hosts import Place
+from .join import join_group, version
+from .link import GroupLink
+from .local import LocalRanks
+from .messages import (
+    Assemble,
+    Checked,
+    Commit,
+    Failed,
+    Form,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Ready,
+    Release,
+    Reset,
+    digest_of,
+    orders,
+    replies,
+)
+from .wire import Writer, checksum
+
+PING_S = 1.0
+SILENCE_S = 20.0  # after which a rank that does not answer counts as lost
+FORM_S = 120.0  # that the others may take to come
+LOAD_S = 1800.0  # ... to load their parts
+STEP_S = 60.0  # ... for one step
+log = logging.getLogger("mlxinfer.ranks")
+
+
+class RankGroup:
+    """The other ranks, as rank 0 sees them; see `engine.forward.Followers`.
+
+    Args:
+        place: this process, as rank 0.
+        secret: that all ranks know.
+        local: ranks that this process starts itself; None: others do.
+        step_s: seconds that a step may take.
+
+    Attributes:
+        link: over MLX's group.
+        failure: why it failed; None: it has not.
+
+    Raises:
+        RanksFailedError: some did not come.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        secret: bytes,
+        *,
+        local: LocalRanks | None = None,
+        step_s: float = STEP_S,
+    ) -> None:
+        self.place = place
+        self.failure: RanksFailedError | None = None
+        self.on_failure: Callable[[RanksFailedError], None] = lambda error: None
+        self.loaded: list[Loaded] = []  # by the others, of the present model
+        self._local = local
+        self._step_s = step_s
+        self._orders, self._replies = orders(), replies()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of sending, and of what follows
+        self._sums: dict[int, int] = {}  # of steps whose checksums others will say
+        self._sent_s: list[float] = []  # when the steps that were not read yet were sent
+        self._closed = False
+        self._ranks = self._gather(place, secret)
+        self._heard_s = dict.fromkeys(self._ranks, time.monotonic())
+        self._watcher = threading.Thread(target=self._watch, name="mlxinfer-ranks", daemon=True)
+        self._watcher.start()
+        self._tell(Form())
+        try:
+            self.link = GroupLink(join_group(place))
+        except RuntimeError as error:
+            raise self.fail(error) from error
+
+    # -- models ---------------------------------------------------------------------------------
+
+    def load(
+        self, name: str, folder: Path, *, dtype: str, watch: Callable[[int, int], None] | None
+    ) -> Model:
+        """Every rank loads its part; this one's.
+
+        Raises:
+            RanksFailedError: one of the others could not.
+            others: as of `load_share`.
+        """
+        self._tell(Load(name, str(folder), dtype, digest_of(folder)))
+        try:
+            model = load_share(folder, 0, self.link, dtype=dtype, watch=watch)
+        except MlxinferError:  # the others say the same, and are there for the next model
+            self._tell(Release())
+            raise
+        self.loaded = self._await(Loaded, LOAD_S)
+        model.lacks = {
+            "disk_cache": "its pages lie on several ranks",
+            "adapters": "its matrices lie on several ranks",
+            **model.lacks,
+        }
+        return model
+
+    def kv_bytes(self, own: int, *, stated: bool) -> int:
+        """Bytes of the KV cache of each rank, given what this one would take.
+
+        Args:
+            own: bytes.
+            stated: somebody asked for that; else it is what this machine has room for.
+        """
+        if stated:
+            return own
+        if self._local is not None:  # all are on this machine
+            return own // self.place.size
+        return min(
+            [own, *[default_kv_bytes(one.memory_bytes, one.weights_bytes) for one in self.loaded]]
+        )
+
+    def assembled(self, cache: KVCache, config: EngineConfig) -> None:
+        """Every rank makes a cache like this.
+
+        Raises:
+            RanksFailedError: the group has failed, or another's cache is different.
+        """
+        kv = config.kv
+        self._writer = Writer()
+        self._groups = cache.groups
+        self._tell(
+            Assemble(
+                config.page_size,
+                config.max_batch,
+                config.prefill_chunk,
+                config.kv_budget_bytes,
+                config.num_pages,
+                kv.bits,
+                kv.window,
+                kv.sinks,
+                kv.plain_ends,
+                kv.plain_windows,
+            )
+        )
+        own = Ready(cache.max_batch, [group.allocator.num_pages for group in cache.groups])
+        for found in self._await(Ready, FORM_S):
+            if found != own:
+                raise self.fail(RuntimeError(f"a rank has a cache of {found}; expected {own}"))
+
+    def release(self) -> None:
+        """The model is not used any more; another may be loaded."""
+        with contextlib.suppress(RanksFailedError):
+            self._tell(Release())
+
+    def close(self) -> None:
+        """End the others; nothing works afterwards."""
+        self._closed = True
+        for connection in self._ranks.values():
+            connection.close()
+        if self._local is not None:
+            self._local.end()
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def send(self, step: StepInputs) -> None:
+        """Let the others run a step too.
+
+        Raises:
+            RanksFailedError: the group has failed.
+        """
+        message = self._writer.message(step, [g.allocator.extent for g in self._groups])
+        if message.checked:
+            self._sums[message.number] = checksum(step)
+        self._sent_s.append(time.monotonic())
+        self._tell(message)
+
+    def commit(self, num_kept: Mapping[int, int]) -> None:
+        """The first step of those that were sent and not read has ended; as `KVCache.commit`."""
+        if self._sent_s:
+            self._sent_s.pop(0)
+        if num_kept:
+            self._tell(Commit(dict(num_kept)))
+
+    def reset(self, error: BaseException) -> None:
+        """A step failed by this error: what is in the caches is forgotten.
+
+        Raises:
+            RanksFailedError: MLX raised it, so that other ranks may wait for this one; or the group
+                has failed.
+        """
+        if isinstance(error, RuntimeError):
+            raise self.fail(error) from error
+        self._sent_s.clear()
+        self._tell(Reset())
+
+    def fail(self, error: BaseException) -> RanksFailedError:
+        """Nothing is to be trusted any more: the error that says so."""
+        with self._lock:
+            if self.failure is not None:
+                return self.failure
+            self.failure = RanksFailedError(
+                f"The ranks of this model failed: {error or type(error).__name__}. They are to be "
+                "started again; ask again in a few seconds."
+            )
+        log.error("%s", self.failure)
+        if self._local is not None:
+            self._local.end()
+        _shut(self.place.ring)
+        self._answers.put(None)
+        self.on_failure(self.failure)
+        return self.failure
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {
+            "ranks": self.place.size,
+            "sums": self.link.num_sums,
+            "gathers": self.link.num_gathers,
+            "bytes_sent": self.link.bytes_sent,
+            "failed": None if self.failure is None else str(self.failure),
+        }
+
+    # -- others ---------------------------------------------------------------------------------
+
+    def _gather(self, place: Place, secret: bytes) -> dict[int, Connection]:
+        """A connection to every other rank."""
+        own = Hello(0, place.size, version(), os.getpid())
+        deadline_s, ranks = time.monotonic() + FORM_S, dict[int, Connection]()
+        with listen(place.control) as listener:
+            if self._local is not None:
+                self._local.start(place, secret)
+            while len(ranks) < place.size - 1:
+                soon_s = min(time.monotonic() + 1.0, deadline_s)
+                if (came := accept(listener, secret, own, soon_s)) is not None:
+                    connection, hello = came
+                    ranks[hello.rank] = connection
+                self._check_local()
+                if time.monotonic() > deadline_s:
+                    missing = sorted(set(range(1, place.size)) - set(ranks))
+                    raise RanksFailedError(
+                        f"Ranks {missing} did not come to {place.control[0]} port "
+                        f"{place.control[1]} within {FORM_S:g} seconds; start them too."
+                    )
+        return ranks
+
+    def _check_local(self) -> None:
+        ended = self._local.ended() if self._local is not None else None
+        if ended is not None:
+            raise RanksFailedError(f"{ended} while the group was being formed; its log says why.")
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        """Send a message to all others."""
+        frame = self._orders.encode(message)
+        try:
+            with self._lock:
+                if self.failure is None:
+                    for connection in self._ranks.values():
+                        connection.send(frame)
+        except OSError as error:
+            raise self.fail(error) from error
+        if self.failure is not None:
+            raise self.failure
+
+    def _await(self, kind: type, timeout_s: float) -> list[Any]:
+        """An answer of this kind from each."""
+        found: list[Any] = []
+        while len(found) < len(self._ranks):
+            try:
+                answer = self._answers.get(timeout=timeout_s)
+            except queue.Empty:
+                raise self.fail(TimeoutError(f"no {kind.__name__} in {timeout_s:g} s")) from None
+            if answer is None:
+                assert self.failure is not None
+                raise self.failure
+            if isinstance(answer, kind):
+                found.append(answer)
+        return found
+
+    # -- on the watcher's thread ----------------------------------------------------------------
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._ranks.items():
+                selector.register(connection.fileno(), selectors.EVENT_READ, rank)
+            pinged_s = 0.0
+            while not self._closed and self.failure is None:
+                try:
+                    for key, _ in selector.select(PING_S / 4):
+                        self._hear(key.data)
+                    now_s = time.monotonic()
+                    if now_s > pinged_s + PING_S:
+                        self._tell(Ping())
+                        pinged_s = now_s
+                    self._check_time(now_s)
+                except RanksFailedError:
+                    return
+
+    def _hear(self, rank: int) -> None:
+        """Take a reply of a rank."""
+        try:
+            reply = self._replies.decode(self._ranks[rank].receive())
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            if self._closed:
+                return
+            raise self.fail(RuntimeError(self._obituary(rank, error))) from error
+        self._heard_s[rank] = time.monotonic()
+        if isinstance(reply, Failed):
+            raise self.fail(RuntimeError(f"rank {rank} says: {reply.reason}"))
+        if isinstance(reply, Checked):
+            if self._sums.pop(reply.number, reply.value) != reply.value:
+                raise self.fail(RuntimeError(f"rank {rank} disagrees about step {reply.number}"))
+        elif not isinstance(reply, Pong):
+            self._answers.put(reply)
+
+    def _obituary(self, rank: int, error: BaseException) -> str:
+        time.sleep(0.1)  # its process ends just now
+        ended = self._local.ended() if self._local is not None else None
+        return ended or f"rank {rank} is gone ({error})"
+
+    def _check_time(self, now_s: float) -> None:
+        silent = [rank for rank, heard_s in self._heard_s.items() if now_s > heard_s + SILENCE_S]
+        if silent:
+            raise self.fail(
+                TimeoutError(f"rank {silent[0]} has not answered for {SILENCE_S:g} seconds")
+            )
+        sent_s = next(iter(self._sent_s), now_s)
+        if now_s > sent_s + self._step_s:
+            raise self.fail(TimeoutError(f"a step has taken more than {self._step_s:g} seconds"))
+
+
+def _shut(ring: Sequence[Sequence[str]]) -> None:
+    """Shut this process's sockets of a ring: what waits for them gets an error of MLX."""
+    ports = {int(address.rpartition(":")[2]) for host in ring for address in host}
+    for fd in range(3, 1024):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as found:
+                if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
+                    ends = found.getsockname()[1], found.getpeername()[1]
+                    if ports.intersection(ends):
+                        found.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,178 @@
+"""Where ranks are: a host file, what a launcher left in the environment, or this machine.
+
+Links are private by rule. Ranks are named by addresses, each of one interface, and bound to them;
+names and public addresses are refused.
+"""
+
+import ipaddress
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InvalidRequestError
+
+RING_PORT = 32323  # of the first rank; as mlx.launch has it
+CONTROL_PORT = 32300
+SECRET = "MLXINFER_RANKS_SECRET"  # environment variable
+CONTROL = "MLXINFER_RANKS_CONTROL"  # the same: address and port of rank 0's control socket
+MIN_SECRET = 16  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank among others.
+
+    Attributes:
+        ring: addresses with ports of every rank, as MLX's ring takes them; empty: MPI has its own.
+        control: where rank 0 waits for the others.
+    """
+
+    rank: int
+    size: int
+    ring: list[list[str]]
+    control: tuple[str, int]
+
+    @property
+    def backend(self) -> str:
+        """Of MLX."""
+        return "ring" if self.ring else "mpi"
+
+
+def local_place(size: int) -> Place:
+    """Rank 0 of `size` ranks on this machine, at free ports."""
+    ports = free_ports(size + 1)
+    ring = [[f"127.0.0.1:{port}"] for port in ports[1:]]
+    return Place(0, size, ring, ("127.0.0.1", ports[0]))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing uses now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def read_hosts(path: Path, rank: int | None) -> Place:
+    """One rank of a host file.
+
+    Args:
+        path: of JSON: a list with a list of addresses with ports for each rank, as MLX's ring
+            takes it; or a list of objects with `ips`, as mlx.launch does.
+        rank: which; None: the one whose address is this machine's.
+
+    Raises:
+        InvalidRequestError: no such file, a name or a public address, or no address of this
+            machine.
+    """
+    try:
+        hosts = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}.", param="hostfile") from None
+    if not isinstance(hosts, list) or len(hosts) < 2:
+        raise InvalidRequestError(f"{path} must be a list of two hosts or more.", param="hostfile")
+    ring = [_addresses(host, i, str(path)) for i, host in enumerate(hosts)]
+    if rank is None:
+        own = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
+        if len(own) != 1:
+            raise InvalidRequestError(
+                f"{path} has {len(own)} hosts with an address of this machine; say --rank.",
+                param="hostfile",
+            )
+        (rank,) = own
+    if not 0 <= rank < len(ring):
+        raise InvalidRequestError(
+            f"rank is {rank}; {path} has {len(ring)} hosts, from 0.", param="rank"
+        )
+    return Place(rank, len(ring), ring, _control(ring[0][0].rpartition(":")[0]))
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """What mlx.launch or mpirun says of this process; None: neither started it.
+
+    Raises:
+        InvalidRequestError: as of `read_hosts`.
+    """
+    if "MLX_RANK" in environ and environ.get("MLX_HOSTFILE"):
+        return read_hosts(Path(environ["MLX_HOSTFILE"]), int(environ["MLX_RANK"]))
+    size = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if size > 1:
+        return Place(int(environ["OMPI_COMM_WORLD_RANK"]), size, [], _control("127.0.0.1"))
+    return None
+
+
+def shared_secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The secret that all ranks have in their environment.
+
+    Raises:
+        InvalidRequestError: there is none, or a short one.
+    """
+    stated = environ.get(SECRET, "")
+    if len(stated) < MIN_SECRET:
+        raise InvalidRequestError(
+            f"Ranks on several machines, or of another launcher, need a secret that all of them "
+            f"have: set {SECRET} to the same {MIN_SECRET} characters or more on each, say of "
+            "`openssl rand -hex 32`.",
+            param="ranks",
+        )
+    return stated.encode()
+
+
+def require_private(address: str, where: str) -> None:
+    """Raise InvalidRequestError unless `address` is that of a private network or this machine."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        raise InvalidRequestError(
+            f"{where} names {address!r}; expected an IPv4 address of one interface, so that it is "
+            "known which link is used.",
+            param="hostfile",
+        ) from None
+    if found.version != 4 or found.is_global or found.is_unspecified or found.is_multicast:
+        raise InvalidRequestError(
+            f"{where} names {address}, which is not an IPv4 address of a private network. Ranks "
+            "talk without encryption: use the addresses of a link that only they share.",
+            param="hostfile",
+        )
+
+
+def _addresses(host: Any, rank: int, where: str) -> list[str]:
+    """Addresses with ports of one host."""
+    listed = host.get("ips") if isinstance(host, dict) else host
+    if not isinstance(listed, list) or not listed or not all(isinstance(a, str) for a in listed):
+        raise InvalidRequestError(
+            f"Host {rank} of {where} has no list of addresses.", param="hostfile"
+        )
+    found = []
+    for place, stated in enumerate(listed):
+        address, _, port = stated.partition(":")
+        require_private(address, where)
+        found.append(f"{address}:{port or RING_PORT + 8 * rank + place}")
+    return found
+
+
+def _control(default_host: str) -> tuple[str, int]:
+    stated = os.environ.get(CONTROL)
+    if stated is None:
+        return default_host, CONTROL_PORT
+    host, _, port = stated.partition(":")
+    require_private(host, CONTROL)
+    return host, int(port or CONTROL_PORT)
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address with a port is one of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address.rpartition(":")[0], 0))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,113 @@
+"""What rank 0 and the others say to each other, apart from steps (wire.py)."""
+
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from ..models.safetensors import read_headers
+from .control import Messages
+from .wire import StepMessage
+
+
+class Load(msgspec.Struct, array_like=True, tag="load"):
+    """Load your part of a model. To be answered by `Loaded`."""
+
+    name: str
+    folder: str
+    dtype: str
+    digest: int  # of the checkpoint's files, see `digest_of`
+
+
+class Assemble(msgspec.Struct, array_like=True, tag="assemble"):
+    """Make the KV cache: fields of EngineConfig and KVOptions. To be answered by `Ready`."""
+
+    page_size: int
+    max_batch: int
+    prefill_chunk: int
+    kv_budget_bytes: int
+    num_pages: int | None
+    kv_bits: tuple[int | None, int | None]
+    kv_window: int | None
+    kv_sinks: int
+    kv_plain_ends: bool
+    kv_plain_windows: bool
+
+
+class Commit(msgspec.Struct, array_like=True, tag="commit"):
+    """Tokens of the last step that stay, see `KVCache.commit`."""
+
+    num_kept: dict[int, int]
+
+
+class Reset(msgspec.Struct, array_like=True, tag="reset"):
+    """Forget what is in the cache."""
+
+
+class Release(msgspec.Struct, array_like=True, tag="release"):
+    """Forget the model and its cache; another may follow."""
+
+
+class Form(msgspec.Struct, array_like=True, tag="form"):
+    """Everybody is there: form the group of MLX."""
+
+
+class Ping(msgspec.Struct, array_like=True, tag="ping"):
+    """Say that you live. To be answered by `Pong`, whatever else is being done."""
+
+
+class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
+    """The model is there."""
+
+    weights_bytes: int
+    bytes_read: int  # from files
+    memory_bytes: int  # of the machine
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The cache is there."""
+
+    max_batch: int
+    num_pages: list[int]  # of each layer group
+
+
+class Checked(msgspec.Struct, array_like=True, tag="checked"):
+    """The checksum of a step."""
+
+    number: int
+    value: int
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """It cannot go on, and ends."""
+
+    reason: str
+
+
+class Pong(msgspec.Struct, array_like=True, tag="pong"):
+    """It lives."""
+
+
+ORDERS = (Load, Assemble, StepMessage, Commit, Reset, Release, Form, Ping)
+REPLIES = (Loaded, Ready, Checked, Failed, Pong)
+
+
+def orders() -> Messages:
+    """What rank 0 says."""
+    return Messages(ORDERS)
+
+
+def replies() -> Messages:
+    """What the others say."""
+    return Messages(REPLIES)
+
+
+def digest_of(folder: Path) -> int:
+    """Of config.json and of all headers: that ranks on two machines have the same checkpoint.
+
+    Errors as of `read_headers`.
+    """
+    total = zlib.crc32((folder / "config.json").read_bytes())
+    for path, header in sorted(read_headers(folder).items()):
+        total = zlib.crc32(f"{path.name} {sorted(header.items())}".encode(), total)
+    return total

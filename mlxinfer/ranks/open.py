@@ -1,0 +1,57 @@
+"""The group that this process belongs to. MLX forms one in the life of a process: it is kept."""
+
+import atexit
+import secrets
+import threading
+
+from ..errors import InvalidRequestError, RanksFailedError
+from .group import RankGroup
+from .hosts import local_place, shared_secret
+from .local import LocalRanks
+from .options import RankOptions
+
+_lock = threading.Lock()
+_open: list[RankGroup] = []
+
+
+def open_group(options: RankOptions) -> RankGroup | None:
+    """The group of these options, formed if this process has none; None: one rank is asked for.
+
+    This process must be rank 0 of it.
+
+    Raises:
+        InvalidRequestError: the options, or another group was formed before.
+        RanksFailedError: the group has failed before, or others did not come.
+    """
+    place = options.elsewhere
+    if place is None and options.ranks == 1:
+        return None
+    size = options.ranks if place is None else place.size
+    with _lock:
+        if _open:
+            (group,) = _open
+            if group.failure is not None:
+                raise RanksFailedError(
+                    f"{group.failure} MLX forms one group in the life of a process: start a new "
+                    "one."
+                )
+            if group.place.size != size:
+                raise InvalidRequestError(
+                    f"This process has formed a group of {group.place.size} ranks, and MLX forms "
+                    "one in the life of a process; start another for a group of "
+                    f"{size}.",
+                    param="ranks",
+                )
+            return group
+        if place is None:
+            group = RankGroup(
+                local_place(size),
+                secrets.token_bytes(32),
+                local=LocalRanks(),
+                step_s=options.rank_deadline,
+            )
+        else:
+            group = RankGroup(place, shared_secret(), step_s=options.rank_deadline)
+        _open.append(group)
+        atexit.register(group.close)
+        return group

@@ -1,0 +1,291 @@
+"""Steps as bytes: msgpack of integers and arrays, never objects that could run anything.
+
+Page tables go over once; afterwards only what changed of them does. A steady batch of decodes is
+its positions alone. What is left of a step on the other side is a `StepInputs` with the same
+numbers; now and then both sides compare a checksum of them.
+"""
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import msgspec
+import numpy as np
+
+from ..cache.inputs import CacheWork, Ints, Move, PartialCopy, QuerySegment, Segments, StepSegments
+from ..cache.pages import PageTable
+from ..engine.forward import StepInputs
+
+CHECK_EVERY = 32  # steps between two checksums
+
+
+class TableChange(msgspec.Struct, array_like=True):
+    """What changed of a page table, or a new one."""
+
+    number: int
+    num_kept: int
+    first: int
+    start: int  # the page number from which on `pages` are new
+    pages: bytes
+
+
+class ShortPart(msgspec.Struct, array_like=True):
+    """Segments that attend together; `rest` None: those of the step before, at new positions."""
+
+    starts: bytes
+    rest: tuple[list[list[int]], bytes, bytes, bytes, bytes, int] | None
+
+
+class StepMessage(msgspec.Struct, array_like=True, tag="step"):
+    """A step."""
+
+    number: int
+    tables: list[TableChange]
+    dropped: list[int]  # tables that nothing uses any more
+    extents: list[int]  # pages handed out, of each layer group
+    short: list[ShortPart]
+    long: list[tuple[list[int], int, int, int, int, int]]
+    positions: bytes
+    follows: bool
+    known_ids: bytes | None
+    pending: bytes | None
+    seal: list[tuple[list[int], int, int, int]]
+    copies: list[tuple[list[int], int, int, int, list[int | None]]]
+    states: tuple[list[tuple[int, int]], list[int], list[tuple[int, int]], list[int]]
+    num_slots: int
+    new_slots: list[int]
+    is_barrier: bool
+    rows: bytes | None
+    num_rows: int
+    prompt_rows: list[tuple[int, int]]
+    rope_variants: bytes | None
+    checked: bool  # a checksum of it is expected
+
+
+@dataclass(slots=True)
+class LongSegment:
+    """A prefill chunk; see `cache.inputs.QuerySegment`."""
+
+    tables: list[PageTable]
+    row: int
+    start: int
+    num_tokens: int
+    sealed: int
+    slot: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.start + self.num_tokens
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A page table that the other side has."""
+
+    table: "ref[PageTable]"
+    number: int
+    num_changes: int
+    length: int
+
+
+class Writer:
+    """Steps to messages, in their order."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, _Sent] = {}  # by id of the table
+        self._dropped: list[int] = []
+        self._num_tables = 0
+        self._changes: list[TableChange] = []
+        self._short: list[Segments] = []
+        self.num_steps = 0
+
+    def message(self, step: StepInputs, extents: list[int]) -> StepMessage:
+        """What other ranks need of a step, given the extents of the layer groups' pages."""
+        self._changes = []
+        self.num_steps += 1
+        segments, work = step.segments, step.work
+        assert not work.spill, "there is no disk under ranks"
+        short = [self._short_part(i, part) for i, part in enumerate(segments.short)]
+        self._short = segments.short
+        long = [
+            (self._numbers(s.tables), s.row, s.start, s.num_tokens, s.sealed, s.slot)
+            for s in segments.long
+        ]
+        seal = [(self._numbers(m.tables), m.slot, m.start, m.stop) for m in work.seal]
+        copies = [(self._numbers(c.tables), c.slot, c.start, c.stop, c.pages) for c in work.copies]
+        dropped, self._dropped = self._dropped, []
+        return StepMessage(
+            self.num_steps,
+            self._changes,
+            dropped,
+            extents,
+            short,
+            long,
+            _bytes(segments.positions),
+            step.follows,
+            None if step.known_ids is None else _bytes(step.known_ids),
+            None if step.pending is None else _bytes(step.pending),
+            seal,
+            copies,
+            (work.save, work.leave, work.resume, work.drop),
+            step.num_slots,
+            step.new_slots,
+            step.is_barrier,
+            None if step.rows is None else _bytes(step.rows),
+            step.num_rows,
+            step.prompt_rows,
+            None if step.rope_variants is None else _bytes(step.rope_variants),
+            self.num_steps % CHECK_EVERY == 1,
+        )
+
+    def _short_part(self, place: int, part: Segments) -> ShortPart:
+        numbers = [self._numbers(tables) for tables in part.tables]
+        before = self._short[place] if place < len(self._short) else None
+        if before is not None and part.follows(before):
+            return ShortPart(_bytes(part.starts), None)
+        arrays = (part.rows, part.counts, part.sealed, part.slots)
+        rows, counts, sealed, slots = (_bytes(array) for array in arrays)
+        return ShortPart(_bytes(part.starts), (numbers, rows, counts, sealed, slots, part.width))
+
+    def _numbers(self, tables: Iterable[PageTable]) -> list[int]:
+        """The numbers of tables on the other side, after what changed of them was noted."""
+        found = []
+        for table in tables:
+            sent = self._sent.get(id(table))
+            if sent is None:
+                sent = self._new(table)
+            elif sent.num_changes != table.num_changes:
+                self._note(table, sent, 0 if table.rewritten > sent.num_changes else sent.length)
+            found.append(sent.number)
+        return found
+
+    def _new(self, table: PageTable) -> _Sent:
+        self._num_tables += 1
+        number, key = self._num_tables, id(table)
+
+        def forget(_: object) -> None:
+            del self._sent[key]
+            self._dropped.append(number)
+
+        sent = self._sent[key] = _Sent(ref(table, forget), number, 0, 0)
+        self._note(table, sent, 0)
+        return sent
+
+    def _note(self, table: PageTable, sent: _Sent, start: int) -> None:
+        pages = table.numbers_from(start)
+        self._changes.append(
+            TableChange(sent.number, table.num_kept, table.first, start, pages.tobytes())
+        )
+        sent.num_changes, sent.length = table.num_changes, start + len(pages)
+
+
+class Reader:
+    """Messages to steps, in their order.
+
+    Args:
+        page_size: tokens a page.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._tables: dict[int, PageTable] = {}
+        self._short: list[Segments] = []
+
+    def step(self, message: StepMessage) -> StepInputs:
+        """The step of a message."""
+        for change in message.tables:
+            self._change(change)
+        short = [self._short_part(i, part) for i, part in enumerate(message.short)]
+        self._short = short
+        long = [LongSegment(self._of(numbers), *rest) for numbers, *rest in message.long]
+        save, leave, resume, drop = message.states
+        work = CacheWork(
+            seal=[Move(self._of(numbers), *rest) for numbers, *rest in message.seal],
+            copies=[PartialCopy(self._of(copy[0]), *copy[1:]) for copy in message.copies],
+            save=save,
+            leave=leave,
+            resume=resume,
+            drop=drop,
+        )
+        step = StepInputs(
+            segments=StepSegments(short, long, _ints(message.positions)),
+            follows=message.follows,
+            known_ids=None if message.known_ids is None else _ints(message.known_ids),
+            pending=None if message.pending is None else _ints(message.pending),
+            work=work,
+            num_slots=message.num_slots,
+            new_slots=message.new_slots,
+            is_barrier=message.is_barrier,
+            rows=None if message.rows is None else _ints(message.rows),
+            num_rows=message.num_rows,
+            prompt_rows=message.prompt_rows,
+            rope_variants=None if message.rope_variants is None else _ints(message.rope_variants),
+        )
+        for number in message.dropped:
+            del self._tables[number]
+        return step
+
+    def _change(self, change: TableChange) -> None:
+        table = self._tables.get(change.number)
+        if table is None:
+            table = self._tables[change.number] = PageTable(self._page_size, change.num_kept)
+        table.become(change.first, change.start, change.pages)
+
+    def _short_part(self, place: int, part: ShortPart) -> Segments:
+        starts = _ints(part.starts)
+        if part.rest is None:
+            return self._short[place].at(starts)
+        numbers, rows, counts, sealed, slots, width = part.rest
+        return Segments(
+            [self._of(some) for some in numbers],
+            _ints(rows),
+            starts,
+            _ints(counts),
+            _ints(sealed),
+            _ints(slots),
+            width,
+        )
+
+    def _of(self, numbers: Sequence[int]) -> list[PageTable]:
+        return [self._tables[number] for number in numbers]
+
+
+def checksum(step: StepInputs) -> int:
+    """Of all numbers of a step that decide what is computed and where it is written."""
+    total = zlib.crc32(_bytes(step.segments.positions))
+
+    def add(data: bytes) -> None:
+        nonlocal total
+        total = zlib.crc32(data, total)
+
+    def add_segment(tables: Sequence[PageTable], *numbers: int) -> None:
+        add(repr(numbers).encode())
+        for table in tables:
+            add(table.numbers_from(0).tobytes())
+
+    for part in step.segments.short:
+        for array in (part.rows, part.starts, part.counts, part.sealed, part.slots):
+            add(_bytes(array))
+        for tables in part.tables:
+            add_segment(tables)
+    for segment in step.segments.long:
+        add_segment(segment.tables, *_places(segment))
+    for one in (step.known_ids, step.pending, step.rows):
+        add(b"" if one is None else _bytes(one))
+    for move in step.work.seal:
+        add_segment(move.tables, move.slot, move.start, move.stop)
+    return total
+
+
+def _places(segment: QuerySegment) -> tuple[int, int, int, int, int]:
+    return segment.row, segment.start, segment.num_tokens, segment.sealed, segment.slot
+
+
+def _bytes(array: Ints) -> bytes:
+    return np.ascontiguousarray(array, dtype="<i4").tobytes()
+
+
+def _ints(data: bytes) -> Ints:
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)

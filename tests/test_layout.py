@@ -50,7 +50,17 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "models"},
     "session": LEAVES
-    | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"}
+    | {
+        "backend",
+        "display",
+        "engine",
+        "grammar",
+        "memory",
+        "models",
+        "ranks",
+        "speculation",
+        "text",
+    }
     | {"pooling"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES
@@ -96,6 +106,10 @@ WITHOUT_MLX = (
     "http_json",
     "launchd",
     "threads",
+    "ranks.control",
+    "ranks.hosts",
+    "ranks.local",
+    "ranks.options",
     "session",
     "cache.pages",
     "cache.budget",

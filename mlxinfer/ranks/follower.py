@@ -18,9 +18,9 @@ import mlx.core as mx
 import msgspec
 
 from ..config import EngineConfig, KVOptions
+from ..engine.caches import cache_of
 from ..engine.forward import Computed, Forward
 from ..engine.kernels import choose_on_this_machine
-from ..engine.caches import cache_of
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share

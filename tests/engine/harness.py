@@ -18,6 +18,7 @@ from mlxinfer.core import (
     TokenEvent,
     TokenLogprobs,
 )
+from mlxinfer.engine.forward import Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.scheduler import Proposer
@@ -71,6 +72,7 @@ class Harness:
         kernels: Chooser = choose_none,
         proposer: Proposer | None = None,
         adapters: Mapping[str, Path] | None = None,
+        followers: Followers | None = None,
         **changes: object,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}
@@ -81,6 +83,7 @@ class Harness:
             self._take,
             kernels=kernels,
             proposer=proposer,
+            followers=followers,
         )
         for name, folder in (adapters or {}).items():
             for _ in self.loop.adapters.load(name, read_adapter(folder)):

@@ -1,0 +1,128 @@
+"""Everything at once over several ranks: whatever is switched on together, each request gets the
+tokens that one rank gives it alone. Ranks are processes here, joined by MLX's ring.
+
+    MLXINFER_RANKS=4 MLXINFER_RANK_PROGRAMS=99 HYPOTHESIS_SEED=7 pytest tests/ranks/test_rank_matrix.py
+"""
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import hypothesis
+import pytest
+from engine.harness import PAGE, Harness, alone, prompt
+from engine.proposers import some_proposer
+from engine.test_matrix import Asked, assert_same, kv_options, play, programs
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.engine import kv_manager
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+from mlxinfer.ranks.group import RankGroup
+from mlxinfer.ranks.open import open_group
+from mlxinfer.ranks.options import RankOptions
+
+SIZE = int(os.environ.get("MLXINFER_RANKS", "2"))
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_RANK_PROGRAMS", "3"))
+SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+CASES = ("qwen3-v4", "gpt_oss-v4", "deepseek_v3-v4", "qwen3_next-v5", "gemma3_text-v4", "llama-v4")
+
+
+@pytest.fixture(scope="module")
+def group() -> RankGroup:
+    """Processes that stay until this one ends: MLX forms one group in the life of a process."""
+    found = open_group(RankOptions(ranks=SIZE))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _often_a_rolling_snapshot() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_manager, "ROLLING_TOKENS", 2 * PAGE)
+        yield
+
+
+@cache
+def folder_of(case: str) -> Path:
+    return tiny_checkpoint(Path(mkdtemp()), case)
+
+
+@cache
+def whole(case: str) -> Model:
+    return load(folder_of(case))
+
+
+@given(data=st.data())
+@settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate], deadline=None)
+@hypothesis.seed(SEED)
+def test_everything_at_once_over_ranks(group: RankGroup, data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(CASES))
+    options = data.draw(kv_options(case))
+    program: list[Asked] = [
+        Asked(a.turn, a.prompt_ids, a.max_tokens, a.cancel_after, None)
+        for a in data.draw(programs())
+    ]
+    longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in program)
+    changes = {
+        "kv": options,
+        "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
+        "prefill_chunk": data.draw(st.sampled_from([16, 32, 64, 128])),
+        "max_batch": data.draw(st.sampled_from([1, 2, 3, 5, 16])),
+        "launch_ahead": data.draw(st.booleans()),
+        "prefix_cache": data.draw(st.sampled_from([True, True, False])),
+    }
+    preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
+    guess_seed = data.draw(st.none() | st.integers(0, 2**20))
+    plains = {
+        str(i): alone(
+            whole(case),
+            list(asked.prompt_ids),
+            SamplingParams(max_tokens=asked.max_tokens, logprobs=2),
+            kv=options,
+        )
+        for i, asked in enumerate(program)
+    }
+    model = group.load(case, folder_of(case), dtype="auto", watch=None)
+    answers = {name: plain.token_ids for name, plain in plains.items()}
+    proposer = some_proposer(guess_seed, model, answers)
+    harness = Harness(model, proposer=proposer, followers=group, **changes)
+    play(harness, program, preempt_every)
+    for name, plain in plains.items():
+        assert_same(harness.outcomes[name], plain, stored=options.bits != (None, None))
+    harness.loop.close()
+
+
+def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) -> None:
+    """Drawn, with seeds; and what is sent is two sums a layer, and those of the vocabulary."""
+    case = "llama-v4"
+    asked = {
+        str(i): (prompt(4 + 9 * i, i), SamplingParams(max_tokens=40, temperature=0.9, seed=i))
+        for i in range(8)
+    }
+    model = group.load(case, folder_of(case), dtype="auto", watch=None)
+    link = group.link
+    before = link.num_sums, link.num_gathers
+    harness = Harness(model, followers=group)
+    for name, (ids, params) in asked.items():
+        harness.add(name, list(ids), params)
+    outcomes = harness.drain()
+    steps = harness.loop.stats()["steps"]
+    sums, gathers = link.num_sums - before[0], link.num_gathers - before[1]
+    per_step = 2 * len(model.layers) + 1  # of each layer's blocks, and of the embeddings
+    assert sums <= steps * (per_step + 1), "and one of the tokens that were launched ahead"
+    assert gathers <= steps
+    harness.loop.close()
+    for name, (ids, params) in asked.items():
+        plain = Harness(whole(case), launch_ahead=False)
+        plain.add("alone", list(ids), params)
+        assert outcomes[name].token_ids == plain.drain()["alone"].token_ids
+
+
+def test_the_seed_is_printed() -> None:
+    print(f"\n{NUM_PROGRAMS} random programs over {SIZE} ranks, HYPOTHESIS_SEED={SEED}")

@@ -284,7 +284,8 @@ class RankGroup:
                     for connection in self._ranks.values():
                         connection.send(frame)
         except OSError as error:
-            raise self.fail(error) from error
+            if not self._closed:
+                raise self.fail(error) from error
         if self.failure is not None:
             raise self.failure
 

@@ -1,7 +1,7 @@
 """Everything at once over several ranks: whatever is switched on together, each request gets the
 tokens that one rank gives it alone. Ranks are processes here, joined by MLX's ring.
 
-    MLXINFER_RANKS=4 MLXINFER_RANK_PROGRAMS=99 HYPOTHESIS_SEED=7 pytest tests/ranks/test_rank_matrix.py
+    MLXINFER_RANKS=4 MLXINFER_RANK_PROGRAMS=99 HYPOTHESIS_SEED=7 pytest tests/ranks
 """
 
 import os

@@ -50,18 +50,9 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "models"},
     "session": LEAVES
-    | {
-        "backend",
-        "display",
-        "engine",
-        "grammar",
-        "memory",
-        "models",
-        "ranks",
-        "speculation",
-        "text",
-    }
-    | {"pooling"},
+    | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"}
+    | {"pooling"}
+    | {"ranks"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES
     | {"backend", "grammar", "history", "hub", "memory", "pooling", "session", "text"},

@@ -6,6 +6,7 @@ tokens that one rank gives it alone. Ranks are processes here, joined by MLX's r
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,7 +15,7 @@ import hypothesis
 import pytest
 from engine.harness import PAGE, Harness, alone, prompt
 from engine.proposers import some_proposer
-from engine.test_matrix import Asked, assert_same, kv_options, play, programs
+from engine.test_matrix import assert_same, kv_options, play, programs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
@@ -64,10 +65,7 @@ def whole(case: str) -> Model:
 def test_everything_at_once_over_ranks(group: RankGroup, data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
     options = data.draw(kv_options(case))
-    program: list[Asked] = [
-        Asked(a.turn, a.prompt_ids, a.max_tokens, a.cancel_after, None)
-        for a in data.draw(programs())
-    ]
+    program = [replace(asked, adapter=None) for asked in data.draw(programs())]
     longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in program)
     changes = {
         "kv": options,

@@ -120,6 +120,11 @@ struct Affine {
   }
 };
 
+// Where what is stored of a token goes: among that of the step's tokens.
+struct ByToken {
+  uint place(uint token, uint head, uint heads) const { return token * heads + head; }
+};
+
 // One head of one token: vector `vector` of qkv, whose heads are queries, then keys, then values.
 // JOINED: keys and values go to the same place, a token's keys before its values.
 // constants: epsilon of the norm, magnitude of what turns, scale of the Hadamard transform; then,
@@ -128,15 +133,14 @@ struct Affine {
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
     bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Keys,
-    typename Values>
+    typename Values, typename Places>
 void kv_write(
     threadgroup float* x, QKV qkv, Positions positions, const device float* constants,
-    device T* queries, Keys keys, Values values, uint vector, uint lane) {
+    device T* queries, Keys keys, Values values, Places places, uint vector, uint lane) {
   const device float* weight = constants + 3;
   const device float* frequencies = weight + (NORM ? (QUERY_HEADS + KV_HEADS) * D : 0);
   const uint token = vector / (QUERY_HEADS + 2 * KV_HEADS);
   const uint head = vector % (QUERY_HEADS + 2 * KV_HEADS);
-  const uint stored = token * (JOINED ? 2 * KV_HEADS : KV_HEADS) + head - QUERY_HEADS;
   for (uint i = lane; i < D; i += 32) {
     x[i] = float(qkv[ulong(vector) * D + i]);
   }
@@ -151,11 +155,13 @@ void kv_write(
   if (ROTATE && !value) {
     spread<D, M>(x, frequencies + DIMS / 2, constants[2], lane);
   }
-  if (value) {
-    values.write(x, JOINED ? stored : stored - KV_HEADS, lane);
-  } else if (head < QUERY_HEADS) {
+  if (head < QUERY_HEADS) {
     Plain<D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);
+  } else if (value) {
+    const uint own = head - QUERY_HEADS - (JOINED ? 0 : KV_HEADS);
+    values.write(x, places.place(token, own, JOINED ? 2 * KV_HEADS : KV_HEADS), lane);
   } else {
-    keys.write(x, stored, lane);
+    const uint own = head - QUERY_HEADS;
+    keys.write(x, places.place(token, own, JOINED ? 2 * KV_HEADS : KV_HEADS), lane);
   }
 }

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from .heads import Form, Heads, group_size
-from .launch import Launch, MetalKernel
+from .launch import Launch, MetalKernel, TemplateValue
 from .stored import PARTS
 
 LANES = 32
@@ -157,6 +157,22 @@ def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.arra
     return [codes, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
 
 
+def template_of(form: Form, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
+    """What is compiled into a kernel for heads of this form."""
+    return [
+        ("T", dtype),
+        ("D", form.head_dim),
+        ("QUERY_HEADS", form.num_heads),
+        ("KV_HEADS", form.num_kv_heads),
+        ("NORM", form.has_norm),
+        ("DIMS", form.num_turning),
+        ("TRADITIONAL", form.traditional),
+        ("ROTATE", form.hadamard_order > 0),
+        ("M", max(form.hadamard_order, 1)),
+        ("JOINED", form.joined),
+    ]
+
+
 @lru_cache(MAX_LAUNCHES)
 def _launch(
     form: Form, shape: tuple[int, ...], positions_shape: tuple[int, ...], dtype: mx.Dtype
@@ -170,18 +186,7 @@ def _launch(
         parts += _parts(form.head_dim, form.value_bits, dtype)
     return Launch(
         _kernel(form.head_dim, form.key_bits, form.value_bits, form.joined),
-        template=[
-            ("T", dtype),
-            ("D", form.head_dim),
-            ("QUERY_HEADS", form.num_heads),
-            ("KV_HEADS", form.num_kv_heads),
-            ("NORM", form.has_norm),
-            ("DIMS", form.num_turning),
-            ("TRADITIONAL", form.traditional),
-            ("ROTATE", form.hadamard_order > 0),
-            ("M", max(form.hadamard_order, 1)),
-            ("JOINED", form.joined),
-        ],
+        template=template_of(form, dtype),
         grid=(num_vectors * LANES, 1, 1),
         threadgroup=(min(HEADS_AT_ONCE, num_vectors) * LANES, 1, 1),
         output_shapes=[
@@ -199,25 +204,34 @@ def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dt
     return [(dim * bits // 8, mx.uint8), (2 * (dim // group_size(dim)), mx.float16)]
 
 
-@cache
-def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool) -> MetalKernel:
-    """The kernel with as many outputs as these formats have parts."""
+def stored_outputs(
+    dim: int, key_bits: int | None, value_bits: int | None, *, joined: bool
+) -> tuple[list[str], list[str]]:
+    """Names of the arrays that are written, and what writes keys and values to them, in Metal."""
     formats = [("stored", key_bits)] if joined else [("keys", key_bits), ("values", value_bits)]
-    outputs, made = ["queries"], []
+    outputs: list[str] = []
+    made: list[str] = []
     for name, bits in formats:
         names = [name] if bits is None else [f"{name}_{part}" for part in PARTS]
         kind = "Plain<D, T>" if bits is None else f"Affine<D, {group_size(dim)}, {bits}>"
         outputs += names
         made.append(f"{kind}{{{', '.join(names)}}}")
+    return outputs, [made[0], made[-1]]
+
+
+@cache
+def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool) -> MetalKernel:
+    """The kernel with as many outputs as these formats have parts."""
+    names, made = stored_outputs(dim, key_bits, value_bits, joined=joined)
     return MetalKernel(
         name="kv_write",
         inputs=("qkv", "positions", "constants"),
-        outputs=tuple(outputs),
+        outputs=("queries", *names),
         body=f"""
             threadgroup float heads[HEADS_AT_ONCE][D];
             kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED>(
                 heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
-                {made[0]}, {made[-1]}, thread_position_in_grid.x / 32,
+                {made[0]}, {made[1]}, ByToken{{}}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);
         """,
     )

@@ -4,11 +4,14 @@ import mlx.core as mx
 import numpy as np
 
 from .heads import Heads
-from .kv_write import Written, kv_write, kv_write_twin, stored_pair
+from .kv_write import QUANTISED_PARTS, Written, kv_write, kv_write_twin, stored_pair
+from .launch import MIN_NUMBERS
 from .stored import decoded
+from .tail_write import put, write_tails, write_tails_twin
 from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
+CASE_PAGE = 16
 FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another way
 
 
@@ -111,10 +114,70 @@ def _seen(written: Written, heads: Heads) -> list[mx.array]:
     ]
 
 
+def tail_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
+    """What `write_tails` compiles for the heads of a layer."""
+    return Variant("tail_write", kv_write_variant(heads, dtype).values)
+
+
+TailCall = tuple[mx.array, mx.array, Heads, mx.array, mx.array, list[mx.array]]
+
+
+def _tail_call(variant: Variant, count: int) -> TailCall:
+    """Tokens for every other of twice as many tails, which hold something."""
+    heads, (qkv, positions) = _heads(variant), _tokens(variant, count)
+    rng, ring = np.random.default_rng(count), 2 * CASE_PAGE
+    places = np.zeros(max(count, MIN_NUMBERS), np.int32)
+    places[:count] = (2 * np.arange(count) + 1) * ring + rng.integers(0, ring, count)
+    taken = np.zeros((2 * count + 1, ring), np.int32)
+    taken.ravel()[places[:count]] = 1
+    tails = []
+    for parts in kv_write_twin(qkv, positions, heads).stored:
+        for part in parts:
+            shape = taken.size * part.shape[1], part.shape[2]
+            tails.append(mx.array(rng.integers(1, 9, shape).astype(np.float32)).astype(part.dtype))
+    return qkv, positions, heads, mx.array(places), mx.array(taken), tails
+
+
+def _tail_case(variant: Variant) -> Case:
+    calls = [_tail_call(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
+    rounding = ROUNDING[str(variant["dtype"])]
+    found = len(_seen_tails(write_tails_twin(*calls[0]), calls[0])) - 1
+    bits = min(variant.number(f"{name}_bits") or 16 for name in ("key", "value"))
+    tolerance = rounding + (16 / (2**bits - 1) if bits < 16 else 0.0)  # one code
+    return Case(
+        lambda: [x for call in calls for x in _seen_tails(write_tails(*call), call)],
+        lambda: [x for call in calls for x in _seen_tails(write_tails_twin(*call), call)],
+        (rounding, *[tolerance] * found) * len(calls),
+    )
+
+
+def _seen_tails(written: list[mx.array], call: TailCall) -> list[mx.array]:
+    """Queries, and tails as attention sees them."""
+    queries, *tails = written
+    parts = 1 if len(tails) == 1 or call[2].form.key_bits is None else QUANTISED_PARTS
+    pairs = [tails[:parts], tails[parts:]] if len(tails) > parts else [tails]
+    return [queries, *[decoded(pair, call[2].form.head_dim) for pair in pairs]]
+
+
+def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
+    call = _tail_call(variant, sequences)
+    qkv, positions, heads, places, taken, tails = call
+
+    def in_parts() -> list[mx.array]:
+        written = _by_fused_operations(qkv, positions, heads)
+        return [written.queries, *put(written.stored, places[:sequences], taken.shape[1], tails)]
+
+    return Case(lambda: write_tails(*call), in_parts, ())
+
+
 def _kv_sample(**values: int | bool | str) -> Variant:
     plain = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "key_bits": 0, "value_bits": 0}
     how = {"rotate": False, "norm": True, "turning": 128, "traditional": False}
     return Variant.of("kv_write", **{**plain, **how, "dtype": "float16", **values})
+
+
+def _registers(variant: Variant) -> int:
+    return 24 + (variant.number("head_dim") + 31) // 32  # where it rotates
 
 
 KV_WRITE = Kind(
@@ -123,7 +186,7 @@ KV_WRITE = Kind(
     case=_kv_write_case,
     timed=_timed_kv_write,
     loads=((8, 0), (32, 0)),  # fewer positions are padded to as many
-    registers=lambda variant: 24 + (variant.number("head_dim") + 31) // 32,  # where it rotates
+    registers=_registers,
     samples=(
         _kv_sample(key_bits=4, value_bits=4, rotate=True),
         _kv_sample(dtype="bfloat16"),
@@ -134,4 +197,13 @@ KV_WRITE = Kind(
         _kv_sample(head_dim=96, turning=0, norm=False, dtype="float32"),
         _kv_sample(head_dim=64, turning=64, traditional=True, dtype="float32"),
     ),
+)
+TAIL_WRITE = Kind(
+    name="tail_write",
+    files=("tail_write.metal", "tail_write.py", *KV_WRITE.files),
+    case=_tail_case,
+    timed=_timed_tails,
+    loads=KV_WRITE.loads,
+    registers=_registers,
+    samples=tuple(Variant("tail_write", sample.values) for sample in KV_WRITE.samples[:4]),
 )

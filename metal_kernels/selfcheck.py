@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
 from .gated import GATED
-from .kv_write_cases import KV_WRITE
+from .kv_write_cases import KV_WRITE, TAIL_WRITE
 from .launch import Device, Metal, running_on
 from .prefill_cases import PREFILL_ATTENTION
 from .routing import ROUTING
@@ -42,7 +42,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
-        *(KV_WRITE, GATED, ROUTING, SAMPLE, BITMASK),
+        *(KV_WRITE, TAIL_WRITE, GATED, ROUTING, SAMPLE, BITMASK),
         *(CONV_STEP, DELTA_STEP, SSM_STEP),
     )
 }

@@ -47,6 +47,7 @@ class KVCache:
             ready for so many tokens.
         prefill_layers: layers whose prefill chunks attend through a Metal kernel.
         heads: of layers whose keys and values are written by the Metal kernel.
+        tail_layers: those of them that write to their tails with a kernel where all decode.
         key_biases: of layers whose spec has one.
 
     Raises:
@@ -67,9 +68,11 @@ class KVCache:
         kernel_layers: Mapping[int, ReadyFor] = NO_KERNELS,
         prefill_layers: frozenset[int] = frozenset(),
         heads: Mapping[int, Heads] | None = None,
+        tail_layers: frozenset[int] = frozenset(),
         key_biases: Mapping[int, KeyBias] | None = None,
     ) -> None:
         self._heads = heads or {}
+        self._tail_layers = tail_layers
         self._key_biases = key_biases or {}
         self._prefill_layers = prefill_layers
         self.specs = list(specs)
@@ -425,4 +428,10 @@ class KVCache:
         pool = self.pools[self._paged[layer]]
         if isinstance(pool, LatentPool):
             return LatentStep(pool, plan, tiles=layer in self._prefill_layers)
-        return StepKV(pool, plan, self._heads.get(layer), tiles=layer in self._prefill_layers)
+        return StepKV(
+            pool,
+            plan,
+            self._heads.get(layer),
+            tiles=layer in self._prefill_layers,
+            writes_tails=layer in self._tail_layers,
+        )

@@ -12,10 +12,9 @@ one array of vectors, (num_slots * H * 2 * P, W).
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from ..core import KVSpec, LatentSpec, PagedSpec
 from ..metal_kernels.stored import share_tails
@@ -31,28 +30,7 @@ from .formats import (
     stored_less_bias,
     vector_bytes,
 )
-from .inputs import Ints
-
-
-@dataclass(frozen=True, slots=True)
-class TailPlace:
-    """Where N tokens go: each to an offset in the tail of a slot."""
-
-    slots: Ints  # (N,)
-    offsets: Ints  # (N,)
-    ring: int  # tokens of a tail
-    rows: dict[int, mx.array] = field(default_factory=dict)  # `_tail_rows` by number of heads
-
-
-def _tail_rows(place: TailPlace, heads: int) -> mx.array:
-    """(N * heads, 1): every vector of the tokens among those of all tails of so many heads.
-
-    One index for a vector costs the host a third of what one for each axis costs.
-    """
-    first = place.slots * np.int32(heads * place.ring) + place.offsets  # (N,) of head 0
-    steps = np.arange(0, heads * place.ring, place.ring, dtype=np.int32)
-    return mx.array((first[:, None] + steps).reshape(-1, 1))
-
+from .tail_place import TailPlace
 
 PIECE = 2048  # tokens that are decoded together
 
@@ -302,11 +280,18 @@ class PagePool:
             stored = [[]]
             for pair in zip(keys, values, strict=True):
                 stored[0].append(mx.concatenate([*pair], axis=1))
-        rows = place.rows.get(self._tail_heads)
-        if rows is None:
-            rows = place.rows[self._tail_heads] = _tail_rows(place, self._tail_heads)
+        rows = place.rows_of(self._tail_heads)
         for tails, which, i in self._tail_parts:
             tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
+
+    def tail_parts(self) -> list[mx.array]:
+        """The parts of tails: of keys and values together, or of keys and then of values."""
+        return [tails[i] for tails, _, i in self._tail_parts]
+
+    def replace_tails(self, parts: Sequence[mx.array]) -> None:
+        """Take other arrays for `tail_parts`."""
+        for (tails, _, i), part in zip(self._tail_parts, parts, strict=True):
+            tails[i] = part
 
     def clear_tails(self, slots: list[int]) -> None:
         """Zeros in the tails `slots` (N,), which have a new owner."""

@@ -9,11 +9,13 @@ import numpy as np
 
 from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
+from ..metal_kernels.tail_write import write_tails
 from .chunk_attention import ChunkPlan, plan_chunk
 from .groups import AttentionWindow
 from .inputs import Ints, QuerySegment, Segments, StepSegments
 from .joint import JointPool
-from .pool import LayerPool, PagePool, Stored, TailPlace
+from .pool import LayerPool, PagePool, Stored
+from .tail_place import TailPlace
 
 
 class ShortPlan(Protocol):
@@ -53,6 +55,7 @@ class GroupPlan:
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
     tail_place: TailPlace | None  # where the N tokens go; None: none does
     positions: mx.array | None  # see padded_positions; None: no layer writes by them
+    is_decode: bool  # one token of each sequence, all of which go to tails, in order
     # By what the kernel does to heads; a model has one dtype.
     writes: dict[Form, KVWrite] = field(default_factory=dict)
 
@@ -101,6 +104,7 @@ def plan_group(
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=TailPlace(slots, places % ring, ring) if len(rows) else None,
         positions=positions,
+        is_decode=not long and all(some.width == 1 for some in segments.short),
     )
 
 
@@ -146,7 +150,7 @@ def _tail_writes(
 class StepKV:
     """One attention layer's cache during one step: its pool, and the plan of the step."""
 
-    __slots__ = ("_pool", "_tiles", "heads", "plan")
+    __slots__ = ("_pool", "_tiles", "heads", "plan", "writes_tails")
 
     def __init__(
         self,
@@ -155,8 +159,10 @@ class StepKV:
         heads: Heads | None = None,
         *,
         tiles: bool = False,
+        writes_tails: bool = False,
     ) -> None:
         self._pool = pool
+        self.writes_tails = writes_tails  # of decode steps, in the kernel that writes heads
         self._tiles = tiles  # prefill chunks attend through the kernel
         self.plan = plan  # of the current step
         self.heads = heads
@@ -173,6 +179,13 @@ class StepKV:
         heads, positions = self.heads, self.plan.positions
         assert heads is not None
         assert positions is not None
+        if self.writes_tails and self.plan.is_decode:
+            place, pool = self.plan.tail_place, self._pool
+            assert place is not None
+            marks = place.marks(pool.num_slots)
+            queries, *tails = write_tails(qkv, positions, heads, *marks, pool.tail_parts())
+            pool.replace_tails(tails)
+            return self._read(queries, scale, sinks, soft_cap)
         write = self.plan.writes.get(heads.form)
         if write is None:
             write = self.plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)

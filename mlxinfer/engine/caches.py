@@ -27,6 +27,7 @@ def make_cache(
         kernel_layers=kernels.attention,
         prefill_layers=kernels.prefill,
         heads=kernels.heads,
+        tail_layers=kernels.tails,
         key_biases={
             i: mixer.turned_bias
             for i, (mixer, spec) in enumerate(zip(model.mixers, specs, strict=True))

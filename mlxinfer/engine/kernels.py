@@ -25,7 +25,7 @@ from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.gated import Gate, gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
-from ..metal_kernels.kv_write_cases import kv_write_variant
+from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.mla_attention import DIMS, row_teams
 from ..metal_kernels.paged_attention_passes import DTYPES, MAX_ROWS, has_dims
 from ..metal_kernels.prefill_attention import tile_queries
@@ -93,6 +93,7 @@ class Kernels:
     attention: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, over pages
     prefill: frozenset[int] = frozenset()  # layers whose prefill chunks have one
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
+    tails: frozenset[int] = frozenset()  # of these: layers that write decoded tokens to tails
     steps: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, of recurrences
     gates: frozenset[Gate] = frozenset()  # activations that have one
     routings: frozenset[Routing] = frozenset()  # choices of experts that have one
@@ -166,24 +167,23 @@ def choose_kernels(
     prefill = [_prefill_variant(dtype, *layer) for layer in layers]
     heads = [_heads(*layer) for layer in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
+    into_tails = [None if h is None else tail_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
     steps = [_step_variants(mixer) for mixer in model.mixers]
     decode = [by_count.get(1) for by_count in attention]
     decode += [variant for by_count in steps for variant in by_count.get(1, ())]
     routings = _routing_variants(model)
-    other = *writing, *gates.values(), *routings.values()
+    other = *writing, *into_tails, *gates.values(), *routings.values()
     needed = [v for v in (*decode, *prefill, *other) if v is not None]
     variants.prepare([*needed, *([sampling(dtype, False)] if vocab_size <= MAX_VOCAB else [])])
     ready_for = {tuple(each.items()): _ready_for(each, variants) for each in attention}
+    ready = {i for i, variant in enumerate(writing) if _is_ready(variant, variants)}
     return Kernels(
         variants,
         attention={i: ready_for[tuple(each.items())] for i, each in enumerate(attention) if each},
-        prefill=frozenset(i for i, v in enumerate(prefill) if v is not None and v in variants),
-        heads={
-            i: h
-            for i, (h, variant) in enumerate(zip(heads, writing, strict=True))
-            if h is not None and variant is not None and variant in variants
-        },
+        prefill=frozenset(i for i, v in enumerate(prefill) if _is_ready(v, variants)),
+        heads={i: h for i, h in enumerate(heads) if h is not None and i in ready},
+        tails=frozenset(i for i in ready if _is_ready(into_tails[i], variants)),
         steps={i: _all_ready(each, variants) for i, each in enumerate(steps) if each},
         gates=frozenset(gate for gate, variant in gates.items() if variant in variants),
         routings=frozenset(how for how, variant in routings.items() if variant in variants),
@@ -198,10 +198,13 @@ def _routing_variants(model: LanguageModel) -> dict[Routing, Variant]:
     return {how: routing_variant(how, count, dtype) for how in found if has_experts(count, how)}
 
 
+def _is_ready(variant: Variant | None, variants: ReadyVariants) -> bool:
+    return variant is not None and variant in variants
+
+
 def _ready_for(by_count: Mapping[int, Variant], variants: ReadyVariants) -> ReadyFor:
     def ready(count: int) -> bool:
-        variant = by_count.get(count)
-        return variant is not None and variant in variants
+        return _is_ready(by_count.get(count), variants)
 
     return ready
 

@@ -58,6 +58,7 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
         kernel_layers=kernels.attention,
         prefill_layers=kernels.prefill,
         heads=kernels.heads,
+        tail_layers=kernels.tails,
     )
     cache.make_room(requests)
     rows = range(requests)

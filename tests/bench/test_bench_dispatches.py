@@ -13,8 +13,9 @@ def test_kernels_and_fused_operations_count_once() -> None:
     check(report)
     plain, eight = (entry["counts"][0] for entry in report.data["dispatches"])
     assert plain["kinds"]["CustomKernel"] == eight["kinds"]["CustomKernel"] == 3
-    assert plain["kinds"]["ScatterAxis"] == 1  # keys and values of the token
-    assert eight["kinds"]["ScatterAxis"] == 2  # codes, and scales and biases, of both
+    for count in (plain, eight):  # keys and values go to the tails in one of the kernels
+        assert "ScatterAxis" not in count["kinds"]
+        assert count["per_layer"] == 9
     assert plain["per_layer"] == sum(plain["kinds"].values())
     assert mx.fast.rms_norm is fused
 

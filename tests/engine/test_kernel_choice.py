@@ -18,7 +18,7 @@ from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
-DECODE = {"paged_attention", "kv_write", "gated", "sample"}
+DECODE = {"paged_attention", "kv_write", "tail_write", "gated", "sample"}
 
 
 def wide_model(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Model:
@@ -64,14 +64,14 @@ def test_before_the_first_step_only_what_decode_needs_is_checked(
     assert not kernels.masks(model_dtype := first[0].dtype)
     assert not kernels.samples(model_dtype, masked=True)
     assert len(chooser.calls) == 1
-    assert kernels.variants.stats() == {"ready": 4, "refused": 0, "asked": 3}
+    assert kernels.variants.stats() == {"ready": len(DECODE), "refused": 0, "asked": 3}
     for _ in range(4):
         kernels.variants.prepare_next()
-    assert [len(call) for call in chooser.calls] == [4, 1, 1, 1]
+    assert [len(call) for call in chooser.calls] == [len(DECODE), 1, 1, 1]
     assert ready(8)
     assert kernels.masks(model_dtype)
     assert kernels.samples(model_dtype, masked=True)
-    assert kernels.variants.stats() == {"ready": 7, "refused": 0, "asked": 0}
+    assert kernels.variants.stats() == {"ready": len(DECODE) + 3, "refused": 0, "asked": 0}
 
 
 def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

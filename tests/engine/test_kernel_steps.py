@@ -25,6 +25,7 @@ KINDS = (
     "paged_attention",
     "prefill_attention",
     "kv_write",
+    "tail_write",
     "gated",
     "routing",
     "sample",
@@ -106,7 +107,7 @@ def test_same_tokens_as_plain_mlx(
     assert [o.error for o in outcomes] == [None] * 4
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
     ran = {report.kernel for report in machine.reports}
-    assert {"kv_write", "gated", "sample"} <= ran
+    assert {"kv_write", "tail_write", "gated", "sample"} <= ran
     assert "paged_attention" in ran
     assert ("tiled_attention" in ran) == has_prefill
     if kv == KVOptions():  # the next loop over the model, without kernels

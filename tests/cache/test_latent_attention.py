@@ -38,6 +38,10 @@ class Projection:
         values = rng.normal(size=(HEADS, DV, R)) * R**-0.5
         return cls(mx.array(keys.astype(np.float32)), mx.array(values.astype(np.float32)))
 
+    @property
+    def value_dim(self) -> int:
+        return DV
+
     def absorb(self, q_nope: mx.array) -> mx.array:
         return (q_nope[:, :, None] @ self.keys)[:, :, 0]
 

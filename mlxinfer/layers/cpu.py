@@ -21,6 +21,7 @@ from .step import Rope, Rows
 
 SWITCH = "MLXINFER_CPU_LAYERS"
 TILE = 32  # outputs a tile
+MAX_MISSING = 16  # of so many outputs one at most may be missing from the last tile
 UNPACKED = 1_000_000  # multiplications of a product that OpenBLAS does without packing it first
 UNPACK_FROM = 8  # rows from which a quantised matrix is dequantised as a whole
 MAX_UNPACKED = 1 << 26  # numbers that it may have for that, for the time of one product
@@ -37,8 +38,13 @@ class CPULayerFactory(LayerFactory):
 
     def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
         """As of LayerFactory."""
-        tiles = tiled(weight)
-        return Linear(weight, bias) if tiles is None else TiledLinear(tiles, bias)
+        out_dims = len(weight)
+        missing = -out_dims % TILE
+        if missing * MAX_MISSING > out_dims or weight.dtype != mx.float32:
+            return Linear(weight, bias)
+        tiles = tiled(mx.pad(weight, [(0, missing), (0, 0)]) if missing else weight)
+        assert tiles is not None
+        return TiledLinear(tiles, bias, missing=missing)
 
     def quantized_linear(
         self,
@@ -101,13 +107,19 @@ class TiledLinear:
 
     Many rows are multiplied in blocks, small enough to be quick (measured: 20 to 35 % faster from
     64 rows on); where a tile is too large for that, all at once.
+
+    Args:
+        tiles: (ceil(out_dims / TILE), in_dims, TILE).
+        bias: (out_dims,); None: there is none.
+        missing: outputs of the last tile that are none.
     """
 
-    __slots__ = ("bias", "block_rows", "shape", "tiles")
+    __slots__ = ("bias", "block_rows", "missing", "shape", "tiles")
 
-    def __init__(self, tiles: mx.array, bias: mx.array | None = None) -> None:
-        self.tiles = tiles  # (out_dims / TILE, in_dims, TILE)
+    def __init__(self, tiles: mx.array, bias: mx.array | None = None, *, missing: int = 0) -> None:
+        self.tiles = tiles
         self.bias = bias
+        self.missing = missing
         self.shape = (-1, tiles.shape[0] * TILE)
         self.block_rows = min(32, UNPACKED // (TILE * tiles.shape[1]) // 16 * 16) or sys.maxsize
 
@@ -120,6 +132,8 @@ class TiledLinear:
         else:
             y = x @ self.tiles  # (out_dims / TILE, T, TILE)
             y = (y if rows == 1 else y.swapaxes(0, 1)).reshape(self.shape)
+        if self.missing:
+            y = y[:, : -self.missing]
         if self.bias is not None:
             y = y + self.bias
         return y if residual is None else residual + y

@@ -102,6 +102,7 @@ def test_a_fused_activation_takes_any_number_of_tokens():
     [
         (24, None, (Linear, Linear)),
         (96, None, (Linear, TiledLinear)),
+        (524, None, (Linear, TiledLinear)),  # 20 are missing from the last tile
         (24, 8, (QuantizedLinear, UnpackedLinear)),
         (96, 4, (QuantizedLinear, UnpackedLinear)),
     ],

@@ -42,6 +42,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "history": {"errors"},
     "fit": LEAVES | {"hub", "memory", "models"},
     "roofline": LEAVES | {"fit", "memory", "models"},
+    "cluster": {"errors", "http_json"},
     "http_json": {"errors"},
     "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
     "launchd": set(),

@@ -279,7 +279,8 @@ class Loop:
             if len(new) and not sequence.finished:
                 sequence.num_logits = start + len(logits)
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
-        self._report_prompts(launched.batch)
+        if launched.batch.ragged:
+            self._report_prompts(launched.batch)
         self._fail_not_finite(not_finite)
         tokens = token_ids.tolist()
         if launched.hidden is not None and self._proposer is not None:

@@ -128,6 +128,7 @@ def _extras(rng: random.Random) -> dict[str, Any]:
             {"stop": ["e", "page"]},
             {"repetition_penalty": 1.3, "presence_penalty": 0.5, "top_k": 20},
             {"logit_bias": {str(rng.randint(0, 2047)): 5}},
+            {"dry_multiplier": 0.8, "xtc_probability": 0.5, "typical_p": 0.9, "top_n_sigma": 2.0},
         ]
     )
 

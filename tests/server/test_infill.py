@@ -7,6 +7,8 @@ import pytest
 from live_server import LiveServer
 from scripted import ScriptedServer
 
+from mlxinfer.server.fields import infill
+from mlxinfer.text.fim import FimTokens
 from mlxinfer.text.tokenizer import Tokenizer, load_backend
 
 COMPLETIONS = "/v1/completions"
@@ -107,3 +109,24 @@ def test_a_model_without_such_tokens_says_so(live: LiveServer) -> None:
         answer = live.post(path, body)
         assert answer.status_code == 400
         assert "filling in the middle" in answer.json()["error"]["message"]
+
+
+def test_what_was_typed_since_is_all_that_is_computed(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file whose beginning is cached: the tokens behind the change, and those after it."""
+    marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
+    monkeypatch.setattr(infill, "fim_tokens", lambda _: marks)
+    page = live.model.session.limits.page_size
+    lines = [f"    value_{number} = {number} * factor\n" for number in range(60)]
+    body: dict[str, Any] = {"input_prefix": "".join(lines), "input_suffix": "\nreturn total\n"}
+    body |= {"n_predict": 4, "temperature": 0, "prompt": "    to"}
+    first = live.post("/infill", body).json()["timings"]
+    assert first["prompt_n"] > 600
+    suffix = len(live.model.tokenizer.encode(body["input_suffix"]))
+    for typed in ("    tot", "    total", "    total +=", "    total += value"):
+        found = live.post("/infill", {**body, "prompt": typed}).json()["timings"]
+        own = len(live.model.tokenizer.encode(typed))
+        assert found["prompt_n"] <= own + suffix + page + 2, typed
+        assert found["cache_n"] > 600
+    live.check_idle()

@@ -87,7 +87,7 @@ class BatchRoutes:
             stored = await call.in_worker(
                 self._files.put, form.id, _owner(call), form.name[:255], purpose, age_s
             )
-        except BaseException:
+        except BaseException:  # the upload is lost, whatever ended it
             form.path.unlink(missing_ok=True)
             raise
         return json_body(FileObject.of(stored))

@@ -89,6 +89,7 @@ class Call:
         if self._error is not None:
             raise self._error
         request = model.pooler.request(rows)
+        request.background = self.background
         num_tokens, key = request.num_tokens, self.log.get("key")
         metrics, admission = self._metrics_of(model), self._admission
         if not self.background:

@@ -265,4 +265,8 @@ def _check_features(fields: Fields, family: Any) -> None:
     refused += [] if family.soft_caps else ["attn_logit_softcapping"]
     for key in refused:
         if fields.get(key) not in (None, False):
-            raise UnsupportedModelError(f"{key} in {fields.where} is not supported.")
+            kind = str(fields.get("model_type"))[:60]
+            raise UnsupportedModelError(
+                f"{key} is set in {fields.where}, which {kind!r} is computed without here, so that "
+                f"answers would be others; {kind!r} models that do not set it run."
+            )

@@ -202,7 +202,8 @@ class DeepseekV2(DeepseekV3):
         if fields.boolean("norm_topk_prob") or method not in ("greedy", "group_limited_greedy"):
             raise UnsupportedModelError(
                 f"topk_method {method[:40]!r} with norm_topk_prob "
-                f"{fields.boolean('norm_topk_prob')} in {fields.where} is not supported."
+                f"{fields.boolean('norm_topk_prob')} in {fields.where}: references do not agree on "
+                "it; 'greedy' and 'group_limited_greedy' without norm_topk_prob run."
             )
 
     def routing(self, path: str) -> ExpertChoice:

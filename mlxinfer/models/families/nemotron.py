@@ -148,7 +148,10 @@ class NemotronH(Family):
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """No layer has a window."""
         if fields.get("sliding_window") is not None:
-            raise UnsupportedModelError(f"sliding_window in {fields.where} is not supported.")
+            raise UnsupportedModelError(
+                f"sliding_window is set in {fields.where}, which 'nemotron_h' is computed without "
+                "here; 'nemotron_h' models that do not set it run."
+            )
         return [FULL] * num_layers
 
     @classmethod

@@ -136,3 +136,40 @@ WINDOWED = Windowed(
 TINY_WINDOWED = Windowed(
     hidden=32, inner=64, layers=2, heads=2, kv_heads=1, head_dim=16, vocab=512, window=64
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts(Dense):
+    """A Qwen3 whose blocks are mixtures of experts, `inner` wide each."""
+
+    experts: int
+    chosen: int  # of each token
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """With a router and every expert in place of the dense blocks."""
+        every = {name: shape for name, shape in Dense.shapes(self).items() if ".mlp." not in name}
+        for index in range(self.layers):
+            path = f"model.layers.{index}.mlp"
+            every[f"{path}.gate.weight"] = (self.experts, self.hidden)
+            for expert in range(self.experts):
+                for name, shape in (
+                    ("gate", (self.inner, self.hidden)),
+                    ("up", (self.inner, self.hidden)),
+                    ("down", (self.hidden, self.inner)),
+                ):
+                    every[f"{path}.experts.{expert}.{name}_proj.weight"] = shape
+        return every
+
+    def config(self) -> dict[str, object]:
+        """Every layer is a mixture."""
+        return {
+            **Dense.config(self),
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "moe_intermediate_size": self.inner,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }

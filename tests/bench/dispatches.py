@@ -29,7 +29,7 @@ from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.engine.kernels import choose_kernels
 from mlxinfer.models import load
-from tests.bench.checkpoints import Dense, write_checkpoint
+from tests.bench.checkpoints import Dense, Experts, write_checkpoint
 from tests.bench.peer import peer_caches
 
 PAGE, SEALED, CONTEXT = 16, 32, 40  # tokens before the step: two pages and a tail
@@ -153,6 +153,7 @@ def as_on_metal(fused: Callable[..., mx.array] = whole) -> Iterator[None]:
 
 FEW, MORE = 2, 3  # layers: what one costs is the difference
 MODEL = Dense(hidden=128, inner=256, layers=FEW, heads=8, kv_heads=2, head_dim=64, vocab=512)
+MIXTURE = Experts(**{**asdict(MODEL), "inner": 64}, experts=8, chosen=2)
 DEEP = replace(MODEL, layers=28)
 VIEWS = frozenset(
     """AsStrided Broadcast BroadcastAxes Contiguous Depends ExpandDims Flatten Full Reshape Slice
@@ -170,16 +171,24 @@ class Count:
     kinds: dict[str, int] = field(default_factory=dict)  # of a layer
 
 
+COUNTED = {"dense": MODEL, "experts": MIXTURE}
+Counts = dict[tuple[str, int | None], list[Count]]
+
+
 def run(
     *, peer: bool = True, requests: Sequence[int] = (1, 8), deep: Dense = DEEP, rounds: int = 7
 ) -> Report:
     """Plain and quantised KV, ours and mlx-lm's."""
     with TemporaryDirectory() as scratch:
-        counted = [
-            write_checkpoint(Path(scratch) / str(layers), replace(MODEL, layers=layers))
-            for layers in (FEW, MORE)
-        ]
-        counts = {bits: _counts(counted, bits, peer=peer) for bits in BITS}
+        counts: Counts = {}
+        for name, sizes in COUNTED.items():
+            counted = [
+                write_checkpoint(Path(scratch) / name / str(n), replace(sizes, layers=n))
+                for n in (FEW, MORE)
+            ]
+            # Before the step mlx-lm must run, which its experts in 16 bits do not on a CPU.
+            with_peer = peer and not isinstance(sizes, Experts)
+            counts |= {(name, bits): _counts(counted, bits, peer=with_peer) for bits in BITS}
         folder = write_checkpoint(Path(scratch) / "deep", deep)
         for bits in BITS:  # until the heap of this process has grown to what graphs need
             _built(folder, bits, max(requests), peer=peer, rounds=2)
@@ -193,8 +202,8 @@ def run(
         [_count_table(counts), _build_table(built, deep.layers)],
         {
             "dispatches": [
-                {"kv_bits": bits, "counts": [asdict(count) for count in found]}
-                for bits, found in counts.items()
+                {"model": name, "kv_bits": bits, "counts": [asdict(count) for count in found]}
+                for (name, bits), found in counts.items()
             ],
             "build": [
                 {"kv_bits": bits, "requests": n, "build_us": found}
@@ -238,16 +247,17 @@ def _built(
     return [statistics.median(found) for found in times]
 
 
-def _count_table(counts: dict[int | None, list[Count]]) -> Table:
+def _count_table(counts: Counts) -> Table:
     rows = []
-    for bits, found in counts.items():
+    for (name, bits), found in counts.items():
+        own = [name, _named(bits)]
         rows += [
-            [_named(bits), "a layer", *_row([count.per_layer for count in found])],
-            [_named(bits), "beside the layers", *_row([count.beside for count in found])],
+            [*own, "a layer", *_row([count.per_layer for count in found])],
+            [*own, "beside the layers", *_row([count.beside for count in found])],
         ]
     return Table(
         "Dispatches of one decode step",
-        ["kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
+        ["model", "kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
         rows,
         "From the traced graph, with Metal kernels and MLX's fused operations; elementwise "
         "operations one by one, views not at all. Counted on this machine, not run on a GPU.",

@@ -11,12 +11,15 @@ def test_kernels_and_fused_operations_count_once() -> None:
     fused = mx.fast.rms_norm
     report = run(peer=False, requests=(1,), deep=MODEL, rounds=1)
     check(report)
-    plain, eight = (entry["counts"][0] for entry in report.data["dispatches"])
+    plain, eight, *mixtures = (entry["counts"][0] for entry in report.data["dispatches"])
     assert plain["kinds"]["CustomKernel"] == eight["kinds"]["CustomKernel"] == 3
     for count in (plain, eight):  # keys and values go to the tails in one of the kernels
         assert "ScatterAxis" not in count["kinds"]
         assert count["per_layer"] == 9
     assert plain["per_layer"] == sum(plain["kinds"].values())
+    for count in mixtures:  # and experts are chosen in one more
+        assert count["kinds"]["CustomKernel"] == 4
+        assert count["per_layer"] == 12
     assert mx.fast.rms_norm is fused
 
 

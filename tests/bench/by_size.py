@@ -48,7 +48,7 @@ CALIBRATED: dict[str, list[list[str]]] = {
     ],
     "awq": [["--bits", b, "--num-samples", "16", "--n-grid", "10"] for b in ("3", "4")],
     "gptq": [["--bits", "4"], ["--bits", "4", "--fallback-bits", "4"]],
-    "dwq": [["--bits", b, "--steps", "40"] for b in ("3", "4")],
+    "dwq": [["--bits", b, "--steps", "256", "--learning-rate", "1e-5"] for b in ("3", "4")],
 }
 LAUNCHER = """
 from tests.bench.blas import preload_openblas

@@ -25,7 +25,7 @@ CUTS = {
     5: {32: 1.01, 64: 1.0, 128: 0.98},
     6: {32: 1.01, 64: 1.0, 128: 0.99},
 }
-SHIFTS = (0.0, 0.3, -0.3)  # of a step
+SHIFTS = (0.3, -0.3)  # of a step; the grid without a shift is tried first
 ROUGH = 0.1  # of the squared error: what rounding scale and bias may add unless extremes are tried
 STRETCH = (1.0, 1.0 + 2**-8, 1.0 + 2**-7)  # at 8 bits rounding scale and bias costs most
 TINY = np.float32(1e-7)  # the smallest scale, as in MLX; float16 holds it
@@ -202,10 +202,9 @@ class _Grid:
 
     def best(self, dtype: str, refinements: int) -> tuple[Floats, Floats, NDArray[np.bool_]]:
         """Scale and bias as `dtype` holds them, and where that costs much."""
-        shifted = (np.add(self.places, np.float32(s), out=self.scratch) for s in SHIFTS)
-        best = self._line(next(shifted))
-        for places in shifted:
-            best.keep_better(self._line(places))
+        best = self._line(self.places)
+        for shift in SHIFTS:
+            best.keep_better(self._line(np.add(self.places, np.float32(shift), out=self.scratch)))
         for _ in range(refinements):
             moved = np.subtract(self.places, self._offset(best), out=self.scratch)
             moved *= np.float32(1) / best.slope
@@ -219,9 +218,9 @@ class _Grid:
         lost = (move * move + turn * turn * np.float32(1 / 3)) * self.weight
         return scale, bias, lost > ROUGH * (self.variance - best.gain)
 
-    def _line(self, codes: Floats) -> _Line:
-        """The regression on the codes nearest to these places, which it overwrites."""
-        np.rint(codes, out=codes)
+    def _line(self, places: Floats) -> _Line:
+        """The regression on the codes nearest to these places."""
+        codes: Floats = np.rint(places, out=self.scratch)
         np.clip(codes, 0, self.largest, out=codes)
         weighted = codes if self.importance is None else codes * self.importance
         total = _total(weighted)

@@ -85,7 +85,7 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
         model: what it means.
     """
     inner = language_config(config)
-    top = _old_spelling(flat(config) if inner is None else config)
+    top = _old_spelling(_flat(config) if inner is None else config)
     text = top if inner is None else _old_spelling(inner)
     defaults = family(model.model_type).defaults
     if "sliding_window_pattern" in defaults:
@@ -102,7 +102,7 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     return top
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """A multimodal model's config as that of its language model, which alone is converted."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):

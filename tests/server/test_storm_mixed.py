@@ -1,0 +1,120 @@
+"""300 clients at once: chats, completions, embeddings, reranking and a batch, all in one server.
+
+Nothing is lost: every client that stays gets a whole answer, whatever leaves or fails beside it.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from live_server import CHAT, LiveServer, chat, wait_until
+from pooling.tiny_pooling import pooling_folder
+from sdk_clients import openai_client
+from storm_client import Plan, draw_body, draw_leaver, perform
+from test_batches import BatchServer, as_file, line, num_completed, results_of
+from test_storm import held, resident_kb
+
+from mlxinfer import hub
+from mlxinfer.server.files import FileStore
+from mlxinfer.server.registry.models import Models
+from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.session.engine_factory import EngineOptions
+
+NUM_CLIENTS = 300
+NUM_REQUESTS = int(os.environ.get("MLXINFER_STORM_REQUESTS", "1500"))
+MOST_GROWTH_KB = 60_000  # of memory, in the second half
+
+
+class MixedServer(BatchServer):
+    """The demo model with few pages, an embedding model and a reranker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = FileStore(folder / "files")
+        small = EngineOptions(max_memory="24MB", max_batch=8)
+        folders = {
+            "demo": hub.resolve("demo"),
+            "embedder": pooling_folder(folder / "embedder", "bert"),
+            "reranker": pooling_folder(folder / "reranker", "bert-scores"),
+        }
+        served = [
+            ServedModel.open(name, path, small if name == "demo" else EngineOptions(), created_s=1)
+            for name, path in folders.items()
+        ]
+        self.model = served[0]
+        self.listen(Models.of(served), files=self.store, max_waiting=2 * NUM_CLIENTS)
+
+
+def pooling_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    texts = [
+        " ".join(f"w{rng.randint(5, 20)}" for _ in range(rng.randint(1, 12)))
+        for _ in range(rng.randint(1, 20))
+    ]
+    if rng.random() < 0.6:
+        form = rng.choice(["float", "base64"])
+        return "/v1/embeddings", {"model": "embedder", "input": texts, "encoding_format": form}
+    return "/v1/rerank", {"model": "reranker", "query": "w5 w6", "documents": texts}
+
+
+def plans(seed: int, count: int) -> Iterator[Plan]:
+    rng = random.Random(seed)
+    for _ in range(count):
+        if rng.random() < 0.15:
+            yield draw_leaver(rng)
+            continue
+        path, body = pooling_body(rng) if rng.random() < 0.35 else draw_body(rng)
+        yield Plan(path, {"model": "demo", **body})
+
+
+async def storm(server: LiveServer, given: Iterator[Plan]) -> "Counter[tuple[bool, int | None]]":
+    found: Counter[tuple[bool, int | None]] = Counter()
+
+    async def client() -> None:
+        for plan in given:
+            wrong = plan.body.get("top_p") == 7
+            status: int | None = None
+            try:
+                status = await asyncio.wait_for(perform(server.port, plan), 600)
+            except ConnectionError:
+                assert not plan.stays, "the server hung up on a client that waited"
+            if plan.stays:
+                assert status == (400 if wrong else 200), (plan, status)
+            found[plan.stays, status] += 1
+
+    await asyncio.gather(*(client() for _ in range(min(NUM_CLIENTS, NUM_REQUESTS))))
+    return found
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
+    seed = int(time.time())
+    print(f"\nseed {seed}")
+    with MixedServer(tmp_path) as server, openai_client(server) as client:
+        before = server.post(CHAT, chat("Hello")).json()["choices"]
+        rows = [line(n, chat(f"Say {n}", max_tokens=8)) for n in range(min(NUM_REQUESTS, 200))]
+        alone = [server.post(CHAT, rows[n]["body"]).json()["choices"] for n in range(5)]
+        file = client.files.create(file=("in.jsonl", as_file(rows)), purpose="batch")
+        batch = client.batches.create(completion_window="24h", endpoint=CHAT, input_file_id=file.id)
+        began_s, half = time.monotonic(), NUM_REQUESTS // 2
+        given = plans(seed, NUM_REQUESTS)
+        found = asyncio.run(storm(server, itertools.islice(given, half)))
+        middle_kb = resident_kb()
+        found += asyncio.run(storm(server, given))
+        growth_kb = resident_kb() - middle_kb
+        took_s = time.monotonic() - began_s
+        wait_until(lambda: num_completed(client, batch.id) == len(rows), 300)
+        output = server.ended_batch(client, batch.id).output_file_id
+        assert output is not None
+        answers = results_of(client.files.content(output).read())
+        assert answers.keys() == {row["custom_id"] for row in rows}
+        for row, choices in zip(rows[:5], alone, strict=True):
+            assert answers[row["custom_id"]]["response"]["body"]["choices"] == choices
+        assert server.post(CHAT, chat("Hello")).json()["choices"] == before
+        held(server)
+        print(f"{found.total()} requests in {took_s:.0f} s, {growth_kb / 1000:.1f} MB: {found}")
+        assert growth_kb < MOST_GROWTH_KB

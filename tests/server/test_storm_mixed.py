@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
 from pooling.tiny_pooling import pooling_folder
 from sdk_clients import openai_client

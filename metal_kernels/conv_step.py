@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from .launch import Launch, MetalKernel
-from .state_rows import INPUTS, gathered, lengths_of
+from .state_rows import ARRAYS, INPUTS, gathered, lengths_of
 
 THREADS = 256
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
@@ -143,14 +143,12 @@ def _kernel() -> MetalKernel:
         inputs=("inputs", "weight", "bias", *INPUTS),
         outputs=("outputs", "after"),
         includes=("state_rows.h",),
-        body="""
+        body=f"""
             const uint channel = thread_position_in_grid.x, sequence = thread_position_in_grid.y;
             const Place place = place_of(plan, sequence);
-            const device float* before =
-                source_of(source_0, source_1, source_2, source_3, place.source);
+            const device float* before = state_at(place, (K - 1) * C, {ARRAYS});
             conv_step<T, OUT, C, K, GATED, BIASED>(
                 inputs + AT, inputs_shape[2], weight, bias,
-                place.row < 0 ? nullptr : before + ulong(place.row) * (K - 1) * C, place.count,
-                outputs, after, channel, sequence, inputs_shape[1]);
+                before, place.count, outputs, after, channel, sequence, inputs_shape[1]);
         """,
     )

@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from .launch import Launch, MetalKernel
-from .state_rows import INPUTS, LANES, gathered, lengths_of, team_lanes
+from .state_rows import ARRAYS, INPUTS, LANES, gathered, lengths_of, team_lanes
 
 TEAMS = 8  # SIMD-groups of a threadgroup
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
@@ -170,15 +170,13 @@ def _kernel() -> MetalKernel:
         inputs=("mixed", "projected", "times", "rates", "biases", *INPUTS),
         outputs=("outputs", "after"),
         includes=("state_rows.h",),
-        body="""
+        body=f"""
             const uint3 place = thread_position_in_grid;
             const Place own = place_of(plan, place.z);
-            const device float* before =
-                source_of(source_0, source_1, source_2, source_3, own.source);
+            const device float* before = state_at(own, HEADS * DV * DK, {ARRAYS});
             delta_step<T, KEYS, DK, HEADS, DV, TEAM, EACH>(
                 mixed, projected + STRENGTHS_AT, projected_shape[2], times + TIMES_AT,
                 times_shape[2], rates, biases,
-                own.row < 0 ? nullptr : before + ulong(own.row) * HEADS * DV * DK, own.count,
-                outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
+                before, own.count, outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
         """,
     )

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from .launch import Launch, MetalKernel
-from .state_rows import INPUTS, LANES, gathered, lengths_of, team_lanes
+from .state_rows import ARRAYS, INPUTS, LANES, gathered, lengths_of, team_lanes
 
 TEAMS = 8  # SIMD-groups of a threadgroup
 CHUNK = 64  # tokens mixed by products of matrices; only the state goes from one to the next
@@ -220,12 +220,10 @@ def _kernel(limits: tuple[float, float]) -> MetalKernel:
         body=f"""
             const uint3 place = thread_position_in_grid;
             const Place own = place_of(plan, place.z);
-            const device float* before =
-                source_of(source_0, source_1, source_2, source_3, own.source);
+            const device float* before = state_at(own, HEADS * P * N, {ARRAYS});
             ssm_step<HEADS, P, GROUPS, N, TEAM>(
                 mixed, projected + TIMES_AT, projected_shape[2], rates, biases, skips,
                 float2({low}, {high}),
-                own.row < 0 ? nullptr : before + ulong(own.row) * HEADS * P * N, own.count,
-                outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
+                before, own.count, outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
         """,
     )

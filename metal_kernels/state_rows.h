@@ -13,11 +13,15 @@ METAL_FUNC Place place_of(const device int* plan, uint sequence) {
   return Place{own[0], own[1], uint(own[2])};
 }
 
-// One of the four arrays.
-METAL_FUNC const device float* source_of(
-    const device float* a, const device float* b, const device float* c, const device float* d,
-    int source) {
-  return source == 0 ? a : source == 1 ? b : source == 2 ? c : d;
+// Where a sequence's state of `size` numbers lies in one of the four arrays; null: it is zeros.
+METAL_FUNC const device float* state_at(
+    Place place, ulong size, const device float* a, const device float* b, const device float* c,
+    const device float* d) {
+  if (place.row < 0) {
+    return static_cast<const device float*>(nullptr);
+  }
+  const int source = place.source;
+  return (source == 0 ? a : source == 1 ? b : source == 2 ? c : d) + ulong(place.row) * size;
 }
 
 // log(1 + exp(x)), which is linear where exp would overflow.

@@ -18,7 +18,9 @@ PLAN = 3  # numbers of a sequence in the plan: source, row (-1: zeros), tokens t
 LANES = 32
 MAX_PER_LANE = 16  # numbers of a state row that a lane holds, where the row allows it
 WIDEST_PER_LANE = 32
-INPUTS = ("plan", *(f"source_{i}" for i in range(SOURCES)))  # of every such kernel, at the end
+NAMES = tuple(f"source_{i}" for i in range(SOURCES))
+INPUTS = ("plan", *NAMES)  # of every such kernel, at the end
+ARRAYS = ", ".join(NAMES)  # in the call of `state_at`
 FILES = ("state_rows.h", "state_rows.py")  # what verdicts about such kernels depend on
 
 Place = tuple[int, int]  # source and row

@@ -343,3 +343,12 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One document of a reranked list."""
+
+    index: int  # in the list that was given
+    score: float
+    document: str

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from .boundary import public
 from .errors import InvalidRequestError
+from .outputs import Ranked
 from .session.pooling_rows import Text
-from .session.pooling_session import PoolingSession, Ranked
+from .session.pooling_session import PoolingSession
 from .session.session import Session
 
 if TYPE_CHECKING:

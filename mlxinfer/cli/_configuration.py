@@ -18,7 +18,7 @@ from click.core import ParameterSource
 
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..errors import InvalidRequestError
-from ._model import fetch
+from ._model import fetch, pooling_of
 from ._options import ENGINE_NAMES, engine_arguments, engine_options, speculation_options
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ORIGINS = {
 }
 
 
-OWN_NAMES = (*ENGINE_NAMES, "tool_format")
+OWN_NAMES = (*ENGINE_NAMES, "tool_format", "task")
 ONE_OR_MORE = frozenset({"host"})  # lists for which a file may also hold a single text
 
 
@@ -143,6 +143,7 @@ class RequestedModel:
 
 @click.command(add_help_option=False)
 @click.option("--tool-format")
+@click.option("--task")
 @engine_options
 def model_settings(**_: Any) -> None:
     """Return the options of a [models.NAME] table; its --max-memory is of the KV cache."""
@@ -189,6 +190,8 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     options, tool_format = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
     folder = fetch(requested.entry.source)
+    if kv_bytes is None and pooling_of(folder, requested.entry.source, options.task) is not None:
+        kv_bytes = 0  # it keeps nothing between requests
     created_s = int(time.time())
     return Entry(
         name=requested.name,
@@ -220,7 +223,8 @@ def checked_settings(
         tool_format = own.pop("tool_format") or "auto"
         if tool_format != "auto":
             find_tool_format(tool_format)
-        return options_of(engine_arguments(own)), tool_format
+        task = own.pop("task", None) or "auto"
+        return replace(options_of(engine_arguments(own)), task=task), tool_format
     except InvalidRequestError as error:
         raise click.UsageError(f"{requested.place}: {error}") from error
 

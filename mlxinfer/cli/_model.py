@@ -12,6 +12,7 @@ from ..progress import progress_bar
 
 if TYPE_CHECKING:
     from ..llm import LLM
+    from ..pooling.config import PoolingConfig
 
 
 def open_llm(name: str, **arguments: Any) -> "LLM":
@@ -40,6 +41,17 @@ def has_chat_template(folder: Path | str) -> bool:
     from ..text.tokenizer_files import read_tokenizer_files
 
     return bool(read_tokenizer_files(Path(folder)).templates)
+
+
+def pooling_of(folder: Path, name: str, task: str = "auto") -> "PoolingConfig | None":
+    """How a model pools; None where it generates, or what is wrong is said when it is loaded."""
+    from ..errors import ModelError
+    from ..pooling.config import read_pooling
+
+    try:
+        return read_pooling(folder, name, task)
+    except ModelError:
+        return None
 
 
 def size_of(folder: Path) -> str:

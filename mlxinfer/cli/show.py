@@ -6,6 +6,7 @@ import click
 
 from .. import hub
 from ..memory import human_bytes
+from ._model import pooling_of
 from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
@@ -42,6 +43,7 @@ def describe(
     from ..fit import kv_bytes
 
     config, weights = summary.config, summary.weights
+    pooling = pooling_of(summary.folder, name)
     quantization = config.quantization.default if config and config.quantization else None
     files = sorted(file for file in summary.folder.iterdir() if file.is_file())
     return {
@@ -51,6 +53,14 @@ def describe(
         "problem": summary.problem,
         "definition": config.definition if config else None,
         "alone_because": config.alone_because if config else None,
+        "task": "generate" if pooling is None else str(pooling.task),
+        "pooling": None
+        if pooling is None or pooling.head is not None
+        else {
+            "modes": list(pooling.modes),
+            "prompts": dict(pooling.prompts),
+            "max_tokens": pooling.max_tokens,
+        },
         "architecture": summary.model_type,
         "parameters": weights.parameters if weights else None,
         "weight_bytes": weights.num_bytes if weights else None,
@@ -67,8 +77,12 @@ def describe(
         "experts": config.num_experts if config else None,
         "context": config.max_context if config else None,
         "chat_template": summary.chat_template,
-        "kv_bytes_per_token": config and {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
-        "memory": _memory(summary, context),
+        "kv_bytes_per_token": (
+            {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS}
+            if config and pooling is None
+            else None
+        ),
+        "memory": _memory(summary, context) if pooling is None else [],
         "fit": _fit(summary),
         "on": _estimate(summary, context, mac) if mac else None,
         "files": [{"name": file.name, "size_bytes": file.stat().st_size} for file in files],
@@ -82,6 +96,7 @@ def render(facts: dict[str, Any]) -> str:
         rows.append(("cannot run", facts["problem"]))
     elif facts["definition"]:
         rows.append(("runs", _runs(facts)))
+    rows += [("gives", _gives(facts))] if facts["task"] != "generate" else []
     rows += [
         ("architecture", _architecture(facts)),
         ("parameters", _parameters(facts)),
@@ -172,6 +187,16 @@ def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"prompts: at most {rate('prefill_tokens_per_s')} tokens/s (arithmetic)"),
         ("", "an estimate from the chip's specifications; nothing was measured"),
     ]  # fmt: skip
+
+
+def _gives(facts: dict[str, Any]) -> str:
+    """What a model gives that generates no text."""
+    if facts["task"] == "score":
+        return "scores of pairs of texts: /v1/rerank, /v1/score, LLM(...).rerank"
+    prompts = facts["pooling"]["prompts"]
+    named = f"; prompts: {', '.join(prompts)}" if prompts else ""
+    modes = ", ".join(facts["pooling"]["modes"])
+    return f"vectors of texts ({modes}): /v1/embeddings, LLM(...).embed{named}"
 
 
 def _architecture(facts: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from .linear import (
     QuantizedEmbedding,
     QuantizedLinear,
 )
+from .mlp import PLAIN, Activation, Gated, gated
 from .moe import ExpertLinear, ExpertProjection, QuantizedExpertLinear, WideExperts
 from .norm import HeadRMSNorm, Norm, RMSNorm
 from .rope import FusedRope, LongRope, RopeSpec
@@ -112,6 +113,14 @@ class LayerFactory:
     def quantized_embedding(self, table: QuantizedLinear, dtype: mx.Dtype) -> Embedding:
         """A quantised table whose rows become `dtype`."""
         return QuantizedEmbedding(table, dtype)
+
+    def plain(self, name: str) -> Activation:
+        """The activation of a name in `PLAIN`, of blocks without a gate."""
+        return PLAIN[name]
+
+    def gated(self, name: str, dtype: mx.Dtype) -> Gated:
+        """The gated activation of a name in `ACTIVATIONS`."""
+        return gated(name, dtype)
 
     def norm(self, weight: mx.array, eps: float) -> Norm:
         """An RMS norm; weight (dims,), or (heads, dims) where each head has its own.

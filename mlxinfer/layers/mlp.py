@@ -116,11 +116,12 @@ def _geglu_tanh(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def _geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
-    return 0.5 * gate * (1 + mx.erf(gate * math.sqrt(0.5))) * up
+    return gelu_of(mx.erf)(gate) * up
 
 
-def _gelu_erf(x: mx.array) -> mx.array:
-    return 0.5 * x * (1 + mx.erf(x * math.sqrt(0.5)))
+def gelu_of(erf: Activation) -> Activation:
+    """GELU (arXiv 1606.08415) by a form of the error function."""
+    return lambda x: 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
 
 
 def _gelu_tanh(x: mx.array) -> mx.array:
@@ -136,7 +137,7 @@ def _relu(x: mx.array) -> mx.array:
 
 
 PLAIN: dict[str, Activation] = {
-    **dict.fromkeys(_GELU_ERF, _gelu_erf),
+    **dict.fromkeys(_GELU_ERF, gelu_of(mx.erf)),
     **dict.fromkeys(_GELU_TANH, _gelu_tanh),
     **dict.fromkeys(_SILU, _silu),
     "relu": _relu,

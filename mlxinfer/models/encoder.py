@@ -136,7 +136,7 @@ class Encoder(Family):
             raise UnsupportedModelError(
                 f"hidden_act is {name!r}; supported are {', '.join(PLAIN)}."
             )
-        return PLAIN[name]
+        return self.make.plain(name)
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The layer norm at `path`, with a bias where there is one."""

@@ -38,8 +38,9 @@ class Weights:
         rename: Rename | None = None,
         watch: Callable[[int, int], None] | None = None,
         adaptable: bool = False,
+        many_rows: bool = False,
     ) -> None:
-        self.make = layer_factory()
+        self.make = layer_factory(many_rows=many_rows)
         self.make.places = [] if adaptable else None
         self.share: Share | None = None  # of the rank that takes its part; None: all is taken
         self._tensors: dict[str, mx.array] = {}

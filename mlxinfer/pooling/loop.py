@@ -19,7 +19,7 @@ from ..core import FinishReason, TokenEvent
 from ..errors import MlxinferError, RequestFailedError
 from ..layers.step import Step
 from .model import PoolingModel
-from .passes import PassQueue, PassSizer, WaitingRow
+from .passes import MOST, MOST_ON_CPU, PassQueue, PassSizer, WaitingRow
 from .request import PoolingLimits, PoolingRequest
 from .segments import Masks, RowGroup, row_groups, segment_cache
 
@@ -102,7 +102,8 @@ class PoolingLoop:
 
     def _assemble(self) -> None:
         self._queue, self._behind = PassQueue(), PassQueue()  # the latter: of background requests
-        self._sizer = PassSizer(SLICE_S, self._pass_tokens)
+        most = MOST if mx.metal.is_available() else MOST_ON_CPU
+        self._sizer = PassSizer(SLICE_S, self._pass_tokens, most)
         self._unfinished: dict[str, Unfinished] = {}
         self._in_flight: Pass | None = None
         self._long: Pass | None = None

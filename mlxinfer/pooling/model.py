@@ -74,6 +74,7 @@ def load_pooling(
         fits_float16=builder.fits_float16,
         rename=inner_name,
         watch=watch,
+        many_rows=True,
     )
     head = Weights(
         tensors,

@@ -13,6 +13,7 @@ from .request import PoolingRequest, TokenRow
 
 FIRST = 1024  # tokens of a pass before any was timed
 LEAST, MOST = 256, 16_384  # where passes are sized by time
+MOST_ON_CPU = 512  # what is computed of so many stays in the caches of a CPU
 LATEST = 0.3  # weight of the latest measurement
 
 
@@ -39,11 +40,13 @@ class PassSizer:
     Args:
         slice_s: seconds that a pass may take.
         fixed: tokens of every pass, whatever they take; None: by time.
+        most: tokens of a pass that is sized by time.
     """
 
-    def __init__(self, slice_s: float, fixed: int | None = None) -> None:
+    def __init__(self, slice_s: float, fixed: int | None = None, most: int = MOST) -> None:
         self._slice_s = slice_s
         self._fixed = fixed
+        self._most = most
         self._token_s: float | None = None  # seconds a token
 
     @property
@@ -52,8 +55,8 @@ class PassSizer:
         if self._fixed is not None:
             return self._fixed
         if self._token_s is None:
-            return FIRST
-        return int(min(max(self._slice_s / self._token_s, LEAST), MOST))
+            return min(FIRST, self._most)
+        return int(min(max(self._slice_s / self._token_s, LEAST), self._most))
 
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Take in how long tokens took, all layers of each; few of them say little."""

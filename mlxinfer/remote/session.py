@@ -18,6 +18,7 @@ from ..http_json import NoServerError, ServerError, exchange
 from ..outputs import Delta, Result
 from .answer import RemoteAnswer, error_of
 from .request import RemoteRequest, chat_request, text_request
+from .retrieval import RemoteRetrieval
 
 API_KEY = "MLXINFER_API_KEY"  # environment variable
 ASK_S = 30.0  # that a server may take to say what it is
@@ -38,7 +39,7 @@ class RemoteInfo:
         return f"at {self.url}"
 
 
-class RemoteSession:
+class RemoteSession(RemoteRetrieval):
     """One model of a server.
 
     Args:
@@ -63,6 +64,7 @@ class RemoteSession:
         found = exchange(self._url, "/v1/models", None, key=key, timeout_s=ASK_S)
         self.info = _chosen(self._url, found, served_model)
         self.closed = False
+        super().__init__(self.info.name, self._post_json)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -156,6 +158,16 @@ class RemoteSession:
                     if (delta := answer.push(line)) is not None:
                         yield delta
         yield answer.finish()
+
+    def _post_json(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of an answer."""
+        import httpx2
+
+        with self._failures(), httpx2.Client(**self._options()) as client:
+            response = client.post(path, json=body)
+        if response.status_code != 200:
+            raise _refusal(response.status_code, response.content)
+        return response.json()
 
     # -- what it knows --------------------------------------------------------------------------
 

@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import queue
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backend import require_mlx
 from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, InvalidRequestError, shown
+from ..outputs import Ranked
 from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
@@ -29,15 +30,6 @@ if TYPE_CHECKING:
 
 Watch = Callable[[int, int], None]
 POOLING_OPTIONS = ("dtype", "max_context", "prefill_chunk", "task")
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """One document of a reranked list."""
-
-    index: int  # in the list that was given
-    score: float
-    document: str
 
 
 class PoolingSession:

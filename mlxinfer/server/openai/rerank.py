@@ -6,8 +6,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import InvalidRequestError
+from ...outputs import Ranked
 from ...pooling.request import TokenRow
-from ...session.pooling_session import Ranked, paired, ranked
+from ...session.pooling_session import paired, ranked
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..fields.checks import refuse

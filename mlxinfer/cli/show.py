@@ -11,6 +11,7 @@ from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
+    from ..pooling.config import PoolingConfig
     from ..roofline import Machine
     from ._inspect import Summary
 
@@ -40,8 +41,6 @@ def describe(
     name: str, summary: "Summary", context: int | None, mac: "Machine | None" = None
 ) -> dict[str, Any]:
     """Return all facts as plain data; keys are stable, unknown values None."""
-    from ..fit import kv_bytes
-
     config, weights = summary.config, summary.weights
     pooling = pooling_of(summary.folder, name)
     quantization = config.quantization.default if config and config.quantization else None
@@ -54,13 +53,7 @@ def describe(
         "definition": config.definition if config else None,
         "alone_because": config.alone_because if config else None,
         "task": "generate" if pooling is None else str(pooling.task),
-        "pooling": None
-        if pooling is None or pooling.head is not None
-        else {
-            "modes": list(pooling.modes),
-            "prompts": dict(pooling.prompts),
-            "max_tokens": pooling.max_tokens,
-        },
+        "pooling": _pooling(pooling),
         "architecture": summary.model_type,
         "parameters": weights.parameters if weights else None,
         "weight_bytes": weights.num_bytes if weights else None,
@@ -77,11 +70,7 @@ def describe(
         "experts": config.num_experts if config else None,
         "context": config.max_context if config else None,
         "chat_template": summary.chat_template,
-        "kv_bytes_per_token": (
-            {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS}
-            if config and pooling is None
-            else None
-        ),
+        "kv_bytes_per_token": _kv_bytes(summary) if pooling is None else None,
         "memory": _memory(summary, context) if pooling is None else [],
         "fit": _fit(summary),
         "on": _estimate(summary, context, mac) if mac else None,
@@ -187,6 +176,25 @@ def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"prompts: at most {rate('prefill_tokens_per_s')} tokens/s (arithmetic)"),
         ("", "an estimate from the chip's specifications; nothing was measured"),
     ]  # fmt: skip
+
+
+def _kv_bytes(summary: "Summary") -> dict[str, int] | None:
+    """Return bytes of the KV cache per token by its bits, None where the config is unknown."""
+    from ..fit import kv_bytes
+
+    config = summary.config
+    return config and {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS}
+
+
+def _pooling(pooling: "PoolingConfig | None") -> dict[str, Any] | None:
+    """Return how vectors are made, None for models that give none."""
+    if pooling is None or pooling.head is not None:
+        return None
+    return {
+        "modes": list(pooling.modes),
+        "prompts": dict(pooling.prompts),
+        "max_tokens": pooling.max_tokens,
+    }
 
 
 def _gives(facts: dict[str, Any]) -> str:

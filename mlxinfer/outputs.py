@@ -75,7 +75,7 @@ def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
             runs[-1].append(part)
         else:
             runs.append([part])
-    return tuple(_joined(run) for run in runs)
+    return tuple([_joined(run) if len(run) > 1 else run[0] for run in runs])
 
 
 def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
@@ -104,8 +104,6 @@ def _together(one: Part, two: Part) -> bool:
 
 def _joined(run: list[Part]) -> Part:
     first = run[0]
-    if len(run) == 1:
-        return first
     if isinstance(first, ToolCallDelta):
         pieces = [part for part in run if isinstance(part, ToolCallDelta)]
         return ToolCallDelta(

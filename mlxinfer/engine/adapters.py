@@ -36,6 +36,7 @@ class AdapterTable:
         self._loaded = ModelAdapters(model)
         self._by_name: dict[str, LoadedAdapter] = {}
         self._in_use: dict[int, LoadedAdapter] = {}  # by number, until its memory is given back
+        self.are_leaving = False  # some wait until their requests have ended
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,16 +95,17 @@ class AdapterTable:
         Raises:
             InvalidRequestError: there is none.
         """
-        self.of(name).leaving = True
+        self.of(name).leaving = self.are_leaving = True
         del self._by_name[name]
 
-    def free_unused(self, unfinished: Callable[[], Iterable[Sequence]]) -> None:
+    def free_unused(self, unfinished: Iterable[Sequence]) -> None:
         """Give back the memory of unloaded adapters that no unfinished sequence uses."""
+        used = {sequence.adapter for sequence in unfinished}
         leaving = [each for each in self._in_use.values() if each.leaving]
-        used = {sequence.adapter for sequence in unfinished()} if leaving else set()
         for each in leaving:
             if each.number not in used:
                 self._free(each)
+        self.are_leaving = any(each.leaving for each in self._in_use.values())
 
     def close(self) -> None:
         """Take all adapters off the model."""

@@ -306,8 +306,9 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.ragged = self.short + self.long
-        firsts = [s for s in self.ragged if s.num_samples and not s.output_index]
-        self.begins_answers = bool(firsts)
+        self.begins_answers = False
+        for segment in self.ragged:
+            self.begins_answers |= bool(segment.num_samples and not segment.output_index)
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -335,11 +335,12 @@ class Engine:
         A check takes a second or so, and a request that comes meanwhile waits: so it begins only
         when nothing has come for a while.
         """
-        while loop.idle and loop.asks_for_kernel:
+        idle = loop.idle
+        while idle and loop.asks_for_kernel:
             if self._drain_inbox(wait_s=IDLE_S):
                 return  # to close, perhaps
             loop.prepare_kernel()
-        self._drain_inbox(wait_s=None if loop.idle else 0.0)
+        self._drain_inbox(wait_s=None if idle else 0.0)
 
     def _drain_inbox(self, *, wait_s: float | None) -> bool:
         """Take in all messages; whether there were any.

@@ -21,14 +21,13 @@ from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, CommitResult, SamplingRows, Sequence
 from .caches import make_cache
-from .ends import failed_event, last_events, not_finite_event, stuck_in_grammar
 from .forward import Followers
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
 from .limits import EngineLimits
 from .pagestore import SAVE_S, PageStore
-from .queues import Counters
+from .queues import Counters, failed_event, last_events, not_finite_event, stuck_in_grammar
 from .runner import Launched, Runner
 from .scheduler import Proposer, Scheduler
 from .stats import stats_of
@@ -170,7 +169,8 @@ class Loop:
             self._commit(current)
             current = None
         self._in_flight = current
-        self.adapters.free_unused(self.scheduler.queues.unfinished)
+        if self.adapters.are_leaving:
+            self.adapters.free_unused(self.scheduler.queues.unfinished())
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -281,7 +281,8 @@ class Loop:
                 self._emit([TokenEvent.without_token(sequence.request.id, prompt_logits=new)])
         if launched.batch.ragged:
             self._report_prompts(launched.batch)
-        self._fail_not_finite(not_finite)
+        if not_finite:
+            self._fail_not_finite(not_finite)
         tokens = token_ids.tolist()
         if launched.hidden is not None and self._proposer is not None:
             self._proposer.take(launched.batch, launched.hidden)

@@ -107,7 +107,8 @@ class Runner:
             RanksFailedError: another rank, or a step that others run already, went wrong.
         """
         admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
-        self._has_variants |= any(s.namespace is not None for s in admitted)
+        if admitted:
+            self._has_variants |= any(s.namespace is not None for s in admitted)
         step = self._inputs(batch, previous, admitted)
         if self._followers is None:
             return self._launch(batch, step, previous, admitted)
@@ -122,7 +123,7 @@ class Runner:
     ) -> StepInputs:
         """What the step computes, as any rank can."""
         follows, pending = _pending(batch, previous)
-        sampling = batch.sampling
+        sampling, asking = batch.sampling, _with_prompt_logits(batch) if batch.ragged else []
         return StepInputs(
             segments=batch.segments,
             follows=follows,
@@ -134,7 +135,7 @@ class Runner:
             is_barrier=batch.writes_pages,
             rows=sampling.flat_rows,
             num_rows=len(sampling),
-            prompt_rows=[_prompt_rows(segment) for segment in _with_prompt_logits(batch)],
+            prompt_rows=[_prompt_rows(segment) for segment in asking],
             rope_variants=_of_rows(batch, ROPE_VARIANT) if self._has_variants else None,
             adapters=_of_rows(batch, ADAPTER) if self._has_variants else None,
         )
@@ -220,11 +221,10 @@ class Runner:
 
     def _sampled(self, batch: Batch, step: StepInputs, computed: Computed) -> Launched:
         """The step with the tokens of the rows that give one."""
+        asking = _with_prompt_logits(batch) if computed.prompt_logits else []
         prompt_logits = [
             (segment.sequence, segment.start, logits.astype(mx.float32))
-            for segment, logits in zip(
-                _with_prompt_logits(batch), computed.prompt_logits, strict=True
-            )
+            for segment, logits in zip(asking, computed.prompt_logits, strict=True)
         ]
         outputs = [logits for *_, logits in prompt_logits]
         sampling, ids, logits = batch.sampling, computed.ids, computed.logits

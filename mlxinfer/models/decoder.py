@@ -348,7 +348,8 @@ class Model:
         Returns:
             (T, hidden_size) after the final norm.
         """
-        self.active_adapters.begin(adapters)
+        if self.active_adapters.last_number:  # else the model never had one
+            self.active_adapters.begin(adapters)
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants)
         x = self.enter(ids, step)
@@ -377,7 +378,8 @@ class Model:
         `adapters`: (R,) of each row's sequence; None: none for all.
         """
         assert self.lm_head is not None, "a model without logits"
-        self.active_adapters.begin(adapters)
+        if self.active_adapters.last_number:
+            self.active_adapters.begin(adapters)
         return scaled_logits(self.lm_head(hidden), self.config)
 
     def rope_variant(self, max_tokens: int) -> int:

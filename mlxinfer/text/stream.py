@@ -78,7 +78,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> tuple[Part, ...]:
         """Return what these tokens add; nothing after the answer was stopped."""
-        assert self.stopped or not self._finished, "push after finish"
+        assert not self._finished or self.stopped, "push after finish"
         parts: list[Part] = []
         for token_id in token_ids:
             if self.stopped:

@@ -104,7 +104,7 @@ class Follower:
             message = self._inbox.get()
             try:
                 obey[type(message)](message)
-            except BaseException as error:
+            except BaseException as error:  # the fault boundary of a process
                 log.exception("rank %d ends", self._place.rank)
                 self._say(Failed(f"{type(error).__name__}: {error}"))
                 time.sleep(0.5)  # until rank 0 has read it

@@ -177,6 +177,7 @@ def _kernel() -> MetalKernel:
             delta_step<T, KEYS, DK, HEADS, DV, TEAM, EACH>(
                 mixed, projected + STRENGTHS_AT, projected_shape[2], times + TIMES_AT,
                 times_shape[2], rates, biases,
-                before, own.count, outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
+                before, own.count, outputs, after, place.x / TEAM, place.y, place.z,
+                mixed_shape[1], place.x % TEAM);
         """,
     )

@@ -224,6 +224,7 @@ def _kernel(limits: tuple[float, float]) -> MetalKernel:
             ssm_step<HEADS, P, GROUPS, N, TEAM>(
                 mixed, projected + TIMES_AT, projected_shape[2], rates, biases, skips,
                 float2({low}, {high}),
-                before, own.count, outputs, after, place.x / TEAM, place.y, place.z, mixed_shape[1], place.x % TEAM);
+                before, own.count, outputs, after, place.x / TEAM, place.y, place.z,
+                mixed_shape[1], place.x % TEAM);
         """,
     )

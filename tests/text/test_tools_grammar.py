@@ -153,6 +153,16 @@ def test_reasoning_opened_by_the_prompt_is_split_at_its_end_tag():
     assert not allowed("text", grammar, CALL)
 
 
+def test_reasoning_that_the_prompt_has_closed_is_not_opened_again():
+    tokenizer = TOKENIZERS["text"]
+    text = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    prompt = tokenizer.encode(text, parse_special=True)
+    hermes = tool_format("hermes")
+    forced = forced_grammar(tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
+    assert allowed("text", forced, CALL)
+    assert not allowed("text", forced, f"<think>hm</think>\n{CALL}")
+
+
 @pytest.mark.parametrize("thought", ["\nOkay, the user", "so far " * 80])
 def test_reasoning_that_is_continued_comes_to_its_end(thought):
     tokenizer = TOKENIZERS["text"]

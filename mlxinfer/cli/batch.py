@@ -68,9 +68,9 @@ def command(
     """Answer the requests of a file into another.
 
     Lines are those of OpenAI's batches: {"custom_id": ..., "method": "POST", "url":
-    "/v1/chat/completions", "body": ...}; url may be /v1/completions, /v1/responses or
-    /v1/embeddings, too. Run again after an end of any kind it goes on where it was; delete the
-    errors first to try those again.
+    "/v1/chat/completions", "body": ...}; url may be /v1/completions, /v1/responses,
+    /v1/embeddings, /v1/rerank or /v1/score, too. Run again after an end of any kind it goes on
+    where it was; delete the errors first to try those again.
     """
     from ..server.app import ENDPOINTS
     from ..server.batches.lines import ResultFiles, check_rows, rows_of
@@ -79,7 +79,7 @@ def command(
     from ..server.settings import ServerConfig
 
     endpoints = batch_endpoints(ENDPOINTS)
-    total, problems = check_rows(input_path, endpoints)
+    total, problems = check_rows(input_path, endpoints, most=None)
     if problems:
         shown = [f"line {p.line}: {p.message}" for p in problems[:SHOWN_PROBLEMS]]
         raise InvalidRequestError(f"{input_path}: " + "\n".join(shown))

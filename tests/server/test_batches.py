@@ -13,10 +13,13 @@ from typing import Any
 
 import openai
 import pytest
+from click.testing import CliRunner
 from live_server import CHAT, LiveServer, chat, wait_until
 from openai.types import Batch, FileObject
 from sdk_clients import openai_client, strictly
 
+from mlxinfer.cli.batch import command
+from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
 from mlxinfer.server.files import FileStore
 from mlxinfer.server.keys import ApiKeys
@@ -361,3 +364,12 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path.write_bytes(as_file([line(1), line(2, {"x": "y" * 2000})]))
     _, (problem,) = check_rows(path, [CHAT])
     assert (problem.line, problem.code) == (2, "line_too_long")
+
+
+def test_the_command_names_what_is_wrong_with_its_file(tmp_path: Path) -> None:
+    given = tmp_path / "in.jsonl"
+    given.write_bytes(as_file([line(1), line(2, url="/v1/models")]))
+    outcome = CliRunner().invoke(command, [str(given), str(tmp_path / "out.jsonl")])
+    assert isinstance(outcome.exception, InvalidRequestError)
+    assert "line 2: url is '/v1/models'" in str(outcome.exception)
+    assert not (tmp_path / "out.jsonl").exists()

@@ -95,12 +95,15 @@ def rows_of(path: Path) -> Iterator[Row]:
                 yield Row(number, found.custom_id, found.url, bytes(found.body))
 
 
-def check_rows(path: Path, urls: Collection[str]) -> tuple[int, list[Problem]]:
+def check_rows(
+    path: Path, urls: Collection[str], most: int | None = MAX_ROWS
+) -> tuple[int, list[Problem]]:
     """How many requests a file holds, and what is wrong with its lines. Takes a while.
 
     Args:
         path: of the file.
         urls: that requests may have.
+        most: requests; None: any number.
     """
     known: set[str] = set()
     problems: list[Problem] = []
@@ -112,9 +115,9 @@ def check_rows(path: Path, urls: Collection[str]) -> tuple[int, list[Problem]]:
                 problems += _problems(number, line, urls, known)
     if not known and not problems:
         problems.append(Problem(code="empty_file", message="The file has no requests.", line=1))
-    if len(known) > MAX_ROWS:
-        message = f"The file has {len(known)} requests; at most {MAX_ROWS} are accepted."
-        problems.append(Problem(code="too_many_requests", message=message, line=MAX_ROWS + 1))
+    if most is not None and len(known) > most:
+        message = f"The file has {len(known)} requests; at most {most} are accepted."
+        problems.append(Problem(code="too_many_requests", message=message, line=most + 1))
     return len(known), problems
 
 

@@ -24,7 +24,10 @@ from .lines import ResultFiles, ResultLine, Row, RowError, RowResponse
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/score"),
+)
 log = logging.getLogger("mlxinfer.server")
 
 

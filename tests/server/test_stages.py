@@ -16,8 +16,8 @@ import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
 
-from mlxinfer.engine import runner
 from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.forward import Forward
 from mlxinfer.engine.grammar_masks import GrammarMasks
 from mlxinfer.engine.runner import Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
@@ -209,7 +209,7 @@ def test_in_other_words(live: LiveServer, path: str) -> None:
 
 STEPS: dict[str, tuple[Any, str]] = {
     "launch": (Runner, "launch"),
-    "input": (runner, "_input_ids"),
+    "input": (Forward, "_ids"),
     "head": (Runner, "_sampled"),
     "sample": (Sampler, "sample"),
     "read": (Launched, "token_ids"),

@@ -3,19 +3,17 @@
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from . import hub
-from .backend import require_mlx
+from .adapters import Adapters
 from .boundary import apublic, ashort_errors, check_names, public, short_errors
 from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
+from .opened import connect, load_session
 from .outputs import Delta, Facts, Result, Results
-from .progress import is_watched, patient, progress_bar, progress_bars
-from .retrieval import Retrieval
+from .progress import is_watched, progress_bar
 from .session.engine_client import last
-from .session.engine_factory import EngineArguments, EngineOptions
-from .session.pooling_session import PoolingSession, open_session
+from .session.engine_factory import EngineArguments
 from .session.request_builder import ChatOptions, Message, Prompt, ResponseFormat, is_one_prompt
 from .session.session import Session
 
@@ -29,7 +27,7 @@ class ChatArguments(ChatOptions, SamplingValues, total=False):
     """Keyword arguments of LLM.chat, documented there."""
 
 
-class LLM(Retrieval):
+class LLM(Adapters):
     """A language model and the engine that runs it, or the server that has it.
 
     Args:
@@ -60,6 +58,8 @@ class LLM(Retrieval):
         task: what the model is used for: "generate", "embed" (`embed`), "score" (`rerank`, `score`)
             or "auto": as its files and its name show.
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
+        adapter_memory: kept for adapters, out of max_memory, such as "1GB"; None: adapters get what
+            the KV cache has not grown into.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
         tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
             template and its tokens show.
@@ -101,13 +101,13 @@ class LLM(Retrieval):
         if name.startswith(("http://", "https://")):
             if tool_format != "auto":
                 options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
-            self._session = _connect(name, api_key, served_model, options)
+            self._session = connect(name, api_key, served_model, options)
         elif api_key is not None or served_model is not None:
             raise InvalidRequestError(
                 f"api_key and served_model go with the address of a server; {name} runs here."
             )
         else:
-            self._session = _load(name, options, tool_format, progress)
+            self._session = load_session(name, options, tool_format, progress)
         self.model_info = self._session.info
 
     # -- text -----------------------------------------------------------------------------------
@@ -119,6 +119,7 @@ class LLM(Retrieval):
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> Result: ...
     @overload
@@ -128,6 +129,7 @@ class LLM(Retrieval):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> Any: ...
     @public
@@ -137,6 +139,7 @@ class LLM(Retrieval):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> Any:
         """Continue one prompt or many, all in one batch; greedily, if nothing else is said.
@@ -148,13 +151,15 @@ class LLM(Retrieval):
                 {"type": "json_schema", "json_schema": {"schema": ...}}, {"type": "json_object"},
                 {"type": "regex", "regex": ...}, {"type": "choice", "choice": [...]} or
                 {"type": "grammar", "grammar": ...} (Lark, as llguidance has it).
+            adapter: name of a loaded adapter (`load_adapter`), for all, or a list with one for
+                each; None: the model itself.
             sampling: fields of SamplingParams, such as max_tokens=20: they go before params.
 
         Returns:
             A Result, or Results, a list of them in the order of the prompts.
         """
         params = _changed("generate", params, sampling)
-        built: Any = self._generator.prompts(prompts, params, response_format)
+        built: Any = self._generator.prompts(prompts, params, response_format, adapter)
         if is_one_prompt(prompts):
             return self._generator.run(built)[0]
         with progress_bar("answers", unit="answers", wanted=self._progress) as show:
@@ -168,11 +173,12 @@ class LLM(Retrieval):
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
         params = _changed("stream", params, sampling)
-        built: Any = self._generator.prompt(prompt, params, response_format)
+        built: Any = self._generator.prompt(prompt, params, response_format, adapter)
         return short_errors(self._generator.stream(built, self))
 
     @apublic
@@ -182,10 +188,14 @@ class LLM(Retrieval):
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
-        return await last(self.astream(prompt, params, response_format=response_format, **sampling))
+        deltas = self.astream(
+            prompt, params, response_format=response_format, adapter=adapter, **sampling
+        )
+        return await last(deltas)
 
     @public
     def astream(
@@ -194,11 +204,12 @@ class LLM(Retrieval):
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
         params = _changed("astream", params, sampling)
-        built: Any = self._generator.prompt(prompt, params, response_format)
+        built: Any = self._generator.prompt(prompt, params, response_format, adapter)
         return ashort_errors(self._generator.astream(built))
 
     # -- chat -----------------------------------------------------------------------------------
@@ -225,6 +236,7 @@ class LLM(Retrieval):
             response_format: what the answer must look like, as of `generate`.
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
+            adapter: name of a loaded adapter; None: the model itself.
             options: fields of SamplingParams too, such as max_tokens=20: they go before params.
 
         Raises:
@@ -331,9 +343,9 @@ class LLM(Retrieval):
         return self._generator.pin(prompt)
 
     @public
-    def logits(self, prompt: Prompt) -> "np.ndarray":
+    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> "np.ndarray":
         """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
-        return self._generator.logits(prompt)
+        return self._generator.logits(prompt, adapter)
 
     @public
     def heat(self, result: Result) -> "Heat":
@@ -396,46 +408,6 @@ class LLM(Retrieval):
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return self._session.end_ids
-
-
-def _load(
-    name: str, arguments: EngineArguments, tool_format: str, progress: bool | None
-) -> Session | PoolingSession:
-    """Find, download and load a model; its bars go on from each other."""
-    with progress_bars(wanted=progress) as show:
-
-        def find(model: str) -> Path:
-            return hub.resolve(
-                model,
-                progress=lambda step: show(f"download {model}", step.done_bytes, step.total_bytes),
-            )
-
-        options = EngineOptions.of(arguments, find)
-        require_mlx()
-        folder, show_load = find(name), patient(show)
-        return open_session(
-            name,
-            folder,
-            options,
-            tool_format,
-            lambda done, total: show_load(f"load {name}", done, total),
-            given=arguments,
-        )
-
-
-def _connect(
-    url: str, api_key: str | None, served_model: str | None, options: EngineArguments
-) -> Session:
-    """A server's model, with a Session's methods; raises InvalidRequestError for its options."""
-    if options:
-        raise InvalidRequestError(
-            f"{', '.join(options)}: the engine at {url} was set up where it was started "
-            "(`mlxinfer serve --help`); leave out what is an engine's.",
-            param=next(iter(options)),
-        )
-    from .remote.session import RemoteSession
-
-    return cast(Session, RemoteSession(url, api_key, served_model))
 
 
 def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:

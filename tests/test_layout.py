@@ -79,7 +79,17 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "page": SERVER_LEAVES | {"calls", "http", "ops", "registry", "watch"},
 }
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
-ASSEMBLERS = {"llm", "retrieval", "library", "magic", "cli", "bench", "__init__"}  # anything
+ASSEMBLERS = {
+    "llm",
+    "opened",
+    "retrieval",
+    "adapters",
+    "library",
+    "magic",
+    "cli",
+    "bench",
+    "__init__",
+}  # anything
 WITHOUT_MLX = (
     "app",
     "checks",

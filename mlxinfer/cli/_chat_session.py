@@ -14,6 +14,7 @@ from ..errors import InvalidRequestError, TemplateError
 from ..outputs import Delta, Result
 from ._asking import attached, thinking
 from ._chat_log import ChatLog
+from ._model import ADAPTER
 
 Message = dict[str, str]
 FORMAT = 1  # of saved conversations
@@ -74,7 +75,8 @@ class ChatSession:
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
-            for delta in self.llm.stream_chat([*prompt, *self.messages], self.params, **switch):
+            messages = [*prompt, *self.messages]
+            for delta in self.llm.stream_chat(messages, self.params, **switch, **self._adapter()):
                 answer += delta.text
                 thoughts += delta.reasoning or ""
                 self.last = delta.result
@@ -178,6 +180,11 @@ class ChatSession:
             f"{model} has no chat template: it was not made for conversations. "
             "`mlxinfer run` has it continue a text."
         )
+
+    def _adapter(self) -> dict[str, str]:
+        """The adapter that the model was opened with, if any."""
+        names = [adapter["name"] for adapter in self.llm.adapters]
+        return {"adapter": ADAPTER} if ADAPTER in names else {}
 
     def _add(self, role: str, text: str, thoughts: str = "") -> None:
         self.messages.append({"role": role, "content": text})

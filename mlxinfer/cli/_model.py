@@ -15,12 +15,25 @@ if TYPE_CHECKING:
     from ..pooling.config import PoolingConfig
 
 
-def open_llm(name: str, **arguments: Any) -> "LLM":
-    """Load a model, downloading it first if it is not here. Raises the errors of hub and LLM."""
+ADAPTER = "adapter"  # what the adapter of --adapter is called
+
+
+def open_llm(name: str, adapter: str | None = None, **arguments: Any) -> "LLM":
+    """Load a model and an adapter, downloading the model first if it is not here.
+
+    Raises the errors of hub and LLM.
+    """
     require_mlx()
     from ..llm import LLM
 
-    return LLM(name, **arguments)
+    llm = LLM(name, **arguments)
+    if adapter is not None:
+        try:
+            llm.load_adapter(ADAPTER, adapter)
+        except BaseException:
+            llm.close()
+            raise
+    return llm
 
 
 def fetch(name: str) -> Path:

@@ -48,6 +48,11 @@ model_option = click.option(
     shell_complete=complete_models,
     help="Bundled model, folder, or org/name of the Hugging Face hub.",
 )
+adapter_option = click.option(
+    "--adapter",
+    metavar="PATH",
+    help="Answer with an adapter: a folder of PEFT's or of mlx-lm's.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
 _SAMPLING = (
@@ -103,6 +108,12 @@ _ENGINE = (
         help="Answers wait so long at most for others' prompts.  [default: 250]",
     ),
     click.option(
+        "--adapter-memory",
+        type=Size(),
+        metavar="SIZE",
+        help="Kept for adapters.  [default: what the KV cache has not grown into]",
+    ),
+    click.option(
         "--speculate",
         metavar="|".join(METHODS),
         help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
@@ -127,6 +138,7 @@ SAMPLING_NAMES = (
 SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
 ENGINE_NAMES = (
     *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
+    "adapter_memory",
     *SPECULATION_NAMES,
 )
 

@@ -15,6 +15,7 @@ from ._chat_session import ChatSession
 from ._commands import FAILED, report
 from ._model import open_llm
 from ._options import (
+    adapter_option,
     engine_options,
     llm_arguments,
     model_option,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Keep the conversation on this disk, where it is held in a terminal.",
 )
+@adapter_option
 @engine_options
 @click.pass_context
 def command(
@@ -59,10 +61,10 @@ def command(
         log = open_log(continued=continued, keep=history)
     if log is not None and ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
         model = log.model or model
-    arguments = llm_arguments(options)
+    arguments, adapter = llm_arguments(options), options["adapter"]
     session = ChatSession(
         model,
-        lambda name: open_llm(name, **arguments),
+        lambda name: open_llm(name, adapter if name == model else None, **arguments),
         sampling_values(options),
         options["system"],
         think=options["think"],

@@ -11,8 +11,9 @@ from ..core import FinishReason, SamplingParams
 from ..outputs import Delta, Result
 from ._asking import attached, piped_text, read_schema, read_stdin, thinking
 from ._chat_log import ChatLog, open_log
-from ._model import has_chat_template, open_llm
+from ._model import ADAPTER, has_chat_template, open_llm
 from ._options import (
+    adapter_option,
     engine_options,
     json_option,
     llm_arguments,
@@ -46,6 +47,7 @@ from ._process import INTERRUPTED
 )
 @click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last chat.")
 @click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without a chat template.")
+@adapter_option
 @engine_options
 @click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
 @json_option
@@ -64,7 +66,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     log = open_log(continued=True, keep=True) if options["continued"] else None
     if log is not None and log.model and model == "demo":
         model = log.model
-    with open_llm(model, **arguments) as llm:
+    with open_llm(model, options["adapter"], **arguments) as llm:
         deltas = start(llm, text, values, form, log, model, options)
         result, interrupted = show(deltas, options)
     if log is not None:
@@ -130,7 +132,9 @@ def start(
         if options["system"] is not None:
             raise click.UsageError(f"--system needs a chat template, and {model} has none.")
         note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
-    extra = {} if form is None else {"response_format": form}
+    extra: dict[str, Any] = {} if form is None else {"response_format": form}
+    if options["adapter"] is not None:
+        extra["adapter"] = ADAPTER
     if raw:
         return iter(llm.stream(text, SamplingParams(**values), **extra))
     system = options["system"] or (log.system if log is not None else None)

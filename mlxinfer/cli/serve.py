@@ -95,6 +95,21 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Let one key's requests find in the cache what another's have computed.",
 )
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="An adapter (PEFT's or mlx-lm's) of the first model, asked for as MODEL:NAME; or "
+    "MODEL:NAME=PATH; repeatable.",
+)
+@click.option(
+    "--adapter-dir",
+    "adapter_folders",
+    multiple=True,
+    metavar="FOLDER",
+    help="Let requests load the adapters in FOLDER (/v1/load_lora_adapter); repeatable.",
+)
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
 @click.option(
@@ -305,7 +320,7 @@ def server_config(options: dict[str, Any]) -> Any:
     keys = [*options["api_keys"], *filter(None, [os.environ.get(API_KEY)])]
     names = (
         *("host", "port", "insecure", "allowed_hosts", "allowed_origins", "allowed_apps"),
-        *("open_metrics", "share_prefixes", "tls_cert", "tls_key"),
+        *("open_metrics", "share_prefixes", "tls_cert", "tls_key", "adapter_folders"),
     )
     limits = ("deadline_s", "drain_s", "max_waiting", "ready_deadline_s")
     try:
@@ -415,6 +430,25 @@ def with_aliases(
     ]
 
 
+def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Path]]:
+    """Return the adapters of --adapter by model and name; wrong ones are wrong usage."""
+    from ..session.session import check_adapter_name
+
+    found: dict[str, dict[str, Path]] = {}
+    for text in given:
+        names, _, path = text.partition("=")
+        model, _, name = names.rpartition(":")
+        model = model or models[0]
+        if not path or model not in models:
+            raise click.UsageError(
+                f"--adapter is {text!r}; expected NAME=PATH, or MODEL:NAME=PATH with one of "
+                f"{', '.join(models)}."
+            )
+        check_adapter_name(name)
+        found.setdefault(model, {})[name] = Path(path).expanduser().absolute()
+    return found
+
+
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
     from ..memory import MODELS_SHARE, parse_bytes, total_memory_bytes
@@ -428,7 +462,11 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
             limit_bytes = parse_bytes(limit)
         default, aliases = options.pop("default_model"), options.pop("aliases")
         requested = with_aliases(requested, aliases)
-        entries = [entry_of(each, options, ttl_s) for each in requested]
+        adapters = adapters_of(options.pop("adapters"), [each.name for each in requested])
+        entries = [
+            replace(entry_of(each, options, ttl_s), adapters=adapters.get(each.name, {}))
+            for each in requested
+        ]
         return Models(entries, limit_bytes=limit_bytes, default=default)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error

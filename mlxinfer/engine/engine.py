@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from _thread import LockType as Lock
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -224,6 +224,24 @@ class Engine:
 
         self._inbox.put(fail)
 
+    def change(self, begin: Callable[[Any], Iterator[None]]) -> None:
+        """Change the loop on its thread, piece by piece between steps: running requests go on.
+
+        Args:
+            begin: given the loop, returns the pieces; closed early, they undo what they did.
+
+        Raises:
+            EngineClosedError: the engine was closed, or is meanwhile.
+            whatever a piece raises.
+        """
+        pieces = self.call(lambda: begin(self._loop))
+        try:
+            while self.call(lambda: self._goes_on(pieces)):
+                pass
+        except BaseException:  # say, Ctrl-C between two pieces
+            self._inbox.put(lambda: self._undo(pieces))
+            raise
+
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
         if is_fork(self._pid):  # the thread is not here, and a lock may be held for ever
@@ -356,6 +374,18 @@ class Engine:
                 return came
             message()
             came, wait_s = True, 0.0
+
+    def _goes_on(self, pieces: Iterator[None]) -> bool:
+        """Do the next piece of a change; False: that was all."""
+        goes_on = next(pieces, self) is None
+        if not goes_on:
+            self._limits = self._loop.limits
+        return goes_on
+
+    def _undo(self, pieces: Iterator[None]) -> None:
+        if isinstance(pieces, Generator):
+            pieces.close()
+        self._limits = self._loop.limits
 
     def _add(self, request: Any, checked: Any, listener: Listener) -> None:
         self._listeners[request.id] = listener

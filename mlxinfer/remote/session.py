@@ -68,35 +68,38 @@ class RemoteSession(RemoteRetrieval):
 
     # -- requests -------------------------------------------------------------------------------
 
-    def prompt(self, prompt: Any, params: Any, form: Any) -> RemoteRequest:
+    def prompt(
+        self, prompt: Any, params: Any, form: Any, adapter: str | None = None
+    ) -> RemoteRequest:
         """A request to continue one prompt."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError("expected params=SamplingParams(...).", param="params")
         if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
             raise InvalidRequestError("A prompt is a text or a list of token ids.", param="prompt")
-        return text_request(self.info.name, prompt, params, form)
+        return text_request(self._name(adapter), prompt, params, form)
 
-    def prompts(self, prompts: Any, params: Any, response_format: Any) -> list[RemoteRequest]:
+    def prompts(
+        self, prompts: Any, params: Any, response_format: Any, adapter: Any = None
+    ) -> list[RemoteRequest]:
         """Requests to continue one prompt or many."""
         one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
         every = [prompts] if one else list(prompts)
-        given = [params, response_format]
-        settings, forms = (
-            each if isinstance(each, list | tuple) else [each] * len(every) for each in given
-        )
-        if not len(every) == len(settings) == len(forms):
+        given = [params, response_format, adapter]
+        each = [one if isinstance(one, list | tuple) else [one] * len(every) for one in given]
+        if any(len(one) != len(every) for one in each):
+            counts = "{} params, {} forms and {} adapters".format(*map(len, each))
             raise InvalidRequestError(
-                f"There are {len(every)} prompts, {len(settings)} params and {len(forms)} forms; "
-                "give one for all, or one each."
+                f"There are {len(every)} prompts, {counts}; give one for all, or one each."
             )
-        return [self.prompt(*each) for each in zip(every, settings, forms, strict=True)]
+        return [self.prompt(*one) for one in zip(every, *each, strict=True)]
 
     def chat(
         self,
         messages: Any,
         params: SamplingParams | None,
         sampling: dict[str, Any],
+        adapter: str | None = None,
         **options: Any,
     ) -> RemoteRequest:
         """A request to answer a conversation."""
@@ -104,7 +107,11 @@ class RemoteSession(RemoteRetrieval):
         if params is not None:
             changed = params.changed(sampling)
             values = {name: getattr(changed, name) for name in SamplingParams.__slots__}
-        return chat_request(self.info.name, messages, values, **options)
+        return chat_request(self._name(adapter), messages, values, **options)
+
+    def _name(self, adapter: str | None) -> str:
+        """The model's name with an adapter's."""
+        return self.info.name if adapter is None else f"{self.info.name}:{adapter}"
 
     def run(
         self, built: Sequence[RemoteRequest], watch: Callable[[Result], None] | None = None
@@ -173,8 +180,7 @@ class RemoteSession(RemoteRetrieval):
 
     def stats(self) -> dict[str, Any]:
         """What the server says of the model and its memory."""
-        key = self._headers.get("authorization", "").removeprefix("Bearer ")
-        found = exchange(self._url, "/admin/models", None, key=key or None, timeout_s=ASK_S)
+        found = self._exchange("/admin/models", None)
         models = [each for each in found["models"] if each["name"] == self.info.name]
         return dict(models[0]) if models else {}
 
@@ -186,7 +192,27 @@ class RemoteSession(RemoteRetrieval):
         """Refused."""
         raise self._refused("pin", "a server keeps prefixes for all its clients by their use")
 
-    def logits(self, prompt: object) -> Any:
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Let the server load an adapter: `path` is the server's, in a folder of --adapter-dir."""
+        body = {"lora_name": name, "lora_path": str(path), "base_model_name": self.info.name}
+        self._exchange("/v1/load_lora_adapter", body)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let the server unload an adapter."""
+        body = {"lora_name": name, "base_model_name": self.info.name}
+        self._exchange("/v1/unload_lora_adapter", body)
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """The names of the server's adapters of the model."""
+        cards = self._exchange("/v1/models", None)["data"]
+        mine = [card["id"] for card in cards if card.get("parent") == self.info.name]
+        return [{"name": each.removeprefix(f"{self.info.name}:")} for each in mine]
+
+    def _exchange(self, path: str, body: dict[str, Any] | None) -> Any:
+        key = self._headers.get("authorization", "").removeprefix("Bearer ")
+        return exchange(self._url, path, body, key=key or None, timeout_s=ASK_S)
+
+    def logits(self, prompt: object, adapter: str | None = None) -> Any:
         """Refused."""
         raise self._refused("logits", "a server gives tokens, not logits")
 

@@ -15,6 +15,7 @@ from .ollama import chat as ollama_chat
 from .ollama import embed as ollama_embed
 from .ollama import models as ollama_models
 from .openai import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -34,6 +35,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *completions.ENDPOINTS,
     *infill.ENDPOINTS,
     *models.ENDPOINTS,
+    *adapters.ENDPOINTS,
     *responses.ENDPOINTS,
     *stored_responses.ENDPOINTS,
     *messages.ENDPOINTS,

@@ -44,6 +44,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host headers, beside what `host` implies
     allowed_origins: tuple[str, ...] = ()  # of pages: "https://chat.example"
     allowed_apps: tuple[str, ...] = ()  # names of APP_ORIGINS
+    adapter_folders: tuple[str, ...] = ()  # whose adapters requests may load
     share_prefixes: bool = False  # of several keys: one finds what another has asked in the cache
     tls_cert: str | None = None  # file with the certificate chain, PEM; None: no TLS
     tls_key: str | None = None  # file with its private key, PEM

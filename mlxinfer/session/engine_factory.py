@@ -14,7 +14,7 @@ from ..config import (
     default_disk_folder,
 )
 from ..core import CacheSpec, KVSpec, check_count, check_switch
-from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..errors import InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..ranks.options import RankOptions
 from ..speculation.options import SpeculationOptions
@@ -51,6 +51,7 @@ class EngineArguments(TypedDict, total=False):
     dtype: str
     task: str
     num_pages: int | None
+    adapter_memory: str | int | None
     launch_ahead: bool
     speculate: str
     draft: str | Path | None
@@ -84,6 +85,7 @@ class EngineOptions:
     dtype: str = "auto"
     task: str = "auto"
     num_pages: int | None = None
+    adapter_memory: str | int | None = None
     launch_ahead: bool = True
     room_bytes: int | None = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
@@ -128,6 +130,8 @@ class EngineOptions:
             )
         if self.max_memory is not None:
             parse_bytes(self.max_memory)
+        if self.adapter_memory is not None:
+            parse_bytes(self.adapter_memory, param="adapter_memory")
         if self.disk_cache is not None:
             parse_bytes(self.disk_cache, param="disk_cache")
             if not self.prefix_cache:
@@ -165,6 +169,7 @@ class EngineOptions:
             max_context=min(self.max_context or limit, limit),
             kv_budget_bytes=kv_bytes,
             num_pages=self.num_pages,
+            adapter_bytes=self.adapter_bytes,
             kv=self.kv,
             prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
             disk=disk,
@@ -185,10 +190,25 @@ class EngineOptions:
             most //= 2
         return most
 
+    @property
+    def adapter_bytes(self) -> int:
+        """Kept for adapters."""
+        if self.adapter_memory is None:
+            return 0
+        return parse_bytes(self.adapter_memory, param="adapter_memory")
+
     def kv_bytes(self, weights_bytes: int) -> int:
-        """Budget of the KV cache; raises InsufficientMemoryError where the weights leave none."""
+        """Budget of the KV cache; raises InsufficientMemoryError where others leave none."""
         if self.max_memory is not None:
-            return parse_bytes(self.max_memory)
+            left = parse_bytes(self.max_memory) - self.adapter_bytes
+            if left <= 0:
+                raise InsufficientMemoryError(
+                    f"adapter_memory is {shown(self.adapter_memory)}, which leaves nothing of "
+                    f"max_memory, {shown(self.max_memory)}, for the KV cache.",
+                    param="adapter_memory",
+                )
+            return left
+        weights_bytes += self.adapter_bytes
         if self.room_bytes is None:
             return default_kv_bytes(total_memory_bytes(), weights_bytes)
         if weights_bytes >= self.room_bytes:

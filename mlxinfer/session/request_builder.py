@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..core import Grammar, Request, SamplingParams, check_switch, check_token_ids
 from ..errors import InvalidRequestError, shown
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
-T = TypeVar("T")
 
 MAX_BREAKERS = 256  # whose tokens are remembered
 LAST_TURNS = 4  # of a prompt at whose ends the states of recurrent layers are kept
@@ -48,6 +47,7 @@ class ChatOptions(TypedDict, total=False):
     parallel_tool_calls: bool
     response_format: ResponseFormat | None
     chat_template_kwargs: Mapping[str, Any] | None
+    adapter: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,16 @@ class RequestBuilder:
         return detect_tools(self.tokenizer, self._tool_format_name)
 
     def prompt(
-        self, prompt: Prompt, params: SamplingParams | None, response_format: ResponseFormat | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        response_format: ResponseFormat | None,
+        adapter: str | None = None,
     ) -> BuiltRequest:
         """A request to continue a prompt."""
         ids = self.encode(prompt)
         output = self.output(ids, params, continues=True)
+        output.request.adapter = adapter
         return BuiltRequest(output, self._grammar(ids, response_format))
 
     def batch(
@@ -104,6 +109,7 @@ class RequestBuilder:
         prompts: Any,
         params: SamplingParams | Sequence[SamplingParams] | None,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[BuiltRequest]:
         """Requests to continue one prompt or many, with settings for all or for each."""
         every = [prompts] if is_one_prompt(prompts) else prompts
@@ -111,6 +117,7 @@ class RequestBuilder:
             every,
             _one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
             _one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
+            _one_each(adapter, len(every), str, "adapter", "a name"),
             strict=True,
         )
         return [self.prompt(*each) for each in settings]
@@ -125,6 +132,7 @@ class RequestBuilder:
         parallel_tool_calls: bool = True,
         response_format: ResponseFormat | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         **others: Any,
     ) -> BuiltRequest:
         """A request to answer a conversation; arguments and errors as of LLM.chat."""
@@ -143,7 +151,9 @@ class RequestBuilder:
         self._check_variables(variables)
         grammar = self._grammar(ids, response_format, use)
         continues = bool(variables.get("continue_final_message"))
-        return BuiltRequest(self.output(ids, params, continues=continues, use=use), grammar)
+        output = self.output(ids, params, continues=continues, use=use)
+        output.request.adapter = adapter
+        return BuiltRequest(output, grammar)
 
     def pin(self, prompt: Prompt | Sequence[Message]) -> OutputProcessor:
         """A request after which the KV cache of a prompt, or of the messages given, is pinned."""
@@ -386,12 +396,10 @@ def _check_sequence(prompt: object) -> None:
         )
 
 
-def _one_each(
-    given: T | Sequence[T | None] | None, count: int, kind: type, name: str, wanted: str
-) -> list[T | None]:
+def _one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
     """One for each of `count` prompts, from one for all or a list."""
     if given is None or isinstance(given, kind):
-        return [given] * count  # type: ignore[list-item]  # a T, as its kind says
+        return [given] * count
     if not isinstance(given, (list, tuple)):
         raise InvalidRequestError(
             f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "

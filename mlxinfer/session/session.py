@@ -1,13 +1,14 @@
 """A loaded model that is ready for requests: what LLM and the server have in common."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import SamplingParams
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, shown
 from ..outputs import Delta, Result
 from ..speculation.options import kind_of
 from ..text import Tokenizer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..engine.limits import EngineLimits
 
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 CANARY_TOKEN = 0  # what a model is tried with
 
 
@@ -94,13 +96,21 @@ class Session:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def prompt(self, prompt: Prompt, params: SamplingParams | None, form: Any) -> BuiltRequest:
+    def prompt(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        form: Any,
+        adapter: str | None = None,
+    ) -> BuiltRequest:
         """A request to continue one prompt; arguments and errors as of LLM.stream."""
-        return self.builder.prompt(prompt, params, form)
+        return self.builder.prompt(prompt, params, form, adapter)
 
-    def prompts(self, prompts: Any, params: Any, response_format: Any) -> list[BuiltRequest]:
+    def prompts(
+        self, prompts: Any, params: Any, response_format: Any, adapter: Any = None
+    ) -> list[BuiltRequest]:
         """Requests to continue one prompt or many; arguments and errors as of LLM.generate."""
-        return self.builder.batch(prompts, params, response_format)
+        return self.builder.batch(prompts, params, response_format, adapter)
 
     def chat(
         self,
@@ -147,11 +157,12 @@ class Session:
         (result,) = self.client.run([self.builder.pin(prompt)])
         return result.prompt_tokens - result.prompt_tokens % self.limits.page_size
 
-    def logits(self, prompt: Prompt) -> "np.ndarray":
+    def logits(self, prompt: Prompt, adapter: str | None = None) -> "np.ndarray":
         """Logits (T, vocab) float32 of every position of a prompt."""
         import numpy as np
 
         output = self.builder.logits(prompt)
+        output.request.adapter = adapter
         self.client.run([output])
         return np.concatenate(output.prompt_logits)
 
@@ -159,6 +170,25 @@ class Session:
         """Generate one token; raises RequestFailedError, or EngineClosedError after `close`."""
         params = SamplingParams(max_tokens=1)
         await self.client.arun(self.builder.output([CANARY_TOKEN], params, continues=True))
+
+    # -- adapters -------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """As LLM.load_adapter."""
+        from ..models.adapters.loaded import read_adapter
+
+        check_adapter_name(name)
+        adapter = read_adapter(path)
+        self.client.engine.change(lambda loop: loop.adapters.load(name, adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        """As LLM.unload_adapter."""
+        self.client.engine.change(lambda loop: iter(loop.adapters.unload(name) or ()))
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """As LLM.adapters."""
+        found: list[dict[str, Any]] = self.stats()["adapters"]
+        return [each for each in found if not each.pop("leaving")]
 
     # -- its state ------------------------------------------------------------------------------
 
@@ -177,6 +207,16 @@ class Session:
             self.client.engine.close()
         finally:
             self.builder.close()
+
+
+def check_adapter_name(name: str) -> None:
+    """Raise InvalidRequestError unless `name` can stand behind a model's, as in `base:name`."""
+    if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{shown(name)} is no name of an adapter; expected letters, digits, '.', '_' and '-', "
+            "100 at most.",
+            param="name",
+        )
 
 
 def _check_draft(tokenizer: Tokenizer, folder: Path) -> None:

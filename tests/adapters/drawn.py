@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 DENSE = r"\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|qkv_proj|gate_up_proj|fc1|fc2|"
 DENSE += r"in_proj\w*|out_proj|kv_a_proj_with_mqa|q_a_proj|q_b_proj|w1|w2|w3)\.weight$"
-STRENGTH = 0.6  # of a change, as a share of the matrix
 
 
 @dataclass
@@ -49,8 +48,12 @@ def draw(
     pattern: str = DENSE,
     dora: bool = False,
     scale: float = 2.0,
+    strength: float = 0.6,
 ) -> Drawn:
-    """Matrices for every dense one whose name matches; strong enough to change most tokens."""
+    """Matrices for every dense one whose name matches.
+
+    `strength`: of the change, as a share of the matrix; enough to change most tokens.
+    """
     rng = np.random.default_rng(seed)
     drawn = Drawn(rank, scale)
     for name in sorted(tensors):
@@ -60,7 +63,7 @@ def draw(
         out_dims, in_dims = weight.shape
         path, size = name.removesuffix(".weight"), float(mx.std(weight.astype(mx.float32)))
         drawn.a[path] = rng.normal(size=(rank, in_dims)).astype(np.float32)
-        b = rng.normal(size=(out_dims, rank)) * size * STRENGTH / (scale * rank**0.5)
+        b = rng.normal(size=(out_dims, rank)) * size * strength / (scale * rank**0.5)
         drawn.b[path] = b.astype(np.float32)
         if dora:
             drawn.lengths[path] = (

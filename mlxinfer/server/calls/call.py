@@ -71,9 +71,12 @@ class Call:
             the error of an interrupt.
         """
         self.refuse_while_draining()
+        slot, adapter = self.service.models.resolve(name)
         leave = self._leave if self.background else None
-        use = self._kept.enter_async_context(self.service.models.use(name, leave))
+        use = self._kept.enter_async_context(self.service.models.use(slot.entry.name, leave))
         model = await self._interruptible(use)
+        if adapter is not None:
+            model = model.with_adapter(adapter)
         self.log["model"] = model.name
         return model
 
@@ -139,6 +142,7 @@ class Call:
         for answer in answers:
             answer.request.owner = key
             answer.request.background = self.background
+            answer.request.adapter = model.adapter
             answer.request.cache_salt = self._namespace(key, answer.request.cache_salt)
         if not self.background:
             num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
@@ -163,7 +167,7 @@ class Call:
         """Where it is counted; times of batches would hide those of others."""
         if self.background:
             return RequestMetrics()
-        return self.service.request_metrics[model.name]
+        return self.service.request_metrics[model.base]
 
     def _namespace(self, key: str | None, salt: str | None) -> str | None:
         """Of the prefix cache: with several keys, no key's prompts are found by another's.

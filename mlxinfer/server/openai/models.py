@@ -22,6 +22,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     capabilities: dict[str, bool] | None  # null before its first load
     state: str  # unloaded, loading, loaded or unloading; a request loads its model
     aliases: list[str]  # other names that requests may use
+    parent: str | None = None  # of an adapter: the model that it changes
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -32,13 +33,16 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 async def list_models(call: Call, _: None) -> Reply:
-    """All models, loaded or not."""
-    return json_body(ModelList(data=[_card(slot) for slot in call.service.models.slots()]))
+    """All models and their adapters, loaded or not."""
+    slots = call.service.models.slots()
+    cards = [card for slot in slots for card in (_card(slot), *_adapter_cards(slot))]
+    return json_body(ModelList(data=cards))
 
 
 async def show_model(call: Call, _: None) -> Reply:
     """One model, by name or alias."""
-    return json_body(_card(call.service.models.find(call.path_params["name"])))
+    slot, adapter = call.service.models.resolve(call.path_params["name"])
+    return json_body(_card(slot) if adapter is None else _adapter_card(slot, adapter))
 
 
 ENDPOINTS = (
@@ -57,6 +61,16 @@ ENDPOINTS = (
         answer=ModelCard,
     ),
 )
+
+
+def _adapter_cards(slot: Slot) -> list[ModelCard]:
+    return [_adapter_card(slot, adapter) for adapter in slot.adapters]
+
+
+def _adapter_card(slot: Slot, adapter: str) -> ModelCard:
+    card = _card(slot)
+    card.id, card.parent, card.aliases = f"{card.id}:{adapter}", card.id, [adapter]
+    return card
 
 
 def _card(slot: Slot) -> ModelCard:

@@ -84,6 +84,7 @@ ENGINE_GAUGES = {
 }
 MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
+    "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
     "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
 }
 SPECULATION_COUNTERS = {  # name -> key of stats["speculation"], help

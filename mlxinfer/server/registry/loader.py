@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ...errors import MlxinferError, OverloadedError
 from ...memory import human_bytes
@@ -34,6 +35,12 @@ def not_loaded(slot: Slot, left_s: float) -> ModelLoadError:
         f"It is tried again in {math.ceil(left_s)} seconds, or by `mlxinfer load`.",
         retry_after_s=left_s,
     )
+
+
+async def load_adapter(served: ServedModel, name: str, folder: Path) -> None:
+    """Load an adapter of a model beside its requests; raises as `Session.load_adapter`."""
+    work = in_background(lambda: served.generator.load_adapter(name, folder), "mlxinfer-adapter")
+    await asyncio.wrap_future(work)
 
 
 class Loader:
@@ -98,6 +105,8 @@ class Loader:
             if slot.entry.kv_bytes is None:
                 slot.kv_bytes = max(room - slot.weights_bytes, 0)
             await self._make_room(slot, 0)
+            for name, folder in slot.adapters.items():
+                await load_adapter(served, name, folder)
         except BaseException as error:  # the fault boundary of a load, also a cancelled one
             if served is not None:
                 await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))

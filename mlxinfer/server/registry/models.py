@@ -11,12 +11,13 @@ from concurrent.futures import wait
 from contextlib import asynccontextmanager, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 
 from ...errors import InvalidRequestError, ModelNotFoundError, OverloadedError
 from ..background import in_background
 from ..errors import ModelBusyError, ModelLoadError
 from .budget import Need, kv_budgets
-from .loader import Loader, not_loaded
+from .loader import Loader, load_adapter, not_loaded
 from .served import ServedModel
 from .slots import Entry, Slot, State
 
@@ -111,20 +112,43 @@ class Models:
         return self._loader.held_bytes
 
     def find(self, name: str | None) -> Slot:
+        """The model of a name, see `resolve`."""
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str | None) -> tuple[Slot, str | None]:
         """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
 
-        Without a name it is the first one.
+        Without a name it is the first one. `model:adapter`, or the adapter's name alone where no
+        other model has one of that name, means a model with an adapter: the second value.
 
         Raises:
             ModelNotFoundError: no model is called so. Requests never load by path.
         """
         if name is None:
-            return self._slots[0]
-        slot = self._by_name.get(name) or self._like(name) or self._default
+            return self._slots[0], None
+        slot = self._by_name.get(name) or self._like(name)
+        if slot is not None:
+            return slot, None
+        having = [slot for slot in self._slots if name in slot.adapters]
+        if len(having) == 1:
+            return having[0], name
+        base, _, adapter = name.rpartition(":")
+        slot = self._by_name.get(base) or self._like(base)
+        if slot is not None and adapter in slot.adapters:
+            return slot, adapter
+        if self._default is None or slot is not None:
+            raise self._no_model(name, slot)
+        return self._default, None
+
+    def _no_model(self, name: str, slot: Slot | None) -> ModelNotFoundError:
         if slot is None:
             names = ", ".join(self.names())
-            raise ModelNotFoundError(f"There is no model {name[:100]!r} here; there is: {names}.")
-        return slot
+            return ModelNotFoundError(f"There is no model {name[:100]!r} here; there is: {names}.")
+        adapters = ", ".join(slot.adapters) or "none"
+        return ModelNotFoundError(
+            f"There is no model {name[:100]!r} here; the adapters of {slot.entry.name} are: "
+            f"{adapters}."
+        )
 
     def _like(self, name: str) -> Slot | None:
         """The model of the first alias with a `*` that matches."""
@@ -182,6 +206,31 @@ class Models:
             slot.loading = asyncio.create_task(self._loader.bring_in(slot))
             slot.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(slot.loading)
+
+    # -- adapters -------------------------------------------------------------------------------
+
+    async def load_adapter(self, model: str | None, name: str, folder: Path) -> None:
+        """Load an adapter of a model, which is loaded first; it has it at later loads, too.
+
+        Raises:
+            as `use` and `Session.load_adapter`.
+        """
+        slot = self.find(model)
+        async with self.use(slot.entry.name) as served:
+            await load_adapter(served, name, folder)
+            slot.adapters[name] = folder
+
+    async def unload_adapter(self, model: str | None, name: str) -> None:
+        """Let no new request name an adapter; raises ModelNotFoundError where there is none."""
+        slots = self._slots if model is None else [self.find(model)]
+        for slot in slots:
+            if name in slot.adapters:
+                del slot.adapters[name]
+                if slot.served is not None:
+                    work = partial(slot.served.generator.unload_adapter, name)
+                    await asyncio.wrap_future(in_background(work, "mlxinfer-adapter"))
+                return
+        raise ModelNotFoundError(f"There is no adapter {name[:100]!r} here.")
 
     # -- changes --------------------------------------------------------------------------------
 

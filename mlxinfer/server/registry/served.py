@@ -1,6 +1,6 @@
 """One running model as the server sees it: a session under a name, with sampling defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...errors import InvalidRequestError
@@ -40,6 +40,7 @@ class ServedModel:
     session: Session | PoolingSession
     defaults: SamplingDefaults
     created_s: int  # seconds since 1970
+    adapter: str | None = None  # that requests by this name use
 
     @classmethod
     def open(
@@ -55,6 +56,15 @@ class ServedModel:
         defaults = read_defaults(folder)
         session = open_session(name, folder, options, tool_format)
         return cls(name=name, session=session, defaults=defaults, created_s=created_s)
+
+    def with_adapter(self, adapter: str) -> "ServedModel":
+        """The same model, as requests see it that name an adapter."""
+        return replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
+
+    @property
+    def base(self) -> str:
+        """The model's own name."""
+        return self.name if self.adapter is None else self.name.removesuffix(f":{self.adapter}")
 
     @property
     def tokenizer(self) -> Tokenizer:

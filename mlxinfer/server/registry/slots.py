@@ -1,7 +1,7 @@
 """One model of the registry: its entry, its state, its users, and when it may be unloaded."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +30,7 @@ class Entry:
         created_s: seconds since 1970.
         source: what the model was asked for by: a repository, a folder, a bundled name.
         kv_bits: of keys and of values in its KV cache; None: as computed.
+        adapters: that it has from its first load on: name -> folder.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Entry:
     created_s: int = 0
     source: str = ""
     kv_bits: tuple[int | None, int | None] = (None, None)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 def weights_bytes(folder: Path) -> int:
@@ -102,6 +104,7 @@ class Slot:
         used_s: when the last one left, by the registry's clock.
         pinned: never unloaded; at first as the entry says.
         leaving: explicit unloads in progress; meanwhile new requests are refused.
+        adapters: that it has whenever it is loaded: name -> folder.
     """
 
     entry: Entry
@@ -123,9 +126,11 @@ class Slot:
     num_failures: int = 0  # loads that failed
     unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault
     pinned: bool = field(init=False)
+    adapters: dict[str, Path] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pinned = self.entry.pinned
+        self.adapters = dict(self.entry.adapters)
 
     @property
     def need_bytes(self) -> int:

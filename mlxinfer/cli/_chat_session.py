@@ -14,7 +14,6 @@ from ..errors import InvalidRequestError, TemplateError
 from ..outputs import Delta, Result
 from ._asking import attached, thinking
 from ._chat_log import ChatLog
-from ._model import ADAPTER
 
 Message = dict[str, str]
 FORMAT = 1  # of saved conversations
@@ -33,6 +32,7 @@ class ChatSession:
     messages: list[Message] = field(default_factory=list)  # user and assistant, in turn
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
+    adapter: str | None = None  # that the first model answers with
     _llm: Any = None
 
     @property
@@ -61,7 +61,7 @@ class ChatSession:
         """
         self.close()
         self._llm = self._opened(model)
-        self.model = model
+        self.model, self.adapter = model, None
 
     def ask(self, text: str) -> Generator[Delta, None, None]:
         """Add a user message and stream the answer.
@@ -70,13 +70,15 @@ class ChatSession:
         removes the question again, so that it does not affect the next one.
         """
         switch = thinking(self.llm, self.think)
+        if self.adapter is not None:
+            switch["adapter"] = self.adapter
         self._add("user", "\n\n".join([text, *self.files]))
         self.files.clear()
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
             messages = [*prompt, *self.messages]
-            for delta in self.llm.stream_chat(messages, self.params, **switch, **self._adapter()):
+            for delta in self.llm.stream_chat(messages, self.params, **switch):
                 answer += delta.text
                 thoughts += delta.reasoning or ""
                 self.last = delta.result
@@ -180,11 +182,6 @@ class ChatSession:
             f"{model} has no chat template: it was not made for conversations. "
             "`mlxinfer run` has it continue a text."
         )
-
-    def _adapter(self) -> dict[str, str]:
-        """The adapter that the model was opened with, if any."""
-        names = [adapter["name"] for adapter in self.llm.adapters]
-        return {"adapter": ADAPTER} if ADAPTER in names else {}
 
     def _add(self, role: str, text: str, thoughts: str = "") -> None:
         self.messages.append({"role": role, "content": text})

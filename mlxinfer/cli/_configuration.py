@@ -291,3 +291,22 @@ def _of_table(name: str, config: ConfigFile, *, preload: bool) -> RequestedModel
     entry = config.models[name]
     place = f"{config.path}, models.{name}"
     return RequestedModel(name=name, place=place, entry=entry, preload=preload)
+
+
+def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Path]]:
+    """Return the adapters of --adapter by model and name; wrong ones are wrong usage."""
+    from ..session.session import check_adapter_name
+
+    found: dict[str, dict[str, Path]] = {}
+    for text in given:
+        names, _, path = text.partition("=")
+        model, _, name = names.rpartition(":")
+        model = model or models[0]
+        if not path or model not in models:
+            raise click.UsageError(
+                f"--adapter is {text!r}; expected NAME=PATH, or MODEL:NAME=PATH with one of "
+                f"{', '.join(models)}."
+            )
+        check_adapter_name(name)
+        found.setdefault(model, {})[name] = Path(path).expanduser().absolute()
+    return found

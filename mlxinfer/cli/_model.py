@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ADAPTER = "adapter"  # what the adapter of --adapter is called
 
 
-def open_llm(name: str, adapter: str | None = None, **arguments: Any) -> "LLM":
+def open_llm(name: str, *, adapter: str | None = None, **arguments: Any) -> "LLM":
     """Load a model and an adapter, downloading the model first if it is not here.
 
     Raises the errors of hub and LLM.
@@ -30,10 +30,15 @@ def open_llm(name: str, adapter: str | None = None, **arguments: Any) -> "LLM":
     if adapter is not None:
         try:
             llm.load_adapter(ADAPTER, adapter)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the memory is given back
             llm.close()
             raise
     return llm
+
+
+def with_adapter(path: str | None) -> dict[str, str]:
+    """The argument of `open_llm` for --adapter, where it is given."""
+    return {} if path is None else {"adapter": path}
 
 
 def fetch(name: str) -> Path:

@@ -130,6 +130,22 @@ _ENGINE = (
         help="Same answers as without proposals, or same distribution.  [default: exact]",
     ),
 )
+_SERVED_ADAPTERS = (
+    click.option(
+        "--adapter",
+        "adapters",
+        multiple=True,
+        metavar="NAME=PATH",
+        help="An adapter of the first model, asked for as MODEL:NAME; or MODEL:NAME=PATH; repeatable.",
+    ),
+    click.option(
+        "--adapter-dir",
+        "adapter_folders",
+        multiple=True,
+        metavar="FOLDER",
+        help="Let requests load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
+    ),
+)
 SAMPLING_NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
     *("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
@@ -157,6 +173,11 @@ def engine_options_without(name: str) -> Callable[[Function], Function]:
     """Add --kv-bits … --acceptance, without the option of this name."""
     given = [option for known, option in zip(ENGINE_NAMES, _ENGINE, strict=True) if known != name]
     return partial(apply_options, given)
+
+
+def served_adapter_options(function: Function) -> Function:
+    """Add --adapter and --adapter-dir of a server."""
+    return apply_options(_SERVED_ADAPTERS, function)
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:

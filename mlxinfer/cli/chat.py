@@ -13,7 +13,7 @@ from ._chat_commands import COMMANDS, Reply, is_command, run_command
 from ._chat_log import open_log
 from ._chat_session import ChatSession
 from ._commands import FAILED, report
-from ._model import open_llm
+from ._model import ADAPTER, open_llm, with_adapter
 from ._options import (
     adapter_option,
     engine_options,
@@ -61,14 +61,15 @@ def command(
         log = open_log(continued=continued, keep=history)
     if log is not None and ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
         model = log.model or model
-    arguments, adapter = llm_arguments(options), options["adapter"]
+    arguments, adapter = llm_arguments(options), with_adapter(options["adapter"])
     session = ChatSession(
         model,
-        lambda name: open_llm(name, adapter if name == model else None, **arguments),
+        lambda name: open_llm(name, **arguments, **(adapter if name == model else {})),
         sampling_values(options),
         options["system"],
         think=options["think"],
         log=log,
+        adapter=ADAPTER if adapter else None,
     )
     if log is not None and continued:
         session.messages = log.messages()

@@ -11,7 +11,7 @@ from ..core import FinishReason, SamplingParams
 from ..outputs import Delta, Result
 from ._asking import attached, piped_text, read_schema, read_stdin, thinking
 from ._chat_log import ChatLog, open_log
-from ._model import ADAPTER, has_chat_template, open_llm
+from ._model import ADAPTER, has_chat_template, open_llm, with_adapter
 from ._options import (
     adapter_option,
     engine_options,
@@ -66,7 +66,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     log = open_log(continued=True, keep=True) if options["continued"] else None
     if log is not None and log.model and model == "demo":
         model = log.model
-    with open_llm(model, options["adapter"], **arguments) as llm:
+    with open_llm(model, **arguments, **with_adapter(options["adapter"])) as llm:
         deltas = start(llm, text, values, form, log, model, options)
         result, interrupted = show(deltas, options)
     if log is not None:

@@ -20,12 +20,13 @@ from ..errors import InvalidRequestError
 from ._configuration import (
     PREFIX,
     RequestedModel,
+    adapters_of,
     config_of,
     config_option,
     entry_of,
     requested_models,
 )
-from ._options import API_KEY, Size, engine_options_without
+from ._options import API_KEY, Size, engine_options_without, served_adapter_options
 from ._output import note
 from ._page import page_routes
 
@@ -95,21 +96,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Let one key's requests find in the cache what another's have computed.",
 )
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="An adapter (PEFT's or mlx-lm's) of the first model, asked for as MODEL:NAME; or "
-    "MODEL:NAME=PATH; repeatable.",
-)
-@click.option(
-    "--adapter-dir",
-    "adapter_folders",
-    multiple=True,
-    metavar="FOLDER",
-    help="Let requests load the adapters in FOLDER (/v1/load_lora_adapter); repeatable.",
-)
+@served_adapter_options
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
 @click.option(
@@ -428,25 +415,6 @@ def with_aliases(
         replace(each, entry=replace(each.entry, aliases=each.entry.aliases + more[each.name]))
         for each in requested
     ]
-
-
-def adapters_of(given: Sequence[str], models: Sequence[str]) -> dict[str, dict[str, Path]]:
-    """Return the adapters of --adapter by model and name; wrong ones are wrong usage."""
-    from ..session.session import check_adapter_name
-
-    found: dict[str, dict[str, Path]] = {}
-    for text in given:
-        names, _, path = text.partition("=")
-        model, _, name = names.rpartition(":")
-        model = model or models[0]
-        if not path or model not in models:
-            raise click.UsageError(
-                f"--adapter is {text!r}; expected NAME=PATH, or MODEL:NAME=PATH with one of "
-                f"{', '.join(models)}."
-            )
-        check_adapter_name(name)
-        found.setdefault(model, {})[name] = Path(path).expanduser().absolute()
-    return found
 
 
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":

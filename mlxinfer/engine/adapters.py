@@ -1,6 +1,6 @@
 """The adapters of an engine by name: loading beside running requests, and unloading after them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from ..errors import InsufficientMemoryError, InvalidRequestError
@@ -58,7 +58,7 @@ class AdapterTable:
             raise no_adapter(name, self.names)
         return self._by_name[name]
 
-    def load(self, name: str, adapter: AdapterFolder) -> Iterator[None]:
+    def load(self, name: str, adapter: AdapterFolder) -> Generator[None]:
         """Load an adapter; other steps may run wherever this yields.
 
         Raises:
@@ -89,7 +89,7 @@ class AdapterTable:
         self._reserve(self.num_bytes)
         self._by_name[name] = loaded
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str) -> Generator[None]:
         """Let no new request name it, and give its memory back when the last that does has ended.
 
         Raises:
@@ -97,6 +97,7 @@ class AdapterTable:
         """
         self.of(name).leaving = self.are_leaving = True
         del self._by_name[name]
+        yield from ()  # in one piece
 
     def free_unused(self, unfinished: Iterable[Sequence]) -> None:
         """Give back the memory of unloaded adapters that no unfinished sequence uses."""

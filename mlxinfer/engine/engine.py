@@ -7,15 +7,12 @@ MLX has threads and locks of its own. A fork has the locks without the threads, 
 a process that ends while a thread is inside MLX is aborted.
 """
 
-import atexit
 import logging
-import os
 import queue
 import threading
 import time
 import weakref
-from _thread import LockType as Lock
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +26,7 @@ from ..threads import Reply, start
 from .forward import Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
+from .process import await_end, claim_process, is_fork, require_process
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
@@ -224,7 +222,7 @@ class Engine:
 
         self._inbox.put(fail)
 
-    def change(self, begin: Callable[[Any], Iterator[None]]) -> None:
+    def change(self, begin: Callable[[Any], Generator[None]]) -> None:
         """Change the loop on its thread, piece by piece between steps: running requests go on.
 
         Args:
@@ -236,11 +234,14 @@ class Engine:
         """
         pieces = self.call(lambda: begin(self._loop))
         try:
-            while self.call(lambda: self._goes_on(pieces)):
+            while self.call(lambda: next(pieces, self)) is None:
                 pass
-        except BaseException:  # say, Ctrl-C between two pieces
-            self._inbox.put(lambda: self._undo(pieces))
-            raise
+        finally:  # also after Ctrl-C between two pieces
+            self.call(lambda: self._changed(pieces))
+
+    def _changed(self, pieces: Generator[None]) -> None:
+        pieces.close()
+        self._limits = self._loop.limits
 
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
@@ -375,18 +376,6 @@ class Engine:
             message()
             came, wait_s = True, 0.0
 
-    def _goes_on(self, pieces: Iterator[None]) -> bool:
-        """Do the next piece of a change; False: that was all."""
-        goes_on = next(pieces, self) is None
-        if not goes_on:
-            self._limits = self._loop.limits
-        return goes_on
-
-    def _undo(self, pieces: Iterator[None]) -> None:
-        if isinstance(pieces, Generator):
-            pieces.close()
-        self._limits = self._loop.limits
-
     def _add(self, request: Any, checked: Any, listener: Listener) -> None:
         self._listeners[request.id] = listener
         if self._stopping:
@@ -420,55 +409,3 @@ class Engine:
 
 def _ignore(event: TokenEvent) -> None:
     """The listener of a request that is being ended because its own one failed."""
-
-
-ADVICE = "start processes with multiprocessing's 'spawn' or 'forkserver', and build an LLM there"
-
-_claimed: list[int] = []  # the process that first ran an engine; in a fork of it, still that one
-
-
-def claim_process() -> int:
-    """The id of this process, which is about to use MLX.
-
-    Raises:
-        EngineClosedError: it was forked from one that did.
-    """
-    pid = os.getpid()
-    if not _claimed:
-        _claimed.append(pid)
-    if pid not in _claimed:
-        raise EngineClosedError(
-            f"This process was forked from one that has used MLX, which does not live on here; "
-            f"{ADVICE}."
-        )
-    return pid
-
-
-def is_fork(pid: int) -> bool:
-    """Whether this is no longer process `pid`, where an engine runs."""
-    return os.getpid() != pid
-
-
-def require_process(pid: int) -> None:
-    """Raise EngineClosedError in a fork of process `pid`, where an engine runs."""
-    if is_fork(pid):
-        raise EngineClosedError(
-            f"The engine runs in the process that this one was forked from; {ADVICE}."
-        )
-
-
-def await_end(running: Lock) -> None:
-    """Wait for a lock that a thread holds as long as it uses MLX.
-
-    Ctrl-C ends the wait, and then the process waits at its own end. There a further Ctrl-C ends it
-    at once. The thread is not joined for this: after an interrupted `join` Python 3.11 takes it for
-    ended.
-    """
-    try:
-        with running:
-            pass
-    except KeyboardInterrupt:
-        if not threading.main_thread().is_alive():  # that is how Python says that it ends
-            os._exit(130)
-        atexit.register(await_end, running)
-        raise

@@ -183,7 +183,7 @@ class Session:
 
     def unload_adapter(self, name: str) -> None:
         """As LLM.unload_adapter."""
-        self.client.engine.change(lambda loop: iter(loop.adapters.unload(name) or ()))
+        self.client.engine.change(lambda loop: loop.adapters.unload(name))
 
     def adapters(self) -> list[dict[str, Any]]:
         """As LLM.adapters."""

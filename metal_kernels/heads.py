@@ -34,6 +34,7 @@ class Form:
     traditional: bool
     hadamard_order: int  # 0: not rotated
     joined: bool  # keys and values are written side by side
+    norms_values: bool
 
     @property
     def width(self) -> int:
@@ -53,6 +54,7 @@ class Heads:
         rotate: spread queries and keys by a Hadamard matrix (D as `hadamard_order` knows).
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
         norm_eps: added to the mean square.
+        norms_values: values are divided by their root mean square.
         frequencies: (dims / 2,) float32 radians a token of the pairs of the leading dims that turn;
             None: nothing turns.
         traditional: pairs are neighbours, not half of the turning dims apart.
@@ -70,6 +72,7 @@ class Heads:
         rotate: bool = False,
         norm_weight: mx.array | None = None,
         norm_eps: float = 0.0,
+        norms_values: bool = False,
         frequencies: mx.array | None = None,
         traditional: bool = False,
         magnitude: float = 1.0,
@@ -90,6 +93,7 @@ class Heads:
             traditional=traditional,
             hadamard_order=hadamard_order(head_dim) if rotate else 0,
             joined=share_tails((head_dim, head_dim), (key_bits, value_bits)),
+            norms_values=norms_values,
         )
         assert self.form.num_turning <= head_dim
         assert self.form.hadamard_order or not rotate, head_dim

@@ -6,8 +6,8 @@ using namespace metal;
 
 constant constexpr uint HEADS_AT_ONCE = 8;  // SIMD-groups of a threadgroup
 
-// RMS norm: y = x / rms(x) * weight.
-template <uint D>
+// RMS norm: y = x / rms(x) * weight; WEIGHTED false: without the weight.
+template <uint D, bool WEIGHTED>
 void normalise(threadgroup float* x, const device float* weight, float eps, uint lane) {
   float squares = 0.0f;
   for (uint i = lane; i < D; i += 32) {
@@ -15,7 +15,7 @@ void normalise(threadgroup float* x, const device float* weight, float eps, uint
   }
   const float factor = precise::rsqrt(simd_sum(squares) / float(D) + eps);
   for (uint i = lane; i < D; i += 32) {
-    x[i] = x[i] * factor * weight[i];
+    x[i] = WEIGHTED ? x[i] * factor * weight[i] : x[i] * factor;
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -132,7 +132,7 @@ struct ByToken {
 // signs.
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
-    bool ROTATE, uint M, bool JOINED, typename QKV, typename Positions, typename Keys,
+    bool ROTATE, uint M, bool JOINED, bool NORM_VALUES, typename QKV, typename Positions, typename Keys,
     typename Values, typename Places>
 void kv_write(
     threadgroup float* x, QKV qkv, Positions positions, const device float* constants,
@@ -147,7 +147,10 @@ void kv_write(
   simdgroup_barrier(mem_flags::mem_threadgroup);
   const bool value = head >= QUERY_HEADS + KV_HEADS;  // the same for all threads of a SIMD group
   if (NORM && !value) {
-    normalise<D>(x, weight + head * D, constants[0], lane);
+    normalise<D, true>(x, weight + head * D, constants[0], lane);
+  }
+  if (NORM_VALUES && value) {
+    normalise<D, false>(x, weight, constants[0], lane);
   }
   if (DIMS > 0 && !value) {
     turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), constants[1], lane);

@@ -7,9 +7,9 @@ in float32 throughout; queries and plain keys and values are rounded once, to th
 projection. A token's keys and values depend on its own row and position alone: one token or a whole
 prompt gives the same.
 
-Values are encoded exactly as the twin encodes them, and so are keys that are neither normed, turned
-nor spread. Others pass through sums, cosines and sines whose last bit a GPU decides: a code may
-then differ by one, a scale or a bias in its last bit.
+Values that are not normed are encoded exactly as the twin encodes them, and so are keys that are
+neither normed, turned nor spread. Others pass through sums, cosines and sines whose last bit a GPU
+decides: a code may then differ by one, a scale or a bias in its last bit.
 """
 
 from dataclasses import dataclass
@@ -105,6 +105,10 @@ def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
     if heads.norm_weight is not None:
         squares = mx.mean(mx.square(x), axis=-1, keepdims=True)
         x = x * mx.rsqrt(squares + heads.norm_eps) * heads.norm_weight
+    if heads.form.norms_values:
+        values = values * mx.rsqrt(
+            mx.mean(mx.square(values), axis=-1, keepdims=True) + heads.norm_eps
+        )
     if heads.frequencies is not None:
         x = _turned(x, positions, heads, heads.frequencies)
     if heads.form.hadamard_order:
@@ -170,6 +174,7 @@ def template_of(form: Form, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
         ("ROTATE", form.hadamard_order > 0),
         ("M", max(form.hadamard_order, 1)),
         ("JOINED", form.joined),
+        ("NORM_VALUES", form.norms_values),
     ]
 
 
@@ -229,7 +234,8 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool
         outputs=("queries", *names),
         body=f"""
             threadgroup float heads[HEADS_AT_ONCE][D];
-            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED>(
+            kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED,
+                  NORM_VALUES>(
                 heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
                 {made[0]}, {made[1]}, ByToken{{}}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);

@@ -27,6 +27,7 @@ def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
         value_bits=heads.form.value_bits or 0,
         rotate=heads.form.hadamard_order > 0,
         norm=heads.norm_weight is not None,
+        norms_values=heads.form.norms_values,
         turning=heads.form.num_turning,
         traditional=heads.form.traditional,
     )
@@ -60,6 +61,8 @@ def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Wr
     x, values = mx.split(split, [heads.form.num_heads + heads.form.num_kv_heads], axis=1)
     if heads.norm_weight is not None:
         x = mx.fast.rms_norm(x, None, heads.norm_eps) * heads.norm_weight.astype(x.dtype)
+    if heads.form.norms_values:
+        values = mx.fast.rms_norm(values, None, heads.norm_eps)
     if heads.frequencies is not None:
         x = mx.fast.rope(
             x[:, :, None],
@@ -91,6 +94,7 @@ def _heads(variant: Variant) -> Heads:
         rotate=bool(variant["rotate"]),
         norm_weight=mx.array(weight.astype(np.float32)) if variant["norm"] else None,
         norm_eps=1e-6,
+        norms_values=bool(variant["norms_values"]),
         frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if turning else None,
         traditional=bool(variant["traditional"]),
     )
@@ -173,6 +177,7 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
 def _kv_sample(**values: int | bool | str) -> Variant:
     plain = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "key_bits": 0, "value_bits": 0}
     how = {"rotate": False, "norm": True, "turning": 128, "traditional": False}
+    how["norms_values"] = False
     return Variant.of("kv_write", **{**plain, **how, "dtype": "float16", **values})
 
 
@@ -194,6 +199,7 @@ KV_WRITE = Kind(
         _kv_sample(key_bits=8, value_bits=4, head_dim=64, turning=32, norm=False),
         _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=80, turning=80),
         _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=256, turning=256),
+        _kv_sample(dtype="bfloat16", head_dim=256, turning=256, norms_values=True),
         _kv_sample(head_dim=96, turning=0, norm=False, dtype="float32"),
         _kv_sample(head_dim=64, turning=64, traditional=True, dtype="float32"),
     ),

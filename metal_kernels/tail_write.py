@@ -140,7 +140,8 @@ def _kernel(form: Form) -> MetalKernel:
             const uint lane = thread_index_in_simdgroup;
             const uint ring = uint(taken_shape[1]);
             if (group < vectors) {{
-              kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED>(
+              kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED,
+                  NORM_VALUES>(
                   heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
                   {made[0]}, {made[1]}, InTails{{places, ring}}, group, lane);
             }} else {{

@@ -79,6 +79,7 @@ def heads_maker(
     norm_weight: mx.array | None,
     *,
     norm_eps: float,
+    norms_values: bool = False,
 ) -> HeadsMaker | None:
     """Settings of norm and rope for the kernel that does both; None: it has no such rope.
 
@@ -89,6 +90,7 @@ def heads_maker(
         rope: None: positions are not encoded.
         norm_weight: (num_heads + num_kv_heads, head_dim) of queries and keys; None: no norm.
         norm_eps: added to the mean square.
+        norms_values: values have an RMS norm without weights.
     """
     if rope is not None and rope.long is not None:
         return None
@@ -108,6 +110,7 @@ def heads_maker(
             rotate=key_bits == 4,
             norm_weight=norm_weight,
             norm_eps=norm_eps,
+            norms_values=norms_values,
             frequencies=frequencies,
             magnitude=magnitude,
         )
@@ -134,7 +137,7 @@ class Attention(AttentionShape):
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
         key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope
             comes behind it, and the spec says so; None: nothing is known of such.
-        make_heads: settings of the one kernel that stands for norm, rope and storing; None: there
+        make_heads: settings of the one kernel that stands for norms, rope and storing; None: there
             is no such kernel for this layer.
     """
 
@@ -176,7 +179,7 @@ class Attention(AttentionShape):
         make_heads: HeadsMaker | None = None,
     ) -> None:
         assert spec.key_bias == (key_bias is not None)
-        apart = v_norm is not None or norm_last or query_scale is not None
+        apart = norm_last or query_scale is not None
         super().__init__(num_heads, sinks=sinks, make_heads=None if apart else make_heads)
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj

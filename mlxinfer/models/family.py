@@ -39,6 +39,7 @@ class Family(FeedForwards):
         defaults: values of config.json where it is silent, as transformers has them.
         fits_float16: whether hidden states stay below 65,504.
         head_norms: Q and K have an RMS norm over each head, before the rope.
+        norms_values: V has one too, without weights.
         norm_last: the norm of Q and K comes behind the rope instead.
         sinks: attention has learned logits that take part in each softmax.
         soft_caps: the scores of attention may have a soft cap.
@@ -55,6 +56,7 @@ class Family(FeedForwards):
     defaults: ClassVar[Mapping[str, Any]] = {}
     fits_float16: ClassVar[bool] = True
     head_norms: ClassVar[bool] = False
+    norms_values: ClassVar[bool] = False
     norm_last: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
@@ -266,7 +268,13 @@ class Family(FeedForwards):
         make_heads = None
         if weight is not None or norm is None:  # one kernel does norm and rope
             shape = heads, *config.heads_of(index)
-            make_heads = heads_maker(*shape, spec, weight, norm_eps=config.rms_norm_eps)
+            make_heads = heads_maker(
+                *shape,
+                spec,
+                weight,
+                norm_eps=config.rms_norm_eps,
+                norms_values=self.norms_values,
+            )
         qkv_proj, gate_proj = self.attention_inputs(index)
         key_bias = None
         if config.qkv_bias and norm is None and not (spec and spec.long):
@@ -283,7 +291,7 @@ class Family(FeedForwards):
             qk_norm=norm,
             norm_last=self.norm_last and norm is not None,
             query_scale=self.query_scale(index),
-            v_norm=self.v_norm(index),
+            v_norm=self.v_norm(index) if self.norms_values else None,
             sinks=self.weights.take(f"{path}.sinks", (heads,)) if self.sinks else None,
             soft_cap=config.score_softcap,
             key_bias=key_bias,
@@ -319,9 +327,10 @@ class Family(FeedForwards):
         """A norm over (T, num_heads + num_kv_heads, head_dim) that is not one over each head."""
         return None
 
-    def v_norm(self, index: int) -> Norm | None:
-        """A norm over the values (T, num_kv_heads, head_dim) of a layer."""
-        return None
+    def v_norm(self, index: int) -> Norm:
+        """An RMS norm over the values (T, num_kv_heads, head_dim) of a layer, with weights of 1."""
+        _, dim = self.config.heads_of(index)
+        return self.make.norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
         """What queries of a layer are multiplied with by their positions."""

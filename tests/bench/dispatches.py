@@ -63,7 +63,10 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     cache.make_room(requests)
     rows = range(requests)
     spans = Segments(
-        [[PageTable(PAGE, pages=list(range(first, first + SEQUENCE_PAGES)))] for first in rows],
+        [
+            [PageTable(PAGE, pages=list(range(i, i + SEQUENCE_PAGES))) for _ in cache.groups]
+            for i in rows
+        ],
         ints(list(rows)),
         ints([CONTEXT] * requests),
         ints([1] * requests),

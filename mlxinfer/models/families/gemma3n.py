@@ -230,6 +230,7 @@ class Gemma3n(Family):
     }
     fits_float16 = False
     head_norms = True
+    norms_values = True
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -329,12 +330,6 @@ class Gemma3n(Family):
     def mixer(self, index: int) -> LayerMixer:
         """Attention over keys and values of its own or of an earlier layer."""
         return shared_or_own(self, index, super().mixer)
-
-    def v_norm(self, index: int) -> Norm:
-        """Over each head, with weights of 1."""
-        return self.make.norm(
-            mx.ones(self.config.head_dim, self.weights.dtype), self.config.rms_norm_eps
-        )
 
     def mlp(self, index: int) -> FeedForward:
         """As wide as the config says, its gate cut where that says so."""

@@ -159,6 +159,7 @@ class Gemma4(Family):
     }
     fits_float16 = False
     head_norms = True
+    norms_values = True
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
@@ -266,11 +267,6 @@ class Gemma4(Family):
         queries, keys = mx.split(weight, [config.num_heads])
         queries = mx.where(still, queries * keys[:1], queries)  # all KV heads have the same
         return mx.concatenate([queries, mx.where(still, mx.array(1, keys.dtype), keys)])
-
-    def v_norm(self, index: int) -> Norm:
-        """Over each head, with weights of 1."""
-        _, dim = self.config.heads_of(index)
-        return self.make.norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
 
     def mlp(self, index: int) -> FeedForward:
         """An MLP, and experts beside it where the config says so."""

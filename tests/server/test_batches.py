@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ from sdk_clients import openai_client, strictly
 
 from mlxinfer.cli.batch import command
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.batches import types as batch_types
 from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
 from mlxinfer.server.files import FileStore
 from mlxinfer.server.keys import ApiKeys
@@ -223,6 +225,27 @@ def test_a_batch_is_cancelled(batches: BatchServer, client: openai.OpenAI) -> No
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
+def test_a_batch_that_was_cancelled_at_once_ends(tmp_path: Path) -> None:
+    """Its file was never looked at: the server ended before."""
+    store = FileStore(tmp_path)
+    given = store.path("file-1")
+    given.write_bytes(b"nonsense\n")
+    store.put("file-1", "", "in.jsonl", "batch")
+    batch = batch_types.Batch(
+        id="batch_1",
+        endpoint=CHAT,
+        input_file_id="file-1",
+        completion_window="24h",
+        created_at=0,
+        expires_at=2**40,
+    )
+    batch.move("cancelling", 1)
+    store.put_batch("", batch.id, "file-1", msgspec.json.encode(batch), ended=False)
+    store.close()
+    with BatchServer(tmp_path) as server, openai_client(server) as client:
+        assert server.ended_batch(client, "batch_1").status == "cancelled"
+
+
 def test_live_requests_do_not_wait_for_a_batch(batches: BatchServer, client: openai.OpenAI) -> None:
     """Every slot is taken by rows that would go on for long; answers are as without them."""
     quiet = batches.post(CHAT, chat("Hello")).json()
@@ -296,7 +319,7 @@ def test_files_are_bounded(tmp_path: Path) -> None:
 
 def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
     """A server ends in the middle; another one on the same folder answers the rest, each once."""
-    slow = chat("Count", ignore_eos=True, max_tokens=300)
+    slow = chat("Count", ignore_eos=True, max_tokens=120)
     lines = [line(0), line(1, slow), line(2, slow), line(3)]
     with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
         id = server.begin(client, lines).id
@@ -317,14 +340,13 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     print(f"seed {seed}")
     given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [
-        line(n, chat(f"Say {n}", max_tokens=16, ignore_eos=True))
-        for n in range(40 + 80 * (NUM_KILLS > 1))
+        line(n, chat(f"Say {n}", max_tokens=8, ignore_eos=True)) for n in range(30 * NUM_KILLS)
     ]
     given.write_bytes(as_file(lines))
-    command = [sys.executable, "-m", "mlxinfer.cli", "batch", str(given), str(output)]
+    argv = [sys.executable, "-m", "mlxinfer.cli", "batch", str(given), str(output)]
     kills, ended = 0, False
     while not ended:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        process = subprocess.Popen(argv, stderr=subprocess.PIPE)
         if kills < NUM_KILLS:
             size = output.stat().st_size if output.exists() else 0
             wait_until(lambda at=size: output.exists() and output.stat().st_size > at, 60)

@@ -130,6 +130,9 @@ class _Job:
             self._fail([Problem(code="no_input", message="The file is gone.", line=0)])
         elif batch.status == "validating":
             await self._validate()
+        elif not batch.request_counts.total:  # cancelled before it was looked at
+            batch.move("cancelled", self._files.clock())
+            self._save()
         if batch.ended:
             return
         output, errors = batch.file_ids

@@ -369,5 +369,18 @@ def embed(**options: Any) -> Report:
     return run(**options)
 
 
+    counts_option("--sizes", "10,100,1000", "Replicas; several, with commas."),
+    number_option("--seed", 1, "Of the conversations.", least=0),
+    click.option("--plot", type=click.Path(path_type=Path), help="Draw it here too."),
+    fast_blas=False,
+    layers="own",
+)
+def replicas(**options: Any) -> Report:
+    """Replicas behind a router: simulated, by policy and load."""
+    from tests.bench.replicas import measure
+
+    return measure(**options)
+
+
 if __name__ == "__main__":
     sys.exit(guarded(lambda: bench(prog_name="python -m tests.bench", standalone_mode=False)))

@@ -369,6 +369,7 @@ def embed(**options: Any) -> Report:
     return run(**options)
 
 
+@reports(
     counts_option("--sizes", "10,100,1000", "Replicas; several, with commas."),
     number_option("--seed", 1, "Of the conversations.", least=0),
     click.option("--plot", type=click.Path(path_type=Path), help="Draw it here too."),

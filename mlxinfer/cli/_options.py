@@ -136,7 +136,7 @@ _SERVED_ADAPTERS = (
         "adapters",
         multiple=True,
         metavar="NAME=PATH",
-        help="An adapter of the first model, asked for as MODEL:NAME; or MODEL:NAME=PATH; repeatable.",
+        help="An adapter of the first model, asked for as MODEL:NAME; or MODEL:NAME=PATH.",
     ),
     click.option(
         "--adapter-dir",

@@ -7,8 +7,11 @@ MLX has threads and locks of its own. A fork has the locks without the threads, 
 a process that ends while a thread is inside MLX is aborted.
 """
 
+import atexit
+import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -34,6 +37,7 @@ Emit = Callable[[list[TokenEvent]], None]
 Load = Callable[[], tuple[LanguageModel, EngineConfig]]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
+FAIL_S = 2.0  # that a step may take to end after a failure elsewhere
 IDLE_S = 1.0  # without a message, before kernels are checked
 
 
@@ -139,6 +143,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
+        self._abandoned = False
         self._why = "The engine is closed; build a new LLM."  # that it does, once it does
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
@@ -215,12 +220,34 @@ class Engine:
         return reply.wait()
 
     def fail(self, error: BaseException) -> None:
-        """End all requests with an error that came up elsewhere, between two steps."""
+        """End all requests with an error that came up elsewhere, and the engine with them.
+
+        The engine's thread does so between two steps. Where it does not come out of MLX, this one
+        does it; then that thread is left where it is, and the process ends without it.
+        """
 
         def fail() -> None:
             raise error
 
         self._inbox.put(fail)
+        if threading.current_thread() is self._thread or self._has_left(FAIL_S):
+            return
+        self._abandoned = True
+        with self._gate:
+            self._stopping, self._why = True, str(error)
+        self._fail_rest(EngineClosedError(self._why), error)
+        with contextlib.suppress(BaseException):  # `fail`, for one
+            self._drain_inbox(wait_s=0.0)
+        with contextlib.suppress(BaseException):
+            self._drain_inbox(wait_s=0.0)
+        atexit.register(_leave)
+
+    def _has_left(self, timeout_s: float) -> bool:
+        """Whether the engine's thread leaves MLX for good within some seconds."""
+        left = self._running.acquire(timeout=timeout_s)
+        if left:
+            self._running.release()
+        return left
 
     def change(self, begin: Callable[[Any], Generator[None]]) -> None:
         """Change the loop on its thread, piece by piece between steps: running requests go on.
@@ -246,6 +273,8 @@ class Engine:
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
         if is_fork(self._pid):  # the thread is not here, and a lock may be held for ever
+            return
+        if self._abandoned:  # the thread is stuck
             return
         with self._gate:
             self._stopping = True

@@ -71,6 +71,7 @@ class RankGroup:
     Attributes:
         link: over MLX's group.
         failure: why it failed; None: it has not.
+        on_failure: is called with it, on a thread of the group, and then `on_end`.
 
     Raises:
         RanksFailedError: some did not come.
@@ -87,6 +88,7 @@ class RankGroup:
         self.place = place
         self.failure: RanksFailedError | None = None
         self.on_failure: Callable[[RanksFailedError], None] = lambda error: None
+        self.on_end: Callable[[], None] = lambda: None
         self.loaded: list[Loaded] = []  # by the others, of the present model
         self._local = local
         self._step_s = step_s
@@ -234,7 +236,6 @@ class RankGroup:
             self._local.end()
         _shut(self.place.ring)
         self._answers.put(None)
-        self.on_failure(self.failure)
         return self.failure
 
     def stats(self) -> dict[str, Any]:
@@ -307,6 +308,13 @@ class RankGroup:
     # -- on the watcher's thread ----------------------------------------------------------------
 
     def _watch(self) -> None:
+        self._watch_ranks()
+        if self.failure is not None and not self._closed:
+            self.on_failure(self.failure)
+            self.on_end()
+
+    def _watch_ranks(self) -> None:
+        """Until one fails."""
         with selectors.DefaultSelector() as selector:
             for rank, connection in self._ranks.items():
                 selector.register(connection.fileno(), selectors.EVENT_READ, rank)

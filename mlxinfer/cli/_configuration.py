@@ -19,7 +19,13 @@ from click.core import ParameterSource
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..errors import InvalidRequestError
 from ._model import fetch, pooling_of
-from ._options import ENGINE_NAMES, engine_arguments, engine_options, speculation_options
+from ._options import (
+    ENGINE_NAMES,
+    RANK_NAMES,
+    engine_arguments,
+    engine_options,
+    speculation_options,
+)
 
 if TYPE_CHECKING:
     from ..server.registry.served import ServedModel
@@ -38,7 +44,7 @@ ORIGINS = {
 }
 
 
-OWN_NAMES = (*ENGINE_NAMES, "tool_format", "task")
+OWN_NAMES = (*ENGINE_NAMES, *RANK_NAMES, "tool_format", "task")
 ONE_OR_MORE = frozenset({"host"})  # lists for which a file may also hold a single text
 
 
@@ -264,6 +270,7 @@ def own_settings(requested: RequestedModel) -> dict[str, Any]:
 def options_of(arguments: dict[str, Any]) -> "EngineOptions":
     """Return EngineOptions for LLM's keyword arguments; raises InvalidRequestError."""
     from ..config import KVOptions
+    from ..ranks.options import RankOptions
     from ..session.engine_factory import EngineOptions
 
     kv = KVOptions.build(
@@ -272,7 +279,8 @@ def options_of(arguments: dict[str, Any]) -> "EngineOptions":
         sinks=arguments.pop("kv_sinks", 0),
     )
     speculation = speculation_options(arguments, fetch)
-    return EngineOptions(kv=kv, speculation=speculation, **arguments)
+    spread = RankOptions(**{n: arguments.pop(n) for n in RANK_NAMES if n in arguments})
+    return EngineOptions(kv=kv, speculation=speculation, spread=spread, **arguments)
 
 
 def name_and_source(given: str) -> tuple[str, str]:

@@ -146,6 +146,29 @@ _SERVED_ADAPTERS = (
         help="Let requests load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
     ),
 )
+RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline")
+_RANKS = (
+    click.option(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="Spread the model over N processes of this machine, to try it; see docs/ranks.md.",
+    ),
+    click.option(
+        "--hostfile",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="Spread the model over these machines; run the same command on each.",
+    ),
+    click.option(
+        "--rank", type=int, metavar="I", help="This machine's place in it.  [default: by address]"
+    ),
+    click.option(
+        "--rank-deadline",
+        type=float,
+        metavar="SECONDS",
+        help="A step that takes longer has failed.  [default: 60]",
+    ),
+)
 SAMPLING_NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
     *("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
@@ -180,6 +203,11 @@ def served_adapter_options(function: Function) -> Function:
     return apply_options(_SERVED_ADAPTERS, function)
 
 
+def rank_options(function: Function) -> Function:
+    """Add --ranks … --rank-deadline."""
+    return apply_options(_RANKS, function)
+
+
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of SamplingParams that were given; a value out of range is wrong usage."""
     given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
@@ -204,7 +232,8 @@ def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return LLM's keyword arguments for the options of the command line."""
-    given = {name: options[name] for name in ENGINE_NAMES if options.get(name) is not None}
+    names = (*ENGINE_NAMES, *RANK_NAMES)
+    given = {name: options[name] for name in names if options.get(name) is not None}
     if "kv_bits" in given:
         bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
         given["kv_bits"] = bits[given["kv_bits"]]

@@ -18,11 +18,13 @@ from ._options import (
     json_option,
     llm_arguments,
     model_option,
+    rank_options,
     sampling_options,
     sampling_values,
 )
 from ._output import emit_json, note, printable, styled
 from ._process import INTERRUPTED
+from ._ranks import follow_if_asked
 
 
 @click.command()
@@ -49,6 +51,7 @@ from ._process import INTERRUPTED
 @click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without a chat template.")
 @adapter_option
 @engine_options
+@rank_options
 @click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
 @json_option
 @click.pass_context
@@ -61,6 +64,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     """
     values, arguments = sampling_values(options), llm_arguments(options)
     check_usage(options)
+    follow_if_asked(options, model)
     text = read_prompt(prompt, options["files"])
     form = None if options["schema"] is None else read_schema(options["schema"])
     log = open_log(continued=True, keep=True) if options["continued"] else None

@@ -26,9 +26,16 @@ from ._configuration import (
     entry_of,
     requested_models,
 )
-from ._options import API_KEY, Size, engine_options_without, served_adapter_options
+from ._options import (
+    API_KEY,
+    Size,
+    engine_options_without,
+    rank_options,
+    served_adapter_options,
+)
 from ._output import note
 from ._page import page_routes
+from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, spread_of
 
 if TYPE_CHECKING:
     from ..server.calls.service import Fetch
@@ -237,6 +244,7 @@ if TYPE_CHECKING:
     help="The most that is kept of them; further ones are refused.",
 )
 @engine_options_without("max_memory")  # a server divides it among its models
+@rank_options
 @click.pass_context
 def command(
     ctx: click.Context, /, models: tuple[str, ...], log_format: str, log_level: str, **options: Any
@@ -255,7 +263,9 @@ def command(
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
-    listeners = bind(config)  # before models load: a taken port is known at once
+    spread = one_spread_model(requested, options)
+    # Before models load: a taken port is known at once.
+    listeners = inherited_listeners() or bind(config)
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
@@ -279,6 +289,8 @@ def command(
     ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {page}"
     served = (*ENDPOINTS, *routes.endpoints())
     server = Server(service, listeners, lambda: click.echo(ready, err=True), served)
+    if spread:
+        restart_when_failed(service.refuse, listeners)
     try:
         with announcement:
             server.serve_forever()
@@ -296,6 +308,17 @@ def announced(
     if ipaddress.ip_address(host).is_loopback:
         raise click.UsageError(f"--advertise: no other machine reaches {host}; give --host too.")
     return cluster.advertised(host, port, tls=tls)
+
+
+def one_spread_model(requested: Sequence[RequestedModel], options: dict[str, Any]) -> bool:
+    """Return whether ranks have the model; in a process that is another rank, follow rank 0."""
+    if spread_of(options).is_alone:
+        return False
+    if len(requested) != 1:
+        names = ", ".join(each.name for each in requested)
+        raise click.UsageError(f"Ranks share one model, and there are {names}; say one with -m.")
+    follow_if_asked(options, requested[0].entry.source)
+    return True
 
 
 def server_config(options: dict[str, Any]) -> Any:

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import logging
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ from ..threads import Reply, start
 from .forward import Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
-from .process import await_end, claim_process, is_fork, require_process
+from .process import await_end, claim_process, is_fork, leave, require_process
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
@@ -240,7 +239,7 @@ class Engine:
             self._drain_inbox(wait_s=0.0)
         with contextlib.suppress(BaseException):
             self._drain_inbox(wait_s=0.0)
-        atexit.register(_leave)
+        atexit.register(leave)
 
     def _has_left(self, timeout_s: float) -> bool:
         """Whether the engine's thread leaves MLX for good within some seconds."""

@@ -18,7 +18,7 @@ from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.ranks import Link, SplitEmbedding, SplitHead, Summed, SummedBlock, Sums
 from .matrix import StoredMatrix
-from .quantization import Quantization
+from .quantization import QuantFormat, Quantization, format_of_shapes
 from .safetensors import TensorInfo, read_headers
 from .share import Share
 from .weights import Rename, Weights
@@ -214,6 +214,35 @@ class CutWeights(Weights):
             )
             for part in parts
         )
+
+    def _format_of(self, path: str, in_dims: int) -> QuantFormat:
+        """The format of a layer of which this rank has `in_dims` inputs, or a table's.
+
+        Stored shapes are those of the whole matrix, of which there may be several: the format that
+        the config states decides, else the only one that fits.
+
+        Raises:
+            CheckpointError: none does, or more than one.
+        """
+        super()._format_of(path, in_dims)  # there must be one
+        words, groups = self.shape(f"{path}.weight")[-1], self.shape(f"{path}.scales")[-1]
+        integer_scales = self._file(f"{path}.scales").dtype == mx.uint8
+        fitting = {
+            form
+            for whole in {*self._share.wholes(in_dims), in_dims} - {0}
+            if (form := format_of_shapes(whole, words, groups, integer_scales=integer_scales))
+        }
+        original = self._original[f"{path}.scales"].removesuffix(".scales")
+        assert self._quantization is not None
+        told = self._quantization.of(original)
+        if told in fitting:
+            return told
+        if len(fitting) != 1:
+            raise CheckpointError(
+                f"The format of {original!r} cannot be told from its tensors on one of "
+                f"{self._share.size} ranks; state it in config.json."
+            )
+        return fitting.pop()
 
     # -- parts of tensors -----------------------------------------------------------------------
 

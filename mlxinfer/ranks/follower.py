@@ -73,9 +73,17 @@ class Follower:
         place: which, among which.
         connection: to rank 0.
         find: folders of models that rank 0 names and has elsewhere.
+        ended: ends the process, or makes another of it.
     """
 
-    def __init__(self, place: Place, connection: Connection, find: Find) -> None:
+    def __init__(
+        self,
+        place: Place,
+        connection: Connection,
+        find: Find,
+        ended: Callable[[], None] = lambda: os._exit(0),
+    ) -> None:
+        self._ended = ended
         self._place = place
         self._connection = connection
         self._find = find
@@ -104,11 +112,11 @@ class Follower:
             message = self._inbox.get()
             try:
                 obey[type(message)](message)
-            except BaseException as error:  # the fault boundary of a process
+            except BaseException as error:  # rank 0 hears of it, and the group ends
                 log.exception("rank %d ends", self._place.rank)
                 self._say(Failed(f"{type(error).__name__}: {error}"))
                 time.sleep(0.5)  # until rank 0 has read it
-                os._exit(1)
+                self._ended()
 
     def _read(self) -> None:
         try:
@@ -119,7 +127,7 @@ class Follower:
                 else:
                     self._inbox.put(message)
         except (OSError, EOFError, msgspec.MsgspecError):
-            os._exit(0)
+            self._ended()
 
     def _say(self, reply: msgspec.Struct) -> None:
         with self._lock:
@@ -199,12 +207,19 @@ class Follower:
         mx.clear_cache()
 
 
-def follow(place: Place, secret: bytes, find: Find, *, wait_s: float = FORM_S) -> None:
-    """Be a rank of a group until it ends, which ends the process.
+def follow(
+    place: Place,
+    secret: bytes,
+    find: Find,
+    *,
+    wait_s: float = FORM_S,
+    ended: Callable[[], None] = lambda: os._exit(0),
+) -> None:
+    """Be a rank of a group until it ends; then `ended` ends the process.
 
     Raises:
         RanksFailedError: rank 0 is not there within `wait_s` seconds, or has another secret.
     """
     own = Hello(place.rank, place.size, version(), os.getpid())
     connection = connect(place.control, secret, own, time.monotonic() + wait_s)
-    Follower(place, connection, find).run()
+    Follower(place, connection, find, ended).run()

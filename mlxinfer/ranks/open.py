@@ -3,6 +3,7 @@
 import atexit
 import secrets
 import threading
+from collections.abc import Callable
 
 from ..errors import InvalidRequestError, RanksFailedError
 from .group import RankGroup
@@ -12,6 +13,17 @@ from .options import RankOptions
 
 _lock = threading.Lock()
 _open: list[RankGroup] = []
+_ends: list[Callable[[], None]] = []
+
+
+def when_failed(call: Callable[[], None]) -> None:
+    """Call this, on a thread of the group, once the group of this process has failed."""
+    _ends.append(call)
+
+
+def _call_ends() -> None:
+    for call in _ends:
+        call()
 
 
 def open_group(options: RankOptions) -> RankGroup | None:
@@ -52,6 +64,7 @@ def open_group(options: RankOptions) -> RankGroup | None:
             )
         else:
             group = RankGroup(place, shared_secret(), step_s=options.rank_deadline)
+        group.on_end = _call_ends
         _open.append(group)
         atexit.register(group.close)
         return group

@@ -15,6 +15,7 @@ from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 from ranks.threads import ThreadLink, run_ranks
 
+from mlxinfer import hub
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load, load_share
 from mlxinfer.models.cut_weights import CutWeights
@@ -75,6 +76,14 @@ def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypa
 def test_quantised_columns_are_cut_between_groups(tmp_path):
     """Three groups for two ranks: one has two of them."""
     folder = tiny_checkpoint(tmp_path, "qwen2-v5", quantize={"group_size": 32, "bits": 4})
+    expected = logits_of(load(folder))
+    for logits in run_ranks(2, lambda link: logits_of(load_share(folder, link.rank, link))):
+        assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
+
+
+def test_the_format_is_not_read_off_a_part():
+    """Half the inputs of 4 bits in groups of 64 look like 8 bits in groups of 32."""
+    folder = hub.resolve("demo")
     expected = logits_of(load(folder))
     for logits in run_ranks(2, lambda link: logits_of(load_share(folder, link.rank, link))):
         assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))

@@ -218,6 +218,10 @@ class Service:
         """End running calls with an error at once, instead of waiting for them as `drain` does."""
         self.hurried = True
 
+    def refuse(self) -> None:
+        """Take no new requests from now on, and say so where readiness is asked for."""
+        self.draining = True
+
     async def drain(self) -> None:
         """Refuse new requests; after `drain_s` end the running ones with an error."""
         self.draining = True

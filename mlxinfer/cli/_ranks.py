@@ -1,0 +1,98 @@
+"""Ranks on the command line: who follows instead of serving, and how a group starts again."""
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from ..errors import InvalidRequestError
+from ..ranks.options import RankOptions
+from ._model import fetch
+from ._options import RANK_NAMES
+
+LISTENERS = "MLXINFER_LISTENERS"  # environment variable: sockets that a process left to itself
+RETRY_S = 3600.0  # that a rank waits for rank 0, which may be starting again
+ANSWER_S = 2.0  # that clients get to take their errors before the process starts again
+log = logging.getLogger("mlxinfer.ranks")
+
+
+def spread_of(options: dict[str, Any]) -> RankOptions:
+    """Return how the command line spreads its model; a bad value is wrong usage."""
+    given = {name: options[name] for name in RANK_NAMES if options.get(name) is not None}
+    try:
+        spread = RankOptions(**given)
+        _ = spread.elsewhere
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+    return spread
+
+
+def follow_if_asked(options: dict[str, Any], model: str) -> None:
+    """Be a rank other than 0, where this process is one: until the group ends, and the next one.
+
+    A process is in one group only, so it starts itself again for the next.
+    """
+    spread = spread_of(options)
+    place = spread.elsewhere
+    if place is None or place.rank == 0:
+        return
+    from ..ranks.follower import follow
+    from ..ranks.hosts import shared_secret
+
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    log.info("rank %d of %d waits for rank 0 at %s port %d", place.rank, place.size, *place.control)
+    again = spread.hostfile is not None  # else a launcher started it, and ends the group
+
+    def ended() -> None:
+        if again:
+            start_again()
+        os._exit(0)
+
+    follow(place, shared_secret(), lambda name: fetch(model), wait_s=RETRY_S, ended=ended)
+
+
+def start_again(listeners: Sequence[socket.socket] = ()) -> None:
+    """Replace this process by itself; sockets stay open, and clients that connect meanwhile wait.
+
+    MLX forms one group in the life of a process, and a collective operation that was cut off may
+    never return: nothing less gets rid of it.
+    """
+    for listener in listeners:
+        os.set_inheritable(listener.fileno(), True)
+    os.environ[LISTENERS] = ",".join(str(listener.fileno()) for listener in listeners)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *_arguments()])
+
+
+def inherited_listeners() -> list[socket.socket]:
+    """The sockets that this process left to itself when it started again; none at first."""
+    left = os.environ.pop(LISTENERS, "")
+    return [socket.socket(fileno=int(number)) for number in left.split(",") if number]
+
+
+def restart_when_failed(refuse: Callable[[], None], listeners: Sequence[socket.socket]) -> None:
+    """Let the process start again a moment after its group fails; `refuse` is called before."""
+    from ..ranks.open import when_failed
+
+    def again() -> None:
+        time.sleep(ANSWER_S)  # errors are on their way to clients
+        log.warning("the group of ranks starts again")
+        start_again(listeners)
+
+    def failed() -> None:
+        refuse()
+        threading.Thread(target=again, name="mlxinfer-again").start()
+
+    when_failed(failed)
+
+
+def _arguments() -> list[str]:
+    """What the interpreter was started with, but for its own name."""
+    return sys.orig_argv[1:]

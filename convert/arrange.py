@@ -117,6 +117,7 @@ def arrange(source: Source) -> ArrangedSource:
         CheckpointError: tensors are missing, misshapen, left over or get one name.
     """
     config = normalise(source.config)
+    _check_classifier(source)
     builder = family(config.model_type)
     if builder.transposed_experts:
         _check_experts(source)
@@ -154,6 +155,16 @@ def arrange(source: Source) -> ArrangedSource:
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
     return ArrangedSource(source, config, tuple(outputs.values()), tuple(dropped))
+
+
+def _check_classifier(source: Source) -> None:
+    """Raise UnsupportedModelError for a head that the output would lack."""
+    for name in source.config.get("architectures") or ():
+        if str(name).endswith("ForSequenceClassification"):
+            raise UnsupportedModelError(
+                f"{source.label} is a {name}: its classification head is not converted; it loads "
+                "as it is."
+            )
 
 
 def _check_experts(source: Source) -> None:

@@ -138,7 +138,8 @@ class Conversion:
 
     @property
     def _comparing(self) -> bool:
-        return self.open_model is not None
+        config = self.arranged.config
+        return self.open_model is not None and not (config.headless or config.bidirectional)
 
     def _check_room(self, place: Workplace) -> None:
         """Raise if the target cannot be met, or the disk or the memory is too small."""

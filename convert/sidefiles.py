@@ -23,6 +23,7 @@ from .read import Source
 _LEFT_OUT = ("_name_or_path", "vision_config", "audio_config", "auto_map")
 _OF_ALL_SENSES = ("text_config", "architectures")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json")
+_MODULE = ("_Dense/model.safetensors", "_LayerNorm/model.safetensors")  # behind pooling
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
@@ -57,7 +58,8 @@ def index_json(plan: ConversionPlan) -> dict[str, Any]:
 def write_side_files(folder: Path, source: Source) -> None:
     """Tokenizer, templates and the like, as the source has them; never code."""
     for name, content in sorted(source.side_files().items()):
-        if name in ("config.json", INDEX) or name.endswith(_NEVER):
+        of_module = name.endswith(_MODULE)
+        if name in ("config.json", INDEX) or (name.endswith(_NEVER) and not of_module):
             continue
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

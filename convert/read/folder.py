@@ -21,6 +21,9 @@ SIDE_FILES = (
     *("merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
     *("chat_template.jinja", "chat_template.json", "preprocessor_config.json"),
     *("processor_config.json", "*.tiktoken", "additional_chat_templates/*.jinja"),
+    # How sentence-transformers pools, and what it does behind that.
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("[0-9]*_*/config.json", "[0-9]*_*/model.safetensors"),
 )
 _NOT_THE_TOKENIZERS = (
     "generation_config.json",

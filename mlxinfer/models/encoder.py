@@ -106,6 +106,11 @@ class Encoder(Family):
         )
 
     @classmethod
+    def runs_by_layer(cls, config: ModelConfig) -> bool:
+        """No: there are no logits to compare, which is what layers are run for."""
+        return False
+
+    @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
         """None where positions have a table."""
         return super().rope_spec(fields, layer_type, head_dim) if cls.rotary else None

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tokenizers
 from models.tiny import tiny_checkpoint
-from pooling.tiny_pooling import DATA, pooling_folder, write, write_tokenizer
+from pooling.tiny_pooling import DATA, pooling_folder, reference, write, write_tokenizer
 
-from mlxinfer import LLM
+from mlxinfer import LLM, convert_model
 from mlxinfer.errors import (
     ContextLengthError,
     EngineClosedError,
@@ -207,3 +207,20 @@ def test_minilm_gives_the_vectors_of_sentence_transformers():
         cosines = (llm.embed(texts, truncate=True) * stored["vectors"]).sum(axis=1)
     assert len(cosines) == 50
     assert cosines.min() >= 0.99999
+
+
+def test_a_converted_model_keeps_its_modules(tmp_path):
+    """Weights of 8 bits, and what stands behind them as it was."""
+    source = pooling_folder(tmp_path / "source", "gemma3")
+    out = tmp_path / "out"
+    made = convert_model(
+        source, out, recipe="8bit", group_size=32, calibration=None, check=False, progress=False
+    )
+    assert made.passed
+    ids, _, expected = reference("gemma3")
+    with LLM(out, progress=False) as llm:
+        assert "8-bit" in llm.model_info.summary
+        np.testing.assert_allclose(llm.embed(ids), expected, atol=0.05)
+    judge = pooling_folder(tmp_path / "judge", "bert-scores")
+    with pytest.raises(UnsupportedModelError, match="classification head is not converted"):
+        convert_model(judge, tmp_path / "never", calibration=None, check=False, progress=False)

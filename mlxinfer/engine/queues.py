@@ -2,6 +2,7 @@
 
 import heapq
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ class RequestQueues:
                     return False
 
 
-def foreground(sequences: Seq[Sequence]) -> list[Sequence]:
+def foreground(sequences: Iterable[Sequence]) -> list[Sequence]:
     """Those that give way to none."""
     return [sequence for sequence in sequences if not sequence.background]
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..cache.kv import KVCache
 from .pagestore import PageStore
+from .queues import foreground
 from .scheduler import Proposer, Scheduler
 
 
@@ -17,8 +18,9 @@ def stats_of(
     groups = _groups(scheduler, cache)
     return {
         **asdict(scheduler.counters),
-        "running": len(scheduler.queues.running),
-        "waiting": len(scheduler.queues.waiting),
+        "running": len(foreground(scheduler.queues.running)),
+        "waiting": len(foreground(scheduler.queues.waiting)),
+        "background": sum(s.background for s in scheduler.queues.unfinished()),
         "page_size": cache.page_size,
         "groups": groups,
         "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),

@@ -121,6 +121,8 @@ def test_every_line_gets_the_answer_that_it_gets_alone(
     failed = results_of(client.files.content(batch.error_file_id).read())
     params = [failed[f"row {100 + n}"]["response"]["body"]["error"]["param"] for n in range(4)]
     assert params == ["messages", "messages", "stream", "no_repeat_ngram_size"]
+    counted = batches.get("/metrics").text
+    assert 'mlxinfer:batch_requests_total{finished_reason="length",model_name="demo"} 1' in counted
     kinds = {file.purpose for file in client.files.list()}
     assert kinds == {"batch", "batch_output"}
     assert batch.id in [each.id for each in client.batches.list()]
@@ -215,7 +217,7 @@ def test_broken_uploads_leave_nothing(
 def test_a_batch_is_cancelled(batches: BatchServer, client: openai.OpenAI) -> None:
     body = chat("Count", ignore_eos=True, max_tokens=1900)
     batch = batches.begin(client, [line(number, body) for number in range(40)])
-    wait_until(lambda: batches.stats()["running"] > 0)
+    wait_until(lambda: batches.stats()["background"] > 0)
     assert client.batches.cancel(batch.id).status == "cancelling"
     batch = batches.ended_batch(client, batch.id)
     assert batch.status == "cancelled"
@@ -251,7 +253,7 @@ def test_live_requests_do_not_wait_for_a_batch(batches: BatchServer, client: ope
     quiet = batches.post(CHAT, chat("Hello")).json()
     body = chat("Count", ignore_eos=True, max_tokens=1900)
     batch = batches.begin(client, [line(number, body) for number in range(40)])
-    wait_until(lambda: batches.stats()["running"] == 4)
+    wait_until(lambda: batches.stats()["background"] == 40)
     for _ in range(5):
         assert batches.post(CHAT, chat("Hello")).json()["choices"] == quiet["choices"]
     assert client.batches.retrieve(batch.id).status == "in_progress"
@@ -333,6 +335,10 @@ def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
         assert found.keys() == {each["custom_id"] for each in lines}
 
 
+def grown(path: Path, size: int) -> bool:
+    return path.exists() and path.stat().st_size > size
+
+
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """`mlxinfer batch` under SIGKILL at random moments: no line twice, none lost, same answers."""
     seed = random.randrange(10**6)
@@ -344,23 +350,18 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     ]
     given.write_bytes(as_file(lines))
     argv = [sys.executable, "-m", "mlxinfer.cli", "batch", str(given), str(output)]
-    kills, ended = 0, False
-    while not ended:
+    for _ in range(NUM_KILLS):
         process = subprocess.Popen(argv, stderr=subprocess.PIPE)
-        if kills < NUM_KILLS:
-            size = output.stat().st_size if output.exists() else 0
-            wait_until(lambda at=size: output.exists() and output.stat().st_size > at, 60)
-            time.sleep(rng.random() * 0.3)
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-            _, errors = process.communicate(timeout=60)
-            if rng.random() < 0.7 and output.exists():  # as after a loss of power
-                with output.open("ab") as file:
-                    file.write(b'{"id":"batch_req_1","custom_id":"row 7"'[: rng.randint(1, 40)])
-            continue
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
-        ended = True
+        size = output.stat().st_size if output.exists() else 0
+        wait_until(lambda at=size: grown(output, at) or process.poll() is not None, 60)
+        time.sleep(rng.random() * 0.3)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        if rng.random() < 0.7:  # as after a loss of power
+            with output.open("ab") as file:
+                file.write(b'{"id":"batch_req_1","custom_id":"row 7"'[: rng.randint(1, 40)])
+    done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
     found = results_of(output.read_bytes())
     assert found.keys() == {each["custom_id"] for each in lines}
 

@@ -166,7 +166,7 @@ class Call:
     def _metrics_of(self, model: ServedModel) -> RequestMetrics:
         """Where it is counted; times of batches would hide those of others."""
         if self.background:
-            return RequestMetrics()
+            return self.service.batch_metrics.setdefault(model.name, RequestMetrics())
         return self.service.request_metrics[model.base]
 
     def _namespace(self, key: str | None, salt: str | None) -> str | None:

@@ -184,6 +184,7 @@ class Service:
     background_workers: Workers = field(init=False)  # of batches, so that no request waits for them
     background: Admission = field(init=False)  # where their requests wait: as many as there are
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
+    batch_metrics: dict[str, RequestMetrics] = field(default_factory=dict)  # the same, of batches
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
     key_limiter: KeyLimiter = field(init=False)

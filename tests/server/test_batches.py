@@ -353,7 +353,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     for _ in range(NUM_KILLS):
         process = subprocess.Popen(argv, stderr=subprocess.PIPE)
         size = output.stat().st_size if output.exists() else 0
-        wait_until(lambda at=size: grown(output, at) or process.poll() is not None, 60)
+        wait_until(lambda at=size, run=process: grown(output, at) or run.poll() is not None, 60)
         time.sleep(rng.random() * 0.3)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)

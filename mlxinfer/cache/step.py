@@ -104,7 +104,7 @@ def plan_group(
         tail_rows=None if len(rows) == num_rows else mx.array(rows),
         tail_place=TailPlace(slots, places % ring, ring) if len(rows) else None,
         positions=positions,
-        is_decode=not long and all(some.width == 1 for some in segments.short),
+        is_decode=not long and max([some.width for some in segments.short], default=1) == 1,
     )
 
 

@@ -10,6 +10,7 @@ a process that ends while a thread is inside MLX is aborted.
 import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -285,7 +286,8 @@ class Engine:
 
     def require_process(self) -> None:
         """Raise EngineClosedError in a fork of the engine's process, where nothing comes."""
-        require_process(self._pid)
+        if os.getpid() != self._pid:  # asked before every event that a caller waits for
+            require_process(self._pid)
 
     def require_open(self) -> None:
         """Raise EngineClosedError where the engine was closed, or runs in another process."""

@@ -163,8 +163,8 @@ class Loop:
         current = self._launch(batch, previous) if batch else None
         if previous is not None and not self._commit(previous):
             current = None  # it ran on what the failed step left
-        if current is not None and not self._sample_constrained(current):
-            current = None
+        if current is not None and current.constrained_logits is not None:
+            current = self._sample_constrained(current)
         if current is not None and not self.config.launch_ahead:
             self._commit(current)
             current = None
@@ -240,20 +240,18 @@ class Loop:
                 self._fail_step(batch, error)
             return None
 
-    def _sample_constrained(self, launched: Launched) -> bool:
-        """Sample the rows with a grammar, all tokens before known; False: the step failed."""
-        if launched.constrained_logits is None:
-            return True
+    def _sample_constrained(self, launched: Launched) -> Launched | None:
+        """Sample the rows with a grammar, all tokens before known; None: the step failed."""
         try:
             masks, stuck = self.grammar_masks.fill(launched.batch.sampling)
             self.runner.sample_constrained(launched, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
-            return False
+            return None
         for sequence, problem in stuck:
             self.scheduler.queues.finish(sequence)
             self._emit([stuck_in_grammar(sequence, problem)])
-        return True
+        return launched
 
     def _commit(self, launched: Launched) -> bool:
         """Read a step's tokens and pass them on; False: the step failed."""

@@ -144,7 +144,8 @@ class Runner:
         self, batch: Batch, step: StepInputs, previous: Launched | None, admitted: list[Sequence]
     ) -> Launched:
         runs_ahead, spilled = self.forward.prepare(step, previous)
-        self._admit(admitted)
+        if admitted:
+            self._admit(admitted)
         tokens = None if previous is None or previous.sampled is None else previous.sampled.tokens
         computed = self.forward.run(step, tokens)
         launched = self._sampled(batch, step, computed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -386,13 +387,13 @@ def test_two_namespaces_never_share_an_entry_on_the_disk(tmp_path: Path) -> None
     written: dict[str | None, set[str]] = {}
     for name in names:  # each writer is a process of its own, which knows one namespace
         before = {file.name for file in files_in(tmp_path)}
-        harness = on_disk(tmp_path, adapters=("first", "second"))
+        harness = on_disk(tmp_path, adapters=folders("qwen3-v4"))
         harness.add("writer", ids, FEW, adapter=name)
         assert harness.drain()["writer"].cached_tokens == 0, "pages of another namespace were used"
         harness.loop.close()
         written[name] = {file.name for file in files_in(tmp_path)} - before
         assert len(written[name]) == 6
-    harness = on_disk(tmp_path, adapters=("first", "second"))
+    harness = on_disk(tmp_path, adapters=folders("qwen3-v4"))
     for name in names:
         harness.add(f"reader {name}", ids, FEW, adapter=name)
         assert harness.drain()[f"reader {name}"].cached_tokens == 5 * PAGE

@@ -183,7 +183,9 @@ def _kv_bytes(summary: "Summary") -> dict[str, int] | None:
     from ..fit import kv_bytes
 
     config = summary.config
-    return config and {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS}
+    if config is None:
+        return None
+    return {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS}
 
 
 def _pooling(pooling: "PoolingConfig | None") -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ _LANGUAGE = {
     "model.lm_head.": "lm_head.",
     "language_model.": "model.",
 }
+_BARE = ("embed_tokens.", "layers.", "norm.")  # of models without an output projection
 _SENSES = (
     *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision."),
     *("multi_modal_projector.", "mm_projector.", "audio_tower.", "embed_audio."),
@@ -62,4 +63,4 @@ def language_name(name: str) -> str | None:
     for prefix, ours in _LANGUAGE.items():
         if name.startswith(prefix):
             return ours + name[len(prefix) :]
-    return name
+    return f"model.{name}" if name.startswith(_BARE) else name

@@ -10,7 +10,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.norm import LayerNorm
 from ..models.config import ModelConfig, load_config
 from ..models.decoder import Model, arrays
-from ..models.registry import ENCODERS, FAMILIES, SUPPORTED, family
+from ..models.registry import FAMILIES, SUPPORTED, family
 from ..models.tensors import FLOATS, load_tensors
 from ..models.weights import Weights
 from .config import Dense, Head, LayerNormalise, Normalise, PoolingConfig
@@ -18,7 +18,6 @@ from .pooler import ACTIVATIONS, Pooler, Projected, TokenLogits, Vectors, layer_
 
 _HEADS = ("pooler.", "classifier.", "pre_classifier.", "head.", "score.", "dense.")
 _FRONTS = ("bert.", "roberta.", "xlm_roberta.", "distilbert.", "model.")
-_DECODER = ("model.", "lm_head.", "language_model.", "mtp.")
 Tensors = Mapping[str, mx.array]
 
 
@@ -63,8 +62,7 @@ def load_pooling(
     def inner_name(name: str) -> str | None:
         if _head_name(name) is not None:
             return None
-        whole = name.startswith(_DECODER) or config.model_type in ENCODERS
-        renamed: str | None = builder.tensor_name(name if whole else f"model.{name}")
+        renamed: str | None = builder.tensor_name(name)
         return renamed
 
     weights = Weights(

@@ -192,15 +192,23 @@ def _newest_snapshot(repo_folder: Path) -> Path:
     return max(found, key=lambda entry: entry.stat().st_mtime, default=snapshots / "none")
 
 
+EMBEDDERS = {  # classes of embedding models without sentence-transformers' files
+    *("BertModel", "RobertaModel", "XLMRobertaModel", "DistilBertModel", "NomicBertModel"),
+    *("ModernBertModel", "Qwen3Model", "Gemma3TextModel"),
+}
+
+
 def _is_language_model(snapshot: Path) -> bool:
+    """Whether it generates text, or gives vectors or scores of texts."""
     config = read_json(snapshot / "config.json")
     stated = config.get("architectures")
     architectures = [str(name) for name in stated] if isinstance(stated, list) else []
-    heads = ("CausalLM", "ConditionalGeneration", "LMHeadModel")
+    heads = ("CausalLM", "ConditionalGeneration", "LMHeadModel", "ForSequenceClassification")
     speaks = not architectures or any(name.endswith(heads) for name in architectures)
+    speaks = speaks or (snapshot / "modules.json").is_file() or EMBEDDERS & set(architectures)
     weights = any(snapshot.glob("*.safetensors")) or bool(_indexed_weights(snapshot))
     weights = weights or any(snapshot.parents[1].glob("blobs/*.incomplete"))
-    return "model_type" in config and speaks and weights
+    return "model_type" in config and bool(speaks) and weights
 
 
 def _describe(name: str, folder: Path, source: str, *, finished: bool) -> LocalModel:

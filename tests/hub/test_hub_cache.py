@@ -123,6 +123,19 @@ def test_other_kinds_of_model_are_not_listed(standin: StandIn) -> None:
     assert "org/bert" not in names() + names(complete=False)
 
 
+def test_embedding_models_and_rerankers_are_listed(standin: StandIn) -> None:
+    for name, kind, more in (
+        ("bge", "BertModel", {}),
+        ("e5", "BertForMaskedLM", {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}),
+        ("judge", "XLMRobertaForSequenceClassification", {}),
+    ):
+        config = b'{"model_type": "bert", "architectures": ["%s"]}' % kind.encode()
+        standin.repos[f"org/{name}"] = Repo({**MODEL, "config.json": config, **more})
+        folder = hub.pull(f"org/{name}")
+        assert all((folder / each).is_file() for each in more)
+        assert f"org/{name}" in names()
+
+
 def test_a_typo_gets_a_suggestion(bundled: Path, standin: StandIn) -> None:
     hub.pull("org/tiny")
     with pytest.raises(ModelNotFoundError, match=r"Did you mean 'demo'\?"):

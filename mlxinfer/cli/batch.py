@@ -45,6 +45,13 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "a single model answers all.",
 )
 @click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="An adapter of the first model, asked for as MODEL:NAME; or MODEL:NAME=PATH; repeatable.",
+)
+@click.option(
     "--max-memory",
     type=Size(),
     metavar="SIZE",

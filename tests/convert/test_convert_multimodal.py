@@ -7,7 +7,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import convert, write_source
+from convert_cases import TEXT, convert, write_source
 from models.test_hybrid_layouts import packed, prefixed
 from test_convert_run import by_mlx_lm, by_mlxinfer
 
@@ -94,3 +94,18 @@ def test_stacks_of_experts_become_what_experts_one_by_one_do(outer: str, tmp_pat
 
 def stored(folder: Path) -> dict[str, mx.array]:
     return cast(dict[str, mx.array], mx.load(str(folder / "model.safetensors")))
+
+
+@pytest.mark.parametrize("outer", ["llama4", "qwen3_vl_moe"])
+def test_stacks_are_calibrated_under_the_names_that_are_written(outer: str, tmp_path: Path) -> None:
+    """Error feedback finds the inputs of experts, whose names differ from the decoder's."""
+    source = multimodal(tmp_path / "source", outer)
+    convert(source, tmp_path / "fed-back", "4bit-g32", calibration=TEXT)
+    convert(source, tmp_path / "nearest", "4bit-g32", calibration=TEXT, error_feedback=False)
+    one, other = (stored(tmp_path / name) for name in ("fed-back", "nearest"))
+    stacks = [name for name in one if "experts." in name or "switch_mlp." in name]
+    stacks = [name for name in stacks if name.endswith(".weight") and one[name].ndim == 3]
+    assert len(stacks) >= 3
+    changed = [name for name in stacks if one[name].dtype == mx.uint32]
+    assert changed
+    assert all(not mx.array_equal(one[name], other[name]) for name in changed)

@@ -207,6 +207,23 @@ def rotatable(dim: int) -> bool:
     return dim in ROTATABLE
 
 
+def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, KVFormat]:
+    """How a layer stores its keys and values."""
+    assert bits[0] != 4 or rotatable(spec.key_dim), "refused before a cache is built"
+    return make_format(spec.key_dim, dtype, bits[0]), make_format(spec.value_dim, dtype, bits[1])
+
+
+def token_bytes(spec: PagedSpec, dtype: mx.Dtype, bits: Bits) -> int:
+    """Bytes that one layer keeps of one token."""
+    if isinstance(spec, LatentSpec):
+        return vector_bytes(make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]))
+    if spec.joint_dim:
+        return spec.num_kv_heads * vector_bytes(make_format(spec.joint_dim, dtype, bits[0]))
+    place_bytes = LessBias.place_bytes if stored_less_bias(spec, bits) else 0
+    vectors = sum(vector_bytes(fmt) for fmt in layer_formats(spec, dtype, bits))
+    return spec.num_kv_heads * (vectors + place_bytes)
+
+
 def lay_out(
     specs: Sequence[CacheSpec], options: KVOptions, *, key_bias: bool
 ) -> tuple[list[CacheSpec], list[Bits]]:

@@ -7,13 +7,12 @@ import mlx.core as mx
 
 from ..core import KVSpec, LatentSpec, PagedSpec
 from .budget import page_counts
-from .formats import PLAIN, Bits
+from .formats import PLAIN, Bits, token_bytes
 from .groups import AttentionWindow, PageGroup
 from .kernel_attention import ChosenPlanner, KernelPlanner, PrefillPlanner, ReadyFor
 from .latent import LatentKernelPlanner
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
-from .pool import token_bytes
 from .step import ChunkPlanner, Planner
 
 MAX_BARE_PAGES = 1 << 16  # of a model without attention, whose pages are numbers alone

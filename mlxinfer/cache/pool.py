@@ -12,11 +12,12 @@ one array of vectors, (num_slots * H * 2 * P, W).
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
-from ..core import KVSpec, LatentSpec, PagedSpec
+from ..core import KVSpec
 from ..metal_kernels.stored import share_tails
 from .formats import (
     PLAIN,
@@ -25,17 +26,50 @@ from .formats import (
     KeyBias,
     KVFormat,
     LessBias,
+    layer_formats,
     make_format,
-    rotatable,
     stored_less_bias,
-    vector_bytes,
 )
-from .tail_place import TailPlace
+from .inputs import Ints
 
+MIN_PLACES = 8  # MLX passes shorter arrays in another way
 PIECE = 2048  # tokens that are decoded together
 
 Runs = Sequence[tuple[int, int]]  # [from, to) ranges of pool slots
 Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
+
+
+@dataclass(frozen=True, slots=True)
+class TailPlace:
+    """Where N tokens go: each to an offset in the tail of a slot."""
+
+    slots: Ints  # (N,)
+    offsets: Ints  # (N,)
+    ring: int  # tokens of a tail
+    _rows: dict[int, mx.array] = field(default_factory=dict)  # by number of heads
+    _marks: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by that of slots
+
+    def rows_of(self, heads: int) -> mx.array:
+        """(N * heads, 1): every vector of the tokens among those of all tails of so many heads.
+
+        One index for a vector costs the host a third of what one for each axis costs.
+        """
+        if heads not in self._rows:
+            first = self.slots * np.int32(heads * self.ring) + self.offsets  # (N,) of head 0
+            steps = np.arange(0, heads * self.ring, self.ring, dtype=np.int32)
+            self._rows[heads] = mx.array((first[:, None] + steps).reshape(-1, 1))
+        return self._rows[heads]
+
+    def marks(self, num_slots: int) -> tuple[mx.array, mx.array]:
+        """slot * ring + offset of each token, (N,) or 8; and (num_slots, ring) int32, 1 there."""
+        if num_slots not in self._marks:
+            found = self.slots * np.int32(self.ring) + self.offsets
+            places = np.zeros(max(len(found), MIN_PLACES), np.int32)
+            places[: len(found)] = found
+            taken = np.zeros((num_slots, self.ring), np.int32)
+            taken.ravel()[found] = 1
+            self._marks[num_slots] = mx.array(places), mx.array(taken)
+        return self._marks[num_slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,20 +444,3 @@ class LayerPool(PagePool):
     def rotate(self, heads: mx.array) -> mx.array:
         """Queries or keys (T, H, D) in the basis of stored keys."""
         return mx.hadamard_transform(heads) if self._rotates else heads
-
-
-def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, KVFormat]:
-    """How a layer stores its keys and values."""
-    assert bits[0] != 4 or rotatable(spec.key_dim), "refused before a cache is built"
-    return make_format(spec.key_dim, dtype, bits[0]), make_format(spec.value_dim, dtype, bits[1])
-
-
-def token_bytes(spec: PagedSpec, dtype: mx.Dtype, bits: Bits) -> int:
-    """Bytes that one layer keeps of one token."""
-    if isinstance(spec, LatentSpec):
-        return vector_bytes(make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]))
-    if spec.joint_dim:
-        return spec.num_kv_heads * vector_bytes(make_format(spec.joint_dim, dtype, bits[0]))
-    place_bytes = LessBias.place_bytes if stored_less_bias(spec, bits) else 0
-    vectors = sum(vector_bytes(fmt) for fmt in layer_formats(spec, dtype, bits))
-    return spec.num_kv_heads * (vectors + place_bytes)

@@ -14,8 +14,7 @@ from .chunk_attention import ChunkPlan, plan_chunk
 from .groups import AttentionWindow
 from .inputs import Ints, QuerySegment, Segments, StepSegments
 from .joint import JointPool
-from .pool import LayerPool, PagePool, Stored
-from .tail_place import TailPlace
+from .pool import LayerPool, PagePool, Stored, TailPlace
 
 
 class ShortPlan(Protocol):

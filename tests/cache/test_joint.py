@@ -7,13 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.cache.formats import Bits, lay_out
+from mlxinfer.cache.formats import Bits, lay_out, token_bytes
 from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.cache.inputs import QuerySegment, step_segments
 from mlxinfer.cache.joint import JointPool
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.plain_attention import PlainPlanner
-from mlxinfer.cache.pool import LayerPool, token_bytes
+from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.step import StepKV, plan_group
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from mlxinfer.cache.formats import Bits
-from mlxinfer.cache.pool import LayerPool, Plane
-from mlxinfer.cache.tail_place import TailPlace
+from mlxinfer.cache.pool import LayerPool, Plane, TailPlace
 from mlxinfer.core import KVSpec
 
 HEADS, PAGE, COUNT = 2, 16, 20

@@ -136,6 +136,8 @@ def _type_of(schema: dict[str, Any]) -> str:
         return str(schema["$ref"]).rpartition("/")[2]
     if "enum" in schema:
         return " | ".join(map(str, schema["enum"]))
+    if "prefixItems" in schema:
+        return f"[{', '.join(map(_type_of, schema['prefixItems']))}]"
     if schema.get("type") == "array":
         return f"list of {_type_of(schema.get('items', {}))}"
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "maxLength": "length ≤"}

@@ -7,6 +7,7 @@ the cache counts as present when it has the announced size.
 """
 
 import fnmatch
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from .remote import Listing, RemoteFile, endpoint, list_files
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
 TEMPLATES = "additional_chat_templates/"
+MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")  # of sentence-transformers
 SPARE_BYTES = 64 << 20  # what a download leaves free on the disk
 WORKERS = 4
 
@@ -132,9 +134,12 @@ class _Tally:
 
 
 def _needed(names: list[str], repo: RepoName) -> set[str]:
-    """Return the files to fetch: weights and texts at the top level, none that may hold code."""
+    """Return the files to fetch: weights and texts at the top level, none that may hold code.
+
+    And those of modules behind an embedding model, in folders of their own.
+    """
     wanted = {name for name in names if _is_wanted(name)}
-    weights = {name for name in wanted if name.endswith(".safetensors")}
+    weights = {name for name in wanted if name.endswith(".safetensors") and "/" not in name}
     if not weights:
         what = " (it has GGUF files)" if any(n.endswith(".gguf") for n in names) else ""
         raise DownloadError(
@@ -149,6 +154,8 @@ def _needed(names: list[str], repo: RepoName) -> set[str]:
 
 
 def _is_wanted(name: str) -> bool:
+    if MODULE.fullmatch(name):
+        return True
     if "/" in name.removeprefix(TEMPLATES) or "\\" in name or ".." in name:
         return False
     lower = name.lower()

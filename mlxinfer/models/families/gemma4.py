@@ -89,15 +89,15 @@ class ParallelExperts:
 class ScaledChoice:
     """The best experts with a softmax over them, each weight times its expert's own factor."""
 
-    __slots__ = ("factors", "k")
+    __slots__ = ("choose", "factors")
 
     def __init__(self, k: int, factors: mx.array) -> None:
-        self.k = k
+        self.choose = top_k_softmax(k)
         self.factors = factors  # (E,)
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
-        weights, experts = top_k_softmax(self.k)(logits)
+        weights, experts = self.choose(logits)
         return weights * self.factors[experts], experts
 
 

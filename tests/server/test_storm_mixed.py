@@ -1,4 +1,4 @@
-"""300 clients at once: chats, completions, embeddings, reranking and a batch, all in one server.
+"""300 clients at once: chats with and without adapters, embeddings, reranking and a batch.
 
 Nothing is lost: every client that stays gets a whole answer, whatever leaves or fails beside it.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters.drawn import dense_tensors, draw, write_peft
 from live_server import CHAT, LiveServer, chat, wait_until
 from pooling.tiny_pooling import pooling_folder
 from sdk_clients import openai_client
@@ -27,6 +28,8 @@ from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.engine_factory import EngineOptions
 
+ADAPTERS = ("pirate", "poet")
+GENERATING = ("demo", *(f"demo:{name}" for name in ADAPTERS))
 NUM_CLIENTS = 300
 NUM_REQUESTS = int(os.environ.get("MLXINFER_STORM_REQUESTS", "1500"))
 MOST_GROWTH_KB = 60_000  # of memory, in the second half
@@ -37,7 +40,7 @@ class MixedServer(BatchServer):
 
     def __init__(self, folder: Path) -> None:
         self.store = FileStore(folder / "files")
-        small = EngineOptions(max_memory="24MB", max_batch=8)
+        small = EngineOptions(max_memory="32MB", max_batch=8)
         folders = {
             "demo": hub.resolve("demo"),
             "embedder": pooling_folder(folder / "embedder", "bert"),
@@ -48,7 +51,15 @@ class MixedServer(BatchServer):
             for name, path in folders.items()
         ]
         self.model = served[0]
-        self.listen(Models.of(served), files=self.store, max_waiting=4 * NUM_CLIENTS)
+        tensors = dense_tensors(hub.resolve("demo"))
+        for seed, name in enumerate(ADAPTERS):
+            write_peft(folder / "adapters" / name, draw(tensors, seed, strength=1.5))
+        self.listen(
+            Models.of(served),
+            files=self.store,
+            max_waiting=4 * NUM_CLIENTS,
+            adapter_folders=(str(folder / "adapters"),),
+        )
 
 
 def pooling_body(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -69,7 +80,7 @@ def plans(seed: int, count: int) -> Iterator[Plan]:
             yield draw_leaver(rng)
             continue
         path, body = pooling_body(rng) if rng.random() < 0.35 else draw_body(rng)
-        yield Plan(path, {"model": "demo", **body})
+        yield Plan(path, {"model": rng.choice(GENERATING), **body})
 
 
 async def storm(server: LiveServer, given: Iterator[Plan]) -> "Counter[tuple[bool, int | None]]":
@@ -93,12 +104,21 @@ async def storm(server: LiveServer, given: Iterator[Plan]) -> "Counter[tuple[boo
     return found
 
 
+def answers_of(server: LiveServer) -> list[Any]:
+    """Of the model and of each adapter."""
+    return [server.post(CHAT, chat("Hello", model=m)).json()["choices"] for m in GENERATING]
+
+
 @pytest.mark.slow
 def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
     seed = int(time.time())
     print(f"\nseed {seed}")
     with MixedServer(tmp_path) as server, openai_client(server) as client:
-        before = server.post(CHAT, chat("Hello")).json()["choices"]
+        for name in ADAPTERS:
+            asked = {"lora_name": name, "lora_path": name}
+            assert server.post("/v1/load_lora_adapter", asked).status_code == 200
+        before = answers_of(server)
+        assert len({str(each) for each in before}) == 3
         rows = [line(n, chat(f"Say {n}", max_tokens=8)) for n in range(min(NUM_REQUESTS, 200))]
         alone = [server.post(CHAT, rows[n]["body"]).json()["choices"] for n in range(5)]
         file = client.files.create(file=("in.jsonl", as_file(rows)), purpose="batch")
@@ -117,7 +137,7 @@ def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
         assert answers.keys() == {row["custom_id"] for row in rows}
         for row, choices in zip(rows[:5], alone, strict=True):
             assert answers[row["custom_id"]]["response"]["body"]["choices"] == choices
-        assert server.post(CHAT, chat("Hello")).json()["choices"] == before
+        assert answers_of(server) == before
         held(server)
         print(f"{found.total()} requests in {took_s:.0f} s, {growth_kb / 1000:.1f} MB: {found}")
         assert growth_kb < MOST_GROWTH_KB

@@ -23,7 +23,7 @@ from ._process import INTERRUPTED, ending_at_interrupts
 
 ORDER = (
     *("run", "chat", "serve", "batch", "app", "ps", "load", "unload"),
-    *("suggest", "pull", "list", "show", "rm", "convert"),
+    *("suggest", "pull", "list", "show", "rm", "convert", "fuse"),
     *(
         "launch",
         "cluster",

@@ -294,12 +294,12 @@ def _pair(
     """A module's matrices for one part of a projection, the scale in B."""
     module = placement.module
     a, b = (tensors[name].astype(mx.float32) for name in (module.a, module.b))
-    a, b = _oriented(a, b, module, place)
+    a, b = oriented(a, b, module, place)
     b = _outputs(b * module.scale, placement, origin, axis=2)
     return a, b, placement.expert
 
 
-def _oriented(
+def oriented(
     a: mx.array, b: mx.array, module: AdapterModule, place: Place
 ) -> tuple[mx.array, mx.array]:
     """A (E, in_dims, r) and B (E, r, outputs) of either layout."""

@@ -1,0 +1,233 @@
+"""A checkpoint with an adapter merged into it, as a Source: converting it writes the fused model.
+
+A matrix W becomes W + B A; with DoRA its rows are then brought to their learned lengths. What is
+quantised is dequantised, merged and quantised again in its own format, unless it is to stay dense.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import CheckpointError
+from ..layers.factory import Place
+from ..models.adapters.folder import AdapterFolder, AdapterModule
+from ..models.adapters.loaded import oriented
+from ..models.config import normalise
+from ..models.registry import family
+from .read.origin import Origin
+from .read.source import Packed, Source, TensorInfo
+
+_HALVES = ("gate_proj", "up_proj")
+Half = tuple[int, bool]  # gate or up, and whether their rows alternate
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an adapter does to one matrix (outputs, inputs) of a tensor.
+
+    Attributes:
+        module: whose matrices do it.
+        expert: which of the module's matrices, where it has one for each expert.
+        half: which of the module's outputs, where it has gate and up in one; None: all.
+    """
+
+    module: AdapterModule
+    expert: int
+    half: Half | None
+
+
+class FusedSource:
+    """Implements Source.
+
+    Args:
+        source: the base.
+        adapter: that is merged into it.
+        dense: matrices that were quantised are given as numbers, else as codes of their format.
+
+    Raises:
+        CheckpointError: a module that the base does not have, or a matrix of another shape.
+    """
+
+    def __init__(self, source: Source, adapter: AdapterFolder, *, dense: bool) -> None:
+        self._source = source
+        self._adapter = adapter
+        self._dense = dense
+        self.label = source.label
+        self.format = source.format
+        self.config = source.config
+        self.dtype = source.dtype
+        self.fingerprint = f"{source.fingerprint} {adapter.identity} {dense}"
+        self.notes = (*source.notes, f"The adapter {adapter.folder.name} is merged into it.")
+        loaded = mx.load(str(adapter.file))
+        assert isinstance(loaded, dict)
+        self._matrices: Mapping[str, mx.array] = loaded
+        self._changes = dict(_changes(source, adapter))
+        tensors = dict(source.tensors)
+        if dense:
+            for name in self._changes:
+                tensors[name] = replace(tensors[name], lossless=None)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self._check_shapes()
+
+    @property
+    def origin(self) -> Origin:
+        """See Source."""
+        return self._source.origin
+
+    def read(self, name: str, rows: slice | None = None) -> mx.array:
+        """See Source."""
+        if name not in self._changes:
+            return self._source.read(name, rows)
+        info = self.tensors[name]
+        merged = self._merged(name, rows)
+        if info.lossless is None:
+            return merged.astype(getattr(mx, info.dtype))
+        form = info.lossless
+        how = (form.group_size, form.bits, form.mode)
+        packed = self._packed(merged, info)
+        values = mx.dequantize(packed.weight, packed.scales, packed.biases, *how)
+        return values.astype(getattr(mx, info.dtype))
+
+    def read_packed(self, name: str) -> Packed:
+        """See Source."""
+        if name not in self._changes:
+            return self._source.read_packed(name)
+        return self._packed(self._merged(name, None), self.tensors[name])
+
+    def forget(self, names: Iterable[str]) -> None:
+        """See Source."""
+        self._source.forget(names)
+
+    def side_files(self) -> dict[str, bytes | Path]:
+        """See Source."""
+        return self._source.side_files()
+
+    def close(self) -> None:
+        """See Source."""
+        self._source.close()
+
+    # -- merging --------------------------------------------------------------------------------
+
+    def _packed(self, merged: mx.array, info: TensorInfo) -> Packed:
+        form = info.lossless
+        assert form is not None
+        values = merged.astype(getattr(mx, info.scales_dtype)) if form.mode == "affine" else merged
+        weight, scales, *biases = mx.quantize(values, form.group_size, form.bits, form.mode)
+        return Packed(weight, scales, biases[0] if biases else None)
+
+    def _merged(self, name: str, rows: slice | None) -> mx.array:
+        """Values in float32 of a range of the first axis."""
+        info, changes = self.tensors[name], self._changes[name]
+        start, stop, _ = (rows or slice(None)).indices(info.shape[0])
+        values = self._source.read(name, slice(start, stop)).astype(mx.float32)
+        if len(info.shape) == 2:
+            return self._changed(values, changes[None], slice(start, stop))
+        return mx.stack(
+            [
+                self._changed(values[i - start], changes[i], slice(None)) if i in changes
+                else values[i - start]
+                for i in range(start, stop)
+            ]
+        )  # fmt: skip
+
+    def _changed(self, weight: mx.array, change: Change, rows: slice) -> mx.array:
+        """Some rows (n, inputs) of a matrix, merged."""
+        a, b = self._pair(change, weight.shape[1])
+        whole = weight + b.T[rows] @ a.T
+        name = change.module.magnitude
+        if name is not None:
+            lengths = self._matrices[name].reshape(-1).astype(mx.float32)[rows, None]
+            whole = whole * lengths / mx.linalg.norm(whole, axis=1, keepdims=True)
+        if not bool(mx.isfinite(whole).all()):
+            raise CheckpointError(f"{change.module.path!r} of {self._adapter.file} is not finite.")
+        return whole
+
+    def _pair(self, change: Change, in_dims: int) -> tuple[mx.array, mx.array]:
+        """A (inputs, r) and B (r, outputs) of a change, the scale in B."""
+        module = change.module
+        count = normalise(self.config).num_experts or None
+        place = Place(None, (), in_dims, count)  # type: ignore[arg-type]  # of sizes alone
+        left, right = (self._matrices[each].astype(mx.float32) for each in (module.a, module.b))
+        a, b = (each[change.expert] for each in oriented(left, right, module, place))
+        if change.half is not None:
+            which, alternate = change.half
+            size = b.shape[1] // 2
+            b = b[:, which::2] if alternate else b[:, which * size : (which + 1) * size]
+        return a, b * module.scale
+
+    def _check_shapes(self) -> None:
+        for name, changes in self._changes.items():
+            outputs, inputs = self.tensors[name].shape[-2:]
+            for change in changes.values():
+                a, b = self._pair(change, inputs)
+                if (a.shape[0], b.shape[1]) != (inputs, outputs):
+                    raise CheckpointError(
+                        f"The matrices for {change.module.path!r} in {self._adapter.file} are for "
+                        f"{a.shape[0]} inputs and {b.shape[1]} outputs; {name} has {inputs} and "
+                        f"{outputs}: the adapter was made for another model."
+                    )
+
+
+def _changes(
+    source: Source, adapter: AdapterFolder
+) -> Iterator[tuple[str, dict[int | None, Change]]]:
+    """Name of a tensor -> what is done to each of its matrices, by expert; None: it has one."""
+    builder = family(normalise(source.config).model_type)
+    names = {builder.tensor_name(name): name for name in source.tensors}
+    found: dict[str, dict[int | None, Change]] = {}
+    for module in adapter.modules:
+        path = (builder.tensor_name(f"{module.path}.weight") or "").removesuffix(".weight")
+        path = path or module.path
+        places = list(_places(path, module, names.get, builder.alternating_experts))
+        if not places:
+            raise CheckpointError(
+                f"The adapter in {adapter.folder} changes {module.path[:200]!r}, which "
+                f"{source.label} does not have: it was made for another model."
+            )
+        for name, expert, change in places:
+            found.setdefault(name, {})[expert] = change
+    yield from found.items()
+
+
+Find = Callable[[str], Any]  # our name of a tensor -> the source's, or None
+
+
+def _places(
+    path: str, module: AdapterModule, find: Find, alternate: bool
+) -> Iterator[tuple[str, int | None, Change]]:
+    """The tensors that a module changes, and which of their matrices."""
+    block, _, last = path.rpartition(".")
+    root, _, number = block.rpartition(".")
+    if module.layout in ("stack", "parameter"):
+        halves = [(each, (i, alternate)) for i, each in enumerate(_HALVES)]
+        parts = halves if last == "gate_up_proj" else [(last, None)]
+        base = block.removesuffix(".switch_mlp").removesuffix(".experts")
+        for name, half in parts:
+            yield from _stack(base, name, module, find, half)
+    elif name := find(f"{path}.weight"):
+        yield name, None, Change(module, 0, None)
+    elif root.endswith(".experts") and number.isdigit():
+        base = root.removesuffix(".experts")
+        for stack in (f"{base}.switch_mlp.{last}.weight", f"{root}.{last}.weight"):
+            if name := find(stack):
+                yield name, int(number), Change(module, 0, None)
+                return
+
+
+def _stack(
+    base: str, name: str, module: AdapterModule, find: Find, half: Half | None
+) -> Iterator[tuple[str, int | None, Change]]:
+    """The matrices of all experts, in one tensor or in one each."""
+    count = module.shapes[0][0] // (module.rank if module.layout == "parameter" else 1)
+    for stack in (f"{base}.switch_mlp.{name}.weight", f"{base}.experts.{name}.weight"):
+        if tensor := find(stack):
+            for i in range(count):
+                yield tensor, i, Change(module, i, half)
+            return
+    for i in range(count):
+        if tensor := find(f"{base}.experts.{i}.{name}.weight"):
+            yield tensor, None, Change(module, i, half)

@@ -1,0 +1,64 @@
+"""`mlxinfer fuse`: an adapter merged into its model."""
+
+from pathlib import Path
+
+import click
+
+from .. import hub
+from ..backend import require_mlx
+from ..progress import progress_bars
+from ._options import json_option
+from ._output import emit_json, note
+from .convert import show_report
+
+
+@click.command()
+@click.argument("model")
+@click.argument("adapter")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--dequantize", is_flag=True, help="Store every matrix as numbers, none as codes.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted run.")
+@click.option("--restart", is_flag=True, help="Throw away what an interrupted run has left.")
+@json_option
+def command(
+    model: str,
+    adapter: str,
+    out: Path,
+    dequantize: bool,
+    resume: bool,
+    restart: bool,
+    as_json: bool,
+) -> None:
+    """Merge ADAPTER into MODEL and write the result to OUT.
+
+    MODEL is a folder, a .gguf file, org/name of the hub, or demo; ADAPTER a folder of PEFT's or of
+    mlx-lm's. Quantised matrices are merged as numbers and quantised again in their own format. The
+    weights go through memory one tensor at a time, and each is read back and compared.
+    """
+    require_mlx()
+    from ..convert.fuse import FusedSource
+    from ..convert.read import open_source
+    from ..convert.recipes import ConversionOptions, make_recipe
+    from ..convert.run import Conversion
+    from ..convert.workplace import downloads_folder
+    from ..models.adapters.loaded import read_adapter
+
+    found = read_adapter(adapter)
+    place = str(hub.resolve(model)) if hub.is_bundled(model) else model
+    local = Path(place).expanduser()
+    downloads = downloads_folder(out, local if local.exists() else None)
+    source = open_source(place, downloads=downloads)
+    options = ConversionOptions(recipe=make_recipe("dense" if dequantize else "keep"))
+    try:
+        with progress_bars() as progress:
+            fused = FusedSource(source, found, dense=dequantize)
+            conversion = Conversion(fused, out, options, None, progress)
+            report = conversion.run(resume=resume, restart=restart)
+    except KeyboardInterrupt:
+        note("interrupted; the same command with --resume goes on")
+        raise
+    source.close()
+    if as_json:
+        emit_json(report.as_dict())
+    else:
+        show_report(report, str(out))

@@ -1,0 +1,102 @@
+"""The fused model is the model with its adapter: in numbers, or quantised again."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapters.drawn import dense_tensors, draw, merge, write_mlx, write_peft
+from adapters.published import write_experts
+from click.testing import CliRunner
+from engine.harness import Harness, prompt
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.cli._commands import CommandFolder
+from mlxinfer.convert.fuse import FusedSource
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
+from mlxinfer.convert.run import Conversion
+from mlxinfer.core import SamplingParams
+from mlxinfer.errors import CheckpointError
+from mlxinfer.models import load
+from mlxinfer.models.adapters.loaded import read_adapter
+
+QUANTIZED = {"group_size": 32, "bits": 4}
+
+
+def fuse(base: Path, adapter: Path, out: Path, *, dense: bool = False) -> Path:
+    source = FusedSource(open_source(base), read_adapter(adapter), dense=dense)
+    options = ConversionOptions(recipe=make_recipe("dense" if dense else "keep"))
+    report = Conversion(source, out, options).run()
+    assert report.passed
+    return out
+
+
+def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
+    adapters = {} if adapter is None else {"x": adapter}
+    harness = Harness(load(folder), adapters=adapters)
+    name = "x" if adapters else None
+    harness.add("a", prompt(30), SamplingParams(max_tokens=1), prompt_logits=True, adapter=name)
+    return np.concatenate(harness.drain()["a"].logits)
+
+
+@pytest.mark.parametrize(
+    ("case", "quantized"),
+    [("qwen3-v4", True), ("qwen3_moe-v4", True), ("cohere2-v4", False), ("deepseek_v3-v4", False)],
+)
+def test_a_dense_fused_model_gives_the_adapters_logits(
+    tmp_path: Path, case: str, quantized: bool
+) -> None:
+    base = tiny_checkpoint(tmp_path / "base", case, quantize=QUANTIZED if quantized else None)
+    adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1))
+    out = fuse(base, adapter, tmp_path / "out", dense=True)
+    assert np.abs(logits(out) - logits(base, adapter)).max() < 1e-3
+
+
+def test_what_was_quantised_is_again_in_its_own_format(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
+    drawn = draw(dense_tensors(base), 1, dora=True)
+    out = fuse(base, write_mlx(tmp_path / "a", drawn), tmp_path / "out")
+    merged = dict(mx.load(str(merge(base, drawn, tmp_path / "merged") / "model.safetensors")))
+    found = dict(mx.load(str(next(out.glob("*.safetensors")))))
+    for path in drawn.a:
+        packed = [found[f"{path}.{part}"] for part in ("weight", "scales", "biases")]
+        again = mx.quantize(merged[f"{path}.weight"], **QUANTIZED)
+        ours, theirs = (mx.dequantize(*parts, **QUANTIZED) for parts in (packed, again))
+        assert float(mx.abs(ours - theirs).max()) < 0.02 * float(mx.abs(theirs).max())
+    untouched = "model.embed_tokens.weight"
+    assert mx.array_equal(found[untouched], mx.load(str(base / "model.safetensors"))[untouched])
+
+
+def test_experts_of_peft_parameters_are_fused(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3_moe-v4")
+    adapter = write_experts(tmp_path / "a", dense_tensors(base))
+    out = fuse(base, adapter, tmp_path / "out", dense=True)
+    assert np.abs(logits(out) - logits(base, adapter)).max() < 1e-3
+
+
+def test_what_an_adapter_cannot_change_as_it_runs_can_be_fused(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "deepseek_v3-v4")
+    drawn = draw(dense_tensors(base), 1, pattern=r"kv_b_proj|experts\.\d", dora=True)
+    out = fuse(base, write_peft(tmp_path / "a", drawn), tmp_path / "out", dense=True)
+    merged = merge(base, drawn, tmp_path / "merged")
+    assert np.abs(logits(out) - logits(merged)).max() < 1e-3
+
+
+def test_the_command(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
+    adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1))
+    group = CommandFolder()
+    run = CliRunner().invoke(group, ["fuse", str(base), str(adapter), str(tmp_path / "out")])
+    assert run.exit_code == 0, run.output
+    assert (tmp_path / "out" / "README.md").is_file()
+    assert np.abs(logits(tmp_path / "out") - logits(base, adapter)).max() < 1e-3
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
+    drawn = draw(dense_tensors(base), 1)
+    drawn.b = {path: b[:-2] for path, b in drawn.b.items()}
+    adapter = read_adapter(write_peft(tmp_path / "a", drawn))
+    with pytest.raises(CheckpointError, match="made for another model"):
+        FusedSource(open_source(base), adapter, dense=False)

@@ -2,20 +2,23 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from adapters.drawn import Drawn, dense_tensors, draw, write_mlx, write_peft
-from engine.harness import Harness, prompt, tiny_model
+from engine.harness import Harness, prompt
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError, InvalidRequestError, ModelError
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
+from mlxinfer.models.decoder import Model
 
 CASE = "qwen3-v4"
 Q = "model.layers.0.self_attn.q_proj"
@@ -26,9 +29,15 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, mx.array]:
     return dense_tensors(tiny_checkpoint(tmp_path_factory.mktemp("base"), CASE))
 
 
+@cache
+def own_model(case: str) -> Model:
+    """A model that other tests do not load adapters on."""
+    return load(tiny_checkpoint(Path(mkdtemp()), case))
+
+
 def refused(folder: Path, case: str = CASE) -> str:
     """Why an adapter is refused."""
-    harness = Harness(tiny_model(case))
+    harness = Harness(own_model(case))
     with pytest.raises((ModelError, InvalidRequestError)) as caught:
         for _ in harness.loop.adapters.load("x", read_adapter(folder)):
             pass
@@ -167,7 +176,7 @@ def test_memory_is_taken_from_the_kv_cache_and_given_back(
     tmp_path: Path, tensors: dict[str, mx.array]
 ) -> None:
     folder = write_peft(tmp_path / "a", draw(tensors, 1, rank=64))
-    harness = Harness(tiny_model(CASE), kv_budget_bytes=1 << 22)
+    harness = Harness(own_model(CASE), kv_budget_bytes=1 << 22)
     table, group = harness.loop.adapters, harness.loop.cache.groups[0]
     pages, names = group.allocator.num_pages, []
 

@@ -33,15 +33,21 @@ def spread_of(options: dict[str, Any]) -> RankOptions:
     return spread
 
 
-def follow_if_asked(options: dict[str, Any], model: str) -> None:
-    """Be a rank other than 0, where this process is one: until the group ends, and the next one.
+def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
+    """Return whether the model is spread over ranks; in a process that is not rank 0, follow it.
 
     A process is in one group only, so it starts itself again for the next.
     """
     spread = spread_of(options)
+    if spread.is_alone:
+        return False
+    if len(models) != 1:
+        raise click.UsageError(
+            f"Ranks share one model, and there are {', '.join(models)}; say one with -m."
+        )
     place = spread.elsewhere
     if place is None or place.rank == 0:
-        return
+        return True
     from ..ranks.follower import follow
     from ..ranks.hosts import shared_secret
 
@@ -54,7 +60,8 @@ def follow_if_asked(options: dict[str, Any], model: str) -> None:
             start_again()
         os._exit(0)
 
-    follow(place, shared_secret(), lambda name: fetch(model), wait_s=RETRY_S, ended=ended)
+    follow(place, shared_secret(), lambda name: fetch(models[0]), wait_s=RETRY_S, ended=ended)
+    return True
 
 
 def start_again(listeners: Sequence[socket.socket] = ()) -> None:

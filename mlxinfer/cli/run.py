@@ -64,7 +64,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     """
     values, arguments = sampling_values(options), llm_arguments(options)
     check_usage(options)
-    follow_if_asked(options, model)
+    follow_if_asked(options, [model])
     text = read_prompt(prompt, options["files"])
     form = None if options["schema"] is None else read_schema(options["schema"])
     log = open_log(continued=True, keep=True) if options["continued"] else None

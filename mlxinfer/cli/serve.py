@@ -33,7 +33,7 @@ from ._options import (
     served_adapter_options,
 )
 from ._page import page_routes
-from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, spread_of
+from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
 from ._stores import file_store, response_store, tracing
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def command(
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
-    spread = one_spread_model(requested, options)
+    spread = follow_if_asked(options, [each.entry.source for each in requested])
     # Before models load: a taken port is known at once.
     listeners = inherited_listeners() or bind(config)
     try:
@@ -304,17 +304,6 @@ def announced(
     if ipaddress.ip_address(host).is_loopback:
         raise click.UsageError(f"--advertise: no other machine reaches {host}; give --host too.")
     return cluster.advertised(host, port, tls=tls)
-
-
-def one_spread_model(requested: Sequence[RequestedModel], options: dict[str, Any]) -> bool:
-    """Return whether ranks have the model; in a process that is another rank, follow rank 0."""
-    if spread_of(options).is_alone:
-        return False
-    if len(requested) != 1:
-        names = ", ".join(each.name for each in requested)
-        raise click.UsageError(f"Ranks share one model, and there are {names}; say one with -m.")
-    follow_if_asked(options, requested[0].entry.source)
-    return True
 
 
 def server_config(options: dict[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
         os._exit(0)
 
     follow(place, shared_secret(), lambda name: fetch(models[0]), wait_s=RETRY_S, ended=ended)
-    return True
+    raise SystemExit(0)
 
 
 def start_again(listeners: Sequence[socket.socket] = ()) -> None:

@@ -49,6 +49,7 @@ from .messages import (
 )
 from .wire import Reader, StepMessage, checksum
 
+END_S = 2.0
 Find = Callable[[str], Path]  # a model's name -> its folder on this machine
 log = logging.getLogger("mlxinfer.ranks")
 
@@ -97,7 +98,7 @@ class Follower:
         self._in_flight: _InFlight | None = None
 
     def run(self) -> None:
-        """Follow until the connection ends, which ends the process."""
+        """Follow until the connection ends, which ends the process; with MPI this returns."""
         threading.Thread(target=self._read, name="mlxinfer-control", daemon=True).start()
         obey: dict[type, Callable[[Any], None]] = {
             Form: self._form,
@@ -110,6 +111,10 @@ class Follower:
         }
         while True:
             message = self._inbox.get()
+            if message is None:  # rank 0 has left, and nothing is under way
+                if self._place.backend == "mpi":
+                    return  # which wants to be left in good order
+                self._ended()
             try:
                 obey[type(message)](message)
             except BaseException as error:  # rank 0 hears of it, and the group ends
@@ -127,6 +132,8 @@ class Follower:
                 else:
                     self._inbox.put(message)
         except (OSError, EOFError, msgspec.MsgspecError):
+            self._inbox.put(None)
+            time.sleep(END_S)  # after which it waits for a rank that is gone
             self._ended()
 
     def _say(self, reply: msgspec.Struct) -> None:

@@ -387,6 +387,7 @@ def _group(folder: Path, options: EngineOptions) -> "RankGroup | None":
     place = options.spread.elsewhere
     if place is not None and place.rank:
         follow(place, shared_secret(), lambda name: folder)
+        raise SystemExit(0)
     return open_group(options.spread)
 
 

@@ -10,7 +10,9 @@ from mlxinfer import core, errors, library, outputs
 
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
-OUTPUTS = {"Delta", "Facts", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta"}
+OUTPUTS = {
+    *("Delta", "Facts", "Ranked", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta"),
+}
 LIBRARY = {"convert_model", "list_models", "pull"}
 HOMES = [(CORE, core), (OUTPUTS, outputs), (LIBRARY, library)]
 

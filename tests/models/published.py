@@ -303,7 +303,7 @@ PUBLISHED: dict[str, Published] = {
             moe_intermediate_size=704,
         ),
         25.2,
-        (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2,
+        (25 * 8 * 256 * 2 + 5 * 2 * 640) * 2,  # keys share 384 of 512 numbers with values
     ),
     "Gemma-4-31B": Published(
         _gemma4(
@@ -318,7 +318,7 @@ PUBLISHED: dict[str, Published] = {
             sliding_window=1024,
         ),
         30.7,
-        (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2,
+        (50 * 16 * 256 * 2 + 10 * 4 * 640) * 2,
     ),
     "gpt-oss-20b": Published(
         {

@@ -122,7 +122,7 @@ class RequestQueues:
 
     # -- slots and pages ------------------------------------------------------------------------
 
-    def admit(self, prefilling: Seq[Sequence], most: int) -> Sequence | None:
+    def admit(self, prefilling: Seq[Sequence], most: int, *, again: bool = True) -> Sequence | None:
         """Start the first waiting sequence for which there is room, in order of the queue.
 
         A sequence that will soon share what another computes waits for it, and later ones may pass.
@@ -130,12 +130,16 @@ class RequestQueues:
         Args:
             prefilling: running sequences with prompts to compute.
             most: how many of these there may be; background ones do not count for the others.
+            again: whether what was preempted may start: not in the step that preempted it, whose
+                plan may have a token of it.
         """
         if not self._free_slots and self._youngest_background() is None:
             return None
         for sequence in self.waiting:
             if sequence.num_pending:
                 return None  # preempted with a step in flight, whose token it gets first
+            if sequence.num_preempted and not again:
+                return None
             rivals = prefilling if sequence.background else foreground(prefilling)
             if len(rivals) >= most:
                 return None

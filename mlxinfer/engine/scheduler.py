@@ -168,7 +168,10 @@ class Scheduler:
         if not all_decode:
             prefilling = [s for s in queues.running if s.num_left > 0 and not s.decoding]
         max_prefilling = self.prefill.most // self.page_size  # each gets a page at least
-        while admitted := queues.admit(prefilling, max_prefilling):
+        preemptions = self.counters.preemptions
+        while admitted := queues.admit(
+            prefilling, max_prefilling, again=self.counters.preemptions == preemptions
+        ):
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
         shares = [
             (sequence, count)

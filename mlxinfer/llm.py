@@ -72,6 +72,11 @@ class LLM(Adapters):
             a request, the newest one included, so 8 means 7.
         acceptance: "exact": answers are those of the plain run; "rejection": drawn answers have
             the plain run's distribution, and more of what a draft model proposes is accepted.
+        ranks: processes of this machine that the model is spread over, to try it; or as many as a
+            launcher started. See docs/ranks.md.
+        hostfile: machines that it is spread over; each runs the same program.
+        rank: this machine's place in the host file; None: the one with its address.
+        rank_deadline: seconds after which a step that has not ended has failed.
 
     Attributes:
         last: the result of the last `show`.
@@ -81,6 +86,7 @@ class LLM(Adapters):
         BackendMissingError: MLX does not run here.
         InvalidRequestError: an argument is out of range, or a server's to choose.
         ServerError: no server answers at the address, or it refused.
+        RanksFailedError: other ranks did not come, or have failed before.
     """
 
     @public

@@ -6,6 +6,7 @@ tokens that one rank gives it alone. Ranks are processes here, joined by MLX's r
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -64,6 +65,8 @@ def whole(case: str) -> Model:
 def test_everything_at_once_over_ranks(group: RankGroup, data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
     options = data.draw(kv_options(case))
+    if case == "qwen3_next-v5" and options.bits[0] == 4:  # its keys have biases
+        options = replace(options, bits=(8, 4))
     program = data.draw(programs(()))
     longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in program)
     changes = {

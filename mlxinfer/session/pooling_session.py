@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..backend import require_mlx
-from ..core import FinishReason, TokenEvent
+from ..core import FinishReason, TokenEvent, check_switch
 from ..errors import EngineClosedError, InvalidRequestError, shown
 from ..outputs import Ranked
 from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
@@ -18,6 +18,7 @@ from ..text import Tokenizer
 from .engine_client import Mailbox
 from .engine_factory import EngineOptions, ModelInfo, describe
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
+from .ranking import check_list, paired, places, ranked, similarity, unit
 from .session import CANARY_TOKEN, Session
 
 if TYPE_CHECKING:
@@ -126,6 +127,9 @@ class PoolingSession:
         """Vectors (N, dim); arguments and errors as of LLM.embed."""
         self.require_vectors()
         self.check_dimensions(dimensions)
+        if normalize is not None:
+            check_switch("normalize", normalize)
+        check_list("texts", texts)
         before = self.prompt(prompt_name, prompt)
         many = [texts] if isinstance(texts, str) or _is_ids(texts) else texts
         rows = self.rows.texts(many, prompt=before, truncate=truncate)  # type: ignore[arg-type]
@@ -143,6 +147,11 @@ class PoolingSession:
         """Documents by their scores; arguments and errors as of LLM.rerank."""
         if not isinstance(query, str):
             raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
+        if isinstance(documents, str):
+            raise InvalidRequestError(
+                "documents is a text; expected a list of them.", param="documents"
+            )
+        check_list("documents", documents)
         queries = [query] * len(documents)
         scores = self.score(queries, documents, instruction=instruction, truncate=truncate)
         return ranked(documents, scores, top_n)
@@ -198,7 +207,7 @@ class PoolingSession:
         cut = vectors if dimensions is None else vectors[:, :dimensions]
         own = any(isinstance(module, Normalise) for module in self.pooling.modules)
         if normalize if normalize is not None else (own and cut is not vectors):
-            return _unit(cut)
+            return unit(cut)
         return cut
 
     def finished_scores(
@@ -207,7 +216,7 @@ class PoolingSession:
         """Scores (N,) of what the model gave for `score_rows` of the same texts."""
         if not self.embeds:
             return results[:, 0]
-        ones, others = _places(first), _places(second)  # of each text's row
+        ones, others = places(first), places(second)  # of each text's row
         one = results[[ones[text] for text in first]]
         other = results[[len(ones) + others[text] for text in second]]
         return similarity(self.pooling.similarity, one, other)
@@ -339,61 +348,6 @@ def pooled(event: TokenEvent) -> "Vectors":
     if event.pooled is None or event.finish_reason is FinishReason.ABORT:
         raise EngineClosedError("The engine was closed.")
     return event.pooled
-
-
-def paired(
-    first: str | Sequence[str], second: str | Sequence[str], names: tuple[str, str] = ("a", "b")
-) -> tuple[list[str], list[str]]:
-    """As many texts of both: one text goes with each of the other's.
-
-    Raises:
-        InvalidRequestError: different numbers of them, or none.
-    """
-    one, two = ([each] if isinstance(each, str) else list(each) for each in (first, second))
-    if not one or not two or (len(one) != len(two) and 1 not in (len(one), len(two))):
-        raise InvalidRequestError(
-            f"{names[0]} has {len(one)} texts and {names[1]} {len(two)}; expected one, or as many.",
-            param=names[0],
-        )
-    count = max(len(one), len(two))
-    return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
-
-
-def ranked(documents: Sequence[str], scores: "Vectors", top_n: int | None = None) -> list[Ranked]:
-    """Documents with the highest scores first; equal ones as they were given."""
-    if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidRequestError(
-            f"top_n is {shown(top_n)}; expected a number of documents.", param="top_n"
-        )
-    order = sorted(range(len(documents)), key=lambda i: -scores[i])
-    return [Ranked(i, float(scores[i]), documents[i]) for i in order[:top_n]]
-
-
-def similarity(name: str, one: "Vectors", other: "Vectors") -> "Vectors":
-    """(N,) of vectors (N, d): the larger, the closer; as sentence-transformers has it."""
-    import numpy as np
-
-    if name == "cosine":
-        one, other = _unit(one), _unit(other)
-    if name in ("cosine", "dot"):
-        return (one * other).sum(axis=1)
-    apart = one - other
-    if name == "euclidean":
-        return -np.sqrt(np.square(apart).sum(axis=1))
-    return -np.abs(apart).sum(axis=1)
-
-
-def _places(texts: Sequence[str]) -> dict[str, int]:
-    """Each text, and its place among those that differ."""
-    return {text: i for i, text in enumerate(dict.fromkeys(texts))}
-
-
-def _unit(vectors: "Vectors") -> "Vectors":
-    import numpy as np
-
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: Vectors = vectors / np.maximum(lengths, 1e-12)
-    return unit
 
 
 def _is_ids(texts: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,30 @@ def test_what_a_model_is_not_for_is_refused_by_name(llm, judge, tmp_path):
             LLM(folder, progress=False, **options)
     with pytest.raises(UnsupportedModelError, match="embeddings, no text"):
         LLM(folder, progress=False, task="generate")
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda llm: llm.embed(5), "texts is 5"),
+        (lambda llm: llm.embed([]), "at least one"),
+        (lambda llm: llm.embed(["w5", None]), "input 1 is None"),
+        (lambda llm: llm.embed([5, 96]), "from 0 to 95"),
+        (lambda llm: llm.embed("w5", normalize="yes"), "normalize"),
+        (lambda llm: llm.embed("w5", dimensions=0), "dimensions is 0"),
+        (lambda llm: llm.embed("w5", truncate=0), "truncate is 0"),
+        (lambda llm: llm.rerank("w5", "w6"), "documents is a text"),
+        (lambda llm: llm.rerank("w5", []), "documents is"),
+        (lambda llm: llm.rerank(["w5"], ["w6"]), "query is"),
+        (lambda llm: llm.rerank("w5", ["w6"], top_n=0), "top_n is 0"),
+        (lambda llm: llm.rerank("w5", ["w6"], instruction="w7"), "reads no instruction"),
+        (lambda llm: llm.score(["w5", "w6"], ["w7"] * 3), "a has 2 texts and b 3"),
+        (lambda llm: llm.score("w5", [6]), "6"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(llm, ask, words):
+    with pytest.raises(InvalidRequestError, match=re.escape(words)):
+        ask(llm)
 
 
 def test_long_texts(llm, judge):

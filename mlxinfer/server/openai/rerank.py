@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 from ...errors import InvalidRequestError
 from ...outputs import Ranked
 from ...pooling.request import TokenRow
-from ...session.pooling_session import paired, ranked
+from ...session.ranking import paired, ranked
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..fields.checks import refuse

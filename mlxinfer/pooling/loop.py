@@ -311,6 +311,7 @@ class PoolingLoop:
             "waiting": len(self._unfinished) - running,
             "waiting_rows": self._queue.num_waiting + self._behind.num_waiting,
             **dict.fromkeys(("preemptions", "bytes_copied", "prompt_tokens_reused"), 0),
+            "adapter_bytes": 0,
             **dict.fromkeys(("kv_bytes_held", "kv_bytes_cached", "kv_bytes_allocated"), 0),
             "groups": [],
             "peak_memory_bytes": mx.get_peak_memory(),

@@ -167,6 +167,19 @@ def hybrid(**options: Any) -> Report:
 
 
 @reports(
+    number_option("--runs", 5, "Measurements of each; the median counts."),
+    small_option,
+    cpu_time_option,
+    peer_option,
+)
+def adapters(**options: Any) -> Report:
+    """Eight requests with no adapter, with one for all, and with one each."""
+    from tests.bench.adapters import run
+
+    return run(**options)
+
+
+@reports(
     model_option,
     number_option("--runs", 7, "Processes of each; the median counts."),
     peer_option,

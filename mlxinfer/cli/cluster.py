@@ -13,13 +13,19 @@ from ._output import emit_json, table
 
 @click.group()
 def command() -> None:
-    """Several servers behind a router such as smg, see docs/replicas.md."""
+    """List the servers that a router stands before."""
 
 
 @command.command()
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @click.option("--mdns", is_flag=True, help="Add the servers that `serve --advertise` announces.")
-@click.option("--seconds", type=click.FloatRange(0.1, 60), default=3.0, show_default=True)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, 60),
+    default=3.0,
+    show_default=True,
+    help="How long --mdns listens.",
+)
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the file here."
 )

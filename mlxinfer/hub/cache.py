@@ -205,10 +205,11 @@ def _is_language_model(snapshot: Path) -> bool:
     architectures = [str(name) for name in stated] if isinstance(stated, list) else []
     heads = ("CausalLM", "ConditionalGeneration", "LMHeadModel", "ForSequenceClassification")
     speaks = not architectures or any(name.endswith(heads) for name in architectures)
-    speaks = speaks or (snapshot / "modules.json").is_file() or EMBEDDERS & set(architectures)
+    speaks = speaks or (snapshot / "modules.json").is_file()
+    speaks = speaks or not EMBEDDERS.isdisjoint(architectures)
     weights = any(snapshot.glob("*.safetensors")) or bool(_indexed_weights(snapshot))
     weights = weights or any(snapshot.parents[1].glob("blobs/*.incomplete"))
-    return "model_type" in config and bool(speaks) and weights
+    return "model_type" in config and speaks and weights
 
 
 def _describe(name: str, folder: Path, source: str, *, finished: bool) -> LocalModel:

@@ -26,7 +26,14 @@ from tests.bench.serve import TOKENIZER
 
 REQUESTS, RANK = 8, 16
 KINDS = ("no adapter", "one for all", "one each")
-SIZES = {"hidden": 512, "inner": 1536, "layers": 8, "heads": 8, "kv_heads": 2, "head_dim": 64}
+SIZES: dict[str, int] = {
+    "hidden": 512,
+    "inner": 1536,
+    "layers": 8,
+    "heads": 8,
+    "kv_heads": 2,
+    "head_dim": 64,
+}
 SMALL = {"hidden": 128, "inner": 256, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
@@ -53,9 +60,10 @@ def run(*, runs: int = 5, small: bool = False, peer: bool = True, cpu_time: bool
 
 def _quantise(folder: Path, bits: int) -> None:
     file, how = folder / "model.safetensors", {"group_size": 64, "bits": bits}
-    arrays = dict(mx.load(str(file)))
+    arrays = mx.load(str(file))
+    assert isinstance(arrays, dict)
     for name in [name for name, array in arrays.items() if array.ndim == 2]:
-        packed = mx.quantize(arrays[name], **how)
+        packed = mx.quantize(arrays[name], how["group_size"], how["bits"])
         for part, array in zip(("weight", "scales", "biases"), packed, strict=True):
             arrays[name.replace("weight", part)] = array
     mx.save_safetensors(str(file), arrays)

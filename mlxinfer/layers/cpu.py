@@ -6,7 +6,6 @@ GPU would run, and a benchmark on a CPU measures what carries over. The tokens a
 rounding.
 """
 
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -30,14 +29,10 @@ UNPACK_FROM = 8  # rows from which a quantised matrix is dequantised as a whole
 MAX_UNPACKED = 1 << 26  # numbers that it may have for that, for the time of one product
 
 
-def uses_lean_layers() -> bool:
-    """Whether models are made of the forms of this file."""
-    return not mx.metal.is_available() and os.environ.get(SWITCH) != "0"
-
-
 def layer_factory(*, many_rows: bool = False) -> LayerFactory:
     """The forms for this machine; `many_rows`: of models that never see few tokens at once."""
-    if not uses_lean_layers():
+    plain = mx.metal.is_available() or os.environ.get(SWITCH) == "0"
+    if plain:
         return LayerFactory()
     return ManyRowsLayerFactory() if many_rows else CPULayerFactory()
 
@@ -271,31 +266,6 @@ def _polynomial(x: mx.array, factors: Sequence[float]) -> mx.array:
     for factor in factors[2:]:
         y = y * x + factor
     return y
-
-
-# 2**x on [0, 1), from x**6 down: least squares at Chebyshev points, within 3e-8.
-EXP2 = (
-    0.000216906091791,
-    0.00124430815067,
-    0.0096784725545,
-    0.055483524724,
-    0.240229795814,
-    0.693146987057,
-    1.00000000182,
-)
-LEAST_EXP = -87.0  # below it float32 has 0, nearly
-
-
-def lean_exp(x: mx.array) -> mx.array:
-    """exp of numbers up to 0, float32: a polynomial, and the exponent set bit by bit.
-
-    MLX's CPU backend computes exp number by number, four times as long. Source: Cody and Waite,
-    "Software Manual for the Elementary Functions", 1980, in base 2.
-    """
-    scaled = mx.maximum(x, LEAST_EXP) * math.log2(math.e)
-    whole = mx.floor(scaled)
-    power = ((whole.astype(mx.int32) + 127) << 23).view(mx.float32)
-    return _polynomial(scaled - whole, EXP2) * power
 
 
 class LeanRMSNorm:

@@ -5,14 +5,12 @@ by side in the flat list, so that they attend together as a view (n, heads, L, D
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 
 import mlx.core as mx
 
 from ..core import CacheSpec, KVSpec, StateSpec
 from ..errors import UnsupportedModelError
-from ..layers.cpu import lean_exp, uses_lean_layers
 from ..layers.step import Advance, Arrays
 
 MAX_SCORES = 1 << 24  # numbers of a block of scores, where attention materialises them
@@ -178,8 +176,6 @@ Attend = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
 
 def _attention(scale: float, sinks: mx.array | None, soft_cap: float | None) -> Attend:
     """Attention of (n, heads, l, D) over (n, H, S, D) and (n, H, S, V), and a mask (l, S)."""
-    if soft_cap is None and sinks is None and uses_lean_layers():
-        return partial(_lean, scale=scale)
     if soft_cap is None:
         return lambda queries, keys, values, mask: mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
@@ -201,21 +197,6 @@ def _attention(scale: float, sinks: mx.array | None, soft_cap: float | None) -> 
         return mixed.reshape(count, heads, length, -1)
 
     return capped
-
-
-def _lean(
-    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None, *, scale: float
-) -> mx.array:
-    """Attention for MLX's CPU backend; arguments as of what `_attention` returns, and its scale."""
-    count, heads, length, dim = queries.shape
-    grouped = (queries * scale).reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
-    scores = (grouped @ keys.swapaxes(2, 3)).astype(mx.float32)
-    if mask is not None:
-        by_query = scores.reshape(count, heads, length, -1)
-        scores = mx.where(mask, by_query, -mx.inf).reshape(scores.shape)
-    weights = lean_exp(scores - scores.max(axis=-1, keepdims=True))
-    mixed = (weights.astype(values.dtype) @ values) / weights.sum(axis=-1, keepdims=True)
-    return mixed.astype(values.dtype).reshape(count, heads, length, -1)
 
 
 class SegmentStates:

@@ -15,6 +15,7 @@ from tests.bench.blas import preload_openblas
 preload_openblas()
 os.environ["MLXINFER_HISTORY"] = "off"  # tests write to no user's history
 os.environ["MLXINFER_SERVE_STORE"] = "false"  # ... or to the stored responses
+os.environ["MLXINFER_SERVE_FILES"] = "false"  # ... or to the files of batches
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
 gc.disable()  # until the tests are collected

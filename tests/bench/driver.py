@@ -140,6 +140,7 @@ class MeteredModel:
         self.activations = model.activations
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
+        self.choices, self.lacks = model.choices, model.lacks
         self.work = Work()
         self.storing = False
         self._hidden: mx.array | None = None
@@ -160,10 +161,10 @@ class MeteredModel:
             self._hidden, self._logits = hidden, None
         return self._hidden
 
-    def logits(self, hidden: mx.array) -> mx.array:
+    def logits(self, hidden: mx.array, adapters: Any = None) -> mx.array:
         """hidden (R, hidden_size) -> (R, vocab)."""
         if self._logits is None or len(self._logits) != len(hidden):
-            logits = self._head(hidden)
+            logits = self._head(hidden, adapters)
             if not self.storing:
                 return logits
             mx.eval(logits)

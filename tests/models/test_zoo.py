@@ -83,7 +83,7 @@ def test_recurrent_layers_run_alone_and_say_why(tmp_path: Path) -> None:
     assert config.alone_because == "a layer keeps the state of a recurrence or a convolution"
     model = load_any(folder)
     assert isinstance(model, AloneModel)
-    assert model.lacks.keys() == {"prefix_cache", "disk_cache", "speculation"}
+    assert model.lacks.keys() == {"prefix_cache", "disk_cache", "speculation", "adapters"}
     (spec,) = model.cache_specs
     assert isinstance(spec, OwnCacheSpec)
     states = 4 * (3 * 128 + 128 * 16) * 4  # layers x (convolution + recurrence) x float32

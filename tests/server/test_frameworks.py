@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from scripted import ScriptedServer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of their own code
@@ -81,19 +82,20 @@ def test_pydantic_ai(server: ScriptedServer) -> None:
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
-    agent = Agent(OpenAIChatModel("demo", provider=provider), tools=[get_weather])
+    async def run() -> str:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            model = OpenAIChatModel("demo", provider=OpenAIProvider(openai_client=client))
+            agent = Agent(model, tools=[get_weather])
+            return (await agent.run("How is the weather in Zürich?")).output
+
     with Turns(server, CALL, "It rains.") as turns:
-        answer = agent.run_sync("How is the weather in Zürich?")
+        assert asyncio.run(run()) == "It rains."
         assert "rain in Zürich" in server.prompt
-    assert answer.output == "It rains."
     assert turns.num_asked == 2
 
 
 def test_openai_agents(server: ScriptedServer) -> None:
     agents = pytest.importorskip("agents")
-    from openai import AsyncOpenAI
-
     agents.set_tracing_disabled(True)
 
     async def run(kind: Any) -> str:

@@ -46,10 +46,12 @@ class SummedEmbeddings:
         positions: (max_positions, hidden), or None.
         first: row of a text's first token.
         token_types: (types, hidden), or None.
+        num_types: rows of that table. Where there is one (RoBERTa), every token is of type 0,
+            whatever the tokenizer says of pairs.
         norm: over the sum.
     """
 
-    __slots__ = ("first", "norm", "positions", "token_types")
+    __slots__ = ("first", "norm", "num_types", "positions", "token_types")
 
     def __init__(
         self,
@@ -58,18 +60,20 @@ class SummedEmbeddings:
         positions: Embedding | None = None,
         first: int = 0,
         token_types: Embedding | None = None,
+        num_types: int = 0,
     ) -> None:
         self.norm = norm
         self.positions = positions
         self.first = first
         self.token_types = token_types
+        self.num_types = num_types
 
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """Token ids (T,) and their rows (T, hidden) -> (T, hidden)."""
         if self.positions is not None:
             x = x + self.positions(step.positions + self.first)
         if self.token_types is not None:
-            types = step.token_types
+            types = step.token_types if self.num_types > 1 else None
             x = x + self.token_types(mx.zeros((1,), mx.int32) if types is None else types)
         return self.norm(x)
 
@@ -86,7 +90,6 @@ class Encoder(Family):
         renamed: parts of the hub's names, and ours; in this order.
         prefixes: of the hub's names, which say nothing.
         left_out: beginnings of names that carry nothing here: heads of other tasks.
-        num_token_types: rows of the table of token types, where it is there.
         rotary: positions turn heads; else they have a table.
     """
 
@@ -153,11 +156,14 @@ class Encoder(Family):
 
     def entry(self) -> SummedEmbeddings:
         """Tables beside that of tokens, where the checkpoint has them."""
+        types = "model.token_type_embeddings"
+        stored = f"{types}.weight"
         return SummedEmbeddings(
             self.norm("model.embeddings_norm"),
             positions=self._table("model.position_embeddings"),
             first=self.first_position,
-            token_types=self._table("model.token_type_embeddings"),
+            num_types=self.weights.shape(stored)[0] if stored in self.weights else 0,
+            token_types=self._table(types),
         )
 
     @property

@@ -127,3 +127,11 @@ def test_quantised_weights_stay_close(name, tmp_path):
     rows, expected = rows_of(name)
     ours = results(model_in(folder), rows, None)
     assert np.abs(ours - expected).max() <= 0.1 * max(1.0, np.abs(expected).max())
+
+
+def test_a_table_of_one_token_type_serves_pairs(tmp_path):
+    """Nothing behind the table is read where a tokenizer says that the second text is of type 1."""
+    model = model_in(pooling_folder(tmp_path, "xlm-roberta-scores"))
+    rows, expected = rows_of("xlm-roberta-scores")
+    typed = [replace(row, token_types=[0] + [1] * (len(row.ids) - 1)) for row in rows]
+    close(results(model, typed, None), expected)

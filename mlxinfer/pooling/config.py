@@ -6,7 +6,7 @@ them an encoder's vectors are means over tokens, as sentence-transformers has it
 are of the last token, as vLLM has it; both are normalised.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -150,7 +150,7 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
         )
     config = _fields(folder / "config.json")
     modules = _modules(folder)
-    found = _task(config, modules, f"{name} {folder.resolve()}") if task == "auto" else Task(task)
+    found = _task(config, modules, (name, str(folder.resolve()))) if task == "auto" else Task(task)
     if found is Task.GENERATE:
         return None
     if found is Task.SCORE:
@@ -158,24 +158,24 @@ def read_pooling(folder: Path, name: str = "", task: str = "auto") -> PoolingCon
     return _read_embed(folder, config, modules)
 
 
-def _task(config: Fields, modules: list[tuple[str, str]], name: str) -> Task:
+def _task(config: Fields, modules: list[tuple[str, str]], names: Sequence[str]) -> Task:
     kinds = [kind for kind, _ in modules]
     if "LogitScore" in kinds or _classifies(config):
         return Task.SCORE
     bidirectional = config.get("use_bidirectional_attention") is True
     if kinds or bidirectional or is_encoder(config):
         return Task.EMBED
-    last = " ".join(_last_parts(name)).lower()
+    last = " ".join(_last_parts(names)).lower()
     if "rerank" in last:
         return Task.SCORE
     return Task.EMBED if "embed" in last else Task.GENERATE
 
 
-def _last_parts(name: str) -> list[str]:
+def _last_parts(names: Sequence[str]) -> list[str]:
     """`org/model`, and a folder's or a cached repository's name, without what stands before."""
-    parts = [part for word in name.split(" ") for part in word.rstrip("/").split("/")[-1:]]
-    cached = [part.split("--")[-1] for part in name.split("/") if part.startswith("models--")]
-    return parts + cached
+    parts = [name.rstrip("/").split("/")[-1] for name in names]
+    cached = [part for name in names for part in name.split("/") if part.startswith("models--")]
+    return parts + [part.split("--")[-1] for part in cached]
 
 
 def _classifies(config: Fields) -> bool:

@@ -8,7 +8,7 @@ come between: no text waits for more than a slice of another.
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -231,7 +231,7 @@ class PoolingLoop:
             return None
         self.counters.steps += 1
         self.counters.longest_pass = max(self.counters.longest_pass, computed.num_tokens)
-        return computed
+        return replace(computed)  # its next slice may be launched before this one is read
 
     def _read(self, computed: Pass) -> None:
         """Wait for a pass, and pass on the vectors of requests that are complete."""
@@ -241,7 +241,7 @@ class PoolingLoop:
             vectors = np.array(computed.vectors) if is_whole else None
         except BaseException as error:  # evaluation failed
             self._fail(computed.rows, error)
-            if self._long is computed:
+            if self._long is not None and self._long.rows is computed.rows:
                 self._long = None
             return
         now_s = time.monotonic()

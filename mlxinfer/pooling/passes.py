@@ -96,6 +96,7 @@ class PassQueue:
             if not row.taken:
                 row.taken = True
                 self.num_waiting -= 1
+        self._drop_taken()
 
     def take(self, most: int) -> list[WaitingRow]:
         """The rows of the next pass, shortest first: about `most` tokens, at least one row."""
@@ -108,6 +109,7 @@ class PassQueue:
             if not row.taken:
                 room -= row.num_tokens
                 found.append(self._taken(row))
+        self._drop_taken()
         return sorted(found, key=lambda row: row.num_tokens)
 
     def take_long(self) -> WaitingRow | None:
@@ -119,6 +121,16 @@ class PassQueue:
         row.taken = True
         self.num_waiting -= 1
         return row
+
+    def _drop_taken(self) -> None:
+        """Drop entries of rows that do not wait, once most are such: they hold their requests."""
+        entries = len(self._by_age) + len(self._by_length) + len(self._long)
+        if entries <= 4 * self.num_waiting:
+            return
+        self._by_age = deque(row for row in self._by_age if not row.taken)
+        self._long = deque(row for row in self._long if not row.taken)
+        self._by_length = [entry for entry in self._by_length if not entry[2].taken]
+        heapq.heapify(self._by_length)
 
 
 def _first(rows: deque[WaitingRow]) -> WaitingRow | None:

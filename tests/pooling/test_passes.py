@@ -234,3 +234,29 @@ def test_limits_name_the_row_at_fault():
     ):
         with pytest.raises(error, match=words):
             limits.check(PoolingRequest("a", [TokenRow(ids) for ids in rows]))
+
+
+def test_a_row_of_many_slices_is_read_once(model):
+    watched = Watched.of(model, 6)
+    watched.add("long", [row(random.Random(7), MOST_TOKENS)])
+    watched.run()
+    stats = watched.loop.stats()
+    assert stats["steps"] > 1
+    assert (stats["rows_computed"], stats["tokens_computed"]) == (1, MOST_TOKENS)
+
+
+def test_rows_that_do_not_wait_are_not_held():
+    """Short texts never run out here, so that long ones that were taken stay behind them."""
+    queue = PassQueue()
+    queue.add(waiting([1] * 20), most=10)
+    for _ in range(300):
+        queue.add(waiting([9] + [1] * 9), most=10)
+        for _ in range(2):
+            queue.take(9)
+    assert queue.num_waiting < 60
+    assert len(queue._by_length) <= 4 * queue.num_waiting
+    rows = waiting([5] * 9 + [50])
+    other = PassQueue()
+    other.add(rows, most=10)
+    other.discard(rows)
+    assert [*other._by_age, *other._by_length, *other._long] == []

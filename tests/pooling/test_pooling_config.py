@@ -218,3 +218,9 @@ def test_what_is_not_known_is_named(tmp_path, config, files, error, words):
 def test_an_encoder_without_a_head_gives_no_scores(tmp_path):
     with pytest.raises(UnsupportedModelError, match="task='embed'"):
         read_pooling(folder_of(tmp_path, BERT), "", "score")
+
+
+def test_words_of_a_folder_above_do_not_say_what_a_model_is_for(tmp_path):
+    folder = tmp_path / "texts to embed and rerank later" / "llama"
+    folder.mkdir(parents=True)
+    assert read_pooling(folder_of(folder, QWEN), "llama") is None

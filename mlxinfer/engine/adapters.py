@@ -122,7 +122,7 @@ class AdapterTable:
                 "kind": each.adapter.kind,
                 "path": str(each.adapter.folder),
                 "bytes": each.num_bytes,
-                "leaving": each.leaving,
+                "ready": self._by_name.get(each.name) is each,  # requests may name it
             }
             for each in self._in_use.values()
         ]
@@ -134,6 +134,7 @@ class AdapterTable:
             )
 
     def _free(self, loaded: LoadedAdapter) -> None:
-        del self._in_use[loaded.number]
+        if self._in_use.pop(loaded.number, None) is None:
+            return  # `close` took all of them off meanwhile
         self._loaded.remove(loaded.number)
         self._reserve(self.num_bytes)

@@ -80,11 +80,11 @@ class EngineLimits:
                 f"{self.max_context} with the answer; shorten the prompt.",
                 param="prompt",
             )
-        self._check_memory(num_prompt)
+        self.check_memory(num_prompt)
         max_tokens = request.params.max_tokens or room
         return min(max_tokens, room, self.max_positions - num_prompt)
 
-    def _check_memory(self, num_prompt: int) -> None:
+    def check_memory(self, num_prompt: int) -> None:
         """Raise InsufficientMemoryError where the prompt and one token need too many pages."""
         for group in self.groups:
             needed = min(-(-(num_prompt + 1) // self.page_size), group.max_pages)
@@ -98,6 +98,6 @@ class EngineLimits:
 
 
 def no_adapter(name: str, loaded: Sequence[str]) -> InvalidRequestError:
-    """What a request is told that names an adapter which is not there."""
+    """The error of a request that names an adapter which is not loaded."""
     there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
     return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")

@@ -189,14 +189,15 @@ class Loop:
         """Queue a request that `check` passed."""
         if self._proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
-        loaded = None
-        if request.adapter is not None:
-            try:
-                loaded = self.adapters.of(request.adapter)
-            except InvalidRequestError as error:  # unloaded since it was checked
-                end = TokenEvent.without_token(request.id, FinishReason.ERROR, error=error)
-                self._emit([end])
-                return
+        limits, num_prompt = self.limits, len(request.prompt_ids)
+        try:
+            loaded = None if request.adapter is None else self.adapters.of(request.adapter)
+            limits.check_memory(num_prompt)
+        except InvalidRequestError as error:  # an adapter came or went since it was checked
+            end = TokenEvent.without_token(request.id, FinishReason.ERROR, error=error)
+            self._emit([end])
+            return
+        max_output = min(max_output, limits.max_positions - num_prompt)
         sequence = self.scheduler.queues.add(request, max_output=max_output)
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if loaded is not None:

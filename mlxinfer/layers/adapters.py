@@ -329,10 +329,10 @@ class Adapted:
         kept = [s.without(number) if number in s.members else s for s in self.stacks]
         self.stacks = tuple(stack for stack in kept if stack is not None)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the matrices of all adapters."""
-        return sum(stack.num_bytes for stack in self.stacks)
+    def bytes_of(self, number: int) -> int:
+        """Memory of the matrices of one adapter."""
+        having = [stack for stack in self.stacks if number in stack.members]
+        return sum(stack.num_bytes // len(stack.members) for stack in having)
 
     def used(self, each: int = 1) -> list[tuple[Stack, Plan]]:
         """The stacks that rows of the step need, see `StepAdapters.plan`."""

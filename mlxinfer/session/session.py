@@ -188,7 +188,7 @@ class Session:
     def adapters(self) -> list[dict[str, Any]]:
         """As LLM.adapters."""
         found: list[dict[str, Any]] = self.stats()["adapters"]
-        return [each for each in found if not each.pop("leaving")]
+        return [each for each in found if each.pop("ready")]
 
     # -- its state ------------------------------------------------------------------------------
 

@@ -101,6 +101,8 @@ def test_matrices_that_do_not_fit(
         ({"use_dora": True}, "lacks DoRA's lengths"),
         ({"lora_alpha": "x"}, "lora_alpha in"),
         ({"rank_pattern": {"q_proj": 5}}, "says 5"),
+        ({"rank_pattern": {"q_proj": 0}}, "expected 1 or more"),
+        ({"layers_to_transform": ["0", None]}, "must be numbers of layers"),
     ],
 )
 def test_configs_that_ask_for_something_else(

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from adapters.cases import base
 from adapters.drawn import dense_tensors, draw, write_peft
-from engine.harness import PAGE, Harness, prompt, tiny_model
+from engine.harness import PAGE, Harness, Outcome, prompt, tiny_model
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.core import SamplingParams
+from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.scheduler import Proposer
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
+from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 
 CASE = "qwen3-v4"
@@ -130,3 +132,62 @@ def test_an_adapter_that_is_not_loaded_is_refused(folders: dict[str, Path]) -> N
     assert caught.value.param == "adapter"
     with pytest.raises(InvalidRequestError, match="loaded: first, second"):
         Harness(tiny_model(CASE), adapters=folders).add("a", [5], adapter="x")
+
+
+def test_loads_and_unloads_that_overlap_leave_each_other_alone(folders: dict[str, Path]) -> None:
+    own = {name: read_adapter(folder) for name, folder in folders.items()}
+    harness = Harness(load(base(CASE)))
+    table = harness.loop.adapters
+    list(table.load("first", own["first"]))
+    second = table.load("second", own["second"])
+    next(second)
+    assert {each["name"]: each["ready"] for each in table.stats()} == {
+        "first": True,
+        "second": False,
+    }
+    list(table.unload("first"))
+    harness.turn()  # it goes
+    next(second)
+    first = table.load("first", own["first"])
+    next(first)
+    list(second)
+    list(first)
+    alone = Harness(load(base(CASE)), adapters=folders)
+    sizes = [
+        {each["name"]: each["bytes"] for each in one.loop.adapters.stats()}
+        for one in (harness, alone)
+    ]
+    assert sizes[0] == sizes[1]
+    for one in (harness, alone):
+        for name in NAMES:
+            one.add(name, prompt(20), SamplingParams(max_tokens=5), adapter=name)
+        one.drain()
+    for name in NAMES:
+        assert harness.outcomes[name].token_ids == alone.outcomes[name].token_ids
+
+
+def test_a_load_that_the_end_of_the_engine_cuts_short(folders: dict[str, Path]) -> None:
+    harness = Harness(load(base(CASE)))
+    loading = harness.loop.adapters.load("first", read_adapter(folders["first"]))
+    next(loading)
+    harness.loop.close()
+    loading.close()
+
+
+def test_a_request_that_was_checked_before_an_adapter_took_its_room(
+    folders: dict[str, Path],
+) -> None:
+    harness = Harness(load(base(CASE)), kv_budget_bytes=1 << 20)
+    loop, room = harness.loop, harness.loop.cache.max_tokens
+    long = Request("long", prompt(room - 1), SamplingParams(max_tokens=1), frozenset())
+    assert loop.check(long) == 1
+    list(loop.adapters.load("first", read_adapter(folders["first"])))
+    left = loop.cache.max_tokens
+    assert PAGE < left < room
+    answers = Request("answers", prompt(left - 5), SamplingParams(max_tokens=9), frozenset())
+    for request, max_output in ((long, 1), (answers, 9)):
+        harness.outcomes[request.id] = Outcome()
+        loop.add(request, max_output)
+    outcomes = harness.drain()
+    assert isinstance(outcomes["long"].error, InsufficientMemoryError)
+    assert len(outcomes["answers"].token_ids) == 5

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,19 @@ class FakeModel:
     max_context: int = 2048
     capabilities: dict[str, bool] = field(default_factory=dict)
     created_s: int = 1
+    adapters: list[str] = field(default_factory=list)
+
+    @property
+    def generator(self) -> "FakeModel":
+        return self
+
+    def load_adapter(self, name: str, _: Path) -> None:
+        self.machine.loads.append(f"{self.name}:{name}")
+        self.machine.wait(f"{self.name}:{name}")
+        self.adapters.append(name)
+
+    def unload_adapter(self, name: str) -> None:
+        self.adapters.remove(name)
 
     @property
     def info(self) -> Any:

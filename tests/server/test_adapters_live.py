@@ -81,6 +81,8 @@ def test_a_running_answer_ends_with_the_adapter_that_is_unloaded(server: LiveSer
         ("../outside", "is not in a folder of --adapter-dir"),
         ("/etc", "is not in a folder of --adapter-dir"),
         ("nothing", "There is no folder"),
+        ("a\0b", "is no path"),
+        ("x" * 5000, "There is no folder"),
         (".", "is not in a folder of --adapter-dir"),
     ],
 )
@@ -98,6 +100,8 @@ def test_names_that_are_wrong_taken_or_unknown_are_refused(server: LiveServer) -
     assert "already; unload it first" in taken.json()["error"]["message"]
     inplace = {"lora_name": "poet", "lora_path": "pirate", "load_inplace": True}
     assert server.post(LOAD, inplace).status_code == 200
+    assert server.post(LOAD, {**inplace, "lora_path": "nothing"}).status_code == 404
+    assert text(server, "demo:poet")  # the one that was to be replaced
     assert server.post(UNLOAD, {"lora_name": "poet"}).status_code == 200
     assert server.post(UNLOAD, {"lora_name": "poet"}).status_code == 404
     assert server.post(CHAT, chat(model="demo:poet")).status_code == 404

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -488,5 +489,41 @@ def test_a_guest_leaves_a_model_that_is_in_the_way_of_another(
         machine.clock += 100
         async with models.use("a", lambda: None):
             assert states(models) == "LUUU"
+
+    run(work())
+
+
+def test_a_client_that_leaves_does_not_leave_an_adapter_half_loaded(
+    machine: Machine, models: Models
+) -> None:
+    go_on, slot = machine.hold("a:x"), models.find("a")
+
+    async def work() -> None:
+        loading = asyncio.create_task(models.load_adapter("a", "x", Path("x")))
+        await until(lambda: "a:x" in machine.loads)
+        loading.cancel()
+        await asyncio.wait({loading})
+        go_on.set()
+        await until(lambda: not slot.users)
+        await models.unload_adapter("a", "x")
+        served: Any = slot.served
+        assert served.adapters == []
+
+    run(work())
+
+
+def test_an_adapter_may_go_while_its_model_is_loaded(machine: Machine, models: Models) -> None:
+    go_on, slot = machine.hold("a:x"), models.find("a")
+    slot.adapters.update(x=Path("x"), y=Path("y"))
+
+    async def work() -> None:
+        using = asyncio.create_task(touch(models, "a"))
+        await until(lambda: "a:x" in machine.loads)
+        unloading = asyncio.create_task(models.unload_adapter("a", "x"))
+        await asyncio.sleep(0.01)
+        go_on.set()
+        await asyncio.gather(using, unloading)
+        served: Any = slot.served
+        assert served.adapters == list(slot.adapters) == ["y"]
 
     run(work())

@@ -3,6 +3,7 @@
 Knows no model and reads no matrices: what cannot be right is refused before anything is loaded.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def find_file(folder: Path) -> tuple[Path, Fields]:
         ModelNotFoundError: there is no adapter.
         CheckpointError: it is a pickle, or the config is broken.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike `is_dir` not an error where a path is too long
         raise ModelNotFoundError(
             f"There is no folder {str(folder)[:200]!r}; an adapter is a folder with {CONFIG} and "
             f"{PEFT_FILE} (PEFT) or {MLX_FILE} (mlx-lm)."

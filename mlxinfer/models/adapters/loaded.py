@@ -3,7 +3,7 @@
 All methods are called from the thread that owns MLX.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -61,7 +61,6 @@ class ModelAdapters:
         self._targets: Targets | None = None
         self._adapted: dict[int, Adapted] = {} if self._model is None else self._model.adapted
         self._norms: dict[int, mx.array] = {}  # (outputs,) squares of rows of the matrix, by place
-        self._bytes: dict[int, int] = {}
 
     def check(self, adapter: AdapterFolder) -> list[Placement]:
         """Where its matrices go; raises as `Targets.placements`, or where the model takes none."""
@@ -102,18 +101,17 @@ class ModelAdapters:
         assert self._model is not None
         tensors = mx.load(str(adapter.file))
         assert isinstance(tensors, dict)
-        self._make_room(placements)
-        before, layer = self.num_bytes, None
-        for index, own in by_place(placements).items():
+        wanted, layer = by_place(placements), None
+        self._make_room(wanted)
+        for index, own in wanted.items():
             place = self._model.places[index]
             if layer not in (None, layer := layer_of(place.origins[0].path)):
                 yield
+                self._make_room(wanted)  # `remove` of another takes away those that are empty
             self._adapted[index].add(number, self._low_rank(index, place, own, tensors, adapter))
-        self._bytes[number] = self.num_bytes - before
 
     def remove(self, number: int) -> None:
         """Take an adapter off the model; what of it is there."""
-        self._bytes.pop(number, None)
         empty: dict[int, object] = {}
         for index, adapted in list(self._adapted.items()):
             adapted.remove(number)
@@ -125,22 +123,17 @@ class ModelAdapters:
             self._replace(empty)
             self._norms.clear()
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all matrices."""
-        return sum(adapted.num_bytes for adapted in self._adapted.values())
-
     def bytes_of(self, number: int) -> int:
-        """Memory of those of one adapter."""
-        return self._bytes.get(number, 0)
+        """Memory of the matrices of one adapter."""
+        return sum(adapted.bytes_of(number) for adapted in self._adapted.values())
 
     # -- places ---------------------------------------------------------------------------------
 
-    def _make_room(self, placements: Sequence[Placement]) -> None:
+    def _make_room(self, places: Iterable[int]) -> None:
         """Let `Adapted` projections take the places of those that have none yet."""
         assert self._model is not None
         taken: dict[int, object] = {}
-        for index in by_place(placements):
+        for index in places:
             if index not in self._adapted:
                 made = self._adapt(self._model.places[index])
                 taken[id(self._model.places[index].projection)] = made

@@ -32,6 +32,7 @@ _TENSOR = re.compile(
 )
 _LAYER = re.compile(r"(?:^|\.)[^.]*\.(\d+)\.")
 _STACKS = ("gate_up_proj", "down_proj")  # parameters of experts in transformers, in their order
+_MAX_STATED = 2**20  # rank; what matrices may have is `folder.MAX_RANK`
 _MAX_PATTERN = 1000  # characters of a regular expression: it is the file's, and may be slow
 # Fields that change what is computed, the values that leave it as it is here, and why others fail.
 _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -122,7 +123,7 @@ class _Sizes:
     def of(cls, config: Fields) -> "_Sizes":
         ranks, alphas = config.fields("rank_pattern"), config.fields("alpha_pattern")
         return cls(
-            rank=config.integer("r", high=2**20),
+            rank=config.integer("r", high=_MAX_STATED),
             alpha=config.number("lora_alpha", low=-1e6, high=1e6),
             ranks={} if ranks is None else dict(ranks.values),
             alphas={} if alphas is None else dict(alphas.values),
@@ -132,7 +133,13 @@ class _Sizes:
 
     def rank_of(self, path: str) -> int:
         """r of a module."""
-        return int(_by_pattern(self.ranks, path, self.rank))
+        rank = _by_pattern(self.ranks, path, self.rank)
+        if not 1 <= rank <= _MAX_STATED:
+            raise CheckpointError(
+                f"rank_pattern in {CONFIG} gives {path[:200]!r} the rank {rank:g}; expected 1 or "
+                "more."
+            )
+        return int(rank)
 
     def scale_of(self, path: str) -> float:
         """What B A of a module is multiplied with."""
@@ -174,10 +181,14 @@ class _Targets:
     def of(cls, config: Fields) -> "_Targets":
         layers = config.get("layers_to_transform")
         numbers = [layers] if type(layers) is int else config.items("layers_to_transform")
+        if not all(type(number) is int for number in numbers or ()):
+            raise CheckpointError(
+                f"layers_to_transform in {config.where} must be numbers of layers."
+            )
         return cls(
             _matcher("target_modules", config),
             _matcher("exclude_modules", config),
-            None if numbers is None else frozenset(map(int, numbers)),
+            None if numbers is None else frozenset(numbers),
         )
 
     def include(self, path: str) -> bool:

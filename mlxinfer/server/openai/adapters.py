@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...errors import InvalidRequestError, shown
+from ...errors import InvalidRequestError, MlxinferError, shown
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..http.replies import Reply, json_body
@@ -39,10 +39,16 @@ async def load(call: Call, body: LoadAdapterRequest) -> Reply:
     models = call.service.models
     folder = _allowed(body.lora_path, call.service.config.adapter_folders)
     slot = models.find(body.base_model_name)
-    if body.load_inplace and body.lora_name in slot.adapters:
-        await models.unload_adapter(slot.entry.name, body.lora_name)
-    await models.load_adapter(slot.entry.name, body.lora_name, folder)
-    name = f"{slot.entry.name}:{body.lora_name}"
+    model, before = slot.entry.name, slot.adapters.get(body.lora_name)
+    if body.load_inplace and before is not None:
+        await models.unload_adapter(model, body.lora_name)
+    try:
+        await models.load_adapter(model, body.lora_name, folder)
+    except MlxinferError:
+        if body.load_inplace and before is not None:  # what was to be replaced stays
+            await models.load_adapter(model, body.lora_name, before)
+        raise
+    name = f"{model}:{body.lora_name}"
     return json_body(AdapterAnswer(message=f"The adapter is there: model {name!r}."))
 
 
@@ -60,6 +66,8 @@ def _allowed(path: str, folders: tuple[str, ...]) -> Path:
             "FOLDER lets requests load those in a folder.",
             param="lora_path",
         )
+    if "\0" in path:
+        raise InvalidRequestError(f"{shown(path)} is no path.", param="lora_path")
     roots = [Path(folder).expanduser().resolve() for folder in folders]
     for root in roots:
         found = (root / path).resolve()  # an absolute path stays what it is

@@ -215,7 +215,11 @@ class Models:
         Raises:
             as `use` and `Session.load_adapter`.
         """
-        slot = self.find(model)
+        work = asyncio.create_task(self._load_adapter(self.find(model), name, folder))
+        work.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(work)  # a client that leaves does not leave it half loaded
+
+    async def _load_adapter(self, slot: Slot, name: str, folder: Path) -> None:
         async with self.use(slot.entry.name) as served:
             await load_adapter(served, name, folder)
             slot.adapters[name] = folder
@@ -224,6 +228,8 @@ class Models:
         """Let no new request name an adapter; raises ModelNotFoundError where there is none."""
         slots = self._slots if model is None else [self.find(model)]
         for slot in slots:
+            if name in slot.adapters and slot.loading is not None:
+                await asyncio.wait({slot.loading})  # the adapter is loaded with the model
             if name in slot.adapters:
                 del slot.adapters[name]
                 if slot.served is not None:

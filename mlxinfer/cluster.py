@@ -55,11 +55,11 @@ def checked_url(text: str) -> str:
     Raises:
         InvalidRequestError: it is none, or a public address over plain http.
     """
-    found = urlsplit(text if "://" in text else f"http://{text}")
     try:
+        found = urlsplit(text if "://" in text else f"http://{text}")
         host, port = found.hostname or "", found.port
     except ValueError:
-        host, port = "", None
+        found, host, port = urlsplit(""), "", None
     if found.scheme not in ("http", "https") or not host or found.path.strip("/"):
         raise InvalidRequestError(
             f"{text[:80]!r} is no address of a server such as 'http://studio.local:8080'.",
@@ -121,7 +121,7 @@ def advertised(
     """Announce a server in the local network while the block runs.
 
     Args:
-        host: that it listens at; the address of this machine where it is 0.0.0.0 or ::.
+        host: address that it listens at; that of this machine where it is 0.0.0.0 or ::.
         interfaces: addresses of this machine to announce it at; empty: all.
 
     Raises:
@@ -129,7 +129,7 @@ def advertised(
     """
     zeroconf = _zeroconf()
     anywhere = host in ("0.0.0.0", "::")
-    addresses = _own_addresses() if anywhere else [socket.gethostbyname(host)]
+    addresses = _own_addresses() if anywhere else [host]
     name = socket.gethostname().partition(".")[0] or "mlxinfer"
     info = zeroconf.ServiceInfo(
         SERVICE,

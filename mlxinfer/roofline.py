@@ -97,7 +97,7 @@ def machine(text: str) -> Machine:
             f"{text[:60]!r} is no chip with its memory such as 'M4 Max 64GB'. Known are {known}.",
             param="on",
         )
-    return Machine(f"{name} {found[2]} GB", CHIPS[name], parse_bytes(f"{found[2]}GB"))
+    return Machine(f"{name} {found[2]} GB", CHIPS[name], parse_bytes(f"{found[2]}GiB"))
 
 
 def estimate(

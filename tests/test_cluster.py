@@ -52,7 +52,11 @@ def test_addresses(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ftp://a", "http://a/path", "http://a:port", "http://8.8.8.8:80", "example.com:80"]
+    "text",
+    [
+        *("", "ftp://a", "http://a/path", "http://a:port", "http://8.8.8.8:80", "example.com:80"),
+        *("[::1", "http://[studio]:80"),
+    ],
 )
 def test_what_is_no_private_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequestError, match=r"address"):
@@ -96,6 +100,8 @@ def test_an_announced_server_is_found() -> None:
     with cluster.advertised("127.0.0.1", 8123, tls=False, interfaces=LOOPBACK):
         assert cluster.discover(1.5, LOOPBACK) == ["http://127.0.0.1:8123"]
     assert cluster.discover(0.3, LOOPBACK) == []
+    with cluster.advertised("fd00::5", 8124, tls=False, interfaces=LOOPBACK):
+        assert cluster.discover(1.5, LOOPBACK) == ["http://[fd00::5]:8124"]
 
 
 def test_a_server_that_none_can_reach_is_not_announced() -> None:

@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,12 @@ class Tokenizer:
     def ids_with(self, text: str) -> frozenset[int]:
         """The tokens whose bytes hold those of `text`. Looks at the whole vocabulary."""
         wanted = text.encode()
-        return frozenset(i for i in range(self.vocab_size) if wanted in self.token_bytes(i))
+        return frozenset(i for i, held in enumerate(self._all_bytes) if wanted in held)
+
+    @cached_property
+    def _all_bytes(self) -> tuple[bytes, ...]:
+        """`token_bytes` of every id: a second for a large vocabulary, so it is made once."""
+        return tuple(self.token_bytes(i) for i in range(self.vocab_size))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token stands for within a text, b"" for an id without a token.

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from mlxinfer.cli._inspect import summarise
 from mlxinfer.fit import kv_bytes
 from mlxinfer.models.zoo.private_copy import module_of
+from mlxinfer.roofline import machine
 
 CONFIG = {
     "model_type": "llama",
@@ -195,6 +196,7 @@ def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None
     low, high = said["decode_tokens_per_s"]
     assert low / high == pytest.approx(410 / 546, rel=1e-3)
     assert high == pytest.approx(546e9 / said["bytes_per_token"], rel=1e-3)
+    assert machine("M4 Max 64GB").memory_bytes == 64 << 30  # as the Mac itself counts
     text = outcome("show", "demo", "--on", "M1 8GB").out
     assert "on M1 8 GB" in text
     assert "nothing was measured" in text

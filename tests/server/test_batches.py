@@ -1,5 +1,6 @@
 """Batches: OpenAI's files and batches, beside live requests, each key its own, through kills."""
 
+import asyncio
 import json
 import os
 import random
@@ -23,6 +24,8 @@ from mlxinfer.cli.batch import command
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.batches import types as batch_types
 from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
+from mlxinfer.server.batches.upload import read_upload
+from mlxinfer.server.errors import BodyTooLargeError
 from mlxinfer.server.files import FileStore
 from mlxinfer.server.keys import ApiKeys
 
@@ -174,6 +177,7 @@ def test_a_file_with_a_wrong_line_is_refused_whole(
         ({"endpoint": "/v1/models"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "0h"}, "completion_window"),
+        ({"metadata": {"a": "b" * 513}}, "metadata[...]"),
         ({"input_file_id": "file-0"}, None),
     ],
 )
@@ -202,6 +206,13 @@ def test_wrong_batches(
             b"\r\n--x--\r\n",
             {"content-type": "multipart/form-data; boundary=x"},
             400,  # no purpose
+        ),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
+            b"\r\n--x--\r\n",
+            {"content-type": "multipart/form-data; boundary=x", "x-request-timeout": "soon"},
+            400,
         ),
     ],
 )
@@ -319,6 +330,33 @@ def test_files_are_bounded(tmp_path: Path) -> None:
         assert len(list(client.files.list())) == 1
 
 
+def test_uploads_at_once_are_bounded_together(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, max_bytes=1000)
+    form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    form += b"y" * 600 + b"\r\n--x--\r\n"
+
+    async def receive() -> Any:  # another upload is complete meanwhile
+        store.path("other").write_bytes(b"z" * 600)
+        store.put("other", "", "other", "batch")
+        return {"type": "http.request", "body": form}
+
+    scope = {"headers": [(b"content-type", b"multipart/form-data; boundary=x")]}
+    with pytest.raises(BodyTooLargeError):
+        asyncio.run(read_upload(scope, receive, store, timeout_s=5))
+    assert not list(tmp_path.glob("file-*"))
+
+
+def test_the_deadline_of_live_requests_ends_none_of_a_batch(tmp_path: Path) -> None:
+    slow = chat("Count", ignore_eos=True, max_tokens=200)
+    with (
+        BatchServer(tmp_path, engine={"max_batch": 1}, deadline_s=0.3) as server,
+        openai_client(server) as client,
+    ):
+        batch = server.run(client, [line(number, slow) for number in range(3)])
+        assert batch.request_counts is not None
+        assert batch.request_counts.to_dict() == {"total": 3, "completed": 3, "failed": 0}
+
+
 def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
     """A server ends in the middle; another one on the same folder answers the rest, each once."""
     slow = chat("Count", ignore_eos=True, max_tokens=120)
@@ -379,6 +417,11 @@ def test_what_a_file_of_answers_holds(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no answers"):
         ResultFiles(output, errors)
     assert output.read_text() == "A file of\nsomebody's.\n"
+    for given in (as_file([line(1), line(2)]), b'{"a": 1}'):  # an input, and one without an end
+        output.write_bytes(given)
+        with pytest.raises(ValueError, match="holds no answers"):
+            ResultFiles(output, errors)
+        assert output.read_bytes() == given
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +430,9 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path.write_bytes(as_file([line(1), line(2, {"x": "y" * 2000})]))
     _, (problem,) = check_rows(path, [CHAT])
     assert (problem.line, problem.code) == (2, "line_too_long")
+    path.write_bytes(as_file([line(number, {}) for number in range(9)]) + b"no more is read\n")
+    total, (problem,) = check_rows(path, [CHAT], most=2)
+    assert (total, problem.code) == (3, "too_many_requests")
 
 
 def test_the_command_names_what_is_wrong_with_its_file(tmp_path: Path) -> None:

@@ -58,6 +58,18 @@ def test_the_bytes_of_tokens_are_the_text(kind, text):
     assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
 
 
+def test_tokens_that_hold_a_text_are_found_without_reading_the_vocabulary_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("\n", ":", "an"):
+        wanted = text.encode()
+        ids = tokenizer.ids_with(text)
+        assert ids
+        assert all((wanted in tokenizer.token_bytes(i)) == (i in ids) for i in range(2000))
+    monkeypatch.setattr(tokenizer, "id_to_piece", None)
+    assert tokenizer.ids_with("the")
+
+
 def test_special_text_is_text_unless_asked_for(tokenizer):
     end = tokenizer.piece_to_id("<|im_end|>")
     assert end not in tokenizer.encode(TEXT)

@@ -20,6 +20,7 @@ MAX_ROWS = 50_000
 MAX_LINE_BYTES = 32 << 20
 MAX_ID_CHARS = 512
 MAX_PROBLEMS = 100  # that are listed
+START = b'{"id":"'  # of every line of answers
 SYNC_S = 1.0  # what was answered before is on the disk even if the machine loses power
 
 
@@ -33,8 +34,9 @@ class BatchLine(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct):
-    """What is read of a line of the output."""
+    """What is read of a line of the output; lines of the input have no `id`."""
 
+    id: str
     custom_id: str
 
 
@@ -109,14 +111,14 @@ def check_rows(
     problems: list[Problem] = []
     with path.open("rb") as file:
         for number, line in enumerate(_bounded_lines(file), start=1):
-            if len(problems) >= MAX_PROBLEMS:
+            if len(problems) >= MAX_PROBLEMS or (most is not None and len(known) > most):
                 break
             if line.strip():
                 problems += _problems(number, line, urls, known)
     if not known and not problems:
         problems.append(Problem(code="empty_file", message="The file has no requests.", line=1))
     if most is not None and len(known) > most:
-        message = f"The file has {len(known)} requests; at most {most} are accepted."
+        message = f"The file has more than {most} requests, which is the most accepted."
         problems.append(Problem(code="too_many_requests", message=message, line=most + 1))
     return len(known), problems
 
@@ -234,7 +236,7 @@ def _repair(path: Path) -> set[str]:
             end += len(line)
         else:
             return done
-        if not end and line.endswith(b"\n"):
+        if not end and (line.endswith(b"\n") or line[: len(START)] != START[: len(line)]):
             raise InvalidRequestError(
                 f"{path} is there, and holds no answers of a batch; name another file.",
                 param="output",

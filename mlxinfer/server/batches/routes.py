@@ -10,7 +10,7 @@ from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope
 
 from ...errors import InvalidRequestError
-from ..calls.call import Call
+from ..calls.call import Call, deadline_s
 from ..calls.endpoint import Endpoint
 from ..calls.service import Service
 from ..errors import NotStoredError
@@ -72,6 +72,7 @@ class BatchRoutes:
     # -- files ----------------------------------------------------------------------------------
 
     async def _read(self, scope: Scope, receive: Receive, service: Service) -> Upload:
+        deadline_s(scope, None)  # a header that is refused is refused before a file is written
         timeout_s = service.config.body_timeout_s
         return await read_upload(scope, receive, self._files, timeout_s=timeout_s)
 

@@ -20,6 +20,8 @@ Status = Literal[
 ]
 ENDED = frozenset(("failed", "completed", "expired", "cancelled"))
 MAX_METADATA = 16
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -127,5 +129,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: str = "24h"
-    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=MAX_METADATA)] | None = (
+        None
+    )
     output_expires_after: Any = None

@@ -56,6 +56,7 @@ async def read_upload(
             await _feed(form.parser(boundary), receive, timeout_s)
         if not form.ended or form.file_name is None:
             raise InvalidRequestError("The form has no file, or is cut off.", param=FILE)
+        files.check_room(part.stat().st_size)  # others may have taken it meanwhile
         part.rename(files.path(id))
     finally:
         part.unlink(missing_ok=True)

@@ -212,7 +212,8 @@ class Call:
             self._working.cancel()
 
     async def __aenter__(self) -> "Call":
-        limit_s = deadline_s(self.scope, self.service.config.deadline_s)
+        configured = None if self.background else self.service.config.deadline_s
+        limit_s = deadline_s(self.scope, configured)
         self.service.calls.add(self)
         if limit_s is not None:
             error = DeadlineError(f"The request took longer than {limit_s:g} seconds.")

@@ -109,16 +109,21 @@ def generation(
     """
 
     def make(emit: Emit) -> Loop:
-        model, config = load()
-        return Loop(
-            model,
-            config,
-            emit,
-            kernels=choose_on_this_machine(),
-            kernels_when_idle=True,
-            proposer=None if proposer is None else proposer(),
-            followers=followers,
-        )
+        try:
+            model, config = load()
+            return Loop(
+                model,
+                config,
+                emit,
+                kernels=choose_on_this_machine(),
+                kernels_when_idle=True,
+                proposer=None if proposer is None else proposer(),
+                followers=followers,
+            )
+        except BaseException:  # there is no loop that would release them
+            if followers is not None:
+                followers.release()
+            raise
 
     return make
 

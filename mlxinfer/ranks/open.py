@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..errors import InvalidRequestError, RanksFailedError
 from .group import RankGroup
-from .hosts import local_place, shared_secret
+from .hosts import Place, local_place, shared_secret
 from .local import LocalRanks
 from .options import RankOptions
 
@@ -26,18 +26,26 @@ def _call_ends() -> None:
         call()
 
 
-def open_group(options: RankOptions) -> RankGroup | None:
+def open_group(options: RankOptions, model: str | None = None) -> RankGroup | None:
     """The group of these options, formed if this process has none; None: one rank is asked for.
 
-    This process must be rank 0 of it.
+    This process must be rank 0 of it. A `model` that is named claims it, see `RankGroup.claim`.
 
     Raises:
-        InvalidRequestError: the options, or another group was formed before.
+        InvalidRequestError: the options, or another group was formed before, or has a model.
         RanksFailedError: the group has failed before, or others did not come.
     """
     place = options.elsewhere
     if place is None and options.ranks == 1:
         return None
+    group = _group_of(options, place)
+    if model is not None:
+        group.claim(model)
+    return group
+
+
+def _group_of(options: RankOptions, place: Place | None) -> RankGroup:
+    """The group of this process, formed if it has none. Raises as of `open_group`."""
     size = options.ranks if place is None else place.size
     with _lock:
         if _open:

@@ -337,7 +337,6 @@ def open_engine(
 
     Raises:
         ModelError: the model is broken or not supported.
-        InvalidRequestError: it is to run on ranks that run another.
         BackendMissingError: MLX does not run here.
     """
     require_mlx()  # says why, where what follows cannot import MLX
@@ -346,7 +345,7 @@ def open_engine(
 
     described: list[ModelInfo] = []
     proposers: list[Proposer | None] = []
-    group = _group(folder, options)
+    group = _group(name, folder, options)
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
@@ -365,20 +364,13 @@ def open_engine(
         proposers.append(proposer)
         return model, config
 
-    make = generation(build, lambda: proposers.pop(), group)
-    if group is None:
-        return Engine(make, owner=owner), described[0]
-    group.claim(name)
-    try:
-        engine = Engine(make, owner=owner)
-    except BaseException:  # it has no loop that would release them
-        group.release()
-        raise
-    group.on_failure = engine.fail
+    engine = Engine(generation(build, lambda: proposers.pop(), group), owner=owner)
+    if group is not None:
+        group.on_failure = engine.fail
     return engine, described[0]
 
 
-def _group(folder: Path, options: EngineOptions) -> "RankGroup | None":
+def _group(name: str, folder: Path, options: EngineOptions) -> "RankGroup | None":
     """The ranks that the model is spread over; None: it is not.
 
     In a process that is a rank other than 0 this does not return: it follows until the group ends.
@@ -396,7 +388,7 @@ def _group(folder: Path, options: EngineOptions) -> "RankGroup | None":
     if place is not None and place.rank:
         follow(place, shared_secret(), lambda name: folder)
         raise SystemExit(0)
-    return open_group(options.spread)
+    return open_group(options.spread, name)
 
 
 def add_speculation(

@@ -16,6 +16,7 @@ from ..layers.step import Advance, Arrays
 MAX_SCORES = 1 << 24  # numbers of a block of scores, where attention materialises them
 QUERY_BLOCK = 256  # queries of a long row at a time
 FUSED_DIMS = frozenset({64, 80, 96, 128})  # for which MLX's Metal kernel keeps no scores
+Mask = mx.array | str | None  # (queries, keys) bool, or "causal"; None: all see all
 
 
 class RowGroup:
@@ -55,16 +56,18 @@ class Masks:
         self.bidirectional = bidirectional
         self._made: dict[tuple[int, int, int, int, int | None], mx.array] = {}
 
-    def of(
-        self, queries: tuple[int, int], keys: tuple[int, int], window: int | None
-    ) -> mx.array | None:
-        """(queries, keys) bool of two ranges of positions; None: every query sees every key."""
+    def of(self, queries: tuple[int, int], keys: tuple[int, int], window: int | None) -> Mask:
+        """Of two ranges of positions. Causal ones are MLX's own: for a row of 32,768 tokens an
+        array would take gigabytes.
+        """
         first, last = queries[0], queries[1] - 1
         sees_ahead = self.bidirectional or keys[1] - 1 <= first
         if sees_ahead and (
             window is None or (last - keys[0] < window and (keys[1] - 1 - first < window))
         ):
             return None
+        if not self.bidirectional and window is None:
+            return "causal"
         key = (*queries, *keys, window)
         if key not in self._made:
             distance = mx.arange(*queries)[:, None] - mx.arange(*keys)[None]
@@ -171,7 +174,7 @@ class SegmentAttention:
         return found.swapaxes(1, 2).reshape(count * group.length, -1)
 
 
-Attend = Callable[[mx.array, mx.array, mx.array, mx.array | None], mx.array]
+Attend = Callable[[mx.array, mx.array, mx.array, Mask], mx.array]
 
 
 def _attention(scale: float, sinks: mx.array | None, soft_cap: float | None) -> Attend:
@@ -182,14 +185,15 @@ def _attention(scale: float, sinks: mx.array | None, soft_cap: float | None) -> 
         )
     assert sinks is None
 
-    def capped(
-        queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None
-    ) -> mx.array:
+    def capped(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
         count, heads, length, dim = queries.shape
         grouped = queries.reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
         scores = (grouped * scale) @ keys.swapaxes(2, 3)
         scores = mx.tanh(scores / soft_cap) * soft_cap
         scores = scores.reshape(count, heads, length, -1)
+        if isinstance(mask, str):
+            stop = keys.shape[2]
+            mask = mx.arange(stop - length, stop)[:, None] >= mx.arange(stop)[None]
         if mask is not None:
             scores = mx.where(mask, scores, -mx.inf)
         weights = mx.softmax(scores, axis=-1, precise=True)

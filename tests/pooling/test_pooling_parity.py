@@ -15,6 +15,7 @@ from mlxinfer.pooling.config import read_pooling
 from mlxinfer.pooling.loop import PoolingLoop
 from mlxinfer.pooling.model import PoolingModel, load_pooling
 from mlxinfer.pooling.request import PoolingRequest, TokenRow
+from mlxinfer.pooling.segments import Masks, SegmentAttention, row_groups
 
 
 def model_in(folder: Path) -> PoolingModel:
@@ -135,3 +136,25 @@ def test_a_table_of_one_token_type_serves_pairs(tmp_path):
     rows, expected = rows_of("xlm-roberta-scores")
     typed = [replace(row, token_types=[0] + [1] * (len(row.ids) - 1)) for row in rows]
     close(results(model, typed, None), expected)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_causal_masks_are_no_arrays(soft_cap, monkeypatch):
+    """In blocks too, and where scores are capped."""
+    assert Masks(False).of((0, 32_768), (0, 32_768), None) == "causal"
+    monkeypatch.setattr("mlxinfer.pooling.segments.QUERY_BLOCK", 4)
+    monkeypatch.setattr("mlxinfer.pooling.segments.MAX_SCORES", 64)
+    length, heads, dim = 11, 4, 8
+    queries, keys, values = (
+        mx.random.normal((length, count, dim), key=mx.random.key(seed))
+        for seed, count in enumerate((heads, 2, 2))
+    )
+    attention = SegmentAttention(row_groups([length]), Masks(False), None)
+    found = np.array(attention.attend(queries, keys, values, scale=0.5, soft_cap=soft_cap))
+    q, k, v = (np.array(x).repeat(heads // x.shape[1], 1) for x in (queries, keys, values))
+    scores = np.einsum("qhd,khd->hqk", q, k) * 0.5
+    scores = scores if soft_cap is None else np.tanh(scores / soft_cap) * soft_cap
+    weights = np.exp(np.where(np.tri(length, dtype=bool), scores, -np.inf))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    expected = np.einsum("hqk,khd->qhd", weights, v).reshape(length, -1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)

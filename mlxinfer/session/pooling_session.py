@@ -203,9 +203,18 @@ class PoolingSession:
         """Vectors cut to `dimensions`, and of length 1 where the model's files or `normalize` say.
 
         Source of the cut: Matryoshka representations, arXiv 2205.13147.
+
+        Raises:
+            InvalidRequestError: `normalize` is False, and the model itself normalises.
         """
         cut = vectors if dimensions is None else vectors[:, :dimensions]
         own = any(isinstance(module, Normalise) for module in self.pooling.modules)
+        if own and normalize is False:
+            raise InvalidRequestError(
+                "This model's own files bring its vectors to length 1, so there are none of other "
+                "lengths: leave normalize out.",
+                param="normalize",
+            )
         if normalize if normalize is not None else (own and cut is not vectors):
             return unit(cut)
         return cut

@@ -110,6 +110,7 @@ def test_what_a_model_is_not_for_is_refused_by_name(llm, judge, tmp_path):
         (lambda llm: llm.embed(["w5", None]), "input 1 is None"),
         (lambda llm: llm.embed([5, 96]), "from 0 to 95"),
         (lambda llm: llm.embed("w5", normalize="yes"), "normalize"),
+        (lambda llm: llm.embed("w5", normalize=False), "leave normalize out"),
         (lambda llm: llm.embed("w5", dimensions=0), "dimensions is 0"),
         (lambda llm: llm.embed("w5", truncate=0), "truncate is 0"),
         (lambda llm: llm.rerank("w5", "w6"), "documents is a text"),

@@ -247,6 +247,10 @@ def test_a_conversation_is_compacted(keeping: ScriptedServer, client: openai.Ope
         prompt = keeping.prompt
     assert prompt.index("What is a page?") < prompt.index("First.") < prompt.index("And a tail?")
     assert "Summarise" in prompt
+    with keeping.says("<think>hm</think>"):
+        failed = keeping.post(f"{RESPONSES}/compact", body)
+    assert failed.status_code == 400, failed.text
+    assert "nothing was shortened" in failed.json()["error"]["message"]
     TypeAdapter(CompactedResponse).validate_python({**plain, "output": plain["output"][-1:]})
     assert plain["object"] == "response.compaction"
     output: Any = plain["output"]

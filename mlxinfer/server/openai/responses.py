@@ -11,7 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...core import FinishReason, SamplingParams
-from ...errors import MlxinferError, OverloadedError, TemplateError
+from ...errors import InvalidRequestError, MlxinferError, OverloadedError, TemplateError
 from ...grammar import GrammarSpec
 from ...session.engine_client import Step
 from ...text import ToolUse
@@ -216,6 +216,12 @@ async def compact(call: Call, body: ResponsesRequest) -> Reply:
     answer.request.cache_salt = body.cache_salt
     generation = call.generate(model, [answer])
     (result,) = await generation.results()
+    if result.finish_reason is FinishReason.LENGTH or not result.text.strip():
+        raise InvalidRequestError(
+            f"The summary did not end within {len(result.token_ids)} tokens, so nothing was "
+            "shortened; raise max_output_tokens, or lower the reasoning effort.",
+            param="max_output_tokens",
+        )
     kept = [item for item in items if item.type == "message" and item.role == "user"]
     wrapped = encrypted_content(result.text.strip())
     made = {"id": f"cmp_{call.id}", "type": "compaction", "encrypted_content": wrapped}

@@ -1,4 +1,4 @@
-"""Ranks on the command line: who follows instead of serving, and how a group starts again."""
+"""Ranks on the command line: which process follows, and how a group starts again."""
 
 import logging
 import os

@@ -82,7 +82,7 @@ class AdapterTable:
         try:
             yield from self._loaded.load(loaded.number, adapter, placements)
             self._check_name(name)  # another may have come first
-        except BaseException:  # what was loaded of it goes, whoever ended it
+        except BaseException:  # what was loaded of it goes, whatever ended it
             self._free(loaded)
             raise
         loaded.num_bytes = self._loaded.bytes_of(loaded.number)

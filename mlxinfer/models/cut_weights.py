@@ -234,9 +234,9 @@ class CutWeights(Weights):
         }
         original = self._original[f"{path}.scales"].removesuffix(".scales")
         assert self._quantization is not None
-        told = self._quantization.of(original)
-        if told in fitting:
-            return told
+        stated = self._quantization.of(original)
+        if stated in fitting:
+            return stated
         if len(fitting) != 1:
             raise CheckpointError(
                 f"The format of {original!r} cannot be told from its tensors on one of "

@@ -1,4 +1,4 @@
-"""Control connections between rank 0 and the others: frames of bytes, and who may connect.
+"""Control connections between rank 0 and the others: frames of bytes, and which may connect.
 
 Both sides prove that they know a shared secret before anything else is said: each answers the
 other's random number with an HMAC of both numbers. What follows is not encrypted: links are
@@ -100,7 +100,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 def accept(
     listener: socket.socket, secret: bytes, own: Hello, deadline_s: float
 ) -> tuple[Connection, Hello] | None:
-    """The next rank that connects and proves itself; None: nobody did before the deadline, or one
+    """The next rank that connects and proves itself; None: none did before the deadline, or one
     that came did not.
 
     Raises:
@@ -168,7 +168,7 @@ def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: flo
 
 
 def prove(secret: bytes, *parts: bytes) -> bytes:
-    """What only somebody who knows the secret can say of these."""
+    """The proof that these were sent with knowledge of the secret."""
     return hmac.digest(secret, b"".join(parts), "sha256")
 
 

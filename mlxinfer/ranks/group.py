@@ -154,7 +154,7 @@ class RankGroup:
 
         Args:
             own: bytes.
-            stated: somebody asked for that; else it is what this machine has room for.
+            stated: the caller asked for that; else it is what this machine has room for.
         """
         if stated:
             return own

@@ -1,4 +1,4 @@
-"""LLM's embed, rerank and score, as somebody calls them."""
+"""LLM's embed, rerank and score, as a caller sees them."""
 
 import json
 import os

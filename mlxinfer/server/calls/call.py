@@ -180,7 +180,7 @@ class Call:
         return f"key {key}" if salt is None else f"key {key} {salt}"
 
     def _trace(self) -> None:
-        """Write the spans of complete answers, where somebody takes them."""
+        """Write the spans of complete answers, where there is a collector."""
         tracing = self.service.tracing
         if tracing is None:
             return

@@ -113,7 +113,8 @@ class Follower:
             message = self._inbox.get()
             if message is None:  # rank 0 has left, and nothing is under way
                 if self._place.backend == "mpi":
-                    return  # which wants to be left in good order
+                    self._link.close()
+                    return  # the process ends as others do, and MPI with it
                 self._ended()
             try:
                 obey[type(message)](message)

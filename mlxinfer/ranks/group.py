@@ -205,6 +205,7 @@ class RankGroup:
             connection.close()
         if self._local is not None:
             self._local.end()
+        self.link.close()
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ class GroupLink:
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
-        self._group = group
+        self._group: mx.distributed.Group | None = group
         self.rank = group.rank()
         self.size = group.size()
         self.num_sums = self.num_gathers = self.bytes_sent = 0
@@ -35,3 +35,11 @@ class GroupLink:
         every = mx.distributed.all_gather(x, group=self._group)  # (size * T, n)
         every = every.reshape(self.size, num_rows, width).swapaxes(0, 1)
         return every.reshape(num_rows, self.size * width)
+
+    def close(self) -> None:
+        """Drop MLX's group, the last time that it is used.
+
+        MPI is left in good order by its destructor (`MPI_Finalize`), which runs at the end of the
+        process only where nothing of Python holds the group: threads that never end hold links.
+        """
+        self._group = None

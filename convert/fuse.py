@@ -49,7 +49,8 @@ class FusedSource:
         dense: matrices that were quantised are given as numbers, else as codes of their format.
 
     Raises:
-        CheckpointError: a module that the base does not have, or a matrix of another shape.
+        CheckpointError: a module that the base does not have, a matrix of another shape, or a
+            module of the base that the adapter should change and does not.
     """
 
     def __init__(self, source: Source, adapter: AdapterFolder, *, dense: bool) -> None:
@@ -190,7 +191,25 @@ def _changes(
             )
         for name, expert, change in places:
             found.setdefault(name, {})[expert] = change
+    _check_complete(
+        source, adapter, {ours: name for ours, name in names.items() if name not in found}
+    )
     yield from found.items()
+
+
+def _check_complete(source: Source, adapter: AdapterFolder, rest: Mapping[str | None, str]) -> None:
+    """Raise CheckpointError where the adapter should change more of the base than it does.
+
+    Args:
+        rest: our names and the source's of the tensors that it does not change.
+    """
+    count = normalise(source.config).num_layers
+    for ours, name in rest.items():
+        if ours is not None and adapter.wants(ours.removesuffix(".weight"), count):
+            raise CheckpointError(
+                f"The adapter in {adapter.folder} has no matrices for {name!r} of {source.label}, "
+                "which its config means: it was made for another model."
+            )
 
 
 Find = Callable[[str], Any]  # our name of a tensor -> the source's, or None

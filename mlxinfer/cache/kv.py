@@ -125,6 +125,7 @@ class KVCache:
         if self.state_group is not None:
             room -= self.state_group.max_snapshots * self.states.num_bytes
         self.groups = replace(make, max_batch=self.max_batch).groups(room, num_pages)
+        self._paged_budget = room
         self._num_pages = [group.allocator.num_pages for group in self.groups]
         self._reserved = 0  # bytes of the budget that are left to something else
         self._filled = [group for group in self.groups if group.layers]  # those that have arrays
@@ -200,7 +201,7 @@ class KVCache:
         """Leave so much of the budget to something else, or what was left before to pages again.
 
         Only what the arrays have not grown into can be left, and what no sequence may yet need.
-        Pages that the user counted are no budget: nothing is taken from them.
+        Where the number of pages is fixed, only what the budget has beside them can be.
 
         Args:
             num_bytes: in all, at every call.
@@ -214,7 +215,10 @@ class KVCache:
             for g, group in enumerate(self.groups)
             if group.max_pages(ENDLESS) >= ENDLESS // self.page_size
         ]
-        if self._fixed or self._reserved == num_bytes or not full:
+        if self._fixed or not full:
+            paged = sum(g.allocator.num_pages * g.page_bytes for g in self.groups)
+            return num_bytes <= max(self._paged_budget - paged, 0)
+        if self._reserved == num_bytes:
             return True
         cost = sum(self.groups[g].page_bytes for g in full)
         wanted = {g: self._num_pages[g] - -(-num_bytes // max(cost, 1)) for g in full}

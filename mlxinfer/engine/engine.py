@@ -46,7 +46,10 @@ class EngineLoop(Protocol):
 
     @property
     def limits(self) -> Any:
-        """Plain values with `check(request)`, which any thread may call; new after `fail_all`."""
+        """A frozen value with `check(request)`, read and called by any thread.
+
+        Another takes its place when what requests must fit into changes.
+        """
         ...
 
     @property
@@ -153,7 +156,7 @@ class Engine:
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
         self._running = threading.Lock()  # held by the thread until it has left MLX
-        self._limits: Any  # set on the engine's thread, which is ready then
+        self._loop: EngineLoop  # set on the engine's thread, which is ready then
         ready: Reply[None] = Reply()
         self._thread = threading.Thread(
             target=self._work, args=(make_loop, ready), name="mlxinfer-engine", daemon=True
@@ -177,7 +180,7 @@ class Engine:
             EngineClosedError: the engine was closed.
         """
         self.require_open()
-        checked = self._limits.check(request)
+        checked = self._loop.limits.check(request)
         request.arrived_s = time.monotonic()
         self._put(lambda: self._add(request, checked, listener))
 
@@ -195,8 +198,8 @@ class Engine:
 
     @property
     def limits(self) -> Any:
-        """What requests must fit into; a new value after each restart of the loop."""
-        return self._limits
+        """What requests must fit into; another value whenever that changes."""
+        return self._loop.limits
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held.
@@ -269,11 +272,7 @@ class Engine:
             while self.call(lambda: next(pieces, self)) is None:
                 pass
         finally:  # also after Ctrl-C between two pieces
-            self.call(lambda: self._changed(pieces))
-
-    def _changed(self, pieces: Generator[None]) -> None:
-        pieces.close()
-        self._limits = self._loop.limits
+            self.call(pieces.close)
 
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
@@ -327,7 +326,7 @@ class Engine:
     def _run(self, make_loop: MakeLoop, ready: Reply[None]) -> None:
         try:
             loop = make_loop(self._emit)
-            self._loop, self._limits = loop, loop.limits
+            self._loop = loop
         except BaseException as error:  # the constructor raises it in its caller
             ready.fail(error)
             return
@@ -346,7 +345,6 @@ class Engine:
         """Fail all requests and go on; where not even that works (False), the engine ends."""
         try:
             loop.fail_all(error)
-            self._limits = loop.limits
             what = f"{type(error).__name__}: {error}"
             self._fail_rest(RequestFailedError(f"A fault came before its end: {what}"), error)
             return True

@@ -51,6 +51,7 @@ class Loop:
 
     Attributes:
         adapters: that requests may name.
+        limits: what requests must fit into; a new value whenever that changes.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Loop:
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
         self._proposer = proposer
-        self.adapters = AdapterTable(model, self._reserve)
+        self.adapters = AdapterTable(model, self._reserve, self._state_limits)
         self._counters = Counters()  # lives on where the loop starts afresh
         self.assemble()
 
@@ -103,6 +104,7 @@ class Loop:
         self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None
+        self._state_limits()
 
     def _make_scheduler(self) -> Scheduler:
         config = self.config
@@ -174,10 +176,8 @@ class Loop:
 
     # -- requests -------------------------------------------------------------------------------
 
-    @property
-    def limits(self) -> EngineLimits:
-        """What requests must fit into."""
-        return EngineLimits.of(
+    def _state_limits(self) -> None:
+        self.limits = EngineLimits.of(
             self.config, self.model.config.vocab_size, self.cache, self.adapters.names
         )
 

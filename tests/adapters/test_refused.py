@@ -17,7 +17,7 @@ from models.tiny import tiny_checkpoint
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError, InvalidRequestError, ModelError
 from mlxinfer.models import load
-from mlxinfer.models.adapters.loaded import read_adapter
+from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
 from mlxinfer.models.decoder import Model
 
 CASE = "qwen3-v4"
@@ -103,6 +103,9 @@ def test_matrices_that_do_not_fit(
         ({"rank_pattern": {"q_proj": 5}}, "says 5"),
         ({"rank_pattern": {"q_proj": 0}}, "expected 1 or more"),
         ({"layers_to_transform": ["0", None]}, "must be numbers of layers"),
+        ({"layers_to_transform": [0, 1, 2, 3], "layers_pattern": "h"}, "does not mean"),
+        ({"layers_to_transform": [0], "layers_pattern": [1]}, "must be names of lists of layers"),
+        ({"layers_to_transform": [0], "layers_pattern": "(("}, "cannot be read"),
     ],
 )
 def test_configs_that_ask_for_something_else(
@@ -174,6 +177,48 @@ def test_another_layouts_config_and_whole_matrices(
         read_adapter(folder)
 
 
+@pytest.mark.parametrize("pattern", [None, "layers", ["h", "layers"]])
+def test_layers_to_transform_and_the_pattern_of_their_names(
+    tmp_path: Path, tensors: dict[str, mx.array], pattern: object
+) -> None:
+    drawn = draw(tensors, 1, pattern=r"layers\.[02]\..*_proj")
+    stated = {"layers_to_transform": [0, 2], "layers_pattern": pattern}
+    adapter = read_adapter(write_peft(tmp_path / "a", drawn, **stated))
+    assert {module.path.split(".")[2] for module in adapter.modules} == {"0", "2"}
+    wanted = [adapter.wants(f"model.layers.{i}.mlp.up_proj", 4) for i in range(4)]
+    assert wanted == [True, False, True, False]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_memory_of_an_adapter_is_known_before_it_is_loaded(
+    tmp_path: Path, tensors: dict[str, mx.array], dora: bool
+) -> None:
+    adapter = read_adapter(write_peft(tmp_path / "a", draw(tensors, 1, dora=dora)))
+    loaded = ModelAdapters(own_model(CASE))
+    placements, number = loaded.check(adapter), loaded.new_number()
+    for _ in loaded.load(number, adapter, placements):
+        pass
+    assert loaded.estimate(placements) == loaded.bytes_of(number)
+    loaded.remove(number)
+
+
+def test_memory_beside_pages_that_were_counted(
+    tmp_path: Path, tensors: dict[str, mx.array]
+) -> None:
+    folder = write_peft(tmp_path / "a", draw(tensors, 1, rank=64))
+    for budget, fits in ((1 << 24, True), (1 << 18, False)):
+        harness = Harness(own_model(CASE), kv_budget_bytes=budget, num_pages=16)
+        loading = harness.loop.adapters.load("x", read_adapter(folder))
+        if fits:
+            list(loading)
+            list(harness.loop.adapters.unload("x"))
+            harness.turn()
+        else:
+            with pytest.raises(InvalidRequestError, match="no room for the adapter"):
+                list(loading)
+        assert harness.loop.cache.groups[0].allocator.num_pages == 16
+
+
 def test_memory_is_taken_from_the_kv_cache_and_given_back(
     tmp_path: Path, tensors: dict[str, mx.array]
 ) -> None:
@@ -199,4 +244,5 @@ def test_memory_is_taken_from_the_kv_cache_and_given_back(
     harness.drain()
     harness.turn()
     assert (table.num_bytes, group.allocator.num_pages) == (0, pages)
+    assert harness.loop.limits.groups[0].num_pages == pages  # which callers' threads go by
     assert not harness.loop.model.adapted

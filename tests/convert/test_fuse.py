@@ -93,6 +93,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert np.abs(logits(tmp_path / "out") - logits(base, adapter)).max() < 1e-3
 
 
+def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
+    drawn = draw(dense_tensors(base), 1)
+    for path in [path for path in drawn.a if "layers.2." in path]:
+        del drawn.a[path]
+    for write in (write_peft, write_mlx):
+        adapter = read_adapter(write(tmp_path / write.__name__, drawn))
+        with pytest.raises(CheckpointError, match=r"no matrices for 'model\.layers\.2\."):
+            FusedSource(open_source(base), adapter, dense=False)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
     drawn = draw(dense_tensors(base), 1)

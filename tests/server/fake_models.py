@@ -35,6 +35,8 @@ class FakeModel:
     def load_adapter(self, name: str, _: Path) -> None:
         self.machine.loads.append(f"{self.name}:{name}")
         self.machine.wait(f"{self.name}:{name}")
+        if f"{self.name}:{name}" in self.machine.failing:
+            raise CheckpointError(f"/secret/{name} is broken")
         self.adapters.append(name)
 
     def unload_adapter(self, name: str) -> None:

@@ -512,6 +512,47 @@ def test_a_client_that_leaves_does_not_leave_an_adapter_half_loaded(
     run(work())
 
 
+def test_a_model_with_a_broken_adapter_is_loaded_without_it(
+    machine: Machine, models: Models
+) -> None:
+    slot = models.find("a")
+
+    async def work() -> None:
+        await models.load_first()
+        for name in ("x", "y"):
+            await models.load_adapter("a", name, Path(name))
+        await models.unload("a")
+        machine.failing.add("a:x")  # its folder broke meanwhile
+        await touch(models, "a")
+        served: Any = slot.served
+        assert served.adapters == list(slot.adapters)[1:] == ["y"]
+        assert list(slot.adapter_failures) == ["x"]
+        slot.check_adapter("y")
+        with pytest.raises(ModelLoadError, match="adapter x of a could not be loaded") as caught:
+            slot.check_adapter("x")
+        assert "secret" not in str(caught.value)
+        with pytest.raises(CheckpointError):  # the answer to a load names the reason
+            await models.load_adapter("a", "x", Path("x"))
+        machine.failing.clear()
+        await models.load_adapter("a", "x", Path("x"))
+        assert (sorted(served.adapters), slot.adapter_failures) == (["x", "y"], {})
+        machine.failing.add("a:x")
+        await models.unload("a")
+        await touch(models, "a")
+        await models.unload_adapter("a", "x")  # and it can be given up
+        assert list(slot.adapters) == ["y"]
+        assert not slot.adapter_failures
+
+    run(work())
+
+
+def test_at_the_start_a_broken_adapter_is_an_error(machine: Machine) -> None:
+    models = machine.registry([machine.entry("a", 10 * MB, pinned=True, adapters={"x": Path("x")})])
+    machine.failing.add("a:x")
+    with pytest.raises(CheckpointError):
+        run(models.load_first())
+
+
 def test_an_adapter_may_go_while_its_model_is_loaded(machine: Machine, models: Models) -> None:
     go_on, slot = machine.hold("a:x"), models.find("a")
     slot.adapters.update(x=Path("x"), y=Path("y"))

@@ -71,7 +71,7 @@ class ModelAdapters:
         return self._targets.placements(adapter)
 
     def estimate(self, placements: Sequence[Placement]) -> int:
-        """Bytes that the matrices will take, with what stacks pad them by."""
+        """Bytes that the matrices will take, what stacks pad them by and DoRA's gains included."""
         assert self._model is not None
         size, total = _dtype_of(self._model).size, 0
         for index, own in by_place(placements).items():
@@ -79,6 +79,8 @@ class ModelAdapters:
             rank, parts = _rank_of(own), len(place.origins)
             outputs = sum(origin.num_rows for origin in place.origins)
             total += (place.num_experts or 1) * rank * (parts * place.in_dims + outputs) * size
+            if any(placement.module.magnitude is not None for placement in own):
+                total += outputs * size
         return total
 
     def new_number(self) -> int:

@@ -30,7 +30,7 @@ _TENSOR = re.compile(
     r"(?P<path>.+)\.(?:lora_(?P<part>[AB])(?:\.default)?\.weight"
     r"|lora_(?P<magnitude>magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
-_LAYER = re.compile(r"(?:^|\.)[^.]*\.(\d+)\.")
+_LAYER = r"(?:.*?\.)?{}\.(\d+)\."  # as PEFT's check_target_module_exists: the first that fits
 _STACKS = ("gate_up_proj", "down_proj")  # parameters of experts in transformers, in their order
 _MAX_STATED = 2**20  # rank; what matrices may have is `folder.MAX_RANK`
 _MAX_PATTERN = 1000  # characters of a regular expression: it is the file's, and may be slow
@@ -176,6 +176,7 @@ class _Targets:
     names: Callable[[str], bool]
     excluded: Callable[[str], bool]
     layers: frozenset[int] | None
+    layer_number: tuple[re.Pattern[str], ...]  # where in a path it stands; the first that fits
 
     @classmethod
     def of(cls, config: Fields) -> "_Targets":
@@ -188,16 +189,27 @@ class _Targets:
         return cls(
             _matcher("target_modules", config),
             _matcher("exclude_modules", config),
-            None if numbers is None else frozenset(numbers),
+            frozenset(numbers) if numbers else None,  # PEFT takes an empty list for none
+            tuple(_compiled(_LAYER.format(each)) for each in _layer_patterns(config)),
         )
 
     def include(self, path: str) -> bool:
         """Whether the module at a path is meant."""
         if self.layers is not None:
-            place = _LAYER.search(path)
+            places = (pattern.match(path) for pattern in self.layer_number)
+            place = next((each for each in places if each is not None), None)
             if place is None or int(place[1]) not in self.layers:
                 return False
         return self.names(path) and not self.excluded(path)
+
+
+def _layer_patterns(config: Fields) -> list[str]:
+    """What stands before the number of a layer, as layers_pattern says; else any name."""
+    stated = config.get("layers_pattern")
+    patterns = [stated] if isinstance(stated, str) else config.items("layers_pattern") or []
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise CheckpointError(f"layers_pattern in {config.where} must be names of lists of layers.")
+    return [pattern for pattern in patterns if pattern] or ["[^.]*"]
 
 
 def _matcher(key: str, config: Fields) -> Callable[[str], bool]:

@@ -67,6 +67,7 @@ class Call:
         Raises:
             ModelNotFoundError: there is none of this name.
             OverloadedError: it is not loaded, and cannot be now.
+            ModelLoadError: it could not be loaded, or its adapter could not.
             ShuttingDownError: nothing new is begun.
             the error of an interrupt.
         """
@@ -76,6 +77,7 @@ class Call:
         use = self._kept.enter_async_context(self.service.models.use(slot.entry.name, leave))
         model = await self._interruptible(use)
         if adapter is not None:
+            slot.check_adapter(adapter)
             model = model.with_adapter(adapter)
         self.log["model"] = model.name
         return model

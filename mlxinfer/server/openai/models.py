@@ -20,7 +20,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int | None  # tokens of prompt and answer; null before its first load
     context_length: int | None  # the same
     capabilities: dict[str, bool] | None  # null before its first load
-    state: str  # unloaded, loading, loaded or unloading; a request loads its model
+    state: str  # unloaded, loading, loaded or unloading; of a broken adapter failed
     aliases: list[str]  # other names that requests may use
     parent: str | None = None  # of an adapter: the model that it changes
 
@@ -70,6 +70,8 @@ def _adapter_cards(slot: Slot) -> list[ModelCard]:
 def _adapter_card(slot: Slot, adapter: str) -> ModelCard:
     card = _card(slot)
     card.id, card.parent, card.aliases = f"{card.id}:{adapter}", card.id, [adapter]
+    if adapter in slot.adapter_failures:
+        card.state = "failed"
     return card
 
 

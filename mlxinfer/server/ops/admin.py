@@ -31,6 +31,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     failure: str | None  # error of the last load
     failures_in_a_row: int
     retry_left_s: float  # until requests may load it again; 0: now
+    adapter_failures: dict[str, str]  # errors of its adapters that are not there, by name
 
 
 class ServerState(msgspec.Struct, kw_only=True):
@@ -154,4 +155,5 @@ def model_state(service: Service, slot: Slot) -> ModelState:
         failure=None if slot.failure is None else str(slot.failure),
         failures_in_a_row=slot.brake.num_failures,
         retry_left_s=service.models.retry_left_s(slot),
+        adapter_failures={name: str(error) for name, error in slot.adapter_failures.items()},
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...errors import MlxinferError, OverloadedError
+from ...errors import EngineClosedError, MlxinferError, OverloadedError
 from ...memory import human_bytes
 from ..background import in_background
 from ..errors import ModelLoadError
@@ -105,8 +105,9 @@ class Loader:
             if slot.entry.kv_bytes is None:
                 slot.kv_bytes = max(room - slot.weights_bytes, 0)
             await self._make_room(slot, 0)
+            slot.adapter_failures.clear()
             for name, folder in slot.adapters.items():
-                await load_adapter(served, name, folder)
+                await self._give_adapter(slot, served, name, folder)
         except BaseException as error:  # the fault boundary of a load, also a cancelled one
             if served is not None:
                 await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))
@@ -116,6 +117,23 @@ class Loader:
             raise self._failed(slot, error) from error
         self.take_in(slot, served)
         return served
+
+    async def _give_adapter(self, slot: Slot, served: ServedModel, name: str, folder: Path) -> None:
+        """Load one adapter of a model; with a broken one the model is loaded without it.
+
+        At the start the error is raised: the command line named the folder.
+        """
+        try:
+            await load_adapter(served, name, folder)
+        except EngineClosedError:  # that is a failure of the model
+            raise
+        except Exception as error:  # whatever is wrong with its files: the model answers without
+            if self.quiet:
+                raise
+            slot.adapter_failures[name] = error
+            extra = {"model": slot.entry.name, "adapter": name}
+            known = isinstance(error, MlxinferError)
+            log.error("adapter not loaded: %s", error, exc_info=not known, extra=extra)
 
     def take_in(self, slot: Slot, served: ServedModel) -> None:
         """Record that the model of a slot is loaded."""

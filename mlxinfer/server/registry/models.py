@@ -223,6 +223,7 @@ class Models:
         async with self.use(slot.entry.name) as served:
             await load_adapter(served, name, folder)
             slot.adapters[name] = folder
+            slot.adapter_failures.pop(name, None)
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
         """Let no new request name an adapter; raises ModelNotFoundError where there is none."""
@@ -232,7 +233,8 @@ class Models:
                 await asyncio.wait({slot.loading})  # the adapter is loaded with the model
             if name in slot.adapters:
                 del slot.adapters[name]
-                if slot.served is not None:
+                failed = slot.adapter_failures.pop(name, None) is not None
+                if slot.served is not None and not failed:
                     work = partial(slot.served.generator.unload_adapter, name)
                     await asyncio.wrap_future(in_background(work, "mlxinfer-adapter"))
                 return

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from ..errors import ModelLoadError
 from .served import ServedModel
 
 FIRST_PAUSE_S = 10.0
@@ -105,6 +106,7 @@ class Slot:
         pinned: never unloaded; at first as the entry says.
         leaving: explicit unloads in progress; meanwhile new requests are refused.
         adapters: that it has whenever it is loaded: name -> folder.
+        adapter_failures: why some of these are not there although it is loaded.
     """
 
     entry: Entry
@@ -119,6 +121,7 @@ class Slot:
     loading: "asyncio.Task[ServedModel] | None" = None
     opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
     failure: Exception | None = None  # why the last try to load it failed
+    adapter_failures: dict[str, Exception] = field(default_factory=dict)
     brake: Brake = field(default_factory=Brake)
     max_context: int | None = None  # known once it was loaded
     capabilities: dict[str, bool] | None = None  # the same
@@ -131,6 +134,14 @@ class Slot:
     def __post_init__(self) -> None:
         self.pinned = self.entry.pinned
         self.adapters = dict(self.entry.adapters)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise ModelLoadError where an adapter could not be loaded with the model."""
+        if name in self.adapter_failures:
+            raise ModelLoadError(
+                f"The adapter {name} of {self.entry.name} could not be loaded; the server's log "
+                "says why. It is tried again whenever the model is loaded."
+            )
 
     @property
     def need_bytes(self) -> int:

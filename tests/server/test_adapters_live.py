@@ -105,20 +105,3 @@ def test_names_that_are_wrong_taken_or_unknown_are_refused(server: LiveServer) -
     assert server.post(UNLOAD, {"lora_name": "poet"}).status_code == 200
     assert server.post(UNLOAD, {"lora_name": "poet"}).status_code == 404
     assert server.post(CHAT, chat(model="demo:poet")).status_code == 404
-
-
-def test_a_model_whose_adapter_broke_answers_without_it(server: LiveServer, folder: Path) -> None:
-    broken = write_peft(folder / "broken", draw(dense_tensors(hub.resolve("demo")), 3))
-    assert server.post(LOAD, {"lora_name": "broken", "lora_path": "broken"}).status_code == 200
-    assert server.post("/admin/models/pin", {"model": "demo", "pinned": False}).status_code == 200
-    assert server.post("/admin/models/unload", {"model": "demo"}).status_code == 200
-    (broken / "adapter_model.safetensors").write_bytes(b"no adapter")
-    assert text(server, "demo")
-    refused = server.post(CHAT, chat(model="demo:broken"))
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_load_failed")
-    assert str(folder) not in refused.text
-    cards = {card["id"]: card["state"] for card in server.get("/v1/models").json()["data"]}
-    assert (cards["demo"], cards["demo:broken"]) == ("loaded", "failed")
-    (state,) = server.get("/admin/models").json()["models"]
-    assert list(state["adapter_failures"]) == ["broken"]
-    assert server.post(UNLOAD, {"lora_name": "broken"}).status_code == 200

@@ -180,3 +180,18 @@ def test_a_model_that_cannot_be_loaded_is_a_503_that_says_when(tmp_path: Path) -
         assert (told["failures_in_a_row"], 0 < told["retry_left_s"] <= 10) == (1, True)
         assert server.post(CHAT, chat(model="small")).status_code == 200
         assert server.post("/admin/models/load", {"model": "big"}).status_code == 400
+
+
+def test_a_model_with_a_broken_adapter_answers_without_it(tmp_path: Path) -> None:
+    with LazyServer(fields={"big": {"adapters": {"lost": tmp_path / "lost"}}}) as server:
+        assert server.post(CHAT, chat(model="big")).status_code == 200
+        refused = server.post(CHAT, chat(model="big:lost"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_load_failed")
+        assert str(tmp_path) not in refused.text
+        cards = {card["id"]: card["state"] for card in server.get("/v1/models").json()["data"]}
+        assert (cards["big"], cards["big:lost"]) == ("loaded", "failed")
+        state = server.get("/admin/models").json()["models"][0]
+        assert (state["failure"], list(state["adapter_failures"])) == (None, ["lost"])
+        unload = {"lora_name": "lost", "base_model_name": "big"}
+        assert server.post("/v1/unload_lora_adapter", unload).status_code == 200
+        assert server.get("/admin/models").json()["models"][0]["adapter_failures"] == {}

@@ -121,6 +121,11 @@ class LiveServer:
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
+    @property
+    def loop_thread(self) -> int | None:
+        """The identity of the event loop's thread."""
+        return self._thread.ident
+
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.client.post(path, json=body, **kwargs)
 

@@ -47,7 +47,7 @@ class Script:
         self.requests.append(request)
         ids = self._encode(self.text)
         limit = request.params.max_tokens or len(ids) + 1
-        end = min(request.stop_ids)
+        end = min(request.stop_ids, default=0)
         for number, token in enumerate([*ids, end][:limit]):
             reason = None
             if number == len(ids):
@@ -91,8 +91,10 @@ class ScriptedServer(LiveServer):
     @contextmanager
     def says(self, text: str, cached_tokens: int = 0) -> Iterator[None]:
         self.script.text, self.script.cached_tokens = text, cached_tokens
-        yield
-        self.script.requests.clear()
+        try:
+            yield
+        finally:
+            self.script.requests.clear()
 
     @property
     def prompt(self) -> str:

@@ -284,7 +284,7 @@ def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
         {"messages": []},
         {"max_tokens": 0},
         {"temperature": 1.5},
-        {"top_k": -1},
+        {"top_k": -2},
         {"messages": [{"role": "tool", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},

@@ -103,7 +103,7 @@ OTHERS: list[tuple[str, str, Any]] = [
     (MESSAGES, "temperature", 1.1),
     (MESSAGES, "temperature", -0.1),
     (MESSAGES, "top_p", 0),
-    (MESSAGES, "top_k", -1),
+    (MESSAGES, "top_k", -2),
     (MESSAGES, "stop_sequences", [""]),
     (MESSAGES, "stop_sequences", ["x"] * 65),
     (MESSAGES, "stop_sequences", "x"),

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 from live_server import CHAT, LiveServer, chat
 
+from mlxinfer.server.fields import infill
+from mlxinfer.text.fim import FimTokens
+
 
 def content(answer: Any) -> str:
     return answer.json()["choices"][0]["message"]["content"]
@@ -246,13 +249,21 @@ def test_timings_are_there_on_request(server: LiveServer) -> None:
     assert "timings" not in plain
 
 
-def test_a_stream_says_how_far_its_prompt_is(server: LiveServer) -> None:
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/infill"])
+def test_a_stream_says_how_far_its_prompt_is(
+    server: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After each step with a part of it, and with what was in the cache, as llama.cpp does."""
-    text = "one two three four five six seven eight " * 60
+    marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
+    monkeypatch.setattr(infill, "fim_tokens", lambda _: marks)
+    text = f"{path} one two three four five six seven eight " * 60
     asked = chat(text, max_tokens=2, return_progress=True)
+    asked |= {"prompt": text} if path == "/v1/completions" else {}
+    asked |= {"input_prefix": text, "input_suffix": ""} if path == "/infill" else {}
     for cached in (False, True):
-        events = server.events(CHAT, asked)
-        found = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
+        events = [event for event in server.events(path, asked) if event != "[DONE]"]
+        found = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        assert "prompt_progress" not in events[-1]
         assert found
         assert [each["processed"] for each in found] == sorted(each["processed"] for each in found)
         last = found[-1]
@@ -260,5 +271,3 @@ def test_a_stream_says_how_far_its_prompt_is(server: LiveServer) -> None:
         assert (last["cache"] > 400) is cached
         assert all(each["cache"] == last["cache"] <= each["processed"] for each in found)
     assert not any("prompt_progress" in e for e in server.events(CHAT, chat("Hi"))[:-1])
-    answer = server.post("/v1/completions", {"prompt": "a", "return_progress": True})
-    assert answer.json()["error"]["param"] == "return_progress"

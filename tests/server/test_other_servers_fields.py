@@ -1,5 +1,6 @@
 """Fields of llama.cpp, Ollama, vLLM, Hugging Face and OpenRouter: they count, or are named."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,30 +13,43 @@ THINKING = TEMPLATE + "{% if enable_thinking is false %}<think></think>{% endif 
 EFFORT = TEMPLATE + "{{ reasoning_effort }}"
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "name", "expected"),
-    [
-        ("repeat_penalty", 1.3, "repetition_penalty", 1.3),
-        ("num_predict", 7, "max_tokens", 7),
-        ("n_predict", 7, "max_tokens", 7),
-        ("max_new_tokens", 7, "max_tokens", 7),
-        ("n_predict", -1, "max_tokens", None),
-        ("max_tokens", -1, "max_tokens", None),
-        ("min_new_tokens", 2, "min_tokens", 2),
-        ("random_seed", 5, "seed", 5),
-        ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
-        ("typ_p", 0.9, "typical_p", 0.9),
-        ("top_n_sigma", -1, "top_n_sigma", 0.0),
-        ("top_n_sigma", 1.5, "top_n_sigma", 1.5),
-        ("xtc_probability", 0.5, "xtc_probability", 0.5),
-        ("dry_multiplier", 0.8, "dry_multiplier", 0.8),
-        ("dry_sequence_breakers", ["\n", "x"], "dry_sequence_breakers", ("\n", "x")),
-        ("logit_bias", [[5, 2], ["x", -1.5], [7, False]], "logit_bias", {5: 2, 90: -1.5, 7: -1e9}),
-        ("stop", ["x"] * 64, "stop", ("x",) * 64),
-    ],
-)
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_another_name_of_a_field_counts(
+SAMPLERS: list[tuple[str, Any, str, Any]] = [
+    ("repeat_penalty", 1.3, "repetition_penalty", 1.3),
+    ("min_new_tokens", 2, "min_tokens", 2),
+    ("random_seed", 5, "seed", 5),
+    ("typ_p", 0.9, "typical_p", 0.9),
+    ("typical", 0.9, "typical_p", 0.9),
+    ("top_n_sigma", -1, "top_n_sigma", 0.0),
+    ("top_n_sigma", 1.5, "top_n_sigma", 1.5),
+    ("xtc_probability", 0.5, "xtc_probability", 0.5),
+    ("xtc_threshold", 0.2, "xtc_threshold", 0.2),
+    ("dry_multiplier", 0.8, "dry_multiplier", 0.8),
+    ("dry_sequence_breakers", ["\n", "x"], "dry_sequence_breakers", ("\n", "x")),
+    ("logit_bias", [[5, 2], ["x", -1.5], [7, False]], "logit_bias", {5: 2, 90: -1.5, 7: -1e9}),
+    ("logit_bias", {"5": 2}, "logit_bias", {5: 2}),
+    ("presence_penalty", 0.5, "presence_penalty", 0.5),
+    ("frequency_penalty", 0.5, "frequency_penalty", 0.5),
+    ("min_p", 0.05, "min_p", 0.05),
+    ("seed", 7, "seed", 7),
+    ("ignore_eos", True, "ignore_eos", True),
+    ("stop_token_ids", [9], "stop_token_ids", (9,)),
+    ("speculate", False, "speculate", False),
+]
+LIMITS: list[tuple[str, Any, str, Any]] = [
+    ("num_predict", 7, "max_tokens", 7),
+    ("n_predict", 7, "max_tokens", 7),
+    ("max_new_tokens", 7, "max_tokens", 7),
+    ("n_predict", -1, "max_tokens", None),
+    ("max_tokens", -1, "max_tokens", None),
+    ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
+    ("stop", ["x"] * 64, "stop", ("x",) * 64),
+]
+CASES = [(path, *case) for path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES) for case in SAMPLERS]
+CASES += [(path, *case) for path in (CHAT, COMPLETIONS) for case in LIMITS]
+
+
+@pytest.mark.parametrize(("path", "field", "value", "name", "expected"), CASES)
+def test_a_sampling_field_counts_under_any_of_its_names(
     scripted: ScriptedServer, path: str, field: str, value: Any, name: str, expected: Any
 ) -> None:
     body = with_fields(path, **{field: value})
@@ -46,6 +60,34 @@ def test_another_name_of_a_field_counts(
         assert answer.status_code == 200, answer.text
         (request,) = scripted.script.requests
     assert getattr(request.params, name) == expected
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_texts_of_a_bias_and_of_dry_are_encoded_off_the_event_loop(
+    scripted: ScriptedServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vocabulary is looked through for each new breaker, which takes long."""
+    builder = scripted.model.builder
+    real, threads = builder.tokenizer.ids_with, []
+
+    def ids_with(text: str) -> frozenset[int]:
+        threads.append(threading.get_ident())
+        return real(text)
+
+    def biased(token: str, **kwargs: Any) -> list[int]:
+        if token == "a bias":
+            threads.append(threading.get_ident())
+        return encode(token, **kwargs)
+
+    encode = builder.tokenizer.encode
+    monkeypatch.setattr(builder.tokenizer, "ids_with", ids_with)
+    monkeypatch.setattr(builder.tokenizer, "encode", biased)
+    fields = {"dry_multiplier": 0.8, "dry_sequence_breakers": [f"breaker of {path}"]}
+    with scripted.says("x"):
+        body = with_fields(path, logit_bias=[["a bias", 1]], **fields)
+        assert scripted.post(path, body).status_code == 200
+    assert len(threads) == 2
+    assert scripted.loop_thread not in threads
 
 
 def test_two_names_of_one_field_must_agree(scripted: ScriptedServer) -> None:
@@ -86,11 +128,6 @@ def test_a_field_without_a_meaning_here_is_named(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"typical_p": 0.9},
-        {"top_n_sigma": 1.0},
-        {"xtc_probability": 0.5},
-        {"dry_multiplier": 0.8},
-        {"repeat_penalty": 1.3},
         {"num_predict": 5},
         {"n_predict": 5},
         {"max_new_tokens": 5},
@@ -99,6 +136,9 @@ def test_a_field_without_a_meaning_here_is_named(
         {"reasoning_budget": 0},
         {"thinking_budget_tokens": 10},
         {"guided_regex": "a"},
+        {"stop": ["x"]},
+        {"n": 2},
+        {"response_format": {"type": "json_object"}},
     ],
 )
 def test_fields_of_chat_are_named_in_other_apis(

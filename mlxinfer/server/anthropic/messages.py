@@ -5,8 +5,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from ...core import FinishReason, SamplingParams
-from ...grammar import GrammarSpec
+from ...core import FinishReason
 from ...outputs import (
     CallStatus,
     Part,
@@ -23,8 +22,9 @@ from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.arguments import begun_object
-from ..fields.grammar import format_constraint, start_grammars
-from ..fields.prompt import check_messages, room_for_answer, text_check, tool_use
+from ..fields.grammar import format_constraint, start_answers
+from ..fields.prompt import check_messages, fitted, text_check, tool_use
+from ..fields.sampling import sampler_params
 from ..fields.skipped import Skipped
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
@@ -59,22 +59,14 @@ class TokenCount(msgspec.Struct, kw_only=True):
 
 async def messages(call: Call, body: MessagesRequest) -> Reply:
     """Answer a conversation."""
-    body.refuse()
+    body.prepare()
     model = await call.model(body.model)
     skipped = Skipped()
-    asked, use, prompt_ids = await call.in_worker(_read, model, body, skipped)
+    answer = await call.in_worker(_start, model, body, skipped)
     if skipped:
         call.log["skipped"] = str(skipped)
-    room = room_for_answer(model, len(prompt_ids), param="messages")
-    params = _params(body, model, min(body.max_tokens, room))
-    (grammar,) = await call.in_worker(
-        start_grammars, model, asked, use, prompt_ids, 1, reasons=True
-    )
-    answer = model.builder.output(
-        prompt_ids, params, continues=continues_last(body.messages), use=use, grammar=grammar
-    )
     generation = call.generate(model, [answer])
-    clipped = body.max_tokens > room
+    clipped = (answer.request.params.max_tokens or 0) < body.max_tokens
     shown: Shown = {"clipped": clipped, "thoughts": body.shows_thinking}
     if body.stream:
         return Events(_events(call, generation, **shown), headers=skipped.headers)
@@ -85,7 +77,7 @@ async def messages(call: Call, body: MessagesRequest) -> Reply:
 
 async def count_tokens(call: Call, body: CountRequest) -> Reply:
     """The number of tokens of a conversation with its tools and system prompt."""
-    body.refuse()
+    body.prepare()
     model = await call.model(body.model)
     return json_body(TokenCount(input_tokens=await call.in_worker(_num_tokens, model, body)))
 
@@ -112,14 +104,23 @@ ENDPOINTS = (
 )
 
 
-def _read(
-    model: ServedModel, body: MessagesRequest, skipped: Skipped
-) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The constraint, the tools and the prompt ids. Takes a while."""
+def _start(model: ServedModel, body: MessagesRequest, skipped: Skipped) -> OutputProcessor:
+    """The answer to be generated. Takes a while."""
     form = body.output_config.format if body.output_config else None
     asked = format_constraint(form, place="output_config.format")
     use = _tools(model, body, skipped)
-    return asked, use, _encode(model, body, use, skipped, bounded=True)
+    params = sampler_params(
+        body,
+        model,
+        max_tokens=body.max_tokens,
+        max_reasoning_tokens=body.thinking.budget_tokens if body.thinking else None,
+        stop=tuple(body.stop_sequences or ()),
+    )
+    ids = _encode(model, body, use, skipped, bounded=True)
+    fitting = fitted(model, [params], len(ids), param="messages")
+    continues = continues_last(body.messages)
+    (answer,) = start_answers(model, body, ids, fitting, asked, use, continues=continues)
+    return answer
 
 
 def _num_tokens(model: ServedModel, body: CountRequest) -> int:
@@ -169,21 +170,6 @@ def _template_kwargs(model: ServedModel, body: CountRequest) -> dict[str, Any]:
     if effort is not None and template.reads("reasoning_effort"):
         kwargs["reasoning_effort"] = effort
     return kwargs
-
-
-def _params(body: MessagesRequest, model: ServedModel, max_tokens: int) -> SamplingParams:
-    defaults = model.defaults
-    return SamplingParams(
-        max_tokens=max_tokens,
-        max_reasoning_tokens=body.thinking.budget_tokens if body.thinking else None,
-        temperature=defaults.temperature if body.temperature is None else body.temperature,
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        top_k=defaults.top_k if body.top_k is None else body.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-        stop=tuple(body.stop_sequences or ()),
-        speculate=body.speculate is not False,
-    )
 
 
 async def _answer(

@@ -7,12 +7,19 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError, MlxinferError
 from ..errors import PromptTooLongError
-from ..fields.checks import OtherServersFields, refuse
-from ..fields.sampling import StopString
+from ..fields.checks import refuse
+from ..fields.sampling import OtherServersFields, StopString
 from ..http import sse
 from ..http.replies import ErrorStyle, clipped_message, encode
 
 MAX_STOPS = 64
+_NOT_OF_THIS_API: dict[str, tuple[Any, ...]] = {  # and the values that change nothing
+    "stop": ([],),
+    "n": (1,),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "reasoning_effort": (),
+}
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -103,13 +110,15 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=1)]
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    speculate: bool | None = None  # false: no tokens are proposed for this request
     speed: Any = None
     diagnostics: Any = None
+    stop: Any = None
+    n: Any = None
+    logprobs: Any = None
+    response_format: Any = None
+    reasoning_effort: Any = None
 
     @property
     def shows_thinking(self) -> bool:
@@ -132,6 +141,8 @@ class MessagesRequest(CountRequest, kw_only=True):
                 )
         refuse("speed", self.speed, ("standard",))
         refuse("diagnostics", self.diagnostics)
+        for name, neutral in _NOT_OF_THIS_API.items():
+            refuse(name, getattr(self, name), neutral)
 
 
 def _keeps_all(management: Any) -> bool:

@@ -61,44 +61,6 @@ class RefusedFields(msgspec.Struct, kw_only=True):
             refuse(name, getattr(self, name), NEUTRAL.get(name, ()))
 
 
-class OtherServersFields(RefusedFields, kw_only=True):
-    """Fields of other servers, in requests of APIs that have fields of their own for the same."""
-
-    typical_p: Any = None
-    typ_p: Any = None
-    typical: Any = None
-    top_n_sigma: Any = None
-    xtc_probability: Any = None
-    dry_multiplier: Any = None
-    repeat_penalty: Any = None
-    num_predict: Any = None
-    n_predict: Any = None
-    max_new_tokens: Any = None
-    min_new_tokens: Any = None
-    random_seed: Any = None
-    format: Any = None
-    options: Any = None
-    enable_thinking: Any = None
-    think: Any = None
-    reasoning_budget: Any = None
-    thinking_token_budget: Any = None
-    thinking_budget_tokens: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    json_schema: Any = None
-    grammar: Any = None
-    regex: Any = None
-
-    def refuse(self) -> None:
-        """Raise UnsupportedFieldError for the first field that asks for something."""
-        RefusedFields.refuse(self)
-        for name in OtherServersFields.__annotations__:
-            refuse(name, getattr(self, name), NEUTRAL.get(name, ()))
-
-
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -108,10 +70,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
-    "typical_p": (1, 1.0),
-    "top_n_sigma": (-1, -1.0),
-    "xtc_probability": (0, 0.0),
-    "dry_multiplier": (0, 0.0),
     "mirostat": (0,),
     "dynatemp_range": (0, 0.0),
     "no_repeat_ngram_size": (0,),
@@ -120,8 +78,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tfs_z": (1, 1.0),
     "tfs": (1, 1.0),
     "top_a": (0, 0.0),
-    "typ_p": (1, 1.0),
-    "typical": (1, 1.0),
     "adaptive_target": (-1, -1.0),
     "eta_cutoff": (0, 0.0),
     "epsilon_cutoff": (0, 0.0),
@@ -134,7 +90,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "do_sample": (True,),
     "safe_prompt": (False,),
     "lora": ([],),
-    "repeat_penalty": (1, 1.0),
     "reasoning_budget": (-1,),
     "format": ("",),
     "options": ({},),

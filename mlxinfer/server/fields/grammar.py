@@ -1,21 +1,20 @@
-"""Constraints on the form of an answer: request fields to a GrammarSpec, and to grammar states."""
+"""Constraints on the form of an answer: request fields to a GrammarSpec; answers under them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from ...core import SamplingParams
 from ...errors import InvalidRequestError
 from ...grammar import GrammarSpec, response_format, spec
+from ...session.output_processor import OutputProcessor
 from ...text import ToolUse
 from ..errors import UnsupportedFieldError
 from ..registry.served import ServedModel
 from .checks import MAX_DEPTH, check_json_size, refuse
-from .sampling import SamplingFields
-
-if TYPE_CHECKING:
-    from ...grammar.compiled import TokenGrammar
+from .sampling import SamplerFields, SamplingFields
 
 _SCHEMA = Meta(description="JSON schema")  # /docs lists fields of any type only if described
 _REGEX = Meta(description="regular expression")
@@ -125,24 +124,28 @@ _READERS: dict[str, Callable[..., GrammarSpec | None]] = {
 }
 
 
-def start_grammars(
+def start_answers(
     model: ServedModel,
-    asked: GrammarSpec | None,
-    use: ToolUse | None,
-    prompt_ids: Sequence[int],
-    count: int,
+    fields: SamplerFields,
+    prompt_ids: list[int],
+    params: Sequence[SamplingParams],
+    asked: GrammarSpec | None = None,
+    use: ToolUse | None = None,
     *,
-    reasons: bool,
-) -> "list[TokenGrammar | None]":
-    """The grammar state of each of `count` answers; None: unconstrained. Takes a while.
+    continues: bool = False,
+    reasons: bool = True,
+    prompt_logprobs: int | None = None,
+) -> list[OutputProcessor]:
+    """The answers to one prompt, ready to run. Takes a while: grammars, tokens that DRY looks for.
 
     Args:
         model: generates the answers.
+        fields: of the request.
+        prompt_ids: show whether the prompt has opened the reasoning already.
+        params: of each answer; each has a grammar state of its own.
         asked: the constraint of the request.
         use: the request's tools.
-        prompt_ids: show whether the prompt has opened the reasoning already.
-        count: number of answers; each has a state of its own.
-        reasons: whether the model may reason before the answer.
+        continues, reasons, prompt_logprobs: as of RequestBuilder.output.
 
     Raises:
         InvalidRequestError: the grammar cannot be compiled.
@@ -150,4 +153,18 @@ def start_grammars(
     """
     guidance = model.builder.guidance
     ruling = guidance.rule(prompt_ids, asked, use, reasons=reasons)
-    return [None if ruling is None else guidance.start(ruling) for _ in range(count)]
+    answers = [
+        model.builder.output(
+            prompt_ids,
+            each,
+            continues=continues,
+            reasons=reasons,
+            use=use,
+            grammar=None if ruling is None else guidance.start(ruling),
+            prompt_logprobs=prompt_logprobs,
+        )
+        for each in params
+    ]
+    for answer in answers:
+        answer.request.cache_salt = fields.cache_salt
+    return answers

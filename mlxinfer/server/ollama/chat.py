@@ -11,12 +11,11 @@ from ...errors import InvalidRequestError, TemplateError
 from ...grammar import GrammarSpec
 from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
 from ...session.output_processor import OutputProcessor
-from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.arguments import begun_object
-from ..fields.grammar import ollama_format, start_grammars
+from ..fields.grammar import ollama_format, start_answers
 from ..fields.infill import infill_prompt
 from ..fields.prompt import check_messages, check_texts, effort_variables, fitted, text_check
 from ..fields.prompt import tool_use as plan_tools
@@ -33,6 +32,7 @@ from .types import (
     ChatAsk,
     ChatTurn,
     GenerateAsk,
+    Options,
     Said,
     SaidMessage,
     line,
@@ -51,9 +51,7 @@ async def ollama_chat(call: Call, body: ChatAsk) -> Reply:
     began_s = time.monotonic()
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
-    asked, use, ids = await call.in_worker(_read_chat, model, body)
-    params = _params(model, options, len(ids))
-    answer = await _answer(call, model, ids, params, asked, use)
+    answer = await call.in_worker(_read_chat, model, body, options)
     run = _Run(call, body.model, call.generate(model, [answer]), load_s, chats=True)
     return await run.reply(streams=body.stream is not False)
 
@@ -66,11 +64,7 @@ async def ollama_generate(call: Call, body: GenerateAsk) -> Reply:
     began_s = time.monotonic()
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
-    asked, ids, ends = await call.in_worker(_read_text, model, body)
-    params = _params(model, options, len(ids))
-    plain = bool(body.raw or body.suffix)
-    answer = await _answer(call, model, ids, params, asked, None, plain=plain)
-    answer.request.stop_ids |= ends
+    answer = await call.in_worker(_read_text, model, body, options)
     run = _Run(call, body.model, call.generate(model, [answer]), load_s, chats=False)
     return await run.reply(streams=body.stream is not False)
 
@@ -113,29 +107,40 @@ async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Reply:
     return json_body(said)
 
 
-def _read_chat(
-    model: ServedModel, body: ChatAsk
-) -> tuple[GrammarSpec | None, ToolUse | None, list[int]]:
-    """The constraint, the tools and the prompt ids. Takes a while."""
+def _read_chat(model: ServedModel, body: ChatAsk, options: Options) -> OutputProcessor:
+    """The answer to be generated to a conversation. Takes a while."""
     use = plan_tools(model, body.tools, None)
     messages = [_message(turn, f"messages[{i}]") for i, turn in enumerate(body.messages)]
     ids = _encode(model, messages, body, tools=None if use is None else use.shown)
-    return _form(body), use, ids
+    (answer,) = start_answers(
+        model, options, ids, _params(model, options, len(ids)), _form(body), use
+    )
+    return answer
 
 
-def _read_text(
-    model: ServedModel, body: GenerateAsk
-) -> tuple[GrammarSpec | None, list[int], frozenset[int]]:
-    """The constraint, the prompt ids and tokens that end the answer. Takes a while."""
+def _read_text(model: ServedModel, body: GenerateAsk, options: Options) -> OutputProcessor:
+    """The answer to be generated to a text. Takes a while."""
+    ids, ends = _text_prompt(model, body)
+    plain = bool(body.raw or body.suffix)
+    params = _params(model, options, len(ids))
+    (answer,) = start_answers(
+        model, options, ids, params, _form(body), continues=plain, reasons=not plain
+    )
+    answer.request.stop_ids |= ends
+    return answer
+
+
+def _text_prompt(model: ServedModel, body: GenerateAsk) -> tuple[list[int], frozenset[int]]:
+    """The prompt ids, and tokens that end the answer."""
     if body.suffix:
         prompt = infill_prompt(model, body.prompt, body.suffix)
-        return _form(body), prompt.ids, prompt.end_ids
+        return prompt.ids, prompt.end_ids
     if body.raw:
         check_texts(model, [body.prompt], param="prompt")
-        return _form(body), model.tokenizer.encode(body.prompt, parse_special=True), frozenset()
+        return model.tokenizer.encode(body.prompt, parse_special=True), frozenset()
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt})
-    return _form(body), _encode(model, messages, body), frozenset()
+    return _encode(model, messages, body), frozenset()
 
 
 def _form(body: AskFields) -> GrammarSpec | None:
@@ -181,27 +186,11 @@ def _message(turn: ChatTurn, path: str) -> Plain:
     return plain
 
 
-def _params(model: ServedModel, options: Any, num_prompt: int) -> SamplingParams:
+def _params(model: ServedModel, options: Options, num_prompt: int) -> list[SamplingParams]:
     limit = options.max_tokens
-    max_tokens = None if limit in (None, UNLIMITED) else max(limit, 1)
+    max_tokens = None if limit is None or limit == UNLIMITED else max(limit, 1)
     params = sampling_params(options, model, max_tokens=max_tokens, logprobs=None)
-    return fitted(model, params, num_prompt, param="prompt")[0]
-
-
-async def _answer(
-    call: Call,
-    model: ServedModel,
-    ids: list[int],
-    params: SamplingParams,
-    asked: GrammarSpec | None,
-    use: ToolUse | None,
-    *,
-    plain: bool = False,
-) -> OutputProcessor:
-    (grammar,) = await call.in_worker(start_grammars, model, asked, use, ids, 1, reasons=not plain)
-    return model.builder.output(
-        ids, params, continues=plain, reasons=not plain, use=use, grammar=grammar
-    )
+    return fitted(model, params, num_prompt, param="prompt")
 
 
 class _Run:

@@ -6,15 +6,14 @@ from typing import Any
 from msgspec import UNSET
 
 from ...errors import InvalidRequestError
-from ...grammar import GrammarSpec
 from ...outputs import Result
 from ...session.engine_client import Step
-from ...text import ToolUse
+from ...session.output_processor import OutputProcessor
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
-from ..fields.grammar import constraint, start_grammars
+from ..fields.grammar import constraint, start_answers
 from ..fields.prompt import fitted, tool_use
 from ..fields.sampling import sampling_params
 from ..http import sse
@@ -42,29 +41,12 @@ async def chat(call: Call, body: ChatRequest) -> Reply:
     """Answer a conversation."""
     _refuse(body)
     model = await call.model(body.model)
-    params = sampling_params(
-        body,
-        model,
-        max_tokens=body.token_limit,
-        logprobs=_num_logprobs(body),
-        max_reasoning_tokens=body.reasoning_limit,
-    )
     allowed = call.service.config.template_kwargs
-    tools, asked, use, prompt_ids = await call.in_worker(_read, model, body, allowed)
+    tools, answers = await call.in_worker(_read, model, body, allowed)
     if tools.skipped:
         call.log["skipped"] = str(tools.skipped)
-    params = fitted(model, params, len(prompt_ids), param="messages")
-    grammars = await call.in_worker(
-        start_grammars, model, asked, use, prompt_ids, len(params), reasons=True
-    )
-    continues = bool(body.continue_final_message)
-    answers = [
-        model.builder.output(prompt_ids, choice, continues=continues, use=use, grammar=grammar)
-        for choice, grammar in zip(params, grammars, strict=True)
-    ]
     for answer in answers:
-        answer.request.cache_salt = body.cache_salt
-        answer.request.reports_prompt = bool(body.stream and body.return_progress)
+        answer.request.reports_prompt = body.wants_progress
     generation = call.generate(model, answers)
     if body.stream:
         return Events(_events(call, body, generation, tools), headers=tools.skipped.headers)
@@ -96,15 +78,24 @@ def _refuse(body: ChatRequest) -> None:
 
 def _read(
     model: ServedModel, body: ChatRequest, allowed: frozenset[str]
-) -> tuple[DeclaredTools, GrammarSpec | None, ToolUse | None, list[int]]:
-    """The tools, the constraint, the use of the tools and the prompt ids. Takes a while."""
+) -> tuple[DeclaredTools, list[OutputProcessor]]:
+    """The tools, and the answers to be generated. Takes a while."""
     asked = constraint(body)
     tools = read_chat_tools(body.tools)
     choice = tools.choice(body.tool_choice) if tools.declared else body.tool_choice
     use = tool_use(model, tools.functions, choice, parallel=body.parallel_tool_calls)
+    params = sampling_params(
+        body,
+        model,
+        max_tokens=body.token_limit,
+        logprobs=_num_logprobs(body),
+        max_reasoning_tokens=body.reasoning_limit,
+    )
     shown = None if use is None else use.shown
     ids = encode_conversation(model, body.messages, body, allowed=allowed, tools=shown)
-    return tools, asked, use, ids
+    params = fitted(model, params, len(ids), param="messages")
+    continues = bool(body.continue_final_message)
+    return tools, start_answers(model, body, ids, params, asked, use, continues=continues)
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

@@ -74,7 +74,6 @@ class ChatRequest(ToolFields, kw_only=True):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    return_progress: bool | None = None  # of llama.cpp: streams say how far the prompt is
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None

@@ -15,7 +15,7 @@ from ..fields.infill import Prompt, infill_prompt
 from ..fields.prompt import check_texts, room_for_answer
 from ..registry.served import ServedModel
 from .logprobs import CompletionLogprobs
-from .types import Timings, Usage
+from .types import PromptProgress, Timings, Usage
 
 
 class CompletionRequest(ConstraintFields, kw_only=True):
@@ -25,7 +25,6 @@ class CompletionRequest(ConstraintFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None  # the text after the gap that the model fills
-    return_progress: Any = None
     reasoning_budget: Any = None
     thinking_budget_tokens: Any = None
     thinking_token_budget: Any = None
@@ -36,7 +35,6 @@ class CompletionRequest(ConstraintFields, kw_only=True):
         A plain text has no reasoning that could be bounded.
         """
         super().refuse()
-        refuse("return_progress", self.return_progress, (False,))
         for name in ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"):
             refuse(name, getattr(self, name), (-1,))
 
@@ -61,6 +59,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET  # of events on request
 
 
 MAX_PROMPTS = 1024

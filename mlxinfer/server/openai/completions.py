@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import UNSET
 
@@ -14,7 +14,7 @@ from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
-from ..fields.grammar import constraint, start_grammars
+from ..fields.grammar import constraint, start_answers
 from ..fields.infill import Prompt
 from ..fields.prompt import fitted
 from ..fields.sampling import UNLIMITED, sampling_params
@@ -23,10 +23,7 @@ from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
 from .completion_types import Completion, CompletionChoice, CompletionRequest, read_prompts
 from .logprobs import CompletionLogprobs, LogprobsWriter
-from .types import Usage, finish_reason, timings_of, usage_log, usage_of
-
-if TYPE_CHECKING:
-    from ...grammar.compiled import TokenGrammar
+from .types import Usage, finish_reason, progress_of, timings_of, usage_log, usage_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ANSWERS = 1024  # prompts times n
@@ -38,39 +35,13 @@ async def complete(call: Call, body: CompletionRequest) -> Reply:
     if body.suffix:
         refuse("echo", body.echo, (False,))
     model = await call.model(body.model)
-    prompts = await call.in_worker(read_prompts, model, body.prompt, body.suffix)
-    params = _params(model, body)
-    if len(prompts) * len(params) > MAX_ANSWERS:
-        raise InvalidRequestError(
-            f"{len(prompts)} prompts times n={len(params)} are more than {MAX_ANSWERS}.",
-            param="prompt",
-        )
-    pairs = [
-        (prompt, choice)
-        for prompt in prompts
-        for choice in fitted(model, params, len(prompt.ids), param="prompt")
-    ]
-    grammars = await call.in_worker(_grammars, model, body, len(pairs))
-    answers = [
-        model.builder.output(
-            prompt.ids,
-            choice,
-            continues=True,
-            reasons=False,
-            grammar=grammar,
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
-        for (prompt, choice), grammar in zip(pairs, grammars, strict=True)
-    ]
-    for answer, (prompt, _) in zip(answers, pairs, strict=True):
-        answer.request.cache_salt = body.cache_salt
-        answer.request.stop_ids |= prompt.end_ids
+    answers, prompts = await call.in_worker(_read, model, body)
     writers = [
         ChoiceWriter(model, answer, body, prompt)
-        for answer, (prompt, _) in zip(answers, pairs, strict=True)
+        for answer, prompt in zip(answers, prompts, strict=True)
     ]
     generation = call.generate(model, answers)
-    made = RunningCompletion(call, generation, writers, len(params))
+    made = RunningCompletion(call, generation, writers, body.n or 1)
     if body.stream:
         return Events(_events(made, body))
     return json_body(await _whole(made))
@@ -88,6 +59,36 @@ ENDPOINTS = (
 )
 
 
+def _read(
+    model: ServedModel, body: CompletionRequest
+) -> tuple[list[OutputProcessor], list[Prompt]]:
+    """The answers to be generated, and the prompt of each. Takes a while."""
+    prompts = read_prompts(model, body.prompt, body.suffix)
+    params, asked = _params(model, body), constraint(body)
+    if len(prompts) * len(params) > MAX_ANSWERS:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts times n={len(params)} are more than {MAX_ANSWERS}.",
+            param="prompt",
+        )
+    answers: list[OutputProcessor] = []
+    for prompt in prompts:
+        answers += start_answers(
+            model,
+            body,
+            prompt.ids,
+            fitted(model, params, len(prompt.ids), param="prompt"),
+            asked,
+            continues=True,
+            reasons=False,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+    each = [prompt for prompt in prompts for _ in params]
+    for answer, prompt in zip(answers, each, strict=True):
+        answer.request.stop_ids |= prompt.end_ids
+        answer.request.reports_prompt = body.wants_progress
+    return answers, each
+
+
 def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]:
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError("max_tokens is 0; that goes with echo: true.", param="max_tokens")
@@ -100,12 +101,6 @@ def _params(model: ServedModel, body: CompletionRequest) -> list[SamplingParams]
         max_tokens=None if max_tokens is None else max(max_tokens, 1),  # that of 0 is left out
         logprobs=body.logprobs,
     )
-
-
-def _grammars(
-    model: ServedModel, body: CompletionRequest, count: int
-) -> "list[TokenGrammar | None]":
-    return start_grammars(model, constraint(body), None, (), count, reasons=False)
 
 
 class ChoiceWriter:
@@ -192,12 +187,20 @@ class RunningCompletion:
     writers: list[ChoiceWriter]
     choices_a_prompt: int
 
-    async def pieces(self) -> AsyncIterator[list[CompletionChoice]]:
-        """Yield the pieces of the choices; an empty list asks for a keep-alive."""
-        async for steps in self.generation.steps():
-            found = [piece for s in steps for piece in self.writers[s.index].write(s.index, s)]
-            if found or not steps:
-                yield found
+    def pieces(self, step: Step) -> list[CompletionChoice]:
+        """The pieces that a step adds to its choice."""
+        return self.writers[step.index].write(step.index, step)
+
+    def events_of(self, step: Step, body: CompletionRequest) -> list[Completion]:
+        """The events of a step: how far its prompt is, or the pieces of its choice."""
+        if step.event.prompt_tokens:
+            nothing = CompletionChoice(text="", index=step.index)
+            progress = progress_of(self.generation, step)
+            return [self.completion([nothing], prompt_progress=progress)]
+        usage = None if body.wants_usage else UNSET
+        pieces = self.pieces(step)
+        counts = self.usage() if body.wants_running_usage else usage
+        return [self.completion([piece], usage=counts) for piece in pieces]
 
     def completion(self, choices: list[CompletionChoice], **rest: Any) -> Completion:
         """An answer or an event with these choices."""
@@ -222,19 +225,18 @@ class RunningCompletion:
 
 async def _whole(made: RunningCompletion) -> Completion:
     parts: list[list[CompletionChoice]] = [[] for _ in made.writers]
-    async for pieces in made.pieces():
-        for piece in pieces:
-            parts[piece.index].append(piece)
+    async for steps in made.generation.steps():
+        for step in steps:
+            parts[step.index] += made.pieces(step)
     return made.completion([merged(each) for each in parts], usage=made.usage())
 
 
 async def _events(made: RunningCompletion, body: CompletionRequest) -> AsyncIterator[bytes]:
     made.call.log["stream"] = True
-    async for pieces in made.pieces():
-        usage = None if body.wants_usage else UNSET
-        counts = made.usage() if body.wants_running_usage else usage
-        frames = [sse.data(made.completion([piece], usage=counts)) for piece in pieces]
-        yield b"".join(frames) or sse.KEEP_ALIVE
+    async for steps in made.generation.steps():
+        frames = [sse.data(event) for step in steps for event in made.events_of(step, body)]
+        if frames or not steps:
+            yield b"".join(frames) or sse.KEEP_ALIVE
     counts = made.usage()
     if body.wants_usage:
         yield sse.data(made.completion([], usage=counts))

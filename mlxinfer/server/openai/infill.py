@@ -11,16 +11,19 @@ from msgspec import Meta
 
 from ...core import FinishReason
 from ...outputs import Result
+from ...session.output_processor import OutputProcessor
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
+from ..fields.grammar import ConstraintFields, constraint, start_answers
 from ..fields.infill import infill_prompt
 from ..fields.prompt import fitted
-from ..fields.sampling import UNLIMITED, SamplingFields, sampling_params
+from ..fields.sampling import UNLIMITED, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
-from .types import Timings, timings_of, usage_log, usage_of
+from ..registry.served import ServedModel
+from .types import PromptProgress, Timings, progress_of, timings_of, usage_log, usage_of
 
 DEFAULT_MAX_TOKENS = 128
 MAX_FILES = 256
@@ -36,7 +39,7 @@ class ExtraFile(msgspec.Struct, kw_only=True):
     text: str = ""
 
 
-class InfillRequest(SamplingFields, kw_only=True):
+class InfillRequest(ConstraintFields, kw_only=True):
     """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
 
     input_prefix: str
@@ -66,28 +69,38 @@ class InfillAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens_evaluated: int = 0
     tokens_cached: int = 0
     timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None  # of pieces on request
 
 
 async def infill(call: Call, body: InfillRequest) -> Reply:
     """Fill the gap between two texts."""
     body.prepare()
     model = await call.model(body.model)
-    files = [(file.filename, file.text) for file in body.input_extra or ()]
-    prefix = body.input_prefix + (body.prompt or "")
-    prompt = await call.in_worker(infill_prompt, model, prefix, body.input_suffix, files=files)
-    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
-    params = sampling_params(body, model, max_tokens=max_tokens, logprobs=None)
-    (choice,) = fitted(model, params, len(prompt.ids), param="prompt")
-    answer = model.builder.output(prompt.ids, choice, continues=True, reasons=False)
-    answer.request.cache_salt = body.cache_salt
-    answer.request.stop_ids |= prompt.end_ids
+    answer = await call.in_worker(_read, model, body)
     generation = call.generate(model, [answer])
     if body.stream:
         return Events(_events(call, generation))
     (result,) = await generation.results()
-    text = "" if limit == 0 else result.text
+    text = "" if body.max_tokens == 0 else result.text
     return json_body(_last(call, generation, result, text))
+
+
+def _read(model: ServedModel, body: InfillRequest) -> OutputProcessor:
+    """The answer to be generated. Takes a while."""
+    files = [(file.filename, file.text) for file in body.input_extra or ()]
+    prefix = body.input_prefix + (body.prompt or "")
+    prompt = infill_prompt(model, prefix, body.input_suffix, files=files)
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
+    params = sampling_params(body, model, max_tokens=max_tokens, logprobs=None)
+    fitting = fitted(model, params, len(prompt.ids), param="prompt")
+    asked = constraint(body)
+    (answer,) = start_answers(
+        model, body, prompt.ids, fitting, asked, continues=True, reasons=False
+    )
+    answer.request.stop_ids |= prompt.end_ids
+    answer.request.reports_prompt = body.wants_progress
+    return answer
 
 
 async def _events(call: Call, generation: Generation) -> AsyncIterator[bytes]:
@@ -95,7 +108,10 @@ async def _events(call: Call, generation: Generation) -> AsyncIterator[bytes]:
     async for steps in generation.steps():
         frames = []
         for step in steps:
-            if step.delta.result is not None:
+            if step.event.prompt_tokens:
+                progress = progress_of(generation, step)
+                frames.append(InfillAnswer(content="", stop=False, prompt_progress=progress))
+            elif step.delta.result is not None:
                 frames.append(_last(call, generation, step.delta.result, step.delta.text))
             elif step.delta.text:
                 frames.append(InfillAnswer(content=step.delta.text, stop=False))

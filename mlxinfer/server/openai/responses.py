@@ -14,12 +14,14 @@ from ...core import FinishReason, SamplingParams
 from ...errors import InvalidRequestError, MlxinferError, OverloadedError, TemplateError
 from ...grammar import GrammarSpec
 from ...session.engine_client import Step
+from ...session.output_processor import OutputProcessor
 from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
-from ..fields.grammar import format_constraint, start_grammars
+from ..fields.grammar import format_constraint, start_answers
 from ..fields.prompt import check_messages, effort_variables, fitted, text_check, tool_use
+from ..fields.sampling import sampler_params
 from ..http import sse
 from ..http.replies import (
     ErrorStyle,
@@ -61,21 +63,16 @@ log = logging.getLogger("mlxinfer.server")
 
 async def responses(call: Call, body: ResponsesRequest) -> Reply:
     """Answer a conversation."""
-    body.refuse()
+    body.prepare()
     before = await call.in_worker(_items_before, call, body)
     model = await call.model(body.model)
-    tools, asked, use, prompt_ids = await call.in_worker(_read, model, body, before)
+    tools, answer = await call.in_worker(_start, model, body, before)
     if tools.skipped:
         call.log["skipped"] = str(tools.skipped)
-    (params,) = fitted(model, [_params(body, model)], len(prompt_ids), param="input")
-    (grammar,) = await call.in_worker(
-        start_grammars, model, asked, use, prompt_ids, 1, reasons=True
-    )
-    answer = model.builder.output(prompt_ids, params, continues=False, use=use, grammar=grammar)
-    answer.request.cache_salt = body.cache_salt
     generation = call.generate(model, [answer])
     items = OutputItems(call.id, wrap=_wraps(body), declared=tools.declared)
-    run = _ResponseRun(call, generation, _begun(call, body, model, params), items, body)
+    begun = _begun(call, body, model, answer.request.params)
+    run = _ResponseRun(call, generation, begun, items, body)
     if body.stream:
         return Events(run.events(), headers=tools.skipped.headers)
     reply = json_body(await run.response())
@@ -193,7 +190,7 @@ class _ResponseRun:
 
 async def input_tokens(call: Call, body: ResponsesRequest) -> Reply:
     """The number of tokens of a conversation with its tools."""
-    body.refuse()
+    body.prepare()
     before = await call.in_worker(_items_before, call, body)
     model = await call.model(body.model)
     *_, prompt_ids = await call.in_worker(_read, model, body, before)
@@ -202,7 +199,7 @@ async def input_tokens(call: Call, body: ResponsesRequest) -> Reply:
 
 async def compact(call: Call, body: ResponsesRequest) -> Reply:
     """A shorter input with which a conversation can go on: the user's messages, and a summary."""
-    body.refuse()
+    body.prepare()
     before = await call.in_worker(_items_before, call, body)
     items = [*before, *items_of(body)]
     asked = replace(body, tools=None, tool_choice=None, text=None)
@@ -210,10 +207,7 @@ async def compact(call: Call, body: ResponsesRequest) -> Reply:
     if asked.max_output_tokens is None:
         asked.max_output_tokens = SUMMARY_TOKENS
     model = await call.model(body.model)
-    *_, prompt_ids = await call.in_worker(_read, model, asked, before)
-    (params,) = fitted(model, [_params(asked, model)], len(prompt_ids), param="input")
-    answer = model.builder.output(prompt_ids, params, continues=False)
-    answer.request.cache_salt = body.cache_salt
+    _, answer = await call.in_worker(_start, model, asked, before)
     generation = call.generate(model, [answer])
     (result,) = await generation.results()
     if result.finish_reason is FinishReason.LENGTH or not result.text.strip():
@@ -288,6 +282,17 @@ def _read(
     return tools, asked, use, _encode(model, body, before, tools, use)
 
 
+def _start(
+    model: ServedModel, body: ResponsesRequest, before: list[InputItem]
+) -> tuple[DeclaredTools, OutputProcessor]:
+    """The tools, and the answer to be generated. Takes a while."""
+    tools, asked, use, ids = _read(model, body, before)
+    limits = {"max_tokens": body.max_output_tokens, "logprobs": body.num_logprobs}
+    params = fitted(model, [sampler_params(body, model, **limits)], len(ids), param="input")
+    (answer,) = start_answers(model, body, ids, params, asked, use)
+    return tools, answer
+
+
 def _encode(
     model: ServedModel,
     body: ResponsesRequest,
@@ -306,22 +311,6 @@ def _encode(
     check = text_check(model, param="input")
     variables = effort_variables(effort, source)
     return model.builder.encode_chat(messages, check, tools=tools, **variables)
-
-
-def _params(body: ResponsesRequest, model: ServedModel) -> SamplingParams:
-    defaults = model.defaults
-    return SamplingParams(
-        max_tokens=body.max_output_tokens,
-        temperature=defaults.temperature if body.temperature is None else body.temperature,
-        top_p=defaults.top_p if body.top_p is None else body.top_p,
-        top_k=max(defaults.top_k if body.top_k is None else body.top_k, 0),
-        min_p=defaults.min_p if body.min_p is None else body.min_p,
-        repetition_penalty=body.repetition_penalty or defaults.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logprobs=body.num_logprobs,
-        speculate=body.speculate is not False,
-    )
 
 
 def _begun(

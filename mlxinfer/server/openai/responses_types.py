@@ -6,15 +6,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS
-from ..fields.checks import OtherServersFields, refuse
+from ..fields.checks import refuse
 from ..fields.prompt import Effort
-from ..fields.sampling import CacheSalt, Penalty
+from ..fields.sampling import OtherServersFields
 from .logprobs import TokenLogprob
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 Status = Literal["in_progress", "completed", "incomplete"]
 _NOT_OF_THIS_API = (
-    *("stop", "seed", "n", "logprobs", "logit_bias"),
+    *("stop", "n", "logprobs"),
     *("messages", "max_tokens", "max_completion_tokens", "response_format"),
 )
 
@@ -70,14 +70,6 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: off
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    speculate: bool | None = None
-    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -100,10 +92,8 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     moderation: Any = None
     context_management: Any = None
     stop: Any = None
-    seed: Any = None
     n: Any = None
     logprobs: Any = None
-    logit_bias: Any = None
     messages: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None

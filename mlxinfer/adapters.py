@@ -1,14 +1,22 @@
 """LLM's adapters: loaded and unloaded by name while requests run."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .boundary import public
 from .retrieval import Retrieval
 
+if TYPE_CHECKING:
+    from .session.session import Session
+
 
 class Adapters(Retrieval):
     """The methods of LLM for adapters."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def _generator(self) -> "Session": ...
 
     @public
     def load_adapter(self, name: str, path: str | Path) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
-from .checks import as_strings, check_int, check_kind, check_number
-from .errors import InvalidRequestError, shown
+from .errors import InvalidRequestError, as_strings, check_int, check_kind, check_number, shown
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,6 +14,7 @@ from .outputs import Delta, Facts, Result, Results
 from .progress import is_watched, progress_bar
 from .session.engine_client import last
 from .session.engine_factory import EngineArguments
+from .session.pooling_session import PoolingSession
 from .session.request_builder import ChatOptions, Message, Prompt, ResponseFormat, is_one_prompt
 from .session.session import Session
 
@@ -307,6 +308,19 @@ class LLM(Adapters):
         taken. An answer is as long as the context allows.
         """
         return self._generator.chat_params
+
+    @property
+    def _generator(self) -> Session:
+        """The session of a model that generates; raises InvalidRequestError for another."""
+        session = self._session
+        if isinstance(session, PoolingSession):
+            kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
+            if session.embeds:
+                kind, methods = "an embedding model", "embed(texts), rerank or score"
+            raise InvalidRequestError(
+                f"{session.info.name} is {kind} and gives no text; call {methods}."
+            )
+        return session
 
     def _chat(
         self,

@@ -125,16 +125,3 @@ class Retrieval:
                 "and whose files do not say so, is loaded with task='embed' or task='score'.",
             )
         return session
-
-    @property
-    def _generator(self) -> Session:
-        """The session of a model that generates; raises InvalidRequestError for another."""
-        session = self._session
-        if isinstance(session, PoolingSession):
-            kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
-            if session.embeds:
-                kind, methods = "an embedding model", "embed(texts), rerank or score"
-            raise InvalidRequestError(
-                f"{session.info.name} is {kind} and gives no text; call {methods}."
-            )
-        return session

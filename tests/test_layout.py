@@ -18,8 +18,7 @@ FOLDERS = {
 LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
-    "checks": {"errors"},
-    "core": {"checks", "errors"},
+    "core": {"errors"},
     "outputs": {"core", "display"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
@@ -92,7 +91,6 @@ ASSEMBLERS = {
 }  # anything
 WITHOUT_MLX = (
     "app",
-    "checks",
     "core",
     "config",
     "errors",

@@ -1,4 +1,4 @@
-"""The forward pass of a step: a model over its KV cache. Knows no requests, and samples nothing.
+"""The forward pass of a step, and the KV cache that it runs on. Knows no requests, samples nothing.
 
 Where a model is spread over ranks all of them run the same steps: one of them schedules and
 samples, and sends what a step is to the others before it runs it.
@@ -10,13 +10,16 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cache.formats import Bits, lay_out, stored_less_bias
 from ..cache.inputs import CacheWork, Ints, Spill, StepSegments
 from ..cache.kv import KVCache
 from ..config import EngineConfig
+from ..core import CacheSpec, KVSpec
 from ..errors import RanksFailedError
 from ..layers.ranks import Link
 from ..layers.step import Taps
 from ..models.decoder import LanguageModel
+from .kernels import Chooser, Kernels, choose_kernels
 
 
 @dataclass(slots=True)
@@ -184,3 +187,40 @@ class Forward:
         assert known is not None
         sampled = tokens[mx.array(step.pending.clip(0))]
         return mx.where(mx.array(step.pending >= 0), sampled, known)
+
+
+Layout = tuple[list[CacheSpec], list[Bits]]  # what each layer keeps, and in which format
+
+
+def make_cache(
+    model: LanguageModel, config: EngineConfig, layout: Layout, kernels: Kernels
+) -> KVCache:
+    """The KV cache of a model, as an engine of this config has it."""
+    specs, bits = layout
+    return KVCache(
+        specs,
+        bits=bits,
+        dtype=model.activation_dtype,
+        page_size=config.page_size,
+        max_batch=config.max_batch,
+        prefill_chunk=config.prefill_chunk,
+        budget_bytes=config.kv_budget_bytes,
+        num_pages=config.num_pages,
+        kernel_layers=kernels.attention,
+        prefill_layers=kernels.prefill,
+        heads=kernels.heads,
+        tail_layers=kernels.tails,
+        key_biases={
+            i: mixer.turned_bias
+            for i, (mixer, spec) in enumerate(zip(model.mixers, specs, strict=True))
+            if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i])
+        },
+    )
+
+
+def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
+    """The same without a loop: of a rank that others tell what to do."""
+    layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
+    kernels = choose_kernels(model, *layout, chooser)
+    kernels.put_into(model)
+    return make_cache(model, config, layout, kernels)

@@ -1,13 +1,19 @@
-"""What a request must fit into, as plain values that any thread may read. Queues nothing."""
+"""An engine as plain values: what a request must fit into, what was done, what is held."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
 
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import Request, check_token_ids
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import human_bytes
+from .pagestore import PageStore
+from .queues import foreground
+from .scheduler import Proposer, Scheduler
 
 _ENDLESS = 2**31  # tokens; more than any context
 
@@ -101,3 +107,57 @@ def no_adapter(name: str, loaded: Sequence[str]) -> InvalidRequestError:
     """The error of a request that names an adapter which is not loaded."""
     there = f"loaded: {', '.join(loaded)}" if loaded else "none is loaded"
     return InvalidRequestError(f"There is no adapter {shown(name)}; {there}.", param="adapter")
+
+
+def stats_of(
+    scheduler: Scheduler, cache: KVCache, store: PageStore | None, proposer: Proposer | None
+) -> dict[str, Any]:
+    """Counters, queues, and bytes of the KV cache by layer group."""
+    groups = _groups(scheduler, cache)
+    return {
+        **asdict(scheduler.counters),
+        "running": len(foreground(scheduler.queues.running)),
+        "waiting": len(foreground(scheduler.queues.waiting)),
+        "background": sum(s.background for s in scheduler.queues.unfinished()),
+        "page_size": cache.page_size,
+        "groups": groups,
+        "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
+        "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
+        "kv_bytes_allocated": cache.bytes_allocated,
+        "prompt_tokens_reused": scheduler.kv_manager.tree.counters.tokens_reused,
+        **_states(cache),
+        "bytes_copied": cache.bytes_copied,
+        "bytes_grown": cache.bytes_grown,
+        "peak_memory_bytes": mx.get_peak_memory(),
+        "active_memory_bytes": mx.get_active_memory(),
+        **({} if store is None else {"disk": store.stats()}),
+        **({} if proposer is None else {"speculation": proposer.stats()}),
+    }
+
+
+def _states(cache: KVCache) -> dict[str, Any]:
+    """Snapshots of the states of recurrent layers, where a model has such layers."""
+    group = cache.state_group
+    if group is None:
+        return {}
+    return {
+        "state_bytes": group.num_bytes,  # of one sequence
+        "snapshots": group.num_held,
+        "max_snapshots": group.max_snapshots,
+    }
+
+
+def _groups(scheduler: Scheduler, cache: KVCache) -> list[dict[str, Any]]:
+    tree = scheduler.kv_manager.tree
+    return [
+        {
+            "window": group.window.size,
+            "sinks": group.window.sinks,
+            "layers": len(group.layers),
+            "page_bytes": group.page_bytes,
+            "pages": group.allocator.num_pages,
+            "pages_cached": tree.num_evictable(index),
+            "pages_held": group.allocator.num_held - tree.num_evictable(index),
+        }
+        for index, group in enumerate(cache.groups)
+    ]

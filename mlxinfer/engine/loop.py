@@ -20,17 +20,15 @@ from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, CommitResult, SamplingRows, Sequence
-from .caches import make_cache
-from .forward import Followers
+from .forward import Followers, make_cache
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
-from .limits import EngineLimits
+from .limits import EngineLimits, stats_of
 from .pagestore import SAVE_S, PageStore
 from .queues import Counters, failed_event, last_events, not_finite_event, stuck_in_grammar
 from .runner import Launched, Runner
 from .scheduler import Proposer, Scheduler
-from .stats import stats_of
 
 # For the identity of the weights: enough where it is remembered, or where they are few.
 OPEN_WAIT_S = 0.25

@@ -18,8 +18,7 @@ import mlx.core as mx
 import msgspec
 
 from ..config import EngineConfig, KVOptions
-from ..engine.caches import cache_of
-from ..engine.forward import Computed, Forward
+from ..engine.forward import Computed, Forward, cache_of
 from ..engine.kernels import choose_on_this_machine
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes

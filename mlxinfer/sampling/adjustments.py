@@ -13,7 +13,6 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import SamplingParams
 from .draw import padded_width
 
 Ints = NDArray[np.int32]
@@ -255,18 +254,6 @@ class SparseBias:
     ids: tuple[int, ...]
     values: tuple[float, ...]  # -inf: only until min_tokens are there
     min_tokens: int
-
-
-def sparse_bias(params: SamplingParams, stop_ids: frozenset[int]) -> SparseBias | None:
-    """The additions that a request asks for; None: none."""
-    banned = sorted(stop_ids) if params.min_tokens > 0 else []
-    if not banned and not params.logit_bias:
-        return None
-    return SparseBias(
-        ids=(*params.logit_bias, *banned),
-        values=(*params.logit_bias.values(), *[-np.inf] * len(banned)),
-        min_tokens=params.min_tokens,
-    )
 
 
 class Biases:

@@ -290,3 +290,15 @@ def _column(values: NDArray[np.generic]) -> mx.array:
 def _across(values: NDArray[np.generic], vocab_size: int) -> mx.array:
     """(S,) -> (S, width) on the device, of S values in memory."""
     return mx.broadcast_to(_column(values), (len(values), padded_width(vocab_size)))
+
+
+def sparse_bias(params: SamplingParams, stop_ids: frozenset[int]) -> SparseBias | None:
+    """The additions that a request asks for; None: none."""
+    banned = sorted(stop_ids) if params.min_tokens > 0 else []
+    if not banned and not params.logit_bias:
+        return None
+    return SparseBias(
+        ids=(*params.logit_bias, *banned),
+        values=(*params.logit_bias.values(), *[-np.inf] * len(banned)),
+        min_tokens=params.min_tokens,
+    )

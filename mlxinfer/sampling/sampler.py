@@ -18,12 +18,11 @@ from .adjustments import (
     apply_bitmask,
     penalise,
     prompt_mask,
-    sparse_bias,
 )
 from .draw import DrawRanks, draw, pad_rows, uniforms
 from .dry import DryHistory, apply_dry
 from .logprobs import LogprobArrays, compute_logprobs
-from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of
+from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of, sparse_bias
 from .truncation import kept_weights
 
 MAX_PLANS = 2

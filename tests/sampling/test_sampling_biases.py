@@ -2,7 +2,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.sampling.adjustments import Biases, sparse_bias
+from mlxinfer.sampling.adjustments import Biases
+from mlxinfer.sampling.plan import sparse_bias
 
 SPARE = 6
 STOP = frozenset({2, 4})

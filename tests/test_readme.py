@@ -125,6 +125,10 @@ def test_the_tree_is_the_tree() -> None:
     paths = list(paths_of_the_tree())
     assert len(paths) > 15
     assert [path for path in paths if not exists(path)] == []
+    named = [path for path in paths if path != "mlxinfer/"]
+    assert sorted(named) == sorted(set(named)), "a path that the tree names twice"
+    modules = {f"mlxinfer/{path.name}" for path in (ROOT / "mlxinfer").glob("[!_]*.py")}
+    assert modules - set(paths) == set(), "a module that the tree does not name"
     folders = {
         f"mlxinfer/{path.parent.name}/" for path in (ROOT / "mlxinfer").glob("*/__init__.py")
     }

@@ -12,7 +12,7 @@ class FakePlatform:
     Attributes:
         said: messages to the user.
         copied: texts on the clipboard, the last one last.
-        title: beside the icon.
+        titles: beside the icon, the one that shows last.
         press_hotkey, click, reopen, escape: what the app wants to be called.
     """
 
@@ -20,7 +20,7 @@ class FakePlatform:
         self.missing = missing
         self.said: list[tuple[str, str]] = []
         self.copied: list[str] = []
-        self.title = ""
+        self.titles: list[str] = []
         self.hotkey: Hotkey | None = None
         self.at_login = False
         self.placed: list[Any] = []
@@ -33,7 +33,7 @@ class FakePlatform:
     def style_icon(self, icon: Any) -> None: ...
 
     def set_title(self, icon: Any, text: str) -> None:
-        self.title = text
+        self.titles.append(text)
 
     def on_click(self, icon: Any, action: Callable[[], object]) -> None:
         self.click = action

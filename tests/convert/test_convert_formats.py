@@ -3,15 +3,17 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import TEXT, convert, write_source
+from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
-from models.tiny import tiny_config
+from models.tiny import tiny_checkpoint, tiny_config
 from oracles.gguf_files import as_llama_cpp, write_model
 
 from mlxinfer.convert.arrange import OutputTensor, arrange
@@ -19,11 +21,14 @@ from mlxinfer.convert.calibration.logits import limit_for
 from mlxinfer.convert.formats import affine, name_of
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.read import open_source
+from mlxinfer.convert.read.schemes.mlx import widths_of
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion, judged_bits
 from mlxinfer.convert.verify import ShardReader, check_folder
 from mlxinfer.errors import ConversionError
 from mlxinfer.models import load
+from mlxinfer.models.matrix import StoredMatrix
+from mlxinfer.models.weights import Weights
 
 Kind = gguf.GGMLQuantizationType
 IDS = [5, 17, 3, 80, 41, 9]
@@ -206,6 +211,34 @@ def test_exceptions_that_a_config_leaves_out(
     assert len(check_folder(arrange(open_source(source)), four, lambda *_: None))
     assert set(convert(four, out, "keep").counts) == {"exact"}
     assert np.array_equal(logits(out), logits(four))
+
+
+def test_what_every_matrix_of_every_family_reads_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words and scales alone do not tell 4 bits in groups of 64 from 8 bits and half the inputs."""
+    asked: dict[str, int] = {}
+    whole = Weights.matrix
+
+    def noting(self: Weights, path: str, shape: tuple[int, ...], **how: Any) -> StoredMatrix:
+        original = self._original[f"{path}.weight"].removesuffix(".weight")
+        asked[original] = shape[-1]
+        return whole(self, path, shape, **how)
+
+    monkeypatch.setattr(Weights, "matrix", noting)
+    for case in CASES:
+        asked.clear()
+        load(tiny_checkpoint(tmp_path / case, case))
+        width = widths_of(tiny_config(case))
+        assert asked == {path: width(path) for path in asked}, case
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3-v4", "granitemoehybrid-v4", "gemma4_e-v4"])
+def test_quantised_families_with_odd_widths_are_converted_again(tmp_path: Path, case: str) -> None:
+    four = tiny_checkpoint(tmp_path / "four", case, quantize={"group_size": 32, "bits": 4})
+    report = convert(four, tmp_path / "out", "keep")
+    assert set(report.counts) == {"exact"}
+    np.testing.assert_allclose(logits(tmp_path / "out"), logits(four), atol=1e-4)
 
 
 def test_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path) -> None:

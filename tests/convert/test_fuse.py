@@ -42,7 +42,7 @@ def logits(folder: Path, adapter: Path | None = None) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("case", "quantized"),
-    [("qwen3-v4", True), ("qwen3_moe-v4", True), ("cohere2-v4", False), ("deepseek_v3-v4", False)],
+    [("qwen3-v4", True), ("qwen3_moe-v4", True), ("cohere2-v4", False), ("deepseek_v3-v4", True)],
 )
 def test_a_dense_fused_model_gives_the_adapters_logits(
     tmp_path: Path, case: str, quantized: bool

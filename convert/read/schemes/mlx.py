@@ -5,15 +5,22 @@
 where it leaves out an exception, the width that the architecture gives the matrix decides.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ....errors import ModelError
+from ....layers.factory import Origin
 from ....models.config import normalise
+from ....models.matrix import StoredMatrix
 from ....models.quantization import QuantFormat, Quantization, format_of_shapes
+from ....models.registry import family
+from ....models.weights import Rename, Weights
 from ...arrays import Words
 from ..affine import AffineReader
 from ..base import Leaves, Reader
@@ -24,28 +31,86 @@ from .fp4 import fp4_values
 Widths = Callable[[str], int | None]
 """The inputs of the matrix at a path; None: not known."""
 
+_EXPERT = re.compile(r"\.\d+(?=\.[^.]+$)")  # its number, the last one of a path
+
 
 def widths_of(config: Mapping[str, Any]) -> Widths:
     """For the matrices of a model; `config` says nothing of quantisation.
 
-    Where the config is invalid no width is known; arrange() raises the error.
+    They are those that the model's own definition asks for. Where the config is invalid no width is
+    known; arrange() raises the error.
     """
-    try:
-        model = normalise(config)
-    except ModelError:
-        return lambda path: None
-    experts = model.moe_intermediate_size
 
-    def width(path: str) -> int:
-        leaf = path.rpartition(".")[2]
-        if leaf == "o_proj":
-            return model.num_heads * model.head_dim
-        if leaf == "down_proj":
-            of_experts = ".experts." in path or ".switch_mlp." in path
-            return experts if of_experts else model.intermediate_size
-        return model.hidden_size
+    @cache
+    def found() -> tuple[Rename, dict[str, int]]:
+        try:
+            model = normalise(config)
+            builder = family(model.model_type)
+            asked: dict[str, int] = {}
+            for has_all in (False, True):  # of what is stored in two ways, both
+                weights = _Asked(asked, has_all=has_all)
+                builder.build(replace(model, quantization=None), weights)
+        except ModelError:
+            return (lambda name: None), {}
+        return builder.tensor_name, asked
+
+    def width(path: str) -> int | None:
+        rename, asked = found()
+        ours = (rename(f"{path}.weight") or "").removesuffix(".weight")
+        return asked.get(ours) or asked.get(_EXPERT.sub(".{}", ours))
 
     return width
+
+
+class _Asked(Weights):
+    """Arrays of any name and shape that a model asks for, and the inputs of its matrices."""
+
+    def __init__(self, widths: dict[str, int], *, has_all: bool) -> None:
+        super().__init__({}, dtype="float32")
+        self._widths, self._has_all, self._zero = widths, has_all, mx.zeros(())
+
+    def __contains__(self, name: str) -> bool:
+        return self._has_all
+
+    def raw(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: mx.Dtype | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> mx.array:
+        """Zeros that are never evaluated."""
+        return mx.broadcast_to(self._zero, shape)
+
+    def matrix(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        *,
+        bias: bool = False,
+        parts: Sequence[int] | None = None,
+    ) -> StoredMatrix:
+        """Dense, and noted."""
+        self._widths[path] = shape[-1]
+        offset = self.raw(path, shape[:-1]) if bias else None
+        return StoredMatrix(self.raw(path, shape), offset, origins=(Origin(path, shape[-2]),))
+
+    def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
+        """In one and one by one."""
+        self._widths[each] = shape[-1]
+        return self.matrix(stack, shape)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of no tensor."""
+        return ()
+
+    def same_matrix(self, path: str, other: str) -> bool:
+        """None differs."""
+        return True
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        """Nothing is evaluated."""
 
 
 class MLXModules:

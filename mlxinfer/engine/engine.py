@@ -141,13 +141,21 @@ class Engine:
         make_loop: called once on the engine's thread; loads the model. `generation` makes such.
         owner: the engine is closed when this object is collected, and when the process ends; None:
             only by `close`. It must not be reachable from `make_loop`.
+        stop_loading: called where Ctrl-C comes while `make_loop` runs; that raises soon, and is
+            waited for. None: it is waited for until it returns.
 
     Raises:
         EngineClosedError: this process is a fork of one that has used MLX.
         whatever `make_loop` raises.
     """
 
-    def __init__(self, make_loop: MakeLoop, *, owner: object | None = None) -> None:
+    def __init__(
+        self,
+        make_loop: MakeLoop,
+        *,
+        owner: object | None = None,
+        stop_loading: Callable[[], None] | None = None,
+    ) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
@@ -167,6 +175,8 @@ class Engine:
             start(self._thread, ready.fail)
             ready.wait()
         except BaseException:  # Ctrl-C: no caller is left to close what is being loaded
+            if stop_loading is not None:
+                stop_loading()
             self.close()
             raise
 

@@ -61,9 +61,10 @@ def load_share(
         others: as of `load`.
     """
     from .config import load_config
-    from .cut_weights import CutWeights, open_tensors
+    from .cut_weights import CutWeights
     from .registry import family
     from .share import Share
+    from .tensors import load_tensors
 
     folder = Path(folder)
     share = Share(rank, link.size)
@@ -71,7 +72,7 @@ def load_share(
     config = load_config(folder, share)
     builder = family(config.model_type)
     weights = CutWeights(
-        open_tensors(folder),
+        load_tensors(folder),
         share=share,
         link=link,
         quantization=config.quantization,

@@ -7,8 +7,6 @@ gives summands: its projection sums them over the ranks.
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise, product
-from math import prod
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -19,78 +17,12 @@ from ..layers.mlp import FeedForward
 from ..layers.ranks import Link, SplitEmbedding, SplitHead, Summed, SummedBlock, Sums
 from .matrix import StoredMatrix
 from .quantization import QuantFormat, Quantization, format_of_shapes
-from .safetensors import TensorInfo, read_headers
 from .share import Share
+from .tensors import FileTensor, Tensor, loaded, side_by_side
 from .weights import Rename, Weights
 
 Index = tuple[slice, ...]
-_DTYPES = {  # as stored: of MLX, and of numpy where that has none
-    "F32": (mx.float32, "<f4"),
-    "F16": (mx.float16, "<f2"),
-    "BF16": (mx.bfloat16, "<u2"),
-    "I64": (mx.int64, "<i8"),
-    "I32": (mx.int32, "<i4"),
-    "I16": (mx.int16, "<i2"),
-    "I8": (mx.int8, "<i1"),
-    "U64": (mx.uint64, "<u8"),
-    "U32": (mx.uint32, "<u4"),
-    "U16": (mx.uint16, "<u2"),
-    "U8": (mx.uint8, "<u1"),
-    "F8_E4M3": (mx.uint8, "<u1"),
-    "F8_E5M2": (mx.uint8, "<u1"),
-    "F8_E8M0": (mx.uint8, "<u1"),
-    "BOOL": (mx.bool_, "?"),
-}
-
-
-class FileTensor:
-    """A tensor in a file, of which any part can be read.
-
-    Args:
-        path: of the file.
-        info: where it lies there.
-        data_start: the first byte behind the file's header.
-    """
-
-    __slots__ = ("_info", "_path", "_start", "dtype", "shape")
-
-    def __init__(self, path: Path, info: TensorInfo, data_start: int) -> None:
-        if info.dtype not in _DTYPES:
-            raise CheckpointError(f"{path} holds a tensor of {info.dtype}, which MLX has not.")
-        self._path = path
-        self._info = info
-        self._start = data_start + info.start
-        self.dtype = _DTYPES[info.dtype][0]
-        self.shape = info.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of axes."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole tensor."""
-        return self._info.end - self._info.start
-
-    def read(self, index: Index) -> mx.array:
-        """The numbers at these places."""
-        stored = _DTYPES[self._info.dtype][1]
-        if not prod(self.shape):
-            return mx.zeros(self.shape, self.dtype)
-        whole = np.memmap(self._path, stored, mode="r", offset=self._start, shape=self.shape)
-        part = mx.array(np.ascontiguousarray(whole[index]))
-        return part.view(self.dtype) if self._info.dtype == "BF16" else part
-
-
-def open_tensors(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor of a checkpoint, by name; errors as of `read_headers`. No data is read."""
-    tensors: dict[str, FileTensor] = {}
-    for path, header in read_headers(folder).items():
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-        tensors |= {name: FileTensor(path, info, start) for name, info in header.items()}
-    return tensors
+MIN_RUN = 1 << 14  # bytes: of shorter runs each read costs more than what it brings
 
 
 class CutWeights(Weights):
@@ -120,7 +52,7 @@ class CutWeights(Weights):
     ) -> None:
         self._files = tensors
         super().__init__(
-            tensors,  # type: ignore[arg-type]  # read by `_pop` alone
+            tensors,
             quantization=quantization,
             dtype=dtype,
             fits_float16=fits_float16,
@@ -210,7 +142,10 @@ class CutWeights(Weights):
             f"{other}.{part}" in self
             and self.shape(f"{path}.{part}") == self.shape(f"{other}.{part}")
             and bool(
-                mx.array_equal(self._own_rows(f"{path}.{part}"), self._own_rows(f"{other}.{part}"))
+                mx.array_equal(
+                    loaded(self._own_rows(f"{path}.{part}")),
+                    loaded(self._own_rows(f"{other}.{part}")),
+                )
             )
             for part in parts
         )
@@ -246,13 +181,13 @@ class CutWeights(Weights):
 
     # -- parts of tensors -----------------------------------------------------------------------
 
-    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> mx.array:
+    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
         """The part of a tensor that has this shape; all of it where none has."""
         tensor = self._file(name)
         del self._tensors[name]
         wanted = tuple(shape)
         if len(wanted) != tensor.ndim or wanted == tensor.shape:
-            return self._read(tensor, ())
+            return self._counted(tensor)
         axes = [
             i for i, pair in enumerate(zip(tensor.shape, wanted, strict=True)) if len({*pair}) > 1
         ]
@@ -267,8 +202,8 @@ class CutWeights(Weights):
         self._cut.add(name)
         if axis == tensor.ndim - 1 and axis > 0:
             self._summands.add(name.rpartition(".")[0])
-        read = [self._read(tensor, (slice(None),) * axis + (slice(*span),)) for span in spans]
-        return read[0] if len(read) == 1 else mx.concatenate(read, axis=axis)
+        found = [self._cut_at(tensor, axis, span) for span in spans]
+        return found[0] if len(found) == 1 else side_by_side(found, axis - tensor.ndim)
 
     def _spans(
         self, stored: int, wanted: int, parts: Sequence[int] | None
@@ -310,10 +245,16 @@ class CutWeights(Weights):
                 found.append([of_kind[own] for own in kinds])
         return found[0] if len({tuple(one) for one in found}) == 1 else None
 
-    def _read(self, tensor: FileTensor, index: Index) -> mx.array:
-        part = tensor.read(index)
-        self.bytes_read += part.nbytes
-        return part
+    def _cut_at(self, tensor: FileTensor, axis: int, span: tuple[int, int]) -> Tensor:
+        """What lies at a span of an axis: in its file where that is a few long runs, else read."""
+        part = self._counted(tensor.cut(axis, *span))
+        if part.nbytes >= MIN_RUN * len(part.spans):
+            return part
+        return _columns(tensor, (slice(None),) * axis + (slice(*span),))
+
+    def _counted(self, tensor: FileTensor) -> FileTensor:
+        self.bytes_read += tensor.nbytes
+        return tensor
 
     def _file(self, name: str) -> FileTensor:
         return self._files[self._original[name]]
@@ -322,12 +263,13 @@ class CutWeights(Weights):
         """Of a table on each rank."""
         return -(-vocab_size // self._share.size)
 
-    def _own_rows(self, name: str) -> mx.array:
+    def _own_rows(self, name: str) -> FileTensor:
         """This rank's rows of a table's tensor, as far as there are any."""
         tensor = self._file(name)
         count = self._num_rows(tensor.shape[0])
         first = self._share.rank * count
-        return self._read(tensor, (slice(first, first + count),))
+        last = min(first + count, tensor.shape[0])
+        return self._counted(tensor.cut(0, min(first, last), last))
 
     def _rows(self, path: str, shape: tuple[int, int]) -> StoredMatrix:
         """This rank's rows of a table, zeros behind the last one."""
@@ -343,7 +285,7 @@ class CutWeights(Weights):
                     f"Tensor {self._original[full]!r} has {self.shape(full)[0]} rows; expected "
                     f"{vocab_size}."
                 )
-            part = self._own_rows(full)
+            part = self._own_rows(full).read()
             self.drop(full)
             self._cut.add(full)
             return mx.pad(part, [(0, count - len(part)), (0, 0)])
@@ -357,3 +299,12 @@ class CutWeights(Weights):
         if form.mode == "affine" and scales is not None and biases is not None:
             scales, biases = scales.astype(self.dtype), biases.astype(self.dtype)
         return StoredMatrix(weight, None, scales, biases, form)
+
+
+def _columns(tensor: FileTensor, index: Index) -> mx.array:
+    """A part of a tensor of a file that lies in many short runs; pages of the file are mapped."""
+    (span,) = tensor.spans
+    bits = f"<u{tensor.dtype.size}"  # numpy has no bfloat16
+    path, shape = span.file.path, tensor.shape
+    whole = np.memmap(path, bits, mode="r", offset=span.start, shape=shape)
+    return mx.array(np.ascontiguousarray(whole[index])).view(tensor.dtype)

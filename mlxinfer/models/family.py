@@ -164,7 +164,7 @@ class Family(FeedForwards):
             "model.embed_tokens", (config.vocab_size, config.hidden_size), shared=tied
         )
         entry = self.entry()
-        weights.evaluate(list(arrays(entry)))
+        weights.evaluate(list(arrays([table, entry])))
         layers = []
         for index in range(config.num_layers):
             layer = self.layer(index)

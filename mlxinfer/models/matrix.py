@@ -17,16 +17,20 @@ from ..layers.linear import (
 )
 from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat
+from .tensors import Tensor, loaded, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """One matrix, or one per expert: (..., out_dims, in_dims), packed where there is a format."""
+    """One matrix, or one per expert: (..., out_dims, in_dims), packed where there is a format.
 
-    weight: mx.array
+    It is in its files until a layer is made of it, so that matrices side by side are read as one.
+    """
+
+    weight: Tensor
     bias: mx.array | None = None  # (..., out_dims)
-    scales: mx.array | None = None  # (..., out_dims, in_dims / group_size)
-    biases: mx.array | None = None  # as scales; affine formats only
+    scales: Tensor | None = None  # (..., out_dims, in_dims / group_size)
+    biases: Tensor | None = None  # as scales; affine formats only
     form: QuantFormat | None = None  # None: dense
     origins: tuple[Origin, ...] = ()  # of its outputs, where adapters may ask for them
 
@@ -60,10 +64,12 @@ class StoredMatrix:
         factors = mx.array(factors, mx.float32)
         columns = factors[..., None] if factors.ndim else factors
 
-        def product(array: mx.array | None, by: mx.array) -> mx.array | None:
-            return None if array is None else (array.astype(mx.float32) * by).astype(array.dtype)
+        def product(tensor: Tensor | None, by: mx.array) -> mx.array | None:
+            if tensor is None:
+                return None
+            return (loaded(tensor).astype(mx.float32) * by).astype(tensor.dtype)
 
-        weight = self.weight
+        weight = loaded(self.weight)
         if self.form is None:
             weight = (weight.astype(mx.float32) * columns).astype(weight.dtype)
         scales, biases = product(self.scales, columns), product(self.biases, columns)
@@ -76,43 +82,42 @@ class StoredMatrix:
     ) -> "StoredMatrix":
         """`change` field by field, given the axis of the outputs in that field."""
         return StoredMatrix(
-            change(self.weight, -2),
+            change(loaded(self.weight), -2),
             None if self.bias is None else change(self.bias, -1),
-            None if self.scales is None else change(self.scales, -2),
-            None if self.biases is None else change(self.biases, -2),
+            None if self.scales is None else change(loaded(self.scales), -2),
+            None if self.biases is None else change(loaded(self.biases), -2),
             self.form,
             origins,
         )
 
+    def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Words, scales and biases of a matrix that has a format, read."""
+        assert self.scales is not None
+        biases = None if self.biases is None else loaded(self.biases)
+        return loaded(self.weight), loaded(self.scales), biases
+
     def head_linear(self) -> HeadLinear:
         """The layer of one matrix per head, without biases."""
         if self.form is None:
-            return DenseHeadLinear(self.weight)
-        assert self.scales is not None
-        return QuantizedHeadLinear(self.weight, self.scales, self.biases, **asdict(self.form))
+            return DenseHeadLinear(loaded(self.weight))
+        return QuantizedHeadLinear(*self.packed(), **asdict(self.form))
 
     def projection(self, make: LayerFactory) -> Projection:
         """The layer of one matrix."""
         made: Projection
         if self.form is None:
-            made = make.linear(self.weight, self.bias)
+            made = make.linear(loaded(self.weight), self.bias)
         else:
-            assert self.scales is not None
-            made = make.quantized_linear(
-                self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
-            )
+            made = make.quantized_linear(*self.packed(), self.bias, **asdict(self.form))
         self._note(made, make, None)
         return made
 
     def expert_projection(self, make: LayerFactory) -> ExpertProjection:
         """The layer of one matrix per expert."""
         if self.form is None:
-            made = make.experts(self.weight, self.bias)
+            made = make.experts(loaded(self.weight), self.bias)
         else:
-            assert self.scales is not None
-            made = make.quantized_experts(
-                self.weight, self.scales, self.biases, self.bias, **asdict(self.form)
-            )
+            made = make.quantized_experts(*self.packed(), self.bias, **asdict(self.form))
         self._note(made, make, self.weight.shape[0])
         return made
 
@@ -142,23 +147,25 @@ def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertPr
 
 
 def _side_by_side(parts: Sequence[StoredMatrix]) -> StoredMatrix:
-    return combined(parts, lambda arrays, axis: mx.concatenate(arrays, axis=axis))
+    return combined(parts, side_by_side)
 
 
 def combined(
-    parts: Sequence[StoredMatrix], combine: Callable[[list[mx.array], int], mx.array]
+    parts: Sequence[StoredMatrix], combine: Callable[[Sequence[Tensor], int], Tensor]
 ) -> StoredMatrix:
     """Matrices of one format as one: `combine` field by field, given the axis of the outputs."""
     if len(parts) == 1:
         return parts[0]
 
-    def field(arrays: list[mx.array | None], axis: int) -> mx.array | None:
-        present = [array for array in arrays if array is not None]
+    def field(tensors: Sequence[Tensor | None], axis: int) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
         return combine(present, axis) if present else None
+
+    bias = field([part.bias for part in parts], -1)
 
     return StoredMatrix(
         combine([part.weight for part in parts], -2),
-        field([part.bias for part in parts], -1),
+        None if bias is None else loaded(bias),
         field([part.scales for part in parts], -2),
         field([part.biases for part in parts], -2),
         parts[0].form,

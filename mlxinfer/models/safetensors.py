@@ -7,6 +7,9 @@ The format (github.com/huggingface/safetensors, README "Format"): eight bytes of
 header length, a JSON object of name -> {dtype, shape, data_offsets}, then the data without holes.
 """
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +23,9 @@ MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 MAX_DIMS = 8
 MAX_FILE_NAME = 255  # characters; file systems refuse to look for a longer one
 GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a large file lies
+
+READERS = 8  # reads under way at once: a solid-state disk answers many
+CHUNK_BYTES = 4 << 20  # of one read: few calls, and enough for all readers in one matrix
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
@@ -134,7 +140,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise _unreadable(path, error) from error
     metadata = header.pop("__metadata__", None) or {}  # MLX writes null where there is none
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"__metadata__ in {path} is not an object of strings.")
@@ -182,3 +188,86 @@ def _check_spans(
 
 def _bad(name: str, path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"Tensor {name[:200]!r} of {path} {what}.")
+
+
+class WeightFile:
+    """One file of weights, open for reads at any place from any thread.
+
+    What is read stays the file that was checked, even where another takes its name meanwhile.
+
+    Args:
+        path: of the file.
+        readers: threads that read.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, readers: ThreadPoolExecutor) -> None:
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        self.path = path
+        self.readers = readers
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def read_into(self, view: memoryview, start: int) -> None:
+        """Fill `view` with the bytes from `start` on.
+
+        Raises:
+            CheckpointError: the file ends before, or the disk fails.
+        """
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd, [view[done:]], start + done)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if not count:
+                raise CheckpointError(
+                    f"{self.path} ends at byte {start + done}, within a tensor: it became shorter "
+                    "while it was read. Download it again, and let nothing write to it meanwhile."
+                )
+            done += count
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a file that follow each other."""
+
+    file: WeightFile
+    start: int
+    size: int
+
+
+def read_spans(spans: Sequence[Span], view: memoryview) -> None:
+    """Read spans one behind the other into `view`, several at once; each byte is read once.
+
+    It returns or raises when all reads have ended, so that none writes to memory given back.
+
+    Raises:
+        CheckpointError: as of `WeightFile.read_into`.
+    """
+    at, reads = 0, []
+    for span in spans:
+        for first in range(0, span.size, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, span.size - first)
+            reads.append((span.file, view[at : at + size], span.start + first))
+            at += size
+    if len(reads) == 1 or at <= CHUNK_BYTES:  # handing over would take longer
+        for file, part, start in reads:
+            file.read_into(part, start)
+        return
+    futures = [file.readers.submit(file.read_into, part, start) for file, part, start in reads]
+    wait(futures)
+    for future in futures:
+        future.result()
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}.")

@@ -1,43 +1,239 @@
-"""The tensors of a folder of safetensors, and the dtype that a model computes in.
+"""Tensors in files of safetensors, read into MLX's memory; the dtype that a model computes in.
 
-MLX sees a file only after its header was checked (safetensors.py).
+A `FileTensor` is an array that lies in files in one piece or several, and is not read yet. Matrices
+that become one are joined before they are read: each byte goes from the file to its place.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError, shown
-from .safetensors import read_headers
+from .safetensors import READERS, Span, TensorInfo, WeightFile, read_headers, read_spans
 
 _OF_PACKED = (".scales", ".biases")
 FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in FLOATS.items()}
+_STORED = {  # dtypes of safetensors -> of MLX
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "I64": mx.int64,
+    "I32": mx.int32,
+    "I16": mx.int16,
+    "I8": mx.int8,
+    "U64": mx.uint64,
+    "U32": mx.uint32,
+    "U16": mx.uint16,
+    "U8": mx.uint8,
+    "F8_E4M3": mx.uint8,
+    "F8_E5M2": mx.uint8,
+    "F8_E8M0": mx.uint8,
+    "BOOL": mx.bool_,
+}
 
 
-def load_tensors(folder: Path) -> dict[str, mx.array]:
-    """Every tensor of a checkpoint, by name. Data is read when an array is first evaluated.
+class FileTensor:
+    """An array that lies in files.
+
+    Args:
+        stored: its dtype there, a key of ITEM_BYTES.
+        shape: of the array.
+        spans: its bytes, row by row.
+
+    Raises:
+        CheckpointError: MLX has no such dtype.
+    """
+
+    __slots__ = ("_array", "dtype", "shape", "spans", "stored")
+
+    def __init__(self, stored: str, shape: tuple[int, ...], spans: Sequence[Span]) -> None:
+        if stored not in _STORED:
+            where = spans[0].file.path
+            raise CheckpointError(f"{where} holds a tensor of {stored}, which MLX has not.")
+        self.stored = stored
+        self.dtype = _STORED[stored]
+        self.shape = shape
+        self.spans = spans
+        self._array: mx.array | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the array."""
+        return prod(self.shape) * self.dtype.size
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its array is there."""
+        return self._array is not None
+
+    def read(self) -> mx.array:
+        """The array, evaluated; the same one every time.
+
+        Raises:
+            CheckpointError: a file became shorter, or its disk fails.
+        """
+        if self._array is None:
+            self._array = _read(self)
+        return self._array
+
+    def cut(self, axis: int, start: int, stop: int) -> "FileTensor":
+        """What lies at [start, stop) of an axis."""
+        shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
+        row = prod(self.shape[axis + 1 :]) * self.dtype.size
+        blocks = _blocks(self.spans, prod(self.shape[:axis]))
+        spans = [each for block in blocks for each in _between(block, start * row, stop * row)]
+        return FileTensor(self.stored, shape, spans)
+
+
+Tensor = mx.array | FileTensor
+
+
+def load_tensors(folder: Path) -> dict[str, FileTensor]:
+    """Every tensor of a checkpoint, by name. No data is read.
 
     Raises:
         CheckpointError: a file that is broken.
         ModelNotFoundError: there is none.
     """
-    tensors: dict[str, mx.array] = {}
+    readers = ThreadPoolExecutor(READERS, "mlxinfer-weights")  # its threads end with the tensors
+    tensors: dict[str, FileTensor] = {}
     for path, header in read_headers(folder).items():
-        try:
-            loaded = mx.load(str(path))
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-        assert isinstance(loaded, dict), path
-        assert loaded.keys() == header.keys(), path
-        tensors.update(loaded)
+        file = WeightFile(path, readers)
+        length = bytearray(8)
+        file.read_into(memoryview(length), 0)
+        start = 8 + int.from_bytes(length, "little")
+        tensors |= {name: _stored(info, file, start) for name, info in header.items()}
     return tensors
 
 
+def _stored(info: TensorInfo, file: WeightFile, data_start: int) -> FileTensor:
+    span = Span(file, data_start + info.start, info.end - info.start)
+    return FileTensor(info.dtype, info.shape, [span])
+
+
+def loaded(tensor: Tensor) -> mx.array:
+    """The array, read if it is in a file."""
+    return tensor.read() if isinstance(tensor, FileTensor) else tensor
+
+
+def cast(tensor: Tensor, dtype: mx.Dtype) -> Tensor:
+    """In a dtype; what has it already is not read."""
+    return tensor if tensor.dtype == dtype else loaded(tensor).astype(dtype)
+
+
+def side_by_side(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Arrays joined along an axis, counted from the end: in their files, if all are there."""
+    if not _unread(parts):
+        return mx.concatenate([loaded(part) for part in parts], axis=axis)
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    blocks = [_blocks(part.spans, prod(shape[:axis])) for part in parts]
+    spans = [span for row in zip(*blocks, strict=True) for block in row for span in block]
+    return FileTensor(parts[0].stored, tuple(shape), spans)
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Arrays of one shape along a new first axis: in their files, if all are there."""
+    if not _unread(parts):
+        return mx.stack([loaded(part) for part in parts])
+    spans = [span for part in parts for span in part.spans]
+    return FileTensor(parts[0].stored, (len(parts), *parts[0].shape), spans)
+
+
+def _unread(parts: Sequence[Tensor]) -> TypeGuard[Sequence[FileTensor]]:
+    """Whether all are in files alone, of one dtype, and each is there once."""
+    there = [part for part in parts if isinstance(part, FileTensor) and not part.is_read]
+    return (
+        len({id(part) for part in there}) == len(parts)
+        and len({part.stored for part in there}) == 1
+    )
+
+
+def _blocks(spans: Sequence[Span], count: int) -> list[list[Span]]:
+    """Spans as `count` runs of equally many bytes."""
+    if count == 1:
+        return [list(spans)]
+    if len(spans) == count and len({span.size for span in spans}) == 1:
+        return [[span] for span in spans]
+    size = sum(span.size for span in spans) // count
+    return [_between(spans, i * size, (i + 1) * size) for i in range(count)]
+
+
+def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """The bytes at [start, stop) of what the spans are together."""
+    found, at = [], 0
+    for span in spans:
+        first, last = max(start - at, 0), min(stop - at, span.size)
+        if first < last:
+            found.append(Span(span.file, span.start + first, last - first))
+        at += span.size
+    return found
+
+
+def _read(tensor: FileTensor) -> mx.array:
+    if not tensor.nbytes:
+        return mx.zeros(tensor.shape, tensor.dtype)
+    source = _Source(tensor)
+    try:
+        found = mx.load(source, format="safetensors")  # type: ignore[arg-type]  # enough for it
+    except RuntimeError as error:  # of MLX, which says what was raised in `readinto` as text
+        raise source.error or CheckpointError(f"Weights cannot be read: {error}") from None
+    assert isinstance(found, dict)
+    return found["x"]
+
+
+class _Source:
+    """A file of one tensor, as MLX reads it: `readinto` gets the memory of the array itself."""
+
+    name, closed = "weights.safetensors", False
+
+    def __init__(self, tensor: FileTensor) -> None:
+        dtype = "U8" if tensor.stored.startswith("F8_") else tensor.stored
+        entry = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [0, tensor.nbytes]}
+        header = json.dumps({"x": entry}).encode()
+        self._head = len(header).to_bytes(8, "little") + header
+        self._tensor = tensor
+        self._at = 0
+        self.error: CheckpointError | None = None
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a place, from the beginning or, with 2, from the end."""
+        end = len(self._head) + self._tensor.nbytes
+        self._at = offset + (end if whence == 2 else self._at if whence == 1 else 0)
+        return self._at
+
+    def tell(self) -> int:
+        """The place."""
+        return self._at
+
+    def readinto(self, view: memoryview) -> int:
+        """The header, a part at a time; or all data."""
+        if self._at < len(self._head):
+            view[:] = self._head[self._at : self._at + len(view)]
+        else:
+            try:
+                read_spans(self._tensor.spans, view.cast("B"))
+            except CheckpointError as error:
+                self.error = error
+                raise
+        self._at += len(view)
+        return len(view)
+
+
 def choose_dtype(
-    tensors: Mapping[str, mx.array], dtype: str, *, fits_float16: bool = True
+    tensors: Mapping[str, Tensor], dtype: str, *, fits_float16: bool = True
 ) -> mx.Dtype:
     """The dtype of activations: as requested, or the checkpoint's own; float32 on the CPU.
 

@@ -5,7 +5,7 @@ end is an error that names it. Matrices that read the same input are fused, outp
 fewer operations a token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from ..layers.mlp import FeedForward
 from .matrix import StoredMatrix, combined, fused
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .share import Share
-from .tensors import FLOATS, choose_dtype
+from .tensors import FLOATS, Tensor, cast, choose_dtype, loaded, stacked
 
 Rename = Callable[[str], str | None]
 
@@ -30,7 +30,7 @@ class Weights:
 
     def __init__(
         self,
-        tensors: dict[str, mx.array],
+        tensors: Mapping[str, Tensor],
         *,
         quantization: Quantization | None = None,
         dtype: str = "auto",
@@ -43,7 +43,7 @@ class Weights:
         self.make = layer_factory(many_rows=many_rows)
         self.make.places = [] if adaptable else None
         self.share: Share | None = None  # of the rank that takes its part; None: all is taken
-        self._tensors: dict[str, mx.array] = {}
+        self._tensors: dict[str, Tensor] = {}
         self._original: dict[str, str] = {}  # our name -> the checkpoint's
         for name, tensor in tensors.items():
             ours = rename(name) if rename else name
@@ -88,6 +88,16 @@ class Weights:
         Args:
             parts: sizes of what lies side by side along the axis of the outputs; None: one thing.
         """
+        return loaded(self._found(name, shape, dtype, parts))
+
+    def _found(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: mx.Dtype | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As `raw`, and not read yet."""
         if name not in self._tensors:
             raise CheckpointError(f"Tensor {name!r} {tuple(shape)} is missing.")
         tensor = self._pop(name, shape, parts)
@@ -103,7 +113,7 @@ class Weights:
             )
         return tensor
 
-    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> mx.array:
+    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
         """A tensor that is there, to be left out from now on."""
         return self._tensors.pop(name)
 
@@ -116,15 +126,20 @@ class Weights:
         parts: Sequence[int] | None = None,
     ) -> mx.array:
         """`raw` in the activations' dtype, `offset` added before it is rounded to that."""
-        tensor = self.raw(name, shape, parts=parts)
+        tensor = self._taken(name, shape, parts)
+        if offset:
+            tensor = loaded(tensor).astype(mx.float32) + offset
+        return loaded(cast(tensor, self.dtype))
+
+    def _taken(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
+        """As it is stored, of any float dtype, and not read yet."""
+        tensor = self._found(name, shape, parts=parts)
         if tensor.dtype not in FLOATS:
             raise CheckpointError(
                 f"Tensor {self._original[name]!r} is {tensor.dtype}; expected one of "
                 f"{', '.join(FLOATS.values())}."
             )
-        if offset:
-            tensor = tensor.astype(mx.float32) + offset
-        return tensor.astype(self.dtype)
+        return tensor
 
     def linear(
         self,
@@ -185,8 +200,8 @@ class Weights:
         origins = (Origin(path, shape[-2]),)
         if f"{path}.scales" in self:
             return replace(self._quantized(path, shape, offset, parts), origins=origins)
-        weight = self.take(f"{path}.weight", shape, parts=parts)
-        return StoredMatrix(weight, offset, origins=origins)
+        weight = self._taken(f"{path}.weight", shape, parts)
+        return StoredMatrix(cast(weight, self.dtype), offset, origins=origins)
 
     def block(self, block: FeedForward) -> FeedForward:
         """A block of several summands, whose matrices were taken from here."""
@@ -203,7 +218,7 @@ class Weights:
     def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """One matrix per expert (num_experts, out_dims, in_dims).
 
-        Matrices that are stored one by one are stacked at once, so that they can be dropped.
+        Matrices that are stored one by one are stacked where they are read to.
 
         Args:
             stack: path of one tensor of all, as MLX checkpoints have it.
@@ -219,12 +234,9 @@ class Weights:
         parts = [self.matrix(each.format(i), (one[0], one[1])) for i in range(count)]
         if len({part.form for part in parts}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        stacked = combined(parts, lambda arrays, _: mx.stack(arrays))
-        stacked = replace(stacked, origins=(Origin(stack, one[0]),))
-        del parts
-        fields = (stacked.weight, stacked.scales, stacked.biases)
-        self.evaluate([array for array in fields if array is not None])
-        return stacked
+        return replace(
+            combined(parts, lambda arrays, _: stacked(arrays)), origins=(Origin(stack, one[0]),)
+        )
 
     def head(self, path: str, shape: tuple[int, int]) -> Projection:
         """The output projection (vocab_size, hidden_size)."""
@@ -236,11 +248,8 @@ class Weights:
 
     def _embedding(self, table: StoredMatrix, shared: bool) -> Embedding:
         if table.form is None:
-            return self.make.embedding(table.weight, shared=shared)
-        assert table.scales is not None
-        packed = self.make.quantized_linear(
-            table.weight, table.scales, table.biases, **asdict(table.form)
-        )
+            return self.make.embedding(loaded(table.weight), shared=shared)
+        packed = self.make.quantized_linear(*table.packed(), **asdict(table.form))
         return self.make.quantized_embedding(packed, self.dtype)
 
     def _quantized(
@@ -258,13 +267,14 @@ class Weights:
                 "not divide."
             )
         words = (*rows, in_dims * form.bits // 32)
-        weight = self.raw(f"{path}.weight", words, dtype=mx.uint32, parts=parts)
+        weight = self._found(f"{path}.weight", words, mx.uint32, parts)
         groups = (*rows, in_dims // form.group_size)
         if form.mode != "affine":
-            scales = self.raw(f"{path}.scales", groups, dtype=mx.uint8, parts=parts)
-            return StoredMatrix(weight, offset, scales, None, form)
+            exponents = self._found(f"{path}.scales", groups, mx.uint8, parts)
+            return StoredMatrix(weight, offset, exponents, None, form)
         scales, biases = (
-            self.take(f"{path}.{name}", groups, parts=parts) for name in ("scales", "biases")
+            cast(self._taken(f"{path}.{name}", groups, parts), self.dtype)
+            for name in ("scales", "biases")
         )
         return StoredMatrix(weight, offset, scales, biases, form)
 
@@ -296,7 +306,10 @@ class Weights:
         return all(
             f"{other}.{part}" in self
             and bool(
-                mx.array_equal(self._tensors[f"{path}.{part}"], self._tensors[f"{other}.{part}"])
+                mx.array_equal(
+                    loaded(self._tensors[f"{path}.{part}"]),
+                    loaded(self._tensors[f"{other}.{part}"]),
+                )
             )
             for part in parts
         )

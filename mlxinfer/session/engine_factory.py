@@ -14,7 +14,7 @@ from ..config import (
     default_disk_folder,
 )
 from ..core import CacheSpec, KVSpec, check_count, check_switch
-from ..errors import InsufficientMemoryError, InvalidRequestError, shown
+from ..errors import EngineClosedError, InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..ranks.options import RankOptions
 from ..speculation.options import SpeculationOptions
@@ -346,6 +346,7 @@ def open_engine(
     described: list[ModelInfo] = []
     proposers: list[Proposer | None] = []
     group = _group(name, folder, options)
+    watch, stop = stoppable(watch)
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
@@ -364,10 +365,26 @@ def open_engine(
         proposers.append(proposer)
         return model, config
 
-    engine = Engine(generation(build, lambda: proposers.pop(), group), owner=owner)
+    make_loop = generation(build, lambda: proposers.pop(), group)
+    engine = Engine(make_loop, owner=owner, stop_loading=stop)
     if group is not None:
         group.on_failure = engine.fail
     return engine, described[0]
+
+
+def stoppable(
+    watch: Callable[[int, int], None] | None,
+) -> tuple[Callable[[int, int], None], Callable[[], None]]:
+    """A `watch` of loading that goes on to another, and a call after which it ends the loading."""
+    stopped: list[bool] = []
+
+    def watching(num_loaded: int, num_bytes: int) -> None:
+        if stopped:
+            raise EngineClosedError("The loading of the model was interrupted.")
+        if watch is not None:
+            watch(num_loaded, num_bytes)
+
+    return watching, lambda: stopped.append(True)
 
 
 def _group(name: str, folder: Path, options: EngineOptions) -> "RankGroup | None":

@@ -16,7 +16,7 @@ from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .engine_client import Mailbox
-from .engine_factory import EngineOptions, ModelInfo, describe
+from .engine_factory import EngineOptions, ModelInfo, describe, stoppable
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
 from .ranking import check_list, paired, places, ranked, similarity, unit
 from .session import CANARY_TOKEN, Session
@@ -67,8 +67,9 @@ class PoolingSession:
         self.pooling = resolved(pooling, tokenizer, name)
         self.info: ModelInfo
         described: list[ModelInfo] = []
+        watch, stop = stoppable(watch)
         make = _loop_maker(name, folder, options, self.pooling, described, watch)
-        self.engine = Engine(make, owner=self)
+        self.engine = Engine(make, owner=self, stop_loading=stop)
         self.info = described[0]
         self.rows = RowBuilder(
             tokenizer, self.pooling, self.info.max_context, self.info.architecture

@@ -16,12 +16,11 @@ import logging
 from pathlib import Path
 
 from ..jsonfields import read_json
-from ..tensors import load_tensors
 from .alone import AloneModel
 from .choice import build, choose
 from .config import ZooConfig
 from .flat import FlatModel
-from .loading import load_weights
+from .loading import lazy_arrays, load_weights
 
 __all__ = ["ZooConfig", "load", "load_config"]
 
@@ -35,7 +34,7 @@ def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
         UnsupportedModelError, CheckpointError, ModelNotFoundError: as of `models.load`.
     """
     config, definition = choose(*_read(folder))
-    formats = load_weights(definition, load_tensors(folder), config.quantization, dtype)
+    formats = load_weights(definition, lazy_arrays(folder), config.quantization, dtype)
     model = build(config, definition, formats)
     because = model.config.alone_because
     if because is not None:

@@ -1,6 +1,7 @@
 """A checkpoint's tensors into a definition, quantised as the checkpoint is."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,11 +9,31 @@ import mlx.nn as nn
 
 from ...errors import CheckpointError
 from ..quantization import Quantization, format_of_shapes
+from ..safetensors import read_headers
 from ..tensors import FLOATS, choose_dtype
 from .definitions import Definition
 from .private_copy import one_line
 
 Formats = dict[str, dict[str, Any]]  # path of a layer -> arguments of its quantised form
+
+
+def lazy_arrays(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of a checkpoint, by name, read when a definition has joined them.
+
+    Raises:
+        CheckpointError: a file that is broken.
+        ModelNotFoundError: there is none.
+    """
+    tensors: dict[str, mx.array] = {}
+    for path, header in read_headers(folder).items():
+        try:
+            found = mx.load(str(path))
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        assert isinstance(found, dict), path
+        assert found.keys() == header.keys(), path
+        tensors.update(found)
+    return tensors
 
 
 def load_weights(

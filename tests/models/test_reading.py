@@ -1,0 +1,222 @@
+"""Weights are read once, straight to their place, with a layer more in memory at most."""
+
+import errno
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from models.cases import CASES
+from models.tiny import tiny_checkpoint
+
+from mlxinfer import LLM
+from mlxinfer.bench.speed import cpu_layers
+from mlxinfer.errors import CheckpointError
+from mlxinfer.models import load, safetensors
+from mlxinfer.models.safetensors import WeightFile
+from mlxinfer.models.tensors import FileTensor, load_tensors, loaded, side_by_side, stacked
+from tests.bench.checkpoints import Dense, Experts, write_checkpoint
+
+SIZES = {
+    "hidden": 256,
+    "inner": 768,
+    "layers": 10,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "vocab": 512,
+}
+DENSE = Dense(**SIZES)
+EXPERTS = Experts(**{**SIZES, "inner": 96}, experts=8, chosen=2)
+
+
+class Reads:
+    """Bytes of files that are read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranges: list[tuple[Path, int, int]] = []
+        plain = WeightFile.read_into
+
+        def read_into(file: WeightFile, view: memoryview, start: int) -> None:
+            if len(view) != 8 or start:  # the length of the header
+                self.ranges.append((file.path, start, start + len(view)))
+            plain(file, view, start)
+
+        monkeypatch.setattr(WeightFile, "read_into", read_into)
+
+    @property
+    def total(self) -> int:
+        return sum(stop - start for _, start, stop in self.ranges)
+
+    def check_once(self) -> None:
+        """No byte is in two of the ranges."""
+        ends: dict[Path, int] = {}
+        for path, start, stop in sorted(self.ranges):
+            assert start >= ends.get(path, 0), f"bytes from {start} of {path} are read twice"
+            ends[path] = stop
+
+
+def data_bytes(folder: Path) -> int:
+    headers = safetensors.read_headers(folder).values()
+    return sum(info.end - info.start for header in headers for info in header.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_byte_is_read_once(case, tmp_path, monkeypatch):
+    folder = tiny_checkpoint(tmp_path, case)
+    reads = Reads(monkeypatch)
+    model = load(folder)
+    reads.check_once()
+    assert model.num_bytes * 0.9 <= reads.total <= data_bytes(folder)
+
+
+@pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path):
+    """What is stored as it is used is held once; else a layer is held beside what it becomes."""
+    folder = write_checkpoint(tmp_path, sizes)
+    with cpu_layers(False):  # those that lay weights out in another order
+        load(folder, dtype=dtype)  # what is made once is there
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        model = load(folder, dtype=dtype)
+    layer = (data_bytes(folder) + model.num_bytes) / sizes.layers
+    more = 0.01 * model.num_bytes if dtype == "float32" else layer
+    assert mx.get_peak_memory() - before <= model.num_bytes + more
+    assert mx.get_active_memory() - before <= model.num_bytes * 1.01
+
+
+def test_matrices_that_become_one_are_never_held_twice(tmp_path):
+    folder = write_checkpoint(tmp_path, EXPERTS)
+    tensors = load_tensors(folder)
+    front = "model.layers.0.mlp.experts"
+    stacks = [
+        stacked([tensors[f"{front}.{i}.{name}_proj.weight"] for i in range(EXPERTS.experts)])
+        for name in ("gate", "up")
+    ]
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    both = loaded(side_by_side(stacks, -2))
+    assert both.shape == (EXPERTS.experts, 2 * EXPERTS.inner, EXPERTS.hidden)
+    assert mx.get_peak_memory() - before == both.nbytes
+
+
+def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path, monkeypatch):
+    """Random programs of joins, stacks and cuts, in one thread and in several."""
+    seed = time.time_ns() % 10**6
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        chunk = chance.choice([7, 64, 1 << 20])
+        monkeypatch.setattr(safetensors, "CHUNK_BYTES", chunk)
+        dtype = chance.choice([np.float32, np.float16, np.uint32, np.uint8])
+        shape = tuple(chance.randint(1, 5) for _ in range(chance.randint(1, 3)))
+        arrays = [rng.integers(0, 99, shape).astype(dtype) for _ in range(6)]
+        for number in range(2):
+            some = {f"{i}": mx.array(arrays[i]) for i in range(number, 6, 2)}
+            mx.save_safetensors(str(tmp_path / f"model-{number}.safetensors"), some)
+        tensors = load_tensors(tmp_path)
+        files: list[FileTensor] = [tensors[f"{i}"] for i in range(6)]
+        while len(files) > 1:  # of equal shapes, so that they can be stacked
+            groups = [(files[i : i + 2], arrays[i : i + 2]) for i in range(0, len(files), 2)]
+            axis = chance.randrange(-files[0].ndim, 0)
+            stack = len(files) % 2 == 0 and chance.random() < 0.4
+            files = [stacked(f) if stack else side_by_side(f, axis) for f, _ in groups]
+            arrays = [np.stack(a) if stack else np.concatenate(a, axis) for _, a in groups]
+            place = chance.randrange(arrays[0].ndim)
+            size = chance.randint(1, min(array.shape[place] for array in arrays))
+            start = chance.randint(0, min(array.shape[place] for array in arrays) - size)
+            files = [file.cut(place, start, start + size) for file in files]
+            arrays = [array.take(range(start, start + size), place) for array in arrays]
+            if len({array.shape for array in arrays}) > 1:  # one had no other to be joined with
+                files, arrays = files[:1], arrays[:1]
+        assert files[0].shape == arrays[0].shape
+        assert (np.array(loaded(files[0])) == arrays[0]).all()
+
+
+def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
+    tensors = load_tensors(write_checkpoint(tmp_path, DENSE))
+    reads = Reads(monkeypatch)
+    key = tensors["model.layers.0.self_attn.k_proj.weight"]
+    value = tensors["model.layers.0.self_attn.v_proj.weight"]
+    first = key.read()
+    assert key.read() is first
+    joined = loaded(side_by_side([key, value], -2))
+    assert mx.array_equal(joined, mx.concatenate([first, value.read()]))
+    twice = loaded(side_by_side([key, key], -2))
+    assert mx.array_equal(twice, mx.concatenate([first, first]))
+    reads.check_once()
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors, "CHUNK_BYTES", 100_000)  # several threads
+    folder = write_checkpoint(tmp_path, DENSE)
+    path = folder / "model.safetensors"
+    tensors = load_tensors(folder)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte \d+.*shorter"):
+        [tensor.read() for tensor in tensors.values()]
+
+
+def test_a_file_that_is_replaced_while_it_is_read_stays_what_it_was(tmp_path):
+    folder = write_checkpoint(tmp_path / "one", DENSE)
+    expected = mx.load(str(folder / "model.safetensors"))
+    tensors = load_tensors(folder)
+    other = write_checkpoint(tmp_path / "two", DENSE, seed=1)
+    os.replace(other / "model.safetensors", folder / "model.safetensors")
+    assert all(mx.array_equal(tensor.read(), expected[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("chunk", [1000, 1 << 20])
+def test_a_disk_that_fails(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(safetensors, "CHUNK_BYTES", chunk)
+    folder = write_checkpoint(tmp_path, DENSE)
+    plain, calls = os.preadv, Counter[str]()
+
+    def preadv(fd: int, views: list[memoryview], start: int) -> int:
+        calls["all"] += 1
+        if calls["all"] == 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(fd, views, start)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: Input/output"):
+        load(folder)
+
+
+def test_a_read_that_gives_less_goes_on(tmp_path, monkeypatch):
+    folder = write_checkpoint(tmp_path, DENSE)
+    expected = mx.load(str(folder / "model.safetensors"))
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, v, start: plain(fd, [v[0][:4097]], start))
+    for name, tensor in load_tensors(folder).items():
+        assert mx.array_equal(tensor.read(), expected[name]), name
+
+
+def test_ctrl_c_ends_the_loading(monkeypatch):
+    """At the next layer, on a disk that is so slow that the whole takes seconds."""
+    reads = Reads(monkeypatch)
+    LLM("demo").close()
+    whole_s = 0.05 * len(reads.ranges)
+    plain = WeightFile.read_into
+
+    def slow(file: WeightFile, view: memoryview, start: int) -> None:
+        time.sleep(0.05)
+        plain(file, view, start)
+
+    monkeypatch.setattr(WeightFile, "read_into", slow)
+    timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    began_s = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM("demo")
+    assert time.monotonic() - began_s < whole_s / 2
+    timer.join()

@@ -96,6 +96,7 @@ class EngineLoop(Protocol):
 
 
 MakeLoop = Callable[[Emit], EngineLoop]
+Stop = Callable[[], None]
 
 
 def generation(
@@ -141,8 +142,7 @@ class Engine:
         make_loop: called once on the engine's thread; loads the model. `generation` makes such.
         owner: the engine is closed when this object is collected, and when the process ends; None:
             only by `close`. It must not be reachable from `make_loop`.
-        stop_loading: called where Ctrl-C comes while `make_loop` runs; that raises soon, and is
-            waited for. None: it is waited for until it returns.
+        stop_loading: makes `make_loop` raise soon: Ctrl-C waits for its end.
 
     Raises:
         EngineClosedError: this process is a fork of one that has used MLX.
@@ -150,11 +150,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        make_loop: MakeLoop,
-        *,
-        owner: object | None = None,
-        stop_loading: Callable[[], None] | None = None,
+        self, make_loop: MakeLoop, *, owner: object | None = None, stop_loading: Stop = lambda: None
     ) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Listener] = {}
@@ -175,8 +171,7 @@ class Engine:
             start(self._thread, ready.fail)
             ready.wait()
         except BaseException:  # Ctrl-C: no caller is left to close what is being loaded
-            if stop_loading is not None:
-                stop_loading()
+            stop_loading()
             self.close()
             raise
 

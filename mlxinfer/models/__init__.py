@@ -8,9 +8,24 @@ if TYPE_CHECKING:
     from ..layers.ranks import Link
     from .decoder import LanguageConfig, LanguageModel, Model
 
-__all__ = ["load", "load_any", "load_any_config", "load_share"]
+__all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable"]
 
 Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all of them
+
+
+def stoppable(watch: Watch | None) -> tuple[Watch, Callable[[], None]]:
+    """A `watch` of loading that goes on to another, and a call after which it ends the loading."""
+    from ..errors import EngineClosedError
+
+    stopped: list[bool] = []
+
+    def watching(num_loaded: int, num_bytes: int) -> None:
+        if stopped:
+            raise EngineClosedError("The loading of the model was interrupted.")
+        if watch is not None:
+            watch(num_loaded, num_bytes)
+
+    return watching, lambda: stopped.append(True)
 
 
 def load_any(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "LanguageModel":

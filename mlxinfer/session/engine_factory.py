@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..backend import require_mlx
-from ..config import (
-    DiskOptions,
-    EngineConfig,
-    KVOptions,
-    default_disk_folder,
-)
+from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
 from ..core import CacheSpec, KVSpec, check_count, check_switch
-from ..errors import EngineClosedError, InsufficientMemoryError, InvalidRequestError, shown
+from ..errors import InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..ranks.options import RankOptions
 from ..speculation.options import SpeculationOptions
@@ -341,7 +336,7 @@ def open_engine(
     """
     require_mlx()  # says why, where what follows cannot import MLX
     from ..engine.engine import Engine, generation
-    from ..models import load_any
+    from ..models import load_any, stoppable
 
     described: list[ModelInfo] = []
     proposers: list[Proposer | None] = []
@@ -370,21 +365,6 @@ def open_engine(
     if group is not None:
         group.on_failure = engine.fail
     return engine, described[0]
-
-
-def stoppable(
-    watch: Callable[[int, int], None] | None,
-) -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    """A `watch` of loading that goes on to another, and a call after which it ends the loading."""
-    stopped: list[bool] = []
-
-    def watching(num_loaded: int, num_bytes: int) -> None:
-        if stopped:
-            raise EngineClosedError("The loading of the model was interrupted.")
-        if watch is not None:
-            watch(num_loaded, num_bytes)
-
-    return watching, lambda: stopped.append(True)
 
 
 def _group(name: str, folder: Path, options: EngineOptions) -> "RankGroup | None":

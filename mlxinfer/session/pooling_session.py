@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..backend import require_mlx
 from ..core import FinishReason, TokenEvent, check_switch
 from ..errors import EngineClosedError, InvalidRequestError, shown
+from ..models import stoppable
 from ..outputs import Ranked
 from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .engine_client import Mailbox
-from .engine_factory import EngineOptions, ModelInfo, describe, stoppable
+from .engine_factory import EngineOptions, ModelInfo, describe
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
 from .ranking import check_list, paired, places, ranked, similarity, unit
 from .session import CANARY_TOKEN, Session

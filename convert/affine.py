@@ -2,7 +2,7 @@
 
 MLX takes a group's minimum and maximum, so one outlier widens every step. Here a group is put on
 a few grids: its range cut by a factor, and shifted by a share of a step. The nearest codes on each
-give the best scale and bias for these codes, a linear regression, whose error follows from sums
+give the best scale and bias for these codes, a linear regression; its error follows from sums
 (llama.cpp chooses the scales of its K-quants so). New codes for the best line, fitted again, cannot
 raise the error. Where rounding scale and bias to what the file holds would cost much, as of groups
 far from zero, the extremes are tried too.

@@ -19,7 +19,7 @@ from ..models.registry import family
 from ..models.weights import Rename, Weights
 from .read import MLXFormat, Source, TensorInfo, expert_groups
 
-_NESTED = {  # models whose text_config mlx-lm asks for, and where it looks for their tensors
+_NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for their tensors
     "gemma3": "language_model.",
     "gemma3n": "model.language_",
     "llama4": "language_model.",

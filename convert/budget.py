@@ -19,7 +19,7 @@ LEARNING_COPIES = 6  # of a layer while it learns: source, codes, values, joined
 MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 20  # numbers
 BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
 CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
-FEEDBACK_INPUTS = (4096, 2048, 1024, 512, 256, 128)  # whose moments are held together
+FEEDBACK_INPUTS = (4096, 2048, 1024, 512, 256, 128)  # inputs with moments held together
 INVERSION_BYTES = 24  # of each moment of the block that is inverted
 LAYER_COPIES = 3  # of a layer in float32 while it is measured: as read, joined, one changed
 
@@ -126,7 +126,7 @@ def largest_layer(arranged: ArrangedSource) -> int:
 
 
 def largest_piece(arranged: ArrangedSource, plan: ConversionPlan) -> int:
-    """Bytes that are read at once: one expert of a stack, or a tensor whose codes are copied."""
+    """Bytes that are read at once: one expert of a stack, or a tensor that is copied as codes."""
     sizes = [0]
     for tensor in plan.tensors:
         info = arranged.source.tensors[tensor.output.sources[0]]

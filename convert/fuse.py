@@ -30,7 +30,7 @@ class Change:
     """What an adapter does to one matrix (outputs, inputs) of a tensor.
 
     Attributes:
-        module: whose matrices do it.
+        module: that has the matrices for it.
         expert: which of the module's matrices, where it has one for each expert.
         half: which of the module's outputs, where it has gate and up in one; None: all.
     """

@@ -104,7 +104,7 @@ class LearningPass:
 
     Args:
         arranged: the source.
-        plan: of the output, whose files are in `folder`.
+        plan: of the output in `folder`.
         folder: of the output's files.
         kept: where a file for each layer lies.
         sequences: of token ids, of one length.
@@ -238,7 +238,7 @@ class LearningPass:
         for name, output in self._streamed.outputs_of(index).items():
             tensor, path = self._written[output.name]
             form = tensor.form
-            fixed = tensor.packed or ROUTERS.search(output.path)  # whose choices have no gradient
+            fixed = tensor.packed or ROUTERS.search(output.path)  # choices have no gradient
             if form is None or form.mode != "affine" or fixed:
                 whole = ShardReader(path).values(tensor, slice(0, output.num_weights))
                 dense[name] = mx.array(whole).reshape(output.shape)

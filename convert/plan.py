@@ -144,7 +144,7 @@ def make_plan(
         by_layer: tensors in the order of their layers, then those of none; else as in the source.
 
     Raises:
-        InvalidRequestError: an exception that matches no tensor, or a format whose groups do not
+        InvalidRequestError: an exception that matches no tensor, or a format of groups that do not
             fill a tensor's rows.
     """
     _check_overrides(arranged, recipe)

@@ -64,7 +64,7 @@ class ShardReader:
             self._start = 8 + int.from_bytes(file.read(8), "little")
 
     def rows(self, name: str, rows: slice | None = None) -> NDArray[np.generic]:
-        """(R, …) rows of a tensor whose leading axes are flattened; bfloat16 as uint16."""
+        """(R, …) rows of a tensor, its leading axes flattened; bfloat16 as uint16."""
         info = self._info(name)
         width = info.shape[-1] if info.shape else 1
         dtype = np.dtype(NUMPY[info.dtype])

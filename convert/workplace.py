@@ -72,7 +72,7 @@ class Workplace:
 
     @property
     def learned(self) -> Path:
-        """A file for each layer whose scales were learned."""
+        """A file for each layer with learned scales."""
         return self.root / "learned"
 
     @property

@@ -22,7 +22,7 @@ KERNEL = MetalKernel(
 
 
 def bitmask(logits: mx.array, mask: mx.array) -> mx.array:
-    """Give -inf to every token whose bit is 0, in one dispatch.
+    """Give -inf to every token with the bit 0, in one dispatch.
 
     Args:
         logits: (R, V) float32, float16 or bfloat16.

@@ -19,7 +19,7 @@ HADAMARD_ORDERS = (28, 20, 12, 1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What layers share whose heads one launch can serve: all but their arrays and scalars.
+    """What layers share that one launch can serve: all but their arrays and scalars.
 
     The same object for the same values, from `form_of`: steps look up launches by it.
     """

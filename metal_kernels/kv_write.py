@@ -8,8 +8,8 @@ projection. A token's keys and values depend on its own row and position alone: 
 prompt gives the same.
 
 Values that are not normed are encoded exactly as the twin encodes them, and so are keys that are
-neither normed, turned nor spread. Others pass through sums, cosines and sines whose last bit a GPU
-decides: a code may then differ by one, a scale or a bias in its last bit.
+neither normed, turned nor spread. Others pass through sums, cosines and sines, of which a GPU
+decides the last bit: a code may then differ by one, a scale or a bias in its last bit.
 """
 
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
 
 @dataclass(frozen=True, slots=True)
 class KVWrite:
-    """`kv_write`, the same for all layers of a step whose heads have the same form."""
+    """`kv_write`, the same for all layers of a step with heads of the same form."""
 
     launch: Launch
     key_parts: int | None  # arrays that are stored of keys; None: keys and values are joined

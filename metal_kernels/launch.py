@@ -35,7 +35,7 @@ class MetalKernel:
     """What MLX needs to compile a kernel. Equal to itself alone: its text is long.
 
     Args:
-        name: of the kernel, and of `name.metal`, whose text comes before the body.
+        name: of the kernel, and of `name.metal`: its text comes before the body.
         inputs, outputs: names of the buffers, as the body calls them.
         body: the call of the template function. MLX passes `x_shape`, `x_strides` and thread
             positions where the body mentions them.

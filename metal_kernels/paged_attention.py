@@ -158,7 +158,7 @@ def _over_runs(
     """Weights of the tail (1, H, G * Q, R) of one sequence, and what it sees of its pages.
 
     The latter is (1, H, G * Q, D). What the tails give is a product for all sequences together.
-    So it is with sequences whose pages were gathered: B in place of 1, and one run for all.
+    So it is with sequences of gathered pages: B in place of 1, and one run for all.
     """
     if not keys:
         nothing = mx.zeros((*queries.shape[:-1], value_dim), queries.dtype)

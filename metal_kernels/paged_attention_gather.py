@@ -59,7 +59,7 @@ def paged_attention_gathered(
 def held_positions(
     table: NDArray[np.int32], stop: int, sealed: int, page_size: int
 ) -> NDArray[np.int32]:
-    """Positions before `stop` whose vectors are still there."""
+    """Positions before `stop` with vectors that are still there."""
     positions = np.arange(stop, dtype=np.int32)
     page = table[np.minimum(positions // page_size, len(table) - 1)]
     return positions[(positions >= sealed) | (page >= 0)]

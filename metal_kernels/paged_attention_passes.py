@@ -17,7 +17,7 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 LARGE_DIM = 512  # of keys and values both, in 16 bits
 MAX_ROWS = 128  # query tokens of a sequence times query heads per KV head
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
-MAX_PASSES = 64  # whose launches are remembered: steps like the one before make the same
+MAX_PASSES = 64  # with launches that are remembered: steps like the one before make the same
 
 
 class Asked(NamedTuple):

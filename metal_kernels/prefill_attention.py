@@ -32,7 +32,7 @@ def prefill_attention_on_metal(
         queries: (T, H * G, D), those of the first chunk first.
         keys: plain, or codes of 8 or 4 bits with scales and biases.
         values: likewise; another format than the keys' is fine.
-        chunks: of the step, whose keys and values are written.
+        chunks: of the step; their keys and values are written.
         scale: multiplies the scores.
         sink_logits: (H * G,) logits that join each softmax without a value.
         soft_cap: scores become soft_cap * tanh(score / soft_cap).

@@ -3,8 +3,8 @@
 R = rows, V = vocabulary. A row's token depends on its own logits, settings, stream and count alone.
 
 What a row keeps: of its logits those from the k-th largest up; of these the smallest set of the
-largest whose mass reaches top-p of the whole; of these the ones at least min-p times as probable
-as the most probable. Equal logits stay or go together. Then one is drawn: the first token, by id,
+largest that reach top-p of the whole mass; of these the ones at least min-p times as probable as
+the most probable. Equal logits stay or go together. Then one is drawn: the first token, by id,
 at which the cumulated mass exceeds a uniform number's share of the whole. Masses are whole numbers
 of 2**-40 of the most probable token's, so that sums are exact in any order; what weighs less is
 never drawn. Kernel and twin can differ only where their exponentials do, in the last bit: where

@@ -94,7 +94,7 @@ class Verdicts:
         return {key: Verdict(**entry) for key, entry in entries if entry["status"] != _CHECKING}
 
     def unfinished(self) -> list[str]:
-        """Keys whose check began and did not end; read exclusively, those whose check crashed."""
+        """Keys of checks that began and did not end; read exclusively, of checks that crashed."""
         entries = self._entries().items()
         return [key for key, entry in entries if entry["status"] == _CHECKING]
 

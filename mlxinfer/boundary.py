@@ -2,7 +2,7 @@
 
 A notebook keeps the traceback of the last error, and a traceback the frames of all that it passed
 with their variables. So the frames below the public call are dropped where the error says all there
-is to say, and emptied where it is a fault of ours, whose place is worth seeing: an engine that is
+is to say, and emptied where it is a fault of ours, to show its place: an engine that is
 replaced after an error frees its memory. MLXINFER_TRACEBACK=1 leaves tracebacks as they are.
 """
 
@@ -102,7 +102,7 @@ def shorten(error: BaseException) -> None:
 
 
 def _emptied(trace: TracebackType | None) -> TracebackType | None:
-    """The entries whose frames have ended, without their variables; those that run are left out.
+    """Entries with frames that have ended, without their variables; those that run are left out.
 
     A frame of the engine's own thread runs on, and would hold the model when it ends.
     """

@@ -264,7 +264,7 @@ class Request:
     # It runs in what the others leave: they stand before it in the queue, and take its slot and
     # its pages where they need them. Its tokens are the same.
     background: bool = False
-    # Whose request it is, such as the name of an API key: proposals come from answers to requests
+    # Its sender, such as the name of an API key: proposals come from answers to requests
     # of the same owner and salt alone, for their number shows in how long a step takes.
     owner: str | None = None
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next

@@ -89,7 +89,7 @@ def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:
 
 
 def fit_of(config: LanguageConfig, weights_bytes: int, limit_bytes: int) -> Fit:
-    """The verdict of a model whose config and weights are known."""
+    """The verdict of a model with known config and weights."""
     contexts = {bits: longest_context(config, weights_bytes, limit_bytes, bits) for bits in (16, 8)}
     if contexts[16] >= config.max_context:
         verdict = Verdict.FITS

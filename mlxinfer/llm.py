@@ -68,7 +68,7 @@ class LLM(Adapters):
             followed the same words before), "draft" (a small model), "auto" (n-grams, and the draft
             model where one is given) or "off". Only as many are proposed as make answers faster,
             by times that are measured as it runs; see docs/speculation.md.
-        draft: name or folder of the draft model, whose tokenizer is the model's.
+        draft: name or folder of the draft model, which has the model's tokenizer.
         max_draft: tokens proposed for a request in one step, at most. A step verifies 8 tokens of
             a request, the newest one included, so 8 means 7.
         acceptance: "exact": answers are those of the plain run; "rejection": drawn answers have

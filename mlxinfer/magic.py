@@ -46,7 +46,7 @@ class ChatMagic:
     """The conversation of the cells of one notebook.
 
     Args:
-        shell: of the notebook, whose variables are read.
+        shell: of the notebook; its variables are read.
     """
 
     def __init__(self, shell: "InteractiveShell") -> None:
@@ -55,7 +55,7 @@ class ChatMagic:
 
     @public
     def __call__(self, line: str, cell: str | None = None) -> None:
-        """Answer a cell, whose first line has options; all of a `%llm` line is the message."""
+        """Answer a cell with options in its first line; all of a `%llm` line is the message."""
         if cell is None and line.strip() not in ("-h", "--help"):
             line, cell = "", line
         try:

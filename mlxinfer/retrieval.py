@@ -121,7 +121,7 @@ class Retrieval:
         if isinstance(session, Session):
             raise InvalidRequestError(
                 f"{session.info.name} generates text and has no {method}(); load an embedding "
-                "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one, "
-                "and whose files do not say so, is loaded with task='embed' or task='score'.",
+                "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
+                "though its files do not say so is loaded with task='embed' or task='score'.",
             )
         return session

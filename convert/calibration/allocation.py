@@ -89,7 +89,7 @@ class MeasuredUnit:
 
 
 def units_of(arranged: ArrangedSource, recipe: Recipe) -> list[MeasuredUnit]:
-    """The tensors whose format is free: no routers, nothing that the user or the source fixed.
+    """Tensors with a free choice of format: no routers, nothing that the user or the source fixed.
 
     Gate and up projections go together: they are one matrix where the model runs.
     """

@@ -78,7 +78,7 @@ class FeedbackPass:
     Args:
         arranged: the source.
         sequences: of token ids, of one length.
-        block: inputs whose moments are held together; a multiple of every group size.
+        block: inputs of which the moments are held together; a multiple of every group size.
     """
 
     def __init__(

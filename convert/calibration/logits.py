@@ -68,7 +68,7 @@ def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden:
 
 
 def _lay_out(path: Path, shape: tuple[int, int]) -> None:
-    """A .npy file of float32 zeros whose bytes the disk has.
+    """A .npy file of float32 zeros, with its bytes reserved on the disk.
 
     A map of a file with holes is no way to write: where the disk is full, the system ends the
     process (SIGBUS).
@@ -125,7 +125,7 @@ MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 
 MIN_TOP1 = ((15.0, 0.99), (7.5, 0.97), (5.5, 0.9), (4.9, 0.85), (3.9, 0.8), (2.9, 0.5), (0.0, 0.2))
 CLEAR = np.log(2.0)  # by which the most probable token leads where it is clear
 ROWS = 64  # positions that are compared at once
-PARTS = 16  # of a context, whose divergences are kept
+PARTS = 16  # of a context; the divergence of each is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def limit_for(bits_per_weight: float) -> float:
 
 
 def top1_for(bits_per_weight: float) -> float:
-    """The least share of clear positions whose most probable token is the same."""
+    """The least share of clear positions that keep their most probable token."""
     return next(limit for bits, limit in MIN_TOP1 if bits_per_weight >= bits)
 
 

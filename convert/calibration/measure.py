@@ -32,7 +32,7 @@ from .allocation import MeasuredUnit, candidates_of, units_of
 from .stream import EMBEDDING, Moments, StreamedModel, normalised
 from .texts import MAX_PROBES, PROBE_LENGTH, Texts
 
-SAMPLE = 1 << 18  # numbers of a tensor whose error stands for all
+SAMPLE = 1 << 18  # numbers of a tensor: their error stands for all
 
 Advance = Callable[[int, int], None]  # layers done, of how many
 

@@ -101,7 +101,7 @@ class ObservedExperts:
 
 
 class ObservedWeights(Weights):
-    """Weights whose projections show their inputs to an observer."""
+    """Weights with projections that show their inputs to an observer."""
 
     observer: Observer
 
@@ -134,7 +134,7 @@ class ObservedWeights(Weights):
 
 
 def observe_experts(mlp: FeedForward, paths: Sequence[str], observer: Observer) -> None:
-    """Watch the experts of a mixture, whose stacks are at `paths`."""
+    """Watch the experts of a mixture, stacked at `paths`."""
     if not isinstance(mlp, MoE):
         return
     down = [path for path in paths if path.endswith("down_proj")]

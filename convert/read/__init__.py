@@ -28,7 +28,7 @@ def open_source(
     Args:
         source: a folder of safetensors, a GGUF file, a folder with one GGUF file, a bundled model,
             or a hub repository as org/name[@revision] or org/name[@revision]/file.gguf.
-        tokenizer: a folder whose tokenizer is taken instead of the source's own.
+        tokenizer: a folder with a tokenizer, taken instead of the source's own.
         downloads: where shards from the hub are kept until all their tensors were forgotten;
             by default a temporary folder, which close() deletes.
         report: called with the number of bytes that arrived from the hub.

@@ -93,7 +93,7 @@ class AffineReader(ABC):
 
 
 class MixedReader:
-    """A matrix whose inputs belong to groups in any order: values, but no format of MLX."""
+    """A matrix with inputs in groups of any order: values, but no format of MLX."""
 
     def __init__(self, matrix: AffineReader, group_of: StoredArray) -> None:
         self._matrix = matrix

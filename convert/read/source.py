@@ -106,7 +106,7 @@ class Source(Protocol):
         ...
 
     def read_packed(self, name: str) -> Packed:
-        """The codes of a tensor whose `lossless` is not None, in that format."""
+        """The codes of a tensor in the format `lossless`, which is not None."""
         ...
 
     def forget(self, names: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ def quantised(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def rounded(params: Any) -> Any:
-    """Return a parameter tree whose matrices have the values that 4 bits can hold.
+    """Return a parameter tree of matrices that have the values that 4 bits can hold.
 
     Gradients pass straight through the rounding (arXiv:1308.3432), so that the last part of
     training fits the weights to the form in which they are shipped.

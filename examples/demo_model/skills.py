@@ -1,4 +1,4 @@
-"""Questions whose answers are computed: sums, JSON, lists, counting, spelling, copying.
+"""Questions with computed answers: sums, JSON, lists, counting, spelling, copying.
 
 Each skill takes a random generator and returns (question, answer). Knows no conversation.
 """

@@ -69,7 +69,7 @@ def run(
     that backend only: those figures are the ones that say something about a GPU.
 
     Args:
-        open_llm: opens the model, without a prefix cache, whose pages would count as memory of
+        open_llm: opens the model, without a prefix cache: its pages would count as memory of
             later cells.
         contexts: prompt lengths, in tokens; None: of CONTEXTS those that fit.
         batches: prompts at once.

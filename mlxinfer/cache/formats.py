@@ -276,7 +276,7 @@ def _check_own_caches(options: KVOptions) -> None:
     asked = "kv_bits" if options.bits != PLAIN else "kv_window" if options.window else None
     if asked is not None:
         raise InvalidRequestError(
-            f"{asked} is for models whose keys and values lie in pages; this one keeps caches of "
+            f"{asked} is for models with keys and values in pages; this one keeps caches of "
             f"its own. Leave {asked} out.",
             param=asked,
         )

@@ -45,10 +45,10 @@ class KVCache:
         bits: of keys and values, for each layer; None: all in `dtype`.
         kernel_layers: layers that attend over pages through Metal kernels, as far as these are
             ready for so many tokens.
-        prefill_layers: layers whose prefill chunks attend through a Metal kernel.
-        heads: of layers whose keys and values are written by the Metal kernel.
+        prefill_layers: layers in which prefill chunks attend through a Metal kernel.
+        heads: of layers with keys and values written by the Metal kernel.
         tail_layers: those of them that write to their tails with a kernel where all decode.
-        key_biases: of layers whose spec has one.
+        key_biases: of layers with one in their spec.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.

@@ -5,7 +5,7 @@ rotary part) and values, T = tokens of the step. A token's vector is its latent 
 key (dr), under one head. Source: DeepSeek-V2, arXiv:2405.04434.
 
 Short segments attend *absorbed*: the projections are applied to queries and outputs, so all heads
-attend to the stored vectors, whose first r numbers are their values too. A prefill chunk attends
+attend to the stored vectors; their first r numbers are the values too. A prefill chunk attends
 *expanded*: the latents of one layer become keys and values of every head, which costs less
 arithmetic where queries are many, and suits fused attention.
 """

@@ -15,7 +15,7 @@ from .pages import PageAllocator
 from .plain_attention import PlainPlanner
 from .step import ChunkPlanner, Planner
 
-MAX_BARE_PAGES = 1 << 16  # of a model without attention, whose pages are numbers alone
+MAX_BARE_PAGES = 1 << 16  # of a model without attention: its pages are numbers alone
 
 GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
 
@@ -41,8 +41,8 @@ class GroupMaker:
         page_size: tokens a page.
         max_batch: sequences that may run at once.
         prefill_chunk: tokens of a step's prefill.
-        kernel_layers: places of those whose attention has Metal kernels.
-        prefill_layers: places of those whose prefill has one.
+        kernel_layers: places of those with Metal kernels for attention.
+        prefill_layers: places of those with one for prefill.
         own_token_bytes: of a token in caches that the model keeps by itself.
     """
 

@@ -110,7 +110,7 @@ class PageTable:
         self.rewritten = self.num_changes
 
     def pages_from(self, page_number: int) -> list[int]:
-        """Pages held whose number is at least `page_number`."""
+        """Pages held from number `page_number` on."""
         return [page for page in self._numbers[page_number:] if page >= 0]
 
     def append(self, pages: list[int]) -> None:
@@ -160,7 +160,7 @@ class PageTable:
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""
         assert 0 <= start < stop <= self.end, (self, start, stop)
-        gap = (self.first - self.num_kept) * self.page_size  # positions whose pages were recycled
+        gap = (self.first - self.num_kept) * self.page_size  # positions of recycled pages
         edge = self.num_kept * self.page_size
         assert not gap or stop <= edge or start >= edge + gap, (self, start, stop)
         ranges: list[tuple[int, int]] = []

@@ -385,7 +385,7 @@ class LayerPool(PagePool):
     scores stay the same, and outliers of single channels are spread over all.
 
     Args:
-        key_bias: of a layer whose spec has one.
+        key_bias: of a layer with one in its spec.
     """
 
     def __init__(

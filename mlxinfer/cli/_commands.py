@@ -48,7 +48,7 @@ _HINTS: dict[type[MlxinferError], str] = {
 
 
 class CommandFolder(click.Group):
-    """A group whose commands are the modules of this package, imported on use."""
+    """A group with the modules of this package as commands, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the modules, the usual ones first."""

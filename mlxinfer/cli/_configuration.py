@@ -49,7 +49,7 @@ ONE_OR_MORE = frozenset({"host"})  # lists for which a file may also hold a sing
 
 
 def config_option(function: Function) -> Function:
-    """Add --config, whose file gives the defaults of all other options."""
+    """Add --config: its file gives the defaults of all other options."""
     return click.option(
         "--config",
         "config_path",
@@ -243,7 +243,7 @@ def open_model(
     tool_format: str,
     room_bytes: int,
 ) -> "ServedModel":
-    """Load a model whose weights and KV cache fit; a KV budget of its own is kept."""
+    """Load a model with weights and KV cache that fit; a KV budget of its own is kept."""
     from ..server.registry.served import ServedModel
 
     sized = replace(options, room_bytes=room_bytes)

@@ -1,4 +1,4 @@
-"""Requests of commands to a running server, whose address follows from options and config file."""
+"""Requests of commands to a running server; its address follows from options and config file."""
 
 import os
 from typing import Any

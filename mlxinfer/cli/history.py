@@ -138,7 +138,7 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
 
 def find(history: History, id: str) -> Conversation:
-    """The conversation whose id begins so, or the last changed one.
+    """The conversation with an id that begins so, or the last changed one.
 
     Raises:
         InvalidRequestError: there is none, or more than one.

@@ -30,14 +30,14 @@ class Sequence:
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
     adapter: int = 0  # number of its adapter; 0: none
     adapter_id: str | None = None  # the identity of that adapter's files
-    num_computed: int = 0  # positions whose KV is there, or in a launched step
+    num_computed: int = 0  # positions with their KV there, or in a launched step
     num_sealed: int = 0  # of these, in pages of the pool; the rest lies in the tail
     num_pending: int = 0  # rows of launched steps that sample for it and were not yet read
     slot: int = -1  # row in the tails and in the sampler; -1: not running
     tables: list[PageTable] = field(default_factory=list)  # one per layer group
     lease: Lease | None = None  # on what it shares with the prefix tree; None: not running
     started: bool = False  # the step was launched before which shared pages are copied for it
-    num_logits: int = 0  # positions whose logits were given out, where they were asked for
+    num_logits: int = 0  # positions with logits given out, where they were asked for
     num_cached: int = 0  # prompt tokens that were found computed
     finished: bool = False
     num_preempted: int = 0
@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Positions whose token exists and whose KV is not computed: 1 in decode."""
+        """Positions with a token and without computed KV: 1 in decode."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
@@ -228,7 +228,7 @@ class SamplingRows:
     slots: tuple[int, ...]  # (R,)
     slot_ids: Ints  # (R,) the same
     output_index: NDArray[np.int64]  # (R,) which token of each answer it is, from 0
-    flat_rows: Ints | None  # (R,) whose logits give it; None: all rows of the step, in order
+    flat_rows: Ints | None  # (R,) the logits of these give it; None: all rows of the step, in order
     num_constrained: int = 0  # the last so many have a grammar
     proposals: Proposals | None = None  # None: the step verifies nothing
 
@@ -338,7 +338,7 @@ class Batch:
         return max(highest + 1, self.cache_work.num_slots)
 
     def num_kept(self, result: "CommitResult") -> dict[int, int]:
-        """Slot -> tokens that stay, of sequences whose proposals the step verified.
+        """Slot -> tokens that stay, of sequences that had proposals verified in the step.
 
         As many as `Sequence.num_computed` counted when the sequence gave up its slot, if it did:
         the newest token, and the proposals that were accepted until then.

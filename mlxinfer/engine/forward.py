@@ -34,9 +34,9 @@ class StepInputs:
     num_slots: int  # tails that must be there
     new_slots: list[int]  # that have a new owner
     is_barrier: bool  # the step before must have ended
-    rows: Ints | None  # (R,) flat rows whose logits are wanted; None: of all, in order
+    rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
     num_rows: int  # R; 0: the step samples nothing
-    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows whose logits are wanted
+    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
     rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
     adapters: Ints | None = None  # (T,) the same
 
@@ -105,7 +105,7 @@ class Forward:
     """A model, or the part of it that a rank has, and its KV cache.
 
     Args:
-        taps: layers whose outputs every step gives, see `Taps`.
+        taps: layers of which every step gives the outputs, see `Taps`.
         link: to the other ranks; None: there are none.
     """
 

@@ -31,7 +31,7 @@ class GrammarMasks:
 
         Returns:
             masks (G, ceil(V / 32)), written over by the next call, and the sequences that cannot go
-            on, with the reason. A row that cannot go on, or whose request has ended, allows
+            on, with the reason. A row that cannot go on, or belongs to an ended request, allows
             everything: its token is discarded.
         """
         first = sampling.num_free

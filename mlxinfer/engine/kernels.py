@@ -91,7 +91,7 @@ class Kernels:
 
     variants: ReadyVariants
     attention: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, over pages
-    prefill: frozenset[int] = frozenset()  # layers whose prefill chunks have one
+    prefill: frozenset[int] = frozenset()  # layers with one for prefill chunks
     heads: dict[int, Heads] = field(default_factory=dict)  # by layer: of those that write with one
     tails: frozenset[int] = frozenset()  # of these: layers that write decoded tokens to tails
     steps: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, of recurrences

@@ -361,7 +361,7 @@ class Loop:
         self.cache.reset()
 
     def _fail_not_finite(self, sequences: list[Sequence]) -> None:
-        """End sequences whose logits are not finite, before their tokens are emitted.
+        """End sequences with logits that are not finite, before their tokens are emitted.
 
         Requests that ask for the logits of their prompt get them even so.
         """

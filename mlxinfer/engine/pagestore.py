@@ -58,7 +58,7 @@ class PageStore:
         tier: of this model and KV format; None, and set later: the model's identity is not known
             yet, so that nothing is stored or found.
         groups: what layers keep in pages.
-        states: of recurrent layers, whose snapshots are entries, too; None: there are none.
+        states: of recurrent layers: their snapshots are entries, too; None: there are none.
         max_bytes: what the tier may hold.
         clock: seconds that only grow.
     """

@@ -16,7 +16,7 @@ from .batch import Batch, Sequence
 FIRST = 256  # tokens a step of the first prompt
 UNTIMED = 64  # tokens beside sequences that decode, before any step was timed
 GAIN = 0.99  # larger steps are tried while twice the tokens cut the time of each to this
-CLOSE = 1.015  # sizes whose tokens take so much longer than the quickest ones' are as good
+CLOSE = 1.015  # sizes with tokens that take so much longer than the quickest are as good
 LATEST = 0.5  # weight of the latest measurement
 YIELDED = 8  # background prompts beside others get one part in so many of the slice
 LONGER = 4096  # tokens of context up to which a size is good as measured, then until it has doubled

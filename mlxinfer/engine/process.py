@@ -65,7 +65,7 @@ def await_end(running: Lock) -> None:
 
 
 def leave() -> None:
-    """End a process whose engine is stuck inside MLX, which would wait for it."""
+    """End a process with an engine stuck inside MLX; else it would wait for the engine."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if getattr(sys, "last_value", None) is None else 1)

@@ -130,14 +130,14 @@ class RequestQueues:
         Args:
             prefilling: running sequences with prompts to compute.
             most: how many of these there may be; background ones do not count for the others.
-            again: whether what was preempted may start: not in the step that preempted it, whose
+            again: whether what was preempted may start: not in the step that preempted it: its
                 plan may have a token of it.
         """
         if not self._free_slots and self._youngest_background() is None:
             return None
         for sequence in self.waiting:
             if sequence.num_pending:
-                return None  # preempted with a step in flight, whose token it gets first
+                return None  # preempted with a step in flight: it gets that step's token first
             if sequence.num_preempted and not again:
                 return None
             rivals = prefilling if sequence.background else foreground(prefilling)
@@ -219,7 +219,7 @@ def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
 
 
 def not_finite_event(sequence: Sequence) -> TokenEvent:
-    """The last event of a request whose logits are NaN or infinite."""
+    """The last event of a request with logits that are NaN or infinite."""
     failure = RequestFailedError(
         f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights "
         "may be damaged: download it again; or numbers outgrew float16: try dtype='float32'."
@@ -228,7 +228,7 @@ def not_finite_event(sequence: Sequence) -> TokenEvent:
 
 
 def stuck_in_grammar(sequence: Sequence, problem: str) -> TokenEvent:
-    """The last event of a request whose grammar allows no token."""
+    """The last event of a request with a grammar that allows no token."""
     grammar = sequence.request.grammar
     failure = GrammarFailedError(
         f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}",

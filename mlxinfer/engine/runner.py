@@ -75,7 +75,7 @@ class Runner:
     """A model, its KV cache and a sampler.
 
     Args:
-        taps: layers whose outputs every step gives beside its tokens, see `Taps`.
+        taps: layers of which every step gives the outputs beside its tokens, see `Taps`.
         followers: the other ranks of a model that is spread over several; None: it is not.
     """
 
@@ -101,7 +101,7 @@ class Runner:
 
         Args:
             batch: what to compute.
-            previous: the step in flight, whose unread tokens are inputs of this one; None: none is.
+            previous: the step in flight: its unread tokens are inputs of this one; None: none is.
 
         Raises:
             RanksFailedError: another rank, or a step that others run already, went wrong.
@@ -290,7 +290,7 @@ def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None
 
 
 def _with_prompt_logits(batch: Batch) -> list[Segment]:
-    """Segments whose requests want the logits of their prompt."""
+    """Segments of requests that want the logits of their prompt."""
     return [
         segment
         for segment in batch.ragged

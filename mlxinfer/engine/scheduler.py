@@ -29,7 +29,7 @@ class Proposer(Protocol):
     Attributes:
         choice: how the model's tokens are chosen (`sampling.sampler.Choice`), where that takes
             the proposals into account; None: as always, and one that agrees is accepted.
-        taps: layers whose outputs it reads, see `layers.step.Taps`.
+        taps: layers that it reads the outputs of, see `layers.step.Taps`.
     """
 
     choice: Any = None
@@ -124,7 +124,7 @@ class Scheduler:
         return batch
 
     def _next_decodes(self) -> tuple[DecodeBatch, list[Segment]]:
-        """The newest token of every sequence whose prompt is computed, where there is room.
+        """The newest token of every sequence with a computed prompt, where there is room.
 
         Those with proposals come as segments, the others as a batch of single tokens.
         """
@@ -202,7 +202,7 @@ class Scheduler:
     # -- proposals ------------------------------------------------------------------------------
 
     def _propose(self, decoding: list[Sequence], proposer: Proposer) -> dict[Sequence, list[int]]:
-        """Proposals to verify, by sequence; only sequences whose tokens are all read get any.
+        """Proposals to verify, by sequence; only sequences without unread tokens get any.
 
         They are cut where the answer would have its full length, and where its grammar forbids one.
         """
@@ -362,6 +362,6 @@ class Scheduler:
 def _without_preempted(
     decodes: DecodeBatch, segments: list[Segment]
 ) -> tuple[DecodeBatch, list[Segment]]:
-    """The parts of a step whose sequences still have their slot."""
+    """The parts of a step of sequences that still have their slot."""
     running = [sequence for sequence in decodes.sequences if sequence.slot >= 0]
     return DecodeBatch.of(running), [segment for segment in segments if segment.sequence.slot >= 0]

@@ -234,7 +234,7 @@ def send(stream: BinaryIO, message: Any) -> None:
 
 def main() -> None:
     """Answer messages until the stream ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     watch_memory(int(sys.argv[1]))
     checker = GrammarChecker()
     while (job := receive(sys.stdin.buffer)) is not None:

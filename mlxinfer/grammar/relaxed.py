@@ -29,7 +29,7 @@ class Unenforced:
     """A schema that its grammar enforces in part.
 
     Attributes:
-        tool: whose calls it is of; None: of the text of the answer.
+        tool: the grammar is of calls of this one; None: of the text of the answer.
         place: in the request, for messages.
         schema: JSON text.
         keywords: that the grammar leaves out.

@@ -75,7 +75,7 @@ def json_schema(
     Args:
         schema: JSON schema; `x-guidance` at its root may set llguidance's options of spacing.
         place: its place in the request.
-        strict: refuse keywords that cannot be enforced, and a oneOf whose options are not seen to
+        strict: refuse keywords that cannot be enforced, and a oneOf of options not seen to
             exclude each other. Otherwise complete answers are checked for these.
 
     Raises:

@@ -1,7 +1,7 @@
 """Models on this disk: repository names, bundled models and the hub's cache. No network.
 
 The cache has the documented layout of huggingface_hub: `models--org--name/` with `blobs/`,
-`refs/<branch>` holding a commit, and `snapshots/<commit>/` full of links into `blobs/`, whose names
+`refs/<branch>` holding a commit, and `snapshots/<commit>/` full of links into `blobs/`, where names
 are the hashes of what they hold.
 """
 

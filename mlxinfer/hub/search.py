@@ -26,7 +26,7 @@ class FoundModel:
 
 
 def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
-    """Repositories with safetensors whose names hold the words, the most downloaded first.
+    """Repositories with safetensors and the words in their names, the most downloaded first.
 
     Args:
         words: what to look for; "": the most downloaded of all.

@@ -54,7 +54,7 @@ class StepAdapters:
         self._plans: dict[tuple[tuple[int, ...], int], Plan | None] = {}
 
     def plan(self, members: tuple[int, ...], each: int = 1) -> Plan | None:
-        """The rows whose adapter is one of `members`; None: there are none.
+        """The rows with one of `members` as their adapter; None: there are none.
 
         Args:
             members: numbers of the adapters of a stack, in their order.
@@ -295,7 +295,7 @@ def _of_parts(num_rows: int, num_parts: int, part_of_piece: Sequence[int]) -> mx
 
 
 class Adapted:
-    """The adapters of one projection, whose place it takes.
+    """The adapters of one projection, in the place of that projection.
 
     Args:
         active: the adapters of the step.
@@ -344,7 +344,7 @@ class Adapted:
 
 
 class AdaptedLinear(Adapted):
-    """A projection whose rows have adapters.
+    """A projection of rows that have adapters.
 
     Args:
         base: the projection itself.

@@ -29,7 +29,7 @@ class Mixer(Protocol):
 
 
 class ParallelMixers:
-    """Mixers of one layer that read the same input, and whose outputs are added up.
+    """Mixers of one layer that read the same input; their outputs are added up.
 
     Args:
         parts: each with a cache of its own.
@@ -132,7 +132,7 @@ class Attention(AttentionShape):
         query_scale: factors of queries by their positions, behind the rope; None: 1.
         v_norm: over (T, num_kv_heads, head_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
-        gate_proj: (T, hidden) -> (T, num_heads * head_dim), whose sigmoid multiplies the outputs of
+        gate_proj: (T, hidden) -> (T, num_heads * head_dim); its sigmoid multiplies the outputs of
             the heads; None: nothing does.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
         key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope

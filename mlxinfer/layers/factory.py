@@ -111,7 +111,7 @@ class LayerFactory:
         return DenseEmbedding(weight)
 
     def quantized_embedding(self, table: QuantizedLinear, dtype: mx.Dtype) -> Embedding:
-        """A quantised table whose rows become `dtype`."""
+        """A quantised table with rows that become `dtype`."""
         return QuantizedEmbedding(table, dtype)
 
     def plain(self, name: str) -> Activation:

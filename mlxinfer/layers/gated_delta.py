@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a mixer (arXiv 2412.06464): linear attention whose state forgets and corrects.
+"""Gated DeltaNet as a mixer (arXiv 2412.06464): linear attention that forgets and corrects.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step, Hk = key heads, Hv = value
 heads (a multiple of Hk: each key head serves Hv / Hk neighbours), Dk and Dv = numbers of a key and

@@ -17,7 +17,7 @@ from .step import Arrays, StatesBefore, Step
 
 
 class Mamba2(RecurrentMixer):
-    """Heads whose state (P, N) decays, and takes up the outer product of inputs x and keys b.
+    """Heads with a state (P, N) that decays, and takes up the outer product of inputs x and keys b.
 
     With time step t and rate a, the state S becomes exp(-a t) S + t x b^T, and the head's output is
     S c + d x, where b and c are shared by the heads of a group. On a GPU a few tokens go through

@@ -127,7 +127,7 @@ class MoE:
 
 
 class GatedExpert:
-    """A shared expert whose output each token weighs by itself (Qwen 2 MoE and later).
+    """A shared expert; each token weighs its output by itself (Qwen 2 MoE and later).
 
     Args:
         expert: (T, hidden) -> (T, hidden).

@@ -24,7 +24,7 @@ def never(_: int) -> bool:
 
 
 class RecurrentMixer(ABC):
-    """A mixer whose layer keeps a state of each sequence.
+    """A mixer of a layer that keeps a state of each sequence.
 
     Args:
         spec: of its states.

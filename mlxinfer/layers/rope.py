@@ -132,7 +132,7 @@ class QueryScale:
 
 
 def rotary_order(num_heads: int, before: int, rotary: int, width: int) -> list[int]:
-    """Outputs of heads whose rotary pairs stand side by side, with pairs half a part apart.
+    """Outputs of heads that have rotary pairs side by side, with pairs half a part apart.
 
     Args:
         num_heads: heads, one after the other.

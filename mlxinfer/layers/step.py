@@ -194,7 +194,7 @@ class Taps:
     """Hidden states of a step that are wanted beside its logits.
 
     Args:
-        layers: indices of layers whose outputs are wanted; `FINAL`: what the logits are made of.
+        layers: indices of the layers to keep the outputs of; `FINAL`: what the logits are made of.
     """
 
     __slots__ = ("_states", "layers")

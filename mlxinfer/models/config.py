@@ -118,7 +118,7 @@ def normalise(
     Args:
         raw: config.json.
         generation: generation_config.json.
-        share: of the rank whose part of the model is described; None: all of it.
+        share: of the rank that has the described part of the model; None: all of it.
 
     Raises:
         CheckpointError: a key is missing, of the wrong type or out of range; the message names it.

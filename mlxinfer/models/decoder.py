@@ -193,7 +193,7 @@ class LanguageConfig(Protocol):
 
     @property
     def definition(self) -> str:
-        """Whose it is: "native" or "mlx-lm"."""
+        """Where the definition is from: "native" or "mlx-lm"."""
         ...
 
     @property

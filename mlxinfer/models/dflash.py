@@ -29,7 +29,7 @@ KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
 
 
 class BlockLayer:
-    """One pre-norm layer, whose attention reads a context beside the block.
+    """One pre-norm layer with attention that reads a context beside the block.
 
     Args:
         sizes: query heads, heads of keys and of values, numbers of a head.
@@ -131,7 +131,7 @@ class BlockDraft:
     """The network.
 
     Args:
-        model: whose embeddings and output projection it uses.
+        model: that has the embeddings and the output projection.
         config: sizes of the draft.
         taps: layers of the model that it reads.
         fc, hidden_norm: project the outputs of these layers (n, taps * hidden) to (n, hidden).
@@ -246,8 +246,8 @@ def load_dflash(folder: Path, model: Model) -> BlockDraft:
         )
     if config.hidden_size != model.config.hidden_size:
         raise CheckpointError(
-            f"The draft's hidden size is {config.hidden_size}; the model's, whose embeddings it "
-            f"uses, is {model.config.hidden_size}."
+            f"The draft's hidden size is {config.hidden_size}; the model's, of "
+            f"which it uses the embeddings, is {model.config.hidden_size}."
         )
     weights = Weights(
         load_tensors(folder),

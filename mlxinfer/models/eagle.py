@@ -135,7 +135,7 @@ def _rename(name: str) -> str:
 
 
 def _taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The layers whose outputs the head reads.
+    """The layers that give the head its inputs.
 
     speculators count hidden states, of which the first are the embeddings; SGLang counts layers.
     Where nothing is stated they are the inputs of layers 2, n / 2 and n - 3.

@@ -143,7 +143,7 @@ class Family(FeedForwards):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self.attentions: dict[int, LayerMixer] = {}  # those whose keys later layers may read
+        self.attentions: dict[int, LayerMixer] = {}  # those with keys that later layers may read
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
 
     @classmethod
@@ -239,7 +239,7 @@ class Family(FeedForwards):
     def causal_conv(
         self, path: str, state: StateSpec, *, bias: bool = False, parts: Sequence[int] | None = None
     ) -> CausalConv:
-        """The convolution at `path`, whose state is the first of `state`.
+        """The convolution at `path`; its state is the first of `state`.
 
         `parts`: channels of each kind that stand side by side; None: they are of one kind.
         """

@@ -54,7 +54,7 @@ class JoinedBlock:
 
 
 class ConcatenatedBlock:
-    """A decoder layer whose attention reads both, normed and side by side: EAGLE-3.
+    """A decoder layer with attention that reads both, normed and side by side: EAGLE-3.
 
     Li et al., "EAGLE-3" (arXiv 2503.01840); vLLM, `llama_eagle3.py`.
 
@@ -104,7 +104,7 @@ class DraftHead:
     model's hidden states, which is how a chain of proposals is drawn.
 
     Args:
-        model: whose embeddings it shares, and its output projection where it brings none.
+        model: shares its embeddings, and its output projection where the head brings none.
         config: sizes of the head; `vocab_size` is the model's.
         taps: layers of the model that it reads, see `Taps`.
         block: the network.

@@ -1,6 +1,6 @@
 """Multi-token prediction: the head that a checkpoint brings beside its layers.
 
-Two layouts are published. Qwen3-Next and Qwen 3.5 have a module `mtp` of a few layers, whose norm
+Two layouts are published. Qwen3-Next and Qwen 3.5 have a module `mtp` of a few layers: its norm
 weights are stored less one, also in MLX checkpoints; DeepSeek V3 and GLM 4.5 to 4.7 have one more
 layer behind the last one. Sources: vLLM, `qwen3_next_mtp.py` and `deepseek_mtp.py`; both pass on
 the model's hidden states behind its last norm.

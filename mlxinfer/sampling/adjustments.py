@@ -294,7 +294,7 @@ def num_words(vocab_size: int) -> int:
 
 
 def apply_bitmask(logits: mx.array, mask: mx.array) -> mx.array:
-    """Give -inf to every token whose bit is 0; a row that forbids nothing has all its bits set.
+    """Give -inf to every token with the bit 0; a row that forbids nothing has all its bits set.
 
     Args:
         logits: (R, V)

@@ -3,7 +3,7 @@
 They work on logits, and give -inf to tokens that are not kept, before one is chosen of the others.
 
 Top-n-sigma keeps logits within n standard deviations of the highest (Tang et al., "Top-nσ: Not all
-logits are you need", 2024). Typical sampling keeps the tokens whose surprise is nearest the
+logits are you need", 2024). Typical sampling keeps the tokens with a surprise nearest the
 entropy, up to a mass (Meister et al., "Locally typical sampling", 2022). XTC, with a probability at
 each token, excludes all that reach a threshold but the least probable of them, of what the other
 cuts have kept (P. E. Weidmann, "Exclude top choices", text-generation-webui, pull request 6335,

@@ -164,7 +164,7 @@ class DrawRanks:
 
 
 def draw(weights: mx.array, uniforms: mx.array, ranks: DrawRanks) -> mx.array:
-    """The first token whose cumulated weight exceeds uniform * total; never one of weight zero.
+    """The first token with a cumulated weight above uniform * total; never one of weight zero.
 
     Cumulated within blocks of 128 tokens and then over blocks: short sums lose less to rounding,
     and no row's sums depend on how many rows there are.
@@ -201,7 +201,7 @@ def total_weight(weights: mx.array) -> mx.array:
 def _first_beyond(
     target: mx.array, cumulated: mx.array, weights: mx.array, axis: int, ranks: Ranks
 ) -> mx.array:
-    """Uint32 the first place of positive weight whose cumulated weight exceeds `target`.
+    """Uint32 the first place of positive weight with a cumulated weight above `target`.
 
     Rounding may leave none (a uniform next to 1): then the last place of positive weight.
     """

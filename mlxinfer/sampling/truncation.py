@@ -96,7 +96,7 @@ def _kept_by_rank(rows: mx.array, cuts: RankCuts) -> mx.array:
 
 
 def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
-    """(S, 1) the smallest weight in the smallest set whose mass is at least top_p of the whole.
+    """(S, 1) the smallest weight in the smallest set with at least top_p of the whole mass.
 
     Floats that are at least 0 order as the integers of the same bits do, and integers sort faster.
     """
@@ -117,7 +117,7 @@ def _mass_above(rising: mx.array) -> mx.array:
 
 
 def _lowest_enough(mass: mx.array, goal: mx.array) -> mx.array:
-    """(S, 1) column of the lowest value whose mass, of _mass_above, is at least `goal`.
+    """(S, 1) column of the lowest value with a mass, of _mass_above, of at least `goal`.
 
     Column 0 where no mass is: the lowest value comes when no other is left, whatever its own.
     """

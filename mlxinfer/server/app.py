@@ -75,7 +75,7 @@ def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> AS
 
 
 class HeaderRouter:
-    """Serves one path: by the endpoint whose header the request carries, else by the plain one."""
+    """Serves one path: by the endpoint of a header in the request, else by the plain one."""
 
     def __init__(self, served: Sequence[Served]) -> None:
         (self._plain,) = [each for each in served if each.endpoint.if_header is None]

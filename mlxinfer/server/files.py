@@ -121,7 +121,7 @@ class FileStore:
     def put(
         self, id: str, owner: str, name: str, purpose: str, max_age_s: float | None = None
     ) -> StoredFile:
-        """List the file whose content is at `path(id)`; the same again changes nothing."""
+        """List the file with its content at `path(id)`; the same again changes nothing."""
         now_s = int(self.clock())
         age_s = self._max_age_s if max_age_s is None else min(max_age_s, self._max_age_s)
         num_bytes = self.path(id).stat().st_size

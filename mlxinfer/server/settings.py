@@ -11,7 +11,7 @@ TEMPLATE_KWARGS = frozenset(
     {"enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "thinking_budget"}
 )
 HOST_NAME = r"(?:\[[0-9a-f:.]+\]|[a-z0-9._-]+)"  # of a Host header in lower case, without its port
-# Origins of apps that are web pages inside, and of browser extensions, whose host is an id of each
+# Origins of apps that are web pages inside, and of browser extensions, which have an id of each
 # installation. `scheme://*` stands for any host.
 APP_ORIGINS = {
     "obsidian": ("app://obsidian.md", "capacitor://localhost"),
@@ -44,7 +44,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host headers, beside what `host` implies
     allowed_origins: tuple[str, ...] = ()  # of pages: "https://chat.example"
     allowed_apps: tuple[str, ...] = ()  # names of APP_ORIGINS
-    adapter_folders: tuple[str, ...] = ()  # whose adapters requests may load
+    adapter_folders: tuple[str, ...] = ()  # that requests may load adapters of
     share_prefixes: bool = False  # of several keys: one finds what another has asked in the cache
     tls_cert: str | None = None  # file with the certificate chain, PEM; None: no TLS
     tls_key: str | None = None  # file with its private key, PEM

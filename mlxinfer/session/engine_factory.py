@@ -398,7 +398,7 @@ def add_speculation(
     Args:
         options: of the engine.
         folder: that the model was loaded from.
-        model: whose tokens are proposed.
+        model: that tokens are proposed for.
         config: of its engine.
 
     Raises:

@@ -45,7 +45,7 @@ def chat_params(folder: Path) -> SamplingParams:
     """How a conversation is answered if nothing is said: with the values of the model.
 
     The answer is as long as the context allows. Without values the most probable token is taken;
-    a model whose values name no temperature is sampled at 1, as in transformers.
+    a model with values that name no temperature is sampled at 1, as in transformers.
 
     Raises:
         CheckpointError: the file is broken.

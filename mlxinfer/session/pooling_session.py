@@ -180,7 +180,7 @@ class PoolingSession:
         truncate: int | bool = False,
         param: str = "documents",
     ) -> list[TokenRow]:
-        """Rows whose results `finished_scores` makes scores of; arguments as of RowBuilder.pairs.
+        """Rows, for `finished_scores` to make scores of; arguments as of RowBuilder.pairs.
 
         An embedding model reads every text once, however many pairs it is in.
         """

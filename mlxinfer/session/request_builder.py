@@ -34,8 +34,8 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 
-MAX_BREAKERS = 256  # whose tokens are remembered
-LAST_TURNS = 4  # of a prompt at whose ends the states of recurrent layers are kept
+MAX_BREAKERS = 256  # of which the tokens are remembered
+LAST_TURNS = 4  # of a prompt: the states of recurrent layers are kept at their ends
 _ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
 
 

@@ -225,6 +225,6 @@ def _check_draft(tokenizer: Tokenizer, folder: Path) -> None:
     if difference is not None:
         raise InvalidRequestError(
             f"The draft model in {folder} has other tokens than the model: {difference}. Choose "
-            "one of the same family, whose tokenizer is the same.",
+            "one of the same family with the same tokenizer.",
             param="draft",
         )

@@ -1,9 +1,9 @@
 """Proposals of a DFlash draft: a block of tokens in one pass, for all sequences of a step.
 
-The draft keeps keys and values of its own for the positions whose hidden states the model's steps
-gave, each sequence in arrays of its own: rows of a block see each other, so pages of a causal cache
-do not serve. Nothing is ever taken back from them, since only verified positions are kept. Hidden
-states of a cached prefix are not there; the block is proposed without them.
+The draft keeps keys and values of its own for the positions with hidden states of the model's
+steps, each sequence in arrays of its own: rows of a block see each other, so pages of a causal
+cache do not serve. Nothing is ever taken back from them, since only verified positions are kept.
+Hidden states of a cached prefix are not there; the block is proposed without them.
 """
 
 from collections import OrderedDict
@@ -146,7 +146,7 @@ class BlockProposer:
 
         Args:
             sequence: to follow.
-            stop: one past the last position whose token was verified, and then computed.
+            stop: one past the last position with a token that was verified, and then computed.
         """
         held, context = self._held.get(sequence), self._contexts.get(sequence)
         if held is None:

@@ -55,7 +55,7 @@ class DraftProposer:
     Args:
         model: the draft model.
         config: sizes; its budget is for the draft's KV cache alone.
-        vocab_size: of the model whose tokens are proposed.
+        vocab_size: of the model that tokens are proposed for.
         cost: of a proposal, in plain steps of that model, as long as it was not measured.
         kernels: says which Metal kernels may be used.
         drawn: where drawn proposals go with their weights, for rejection sampling; None: proposals
@@ -210,7 +210,7 @@ class DraftProposer:
         own.num_computed = min(own.num_computed, start + num_kept)
 
     def _num_kept(self, drawn: list[int], new: list[int]) -> int:
-        """Proposals whose keys and values stay: those that the model gave, too."""
+        """Proposals that keep their keys and values: those that the model gave, too."""
         agreed = 0
         while agreed < min(len(drawn), len(new)) and drawn[agreed] == new[agreed]:
             agreed += 1

@@ -107,7 +107,7 @@ def relative_cost(rows: int) -> float:
 
 
 def bucket_of(num_sequences: int) -> int:
-    """Batch sizes whose steps are measured together: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..."""
+    """Batch sizes of steps that are measured together: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..."""
     if num_sequences <= 4:
         return num_sequences
     half = 1 << ((num_sequences - 1).bit_length() - 2)

@@ -7,8 +7,8 @@ its pages; where more than `FOLLOW_AT` wait, as in a long prompt or while nothin
 head runs over whole pages of them at once.
 
 Hidden states of a prefix that the model found computed are not there. Where the head's own prefix
-tree has that prefix, it goes on from it, else from the first position whose hidden states are
-there: its proposals are somewhat worse then, and no token changes.
+tree has that prefix, it goes on from it, else from the first position with hidden states:
+its proposals are somewhat worse then, and no token changes.
 """
 
 from collections.abc import Sequence as Seq

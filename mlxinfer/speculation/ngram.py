@@ -22,7 +22,7 @@ MIN_MATCH = 2  # tokens that must agree
 MAX_MATCH = 16  # tokens that are compared in a search
 SEARCHED = 1 << 15  # of the newest tokens of one text
 KEPT = 1 << 15  # tokens of answers of one namespace
-NAMESPACES = 32  # whose answers are kept, the ones used last
+NAMESPACES = 32  # with answers kept, the ones used last
 END = -1  # of an answer among others
 # Chance that the next token agrees, by the least number of tokens before it that did.
 PRIORS = {2: 0.25, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
@@ -234,5 +234,5 @@ def _key(length: int) -> Key:
 
 
 def _namespace(sequence: Sequence) -> Hashable:
-    """Of whose answers a sequence's guesses may come."""
+    """The sender and namespace of the answers that a sequence's guesses may come from."""
     return sequence.request.owner, sequence.namespace

@@ -17,7 +17,7 @@ class Source(Protocol):
     """Proposes tokens. Its methods are called from the engine's thread."""
 
     name: str
-    taps: Seq[int]  # layers of the model whose outputs it reads
+    taps: Seq[int]  # layers of the model that it reads the outputs of
 
     @property
     def priors(self) -> dict[Key, float]:

@@ -43,7 +43,7 @@ def load_network(
     Args:
         options: not off.
         folder: that the model was loaded from.
-        model: whose tokens are proposed.
+        model: that tokens are proposed for.
         dtype: of a draft model.
 
     Raises:

@@ -305,7 +305,7 @@ class Tokenizer:
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
 
     def ids_with(self, text: str) -> frozenset[int]:
-        """The tokens whose bytes hold those of `text`. Looks at the whole vocabulary."""
+        """The tokens with bytes that hold those of `text`. Looks at the whole vocabulary."""
         wanted = text.encode()
         return frozenset(i for i, held in enumerate(self._all_bytes) if wanted in held)
 

@@ -296,8 +296,8 @@ FAMILIES: dict[str, FamilyConfig] = {
     "glm4moe": _glm4_moe,
     "deepseek2": _deepseek2,
 }
-BY_LAYER = ("gemma4", "lfm2", "lfm2moe")  # whose heads for K and V differ between layers
-PARTIAL = ("qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe")  # whose heads turn in part
+BY_LAYER = ("gemma4", "lfm2", "lfm2moe")  # heads for K and V differ between layers
+PARTIAL = ("qwen3next", "qwen35", "qwen35moe", "glm4", "glm4moe")  # a part of each head turns
 
 
 def _family(model_type: str, architecture: str, facts: ArchitectureFields) -> Config:

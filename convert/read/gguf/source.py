@@ -22,7 +22,7 @@ from .readers import GGUFTensor, reader_of
 from .tokenizer import check_tokenizer, tokenizer_files
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # whose activations do not fit float16
+_WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
 SideFiles = Callable[[], Mapping[str, bytes | Path]]
 Entry = tuple[str, TensorEntry, int]  # file, tensor, where the file's data start

@@ -2,9 +2,9 @@
 
 "gpt2" is byte-level BPE with its merges; llama.cpp names the expression that splits a text into
 words, and the expressions here are those of the models' own tokenizer.json. An unknown name is
-refused: a wrong expression changes the tokens without a sign.
-"llama" is SentencePiece, whose merges follow from the scores: of two merges, the one whose result
-has the higher score is applied first. "gemma4" is the same with its merges in the file.
+refused: a wrong expression changes the tokens without a sign. "llama" is SentencePiece with merges
+that follow from the scores: of two merges, the one with the result of the higher score is applied
+first. "gemma4" is the same with its merges in the file.
 """
 
 import json

@@ -19,13 +19,13 @@ from ..base import Leaves, Reader
 from ..source import TensorInfo
 from ..stored import Array, StoredArray
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output whose code is in place p of a word
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output with its code in place p of a word
 _INVERSE = [ORDER.index(output) for output in range(8)]
 _PER_WORD = 8
 
 
 class AWQ:
-    """The modules of a checkpoint whose quant_method is awq."""
+    """The modules of a checkpoint with the quant_method awq."""
 
     def __init__(self, config: Fields) -> None:
         bits = config.integer("bits", "w_bit", default=4)

@@ -20,7 +20,7 @@ MXFP4 = MLXFormat(32, 4, "mxfp4")
 
 
 def fp4_modules(path: str, leaves: Leaves) -> Iterator[Reader]:
-    """The matrix of a module whose codes are bytes and whose scales have eight bits."""
+    """The matrix of a module with codes in bytes and scales of eight bits."""
     name = "weight_packed" if "weight_packed" in leaves else "weight"
     codes, scale = leaves.get(name), leaves.get("weight_scale")
     if codes is None or scale is None or codes.dtype != "U8":

@@ -37,14 +37,14 @@ def read_block(config: Fields, key: str) -> tuple[int, int]:
 
 
 class FP8:
-    """The modules of any checkpoint whose weight is an eight-bit float."""
+    """The modules of any checkpoint that have eight-bit floats as weights."""
 
     def __init__(self, block: tuple[int, int] = BLOCK, *, powers: bool = False) -> None:
         self._block = block  # rows and inputs, where scales are for blocks
         self._powers = powers  # whether float scales are said to be powers of two
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
-        """The matrix of a module whose weight is an eight-bit float."""
+        """The matrix of a module with eight-bit floats as weights."""
         weight = leaves.get("weight")
         if weight is None or not weight.dtype.startswith("F8_E"):
             return

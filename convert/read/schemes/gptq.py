@@ -21,7 +21,7 @@ from ..stored import FLOATS, Array, StoredArray
 
 
 class GPTQ:
-    """The modules of a checkpoint whose quant_method is gptq.
+    """The modules of a checkpoint with the quant_method gptq.
 
     `is_here`: files are on this disk, so that each g_idx can be looked at; otherwise desc_act
     decides, and a module that turns out to be in order is taken for one that is not.

@@ -48,7 +48,7 @@ class Integers:
             raise UnsupportedModelError(f"{sparsity.where} compresses zeros; not supported.")
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
-        """The matrix of a module whose codes are integers."""
+        """The matrix of a module with integers as codes."""
         packed, plain = leaves.get("weight_packed"), leaves.get("weight")
         if packed is not None and packed.dtype == "I32":
             yield self._packed(path, leaves)

@@ -1,6 +1,6 @@
 """Pages of tokens in a prefix tree, and how much of a prompt they hold. Changes nothing but a node.
 
-Pages are the tree; everything else is coverage on it. A window covers the positions whose pages it
+Pages are the tree; everything else is coverage on it. A window covers the positions of the pages it
 still holds, a snapshot the one position that it was taken at. Each kind of coverage lowers a
 position to the last one before it where the group can resume; `resume_point` asks them in turn
 until all agree.

@@ -203,7 +203,7 @@ class PrefixTree:
             lease: of the sequence; its `num_pages` tells what was handed over before.
             token_ids: from position 0.
             tables: by group; a table that sees everything has every page.
-            num_tokens: positions whose keys and values are in pages, or will be once the steps
+            num_tokens: positions that have keys and values in pages, or will be once the steps
                 launched so far have run.
         """
         for group in self._store.windowed:

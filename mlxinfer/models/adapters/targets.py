@@ -28,7 +28,7 @@ class Placement:
     """A module's matrices on one part of a projection.
 
     Attributes:
-        module: whose matrices they are.
+        module: that has the matrices.
         place: index of the projection among the model's.
         part: among the projection's origins.
         total: outputs of that part's matrix in the checkpoint.
@@ -82,7 +82,7 @@ class Targets:
         Raises:
             CheckpointError: a module that the model does not have, matrices of another shape, or
                 a module of the model that the adapter should change and does not.
-            UnsupportedModelError: a module whose projection cannot have an adapter.
+            UnsupportedModelError: a module of a projection that cannot have an adapter.
         """
         found: list[Placement] = []
         named: set[str] = set()

@@ -102,7 +102,7 @@ class ScaledChoice:
 
 
 class ScaledLayer:
-    """A sandwich layer whose output is scaled; the second block has its own norms before it.
+    """A sandwich layer with a scaled output; the second block has its own norms before it.
 
     Args:
         norms: before and behind the mixer, behind the second block.

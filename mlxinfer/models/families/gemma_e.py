@@ -12,7 +12,7 @@ _KEYS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 
 
 def sources(config: ModelConfig) -> list[int | None]:
-    """For each layer the earlier one whose keys and values it reads; None: its own.
+    """For each layer the earlier one that has the keys and values it reads; None: its own.
 
     The last `num_kv_shared_layers` read those of the last layer before them that has their window.
 

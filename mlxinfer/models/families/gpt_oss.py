@@ -2,7 +2,7 @@
 
 bf16 `gate_up_proj` (E, hidden, 2 inner) with gate and up interleaved; the same as MXFP4 `_blocks`
 and `_scales`, transposed; and MLX's `gate_proj` and `up_proj`, quantised in any format. All become
-one matrix (E, 2 inner, hidden) whose first half is the gate.
+one matrix (E, 2 inner, hidden) with the gate as its first half.
 """
 
 from dataclasses import replace

@@ -117,7 +117,7 @@ def mamba_mixer(
 
 
 def plain_mamba_mixer(family: Family, path: str, dims: MambaDims, *, bias: bool) -> Mamba2:
-    """The mixer at `path` whose projections are as stored, with a norm over each group of heads.
+    """The mixer at `path`, its projections as stored, with a norm over each group of heads.
 
     Args:
         family: of the model.

@@ -85,7 +85,7 @@ class LatentExperts:
 
     Args:
         down, up: (T, hidden) -> (T, latent), and back.
-        experts: the mixture, whose router reads what `down` reads.
+        experts: the mixture; its router reads what `down` reads.
         shared: the expert that every token goes to.
     """
 

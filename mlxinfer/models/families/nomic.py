@@ -21,7 +21,7 @@ _KEYS = {  # ours -> the hub's
     "rope_theta": "rotary_emb_base",
     "partial_rotary_factor": "rotary_emb_fraction",
 }
-_FIXED = {  # keys whose other values are other networks -> the one that is built here
+_FIXED = {  # keys -> the value that is built here; others are other networks
     "activation_function": ("swiglu", "silu"),
     "prenorm": (False,),
     "qkv_proj_bias": (False,),

@@ -28,7 +28,7 @@ log = logging.getLogger("mlxinfer.models")
 
 
 def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
-    """The model in a checkpoint folder whose architecture has no native family.
+    """The model in a checkpoint folder, of an architecture without native family.
 
     Raises:
         UnsupportedModelError, CheckpointError, ModelNotFoundError: as of `models.load`.

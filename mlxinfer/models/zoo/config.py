@@ -23,7 +23,7 @@ CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "
 KEY_BIAS = re.compile(
     r"(^|[._])(k|kv|qkv|wqkv|c_attn|query_key_value|key|wk)(_proj|_lin)?(\.linear)?\.bias$", re.I
 )
-NO_ADAPTERS = "it is mlx-lm's definition, whose projections take no adapters here"
+NO_ADAPTERS = "it is mlx-lm's definition: its projections take no adapters here"
 UNSTATED_CONTEXT = 1 << 20  # tokens; recurrent models state none, and have none
 
 

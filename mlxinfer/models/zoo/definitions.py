@@ -146,7 +146,7 @@ class _Body:
 
 
 class _Watched:
-    """A part of a model, whose result is kept or given."""
+    """A part of a model with a result that is kept or given."""
 
     def __init__(self, part: Any, given: mx.array | None) -> None:
         self._part = part

@@ -1,6 +1,6 @@
 """mlx-lm's models over a flat list of tokens, so that they run as native families do.
 
-A model that is called with ids (T, 1) sees T sequences of one token. It is given caches whose
+A model that is called with ids (T, 1) sees T sequences of one token. It is given caches in which
 `offset` is the position of each token, so ropes turn every token by its own; what it hands to the
 attention function goes to the engine's caches, which know the sequences. All other layers work
 token by token. T = tokens of the step, H = heads, D = numbers of a key, V = of a value.

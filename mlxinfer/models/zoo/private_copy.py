@@ -1,6 +1,6 @@
 """mlx-lm's modules of models as a private copy, which shares nothing with an imported mlx-lm.
 
-The copy is a package of its own name whose modules are read from mlx-lm's folder: an
+The copy is a package of its own name with modules read from mlx-lm's folder: an
 mlx-lm imported elsewhere stays as it is, and its own package, which imports transformers and
 lowers the limit of open files, is not run. In the copy, the function through which the definitions
 attend is ours, which hands a call on to the cache where that is one of ours.
@@ -113,7 +113,7 @@ def _renamed() -> Mapping[str, str]:
 
 
 def _package(name: str, folder: Path) -> ModuleType:
-    """An empty package of that name, whose modules lie in `folder`."""
+    """An empty package of that name; its modules lie in `folder`."""
     module = ModuleType(name)
     module.__path__ = [str(folder)]
     module.__spec__ = ModuleSpec(name, None, is_package=True)

@@ -98,7 +98,7 @@ def continues_last(messages: Sequence[AnthropicMessage]) -> bool:
     """Whether the answer continues the last message, the assistant's (a prefill).
 
     Raises:
-        InvalidRequestError: that message calls a tool, whose result is missing.
+        InvalidRequestError: that message calls a tool, and its result is missing.
     """
     if not messages or messages[-1].role != "assistant":
         return False

@@ -44,7 +44,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """A tool of the client's own, one whose schema Anthropic has defined, or a hosted one."""
+    """A tool of the client's own, one with a schema that Anthropic has defined, or a hosted one."""
 
     name: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class CountRequest(OtherServersFields, kw_only=True):
-    """A conversation whose tokens are counted."""
+    """A conversation, for its tokens to be counted."""
 
     messages: Annotated[list[AnthropicMessage], Meta(max_length=100_000)]
     model: str | None = None

@@ -25,7 +25,7 @@ from ..watch.tracing import Tracing
 from .key_limits import KeyLimiter
 
 POLL_S = 0.02
-BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request whose body was read
+BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request after its body was read
 LARGE_BODY = 256 << 10  # bytes
 ENDING_S = 2.0  # that interrupted calls get to say so
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0

@@ -36,7 +36,7 @@ POLLED = frozenset(
 )  # logged at level info only on errors
 ADMIN_PATHS = ("/admin/", "/hub/")  # models, downloads, what all keys run
 JSON = b"application/json"
-CLIENT_GONE = 499  # the log's status of a request whose client disconnected
+CLIENT_GONE = 499  # the log's status of a request after its client disconnected
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 access_log = logging.getLogger("mlxinfer.access")

@@ -52,10 +52,10 @@ class ChunkLimitedConnection(h11.Connection):
 
 
 class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
-    """uvicorn's HTTP/1.1 protocol, which also closes connections whose headers do not arrive.
+    """uvicorn's HTTP/1.1 protocol, which also closes connections if their headers do not arrive.
 
     Reading goes on while a request is answered: otherwise a client that pipelines and hangs up
-    would not be noticed. The number of connections is limited by the guard, whose answer is in the
+    would not be noticed. The number of connections is limited by the guard; its answer is in the
     style of the API.
     """
 

@@ -17,7 +17,7 @@ from ..http.replies import Events, Reply, json_body
 from ..registry.slots import Slot, State
 from .types import NDJSON, OLLAMA, NamedModel, line
 
-API_VERSION = "0.12.6"  # of Ollama, whose API these paths follow; clients check for the oldest
+API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest
 LATEST = ":latest"  # a tag that clients add to names without one
 POLL_S = 0.2  # between two lines of progress
 

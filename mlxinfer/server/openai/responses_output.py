@@ -60,7 +60,7 @@ class OutputItems:
         self._broken = False  # the open item is a call that turned out to be text
         self._item_id = ""
         self._scores: list[TokenLogprob] = []  # of the open message
-        self._pending: list[TokenLogprob] = []  # of tokens whose text has not come
+        self._pending: list[TokenLogprob] = []  # of tokens without text so far
 
     def push(self, parts: Sequence[Part], scored: Sequence[TokenLogprob] = ()) -> Iterator[bytes]:
         """Add parts; yield their events.

@@ -219,7 +219,7 @@ def _note(job: Job, line: str) -> None:
 
 
 def _end(job: Job, code: int, said: str, problem: str) -> None:
-    """Give a job whose process has ended its state."""
+    """Give a job its state after its process has ended."""
     if job.wanted is not JobState.RUNNING and code != 0:
         job.state = job.wanted
         if job.state is JobState.CANCELLED:

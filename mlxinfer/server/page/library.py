@@ -109,7 +109,7 @@ class LibraryRoutes:
         return json_body({"data": found})
 
     async def search(self, call: Call, _: None) -> Reply:
-        """Models of the hub whose names hold the words of `q`; all=1: also those not for MLX."""
+        """Models of the hub with the words of `q` in their names; all=1: also those not for MLX."""
         query = query_of(call)
         mlx_only = query.get("all") != "1"
         found = await self._workers.run(search_models, query.get("q", "")[:200], mlx_only=mlx_only)

@@ -181,7 +181,7 @@ class Loader:
             await self.put_out(idle[0], "memory")
 
     async def _without_guests(self, idle: list[Slot], over: int) -> list[Slot]:
-        """Idle models, those included whose guests were made to leave, if that is enough."""
+        """Idle models, including those with guests that were made to leave, if that is enough."""
         visited = [s for s in self._slots if s.has_only_guests and not s.pinned]
         visited = [s for s in visited if s.state is State.LOADED]
         if sum(s.held_bytes for s in idle + visited) < over:

@@ -337,12 +337,12 @@ class Models:
                     await self._loader.put_out(slot, "asked")
 
     def _notice_end(self, slot: Slot) -> None:
-        """Forget a model whose engine ended after a fault."""
+        """Forget a model after its engine ended in a fault."""
         if slot.served is not None and slot.served.closed:
             self._loader.lose(slot)
 
     async def unload_idle(self) -> None:
-        """Unload models unused for their ttl, and forget those whose engine ended."""
+        """Unload models unused for their ttl, and forget those with an engine that ended."""
         for slot in self.slots():
             self._notice_end(slot)
             if slot.idle and self.ttl_left_s(slot) == 0.0:

@@ -57,7 +57,7 @@ def test_the_assets_are_small() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_config_is_a_quantised_qwen3_whose_matrices_have_whole_groups(folder: Path) -> None:
+def test_the_config_is_a_quantised_qwen3_with_whole_groups(folder: Path) -> None:
     config = read_config(folder)
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["model_type"] == "qwen3"

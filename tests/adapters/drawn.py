@@ -50,7 +50,7 @@ def draw(
     scale: float = 2.0,
     strength: float = 0.6,
 ) -> Drawn:
-    """Matrices for every dense one whose name matches.
+    """Matrices for every dense one with a name that matches.
 
     `strength`: of the change, as a share of the matrix; enough to change most tokens.
     """

@@ -1,4 +1,4 @@
-"""Adapters whose logits PEFT itself gave: how they are drawn, for the test and for the reference.
+"""Adapters with logits of PEFT itself: how they are drawn, for the test and for the reference.
 
 The references in tests/data/adapters are made in two steps, the second in an environment with
 torch, transformers and peft (0.21):

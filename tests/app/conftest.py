@@ -1,4 +1,4 @@
-"""The app beside a server with the page, whose model says what a test tells it to."""
+"""The app beside a server with the page; the server's model says what a test tells it to."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket file: on a Mac tmp_path is not."""
+    """A folder with a path short enough for a socket file: on a Mac tmp_path is not."""
     with tempfile.TemporaryDirectory(prefix="mlx", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -48,7 +48,7 @@ def notices() -> list[tuple[str, str]]:
 def controller(
     server: PageServer, tmp_path: Path, notices: list[tuple[str, str]]
 ) -> Iterator[Controller]:
-    """An app's controller whose settings name the server."""
+    """An app's controller with the server in its settings."""
     server.script.reset()
     stored.save(tmp_path / "app.json", Settings(url=server.url, introduced=True))
     found = Controller(tmp_path, ServerProcess(tmp_path), lambda *said: notices.append(said))

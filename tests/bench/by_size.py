@@ -118,7 +118,7 @@ def _asked(learn: float | None, nearest: bool, small: bool) -> list[tuple[str, d
 def _ours(
     model: Path, scratch: Path, asked: Sequence[tuple[str, dict[str, Any]]]
 ) -> Iterator[tuple[str, str, Path]]:
-    """Those whose formats are small enough."""
+    """Those with formats that are small enough."""
     for number, (label, more) in enumerate(asked):
         out = scratch / f"ours-{number}"
         options = ConversionOptions(
@@ -164,7 +164,7 @@ def _plain(folder: Path, out: Path) -> Path:
 
 
 def _cast(folder: Path, out: Path, dtype: mx.Dtype) -> Path:
-    """A checkpoint whose floats have another dtype."""
+    """A checkpoint with floats of another dtype."""
     out.mkdir(exist_ok=True)
     for path in sorted(folder.iterdir()):
         if path.suffix != ".safetensors":

@@ -103,7 +103,7 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed(Dense):
-    """A Mistral whose layers alternate: all positions, then a sliding window."""
+    """A Mistral with layers that alternate: all positions, then a sliding window."""
 
     window: int
 
@@ -140,7 +140,7 @@ TINY_WINDOWED = Windowed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts(Dense):
-    """A Qwen3 whose blocks are mixtures of experts, `inner` wide each."""
+    """A Qwen3 with blocks that are mixtures of experts, `inner` wide each."""
 
     experts: int
     chosen: int  # of each token

@@ -115,7 +115,7 @@ class Driver(Protocol):
 
     @property
     def done(self) -> Work:
-        """All work whose tokens `step` has returned."""
+        """All work of which `step` has returned the tokens."""
         ...
 
     def store_model(self) -> None:

@@ -21,7 +21,7 @@ LENGTH, BATCH, HELD_OUT = 257, 4, 4  # tokens, sequences a step, sequences to va
 
 
 class PlainLinear(nn.QuantizedLinear):
-    """A quantised matrix whose products are those of its values."""
+    """A quantised matrix with the products of its values."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., in) -> (..., out)."""

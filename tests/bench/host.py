@@ -153,7 +153,7 @@ def measure(sides: Sequence[Steps], *, blocks: int, block_steps: int = BLOCK) ->
 
 
 def _median_of(costs: Sequence[StepCost]) -> StepCost:
-    """The block whose cost outside the forward pass is the median, with the medians of the rest."""
+    """The block with the median cost outside the forward pass, with the medians of the rest."""
 
     def middle(field: Callable[[StepCost], float]) -> float:
         return statistics.median(field(cost) for cost in costs)

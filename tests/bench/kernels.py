@@ -161,7 +161,7 @@ def _mlx_shares(report: Any, least: int) -> Moved:
 def moved_unfused(scene: Scene) -> float:
     """What mlx-lm's quantised attention moves, from the shapes of its operations.
 
-    Two quantised products, of queries with keys and of weights with values, whose batch repeats
+    Two quantised products, of queries with keys and of weights with values; its batch repeats
     keys and values for every query head of a group; between them the scores are written, read and
     written by the softmax, and read. Query rows of one head share a product.
     """

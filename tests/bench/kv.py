@@ -148,7 +148,7 @@ def run(
     """Quality, speed with 8 requests at once, and peak memory.
 
     Args:
-        model: whose quality is measured; it should know the language of `held_out.txt`.
+        model: its quality is measured; it should know the language of `held_out.txt`.
         long: tokens of the long context.
         small: seconds instead of minutes.
         peer: also mlx-lm.

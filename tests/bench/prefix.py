@@ -139,7 +139,7 @@ def _agent_prompts(
 
 
 def edited(server: Server, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
-    """A conversation whose last message is written anew; the Sum is of the edited turn alone."""
+    """A conversation with its last message written anew; the Sum is of the edited turn alone."""
     history: list[int] = []
     before: list[int] = []
     for turn in range(scale.turns):

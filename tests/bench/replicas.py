@@ -2,7 +2,7 @@
 
 No machine is measured. A replica is a queue of prompts: one is computed after another, at a rate
 that the answers under way lower. It keeps the newest conversations, and the system prompts of apps,
-up to so many tokens. Conversations begin at random times (Poisson), each of an app whose system
+up to so many tokens. Conversations begin at random times (Poisson), each of an app; its system
 prompt it shares, and go on after a pause for thought.
 """
 

@@ -126,7 +126,7 @@ async def together(
 ) -> list[Found]:
     """Tokens a second of `count` requests that come at once: the median of some rounds.
 
-    Nobody has heard these prompts before, not in a scene with other settings either.
+    No server has had these prompts before, not in a scene with other settings either.
     """
     rates, seed = [], zlib.crc32(f"{count} {label}".encode())
     for number in range(ROUNDS + 1):

@@ -1,7 +1,7 @@
 """`bench speculate`: what proposals give, counted and timed, and where mlx-lm's go wrong.
 
 Three questions. How many tokens does a step give with the bundled draft? How much faster is a model
-whose draft is far smaller? And does an answer with proposals equal the one without, also past a
+with a far smaller draft? And does an answer with proposals equal the one without, also past a
 sliding window? The timed pair is the demo in float32, where MLX on a CPU reads weights once for
 all rows of a step, as a GPU does, with layers added that change nothing (their outputs are zero)
 and take time: the answers are the demo's, and the acceptance is that of its draft.

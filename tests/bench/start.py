@@ -112,7 +112,7 @@ def alternate(commands: list[Command], runs: int, bytecode: str) -> list[Cost]:
     """The median cost of each command over `runs` rounds of all of them.
 
     Args:
-        bytecode: a folder where Python keeps what it compiled in the first round, whose costs do
+        bytecode: a folder where Python keeps what it compiled in the first round: its costs do
             not count: both sides start as packages that were installed and run before.
     """
     kept = {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONDONTWRITEBYTECODE": ""}

@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
 def chunk(start: int, count: int, window: AttentionWindow, runs: Sequence[int]) -> ChunkPlan:
-    """Tokens [start, start + count) whose keys lie in pool slots from `runs` on, 200 at a time."""
+    """Tokens [start, start + count) with keys in pool slots from `runs` on, 200 at a time."""
     ranges = window.ranges(start, start + count)
     positions = np.concatenate([np.arange(*part) for part in ranges])
     reads = [

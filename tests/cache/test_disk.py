@@ -312,7 +312,7 @@ class Slow(Files):
         return super().write(handle, data[:7])  # the system may write less than asked
 
 
-def test_a_slow_disk_never_makes_anybody_wait(tmp_path: Path) -> None:
+def test_a_slow_disk_makes_no_request_wait(tmp_path: Path) -> None:
     files = Slow()
     tier = DiskTier(str(tmp_path), MODEL, max_bytes=MEGABYTE, max_pending_bytes=3000, files=files)
     taken = [tier.put(page_key(MODEL, [n]), MODEL, [n], bytes([n] * 900)) for n in range(6)]

@@ -22,7 +22,7 @@ NUM_PAGES = 80
 
 
 def filled_pool(window: AttentionWindow, bits: Bits, num_slots: int) -> LayerPool:
-    """A pool whose pages and tails hold noise."""
+    """A pool with noise in its pages and tails."""
     rng = np.random.default_rng(5)
     spec = KVSpec(HEADS, DIM, DIM, window.size, window.sinks)
     pool = LayerPool(

@@ -470,7 +470,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert held == {path: entry.pages for path, entry in self.model.entries.items()}
 
     @invariant()
-    def everybody_sees_their_own_past(self) -> None:
+    def every_sequence_sees_its_own_past(self) -> None:
         for r in self.running:
             for group, table in enumerate(r.tables):
                 numbered = [*enumerate(table.kept), *enumerate(table.pages, table.first)]
@@ -509,7 +509,7 @@ def test_a_long_life(layout: tuple[list[int | None], list[int]]) -> None:
         step(machine, rng)
         machine.every_page_has_one_owner()
         machine.tree_holds_what_the_model_holds()
-        machine.everybody_sees_their_own_past()
+        machine.every_sequence_sees_its_own_past()
     counters = machine.tree.counters
     assert min(counters.hits, counters.misses, counters.nodes_evicted) > 30, counters
     machine.teardown()

@@ -1,4 +1,4 @@
-"""mlxinfer config: what counts, and who said it."""
+"""mlxinfer config: what counts, and where it was said."""
 
 import json
 from pathlib import Path

@@ -36,7 +36,7 @@ def write_source(
 
     Args:
         changes: of the config; None: without this key.
-        inner: prefix of the tensors of a multimodal model, whose config has this one inside.
+        inner: prefix of the tensors of a multimodal model: its config has this one inside.
         more: tensors beside those of the family.
     """
     config = {**CASES[case], **(changes or {})}

@@ -75,9 +75,7 @@ def test_a_link_to_where_the_work_is_done_is_no_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["diary.txt", "model/weights.safetensors"])
-def test_a_folder_that_is_somebody_elses_is_left_alone(
-    source: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_folder_of_another_program_is_left_alone(source: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "out.partial" / name
     path.parent.mkdir(parents=True)
     path.write_text("dear diary")

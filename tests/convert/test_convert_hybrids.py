@@ -1,4 +1,4 @@
-"""Conversions of models with recurrent layers, whose tensors have layouts of their own."""
+"""Conversions of models with recurrent layers: their tensors have layouts of their own."""
 
 import json
 from pathlib import Path

@@ -98,7 +98,7 @@ def stored(folder: Path) -> dict[str, mx.array]:
 
 @pytest.mark.parametrize("outer", ["llama4", "qwen3_vl_moe"])
 def test_stacks_are_calibrated_under_the_names_that_are_written(outer: str, tmp_path: Path) -> None:
-    """Error feedback finds the inputs of experts, whose names differ from the decoder's."""
+    """Error feedback finds the inputs of experts, though their names differ from the decoder's."""
     source = multimodal(tmp_path / "source", outer)
     convert(source, tmp_path / "fed-back", "4bit-g32", calibration=TEXT)
     convert(source, tmp_path / "nearest", "4bit-g32", calibration=TEXT, error_feedback=False)

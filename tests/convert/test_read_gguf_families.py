@@ -1,4 +1,4 @@
-"""Families whose GGUF files have other tensors than their checkpoints: the logits are the same."""
+"""Families with other tensors in GGUF files than in checkpoints: the logits are the same."""
 
 import json
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_quantised_columns_are_put_in_order(tmp_path: Path, kind: Kind) -> None:
     assert np.array_equal(np.array(values.astype(mx.float32)), found)
 
 
-def test_columns_whose_blocks_would_be_divided_are_refused(tmp_path: Path) -> None:
+def test_columns_with_divided_blocks_are_refused(tmp_path: Path) -> None:
     config, _ = made("qwen3_5_text-v4")
     config |= {"linear_value_head_dim": 16, "linear_num_value_heads": 4}
     tensors = tiny_tensors(config)

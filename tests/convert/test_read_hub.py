@@ -50,7 +50,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of sources that nobody closes
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of sources that are not closed
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(hub_fetch, "RETRY_WAIT_S", 0.001)
     monkeypatch.setattr(standin_module, "LARGE", (".safetensors", ".gguf"))

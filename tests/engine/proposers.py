@@ -55,13 +55,13 @@ class RandomDepths:
 
 
 def draft_of(model: LanguageModel, rng: random.Random) -> DraftProposer:
-    """The model itself, whose proposals hold, or another one, with little or much room."""
+    """The model itself, with proposals that hold, or another one, with little or much room."""
     draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
     return DraftProposer(draft, sizes_of(rng), vocab_size=model.config.vocab_size, cost=0.1)
 
 
 class HalfRightHead(HeadProposer):
-    """A random head, whose first proposals are put right at random."""
+    """A random head; its first proposals are put right at random."""
 
     answers: Mapping[str, Seq[int]]
     rng: random.Random

@@ -90,7 +90,7 @@ class Recurrence:
 
 @cache
 def hybrid_model(case: str, places: tuple[int, ...]) -> Model:
-    """A tiny random model whose mixers at `places` are recurrent."""
+    """A tiny random model with recurrent mixers at `places`."""
     how = {"group_size": 32, "bits": 4}
     model = load(tiny_checkpoint(Path(mkdtemp()), case, quantize=how))
     for place in places:

@@ -123,7 +123,7 @@ def test_a_lone_page_is_not_worth_a_look(tmp_path: Path) -> None:
     assert answer(later, prompt(40)).cached_tokens == 20, "what the request before left"
 
 
-def test_a_prompt_whose_pages_fill_the_pool_comes_back(tmp_path: Path) -> None:
+def test_a_prompt_that_fills_the_pool_comes_back(tmp_path: Path) -> None:
     for case in CASES:
         harness = on_disk(tmp_path / case, case, num_pages=7)
         for i in range(4):

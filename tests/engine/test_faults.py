@@ -83,7 +83,7 @@ def break_read(harness: Harness, at: int) -> set[str]:
 
 
 class Unreadable(Launched):
-    """A step whose tokens the next one can take, and that cannot be read."""
+    """A step that cannot be read, though the next one can take its tokens."""
 
     def token_ids(self) -> Ints:
         raise Boom("evaluation failed")
@@ -263,7 +263,7 @@ def test_logits_that_are_no_numbers_end_their_own_request_only(
 
 
 def with_a_damaged_token(token_id: int) -> Model:
-    """Whoever reads it has no numbers from then on."""
+    """Reading it gives no numbers from then on."""
     model = load(tiny_checkpoint(Path(mkdtemp()), "llama-v4"))
     weight = model.embed_tokens.weight
     weight[token_id] = mx.full((weight.shape[1],), float("nan"))

@@ -123,7 +123,7 @@ def kimi_mixer(hidden: int = 16, heads: int = 2, dim: int = 32) -> KimiDelta:
 
 
 @requires_compiler
-def test_keys_whose_numbers_decay_by_themselves() -> None:
+def test_keys_with_numbers_that_decay_by_themselves() -> None:
     """States in more blocks than a kernel takes, one that begins, and an uneven batch."""
     mixer, rng = kimi_mixer(), np.random.default_rng(1)
 

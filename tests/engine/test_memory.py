@@ -67,7 +67,7 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
 
 
 def big_heads() -> tuple[Harness, int]:
-    """A harness whose pool is large beside all else that a step touches; bytes of one K array."""
+    """A harness with a pool larger than all else that a step touches; bytes of one K array."""
     harness = Harness(tiny_model("qwen3-v4"), num_pages=8000, max_batch=4, max_context=100_000)
     return harness, harness.loop.cache.pools[0].keys.pages[0].nbytes
 

@@ -56,7 +56,7 @@ CASES = [(chip, model) for chip in CHIPS for model in MODELS]
 
 @dataclass
 class Bench:
-    """A scheduler whose steps take simulated time."""
+    """A scheduler with steps of simulated time."""
 
     chip: str
     model: str

@@ -149,7 +149,7 @@ def test_tails_are_sealed_all_at_once() -> None:
     for name in "ab":
         scheduler.queues.add(request(name, 3, 60), max_output=60)
     sealed = [len(step(scheduler).cache_work.seal) for _ in range(30)]
-    assert set(sealed) == {0, 2}  # at a barrier everybody seals
+    assert set(sealed) == {0, 2}  # at a barrier every sequence seals
     first, second = [i for i, count in enumerate(sealed) if count][:2]
     assert second - first >= PAGE  # and barriers are a page apart at least
 
@@ -175,7 +175,7 @@ def test_preemption_before_the_first_step_seals_no_tail() -> None:
     step(scheduler)
     scheduler.queues.preempt(sequence)
     assert scheduler.queues.admit([], 1) is sequence
-    assert sequence.num_computed % PAGE, "a cut page, whose copy was not made yet"
+    assert sequence.num_computed % PAGE, "a cut page, not copied yet"
     scheduler.kv_manager.take_work()
     scheduler.queues.preempt(sequence)
     assert scheduler.kv_manager.take_work().seal == [], "its tail holds what another sequence wrote"

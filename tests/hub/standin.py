@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
             if large and faults.on_chunk:
                 faults.on_chunk()
             piece = data[start : start + 1024]
-            self.hub.sent[self.path] += len(piece)  # first: who has the last one may ask at once
+            self.hub.sent[self.path] += len(piece)  # first: a client may ask at once
             try:
                 self.wfile.write(piece)
             except (BrokenPipeError, ConnectionResetError):

@@ -246,7 +246,7 @@ def test_a_gated_repository_that_may_be_listed(standin: StandIn) -> None:
 
 
 def test_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nothing listens
     with pytest.raises(DownloadError, match="cannot be reached"):
         hub.resolve("org/tiny")
 

@@ -27,7 +27,7 @@ def to_mlx(data: Bytes, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
 
 
 def aligned(num_bytes: int, alignment: int, *, fill: int = 0) -> Bytes:
-    """Fresh memory whose address is a multiple of `alignment`, and of no higher power of two."""
+    """Fresh memory at a multiple of `alignment` that is one of no higher power of two."""
     margin = 2 * max(alignment, ALIGNMENT)
     room = np.full(num_bytes + 2 * margin, fill, np.uint8)
     start = -room.ctypes.data % margin

@@ -1,4 +1,4 @@
-"""Kernels whose text is in a test, not in a file; and one launch of them. Knows no device."""
+"""Kernels with their text in a test, not in a file; and one launch of them. Knows no device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -68,7 +68,7 @@ def ends_the_process(_: list[mx.array]) -> list[mx.array]:
 
 
 def crash(folder: Path) -> None:
-    """What a process does whose GPU takes it down while it checks; run in a process of its own."""
+    """The work of a process that a GPU takes down at a check; run in a process of its own."""
     from mlxinfer.metal_kernels.selfcheck import choose
 
     choose([SAMPLE, BITMASK], gpu=gpu(ends_the_process)[0], folder=folder)

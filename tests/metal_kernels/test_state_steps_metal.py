@@ -19,7 +19,7 @@ WIDTH, EXTRA = 8, 3  # tokens a sequence at most; numbers of a projection that a
 
 
 class Scene:
-    """Sequences whose states lie in several arrays, of which some begin, with ragged lengths."""
+    """Sequences with states in several arrays, of which some begin, with ragged lengths."""
 
     def __init__(self, seed: int, shape: tuple[int, ...], count: int = 5, width: int = 5) -> None:
         self.rng = np.random.default_rng(seed)

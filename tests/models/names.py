@@ -37,7 +37,7 @@ def shortened(shapes: Mapping[str, Sequence[int]]) -> Short:
 
 
 def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[str]]:
-    """Ranges of each number, whose combinations are these; as few as a common tail allows."""
+    """Ranges of each number; their combinations are these; as few as a common tail allows."""
     if not tuples[0]:
         return [[]]
     tails: dict[tuple[tuple[int, ...], ...], list[int]] = {}

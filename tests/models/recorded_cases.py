@@ -1,4 +1,4 @@
-"""Tiny configurations of families whose tables of tensors are recorded, see `shapes.py`."""
+"""Tiny configurations of families with recorded tables of tensors, see `shapes.py`."""
 
 from typing import Any
 

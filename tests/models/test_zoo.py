@@ -194,7 +194,7 @@ before = resource.getrlimit(resource.RLIMIT_NOFILE)
 sys.path.insert(0, "tests")
 from models.zoo_table import row
 assert row("starcoder2").how == "batched"
-assert row("plamo2").how == "alone"  # whose file imports mlx_lm.models by name
+assert row("plamo2").how == "alone"  # its file imports mlx_lm.models by name
 assert not {"mlx_lm", "transformers"} & set(sys.modules), "imported"
 print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
 """

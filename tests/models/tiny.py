@@ -23,8 +23,8 @@ def tiny_checkpoint(
 ) -> Path:
     """Write config.json and model.safetensors into `folder` and return it.
 
-    `quantize` ({"group_size", "bits"} and perhaps "mode") quantises every matrix whose inputs the
-    group size divides, as mlx-lm does; the experts of gpt_oss stay as they are.
+    `quantize` ({"group_size", "bits"} and perhaps "mode") quantises every matrix that has inputs in
+    whole groups, as mlx-lm does; the experts of gpt_oss stay as they are.
     """
     config = dict(tiny_config(case))
     arrays = {name: mx.array(value) for name, value in tiny_tensors(config, seed).items()}

@@ -116,7 +116,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def write(path: Path, value: dict[str, Any]) -> None:
-    """JSON into a file whose folder may be missing."""
+    """JSON into a file; its folder may be missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
 

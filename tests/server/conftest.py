@@ -23,6 +23,6 @@ def server(live: LiveServer) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[ScriptedServer]:
-    """A server whose model says what a test tells it to."""
+    """A server with a model that says what a test tells it to."""
     with ScriptedServer() as server:
         yield server

@@ -1,4 +1,4 @@
-"""A live server of the two bundled models, which are loaded when somebody asks for them."""
+"""A live server of the two bundled models, which are loaded when a request names them."""
 
 import threading
 from typing import Any

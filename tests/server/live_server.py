@@ -36,7 +36,7 @@ def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
 
 
 def long_chat(**fields: Any) -> dict[str, Any]:
-    """One that goes on until somebody ends it: longer than any test waits, on any machine."""
+    """One that goes on until it is ended: longer than any test waits, on any machine."""
     return chat("Count", ignore_eos=True, max_tokens=LONG_TOKENS, **fields)
 
 

@@ -1,4 +1,4 @@
-"""A server whose model says what a test tells it to: for tool calls, which the demo cannot make."""
+"""A server with a model that says what a test tells it to: such as tool calls."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

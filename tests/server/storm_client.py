@@ -151,7 +151,7 @@ def draw_leaver(rng: random.Random) -> Plan:
 
 
 def draw_visitor(rng: random.Random) -> Plan:
-    """Somebody of mixed traffic: three in ten leave in the middle."""
+    """A client of mixed traffic: three in ten leave in the middle."""
     if rng.random() < 0.3:
         return draw_leaver(rng)
     path, body = draw_body(rng)

@@ -19,7 +19,7 @@ arrivals = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.booleans
 def test_waiting_requests_and_tokens_stay_within_bounds(
     arrivals: list[tuple[int, int, bool]], limit: int, token_limit: int
 ) -> None:
-    """A call enters whole or not at all; only one that finds nobody waiting may pass a bound."""
+    """A call enters whole or not at all; only one that finds no other waiting may pass a bound."""
     admission = Admission(limit, token_limit)
     inside: list[int] = []  # tokens of each that waits
     for count, tokens, leaves in arrivals:

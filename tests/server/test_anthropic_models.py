@@ -25,7 +25,7 @@ class ThreeModels(LiveServer):
         self.listen(Models(entries, limit_bytes=10**9))
 
     def refuse(self, room_bytes: int) -> ServedModel:
-        raise AssertionError("nobody has asked for an answer")
+        raise AssertionError("no answer was asked for")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def chunk(data: bytes, extension: bytes = b"") -> bytes:
 
 
 REFUSED: dict[str, tuple[bytes, int]] = {
-    # who reads the length and who reads the chunks would find two requests
+    # reading the length and reading the chunks gives different requests
     "length and chunks": (
         POST + LENGTH + b"transfer-encoding: chunked\r\n\r\n" + chunk(BODY) + LAST,
         400,
@@ -130,7 +130,7 @@ def test_what_is_refused(live: LiveServer, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["length and chunks", "chunks and length", "two lengths"])
 def test_nothing_is_read_behind_an_ambiguous_end(live: LiveServer, name: str) -> None:
-    """The second request, which somebody in between has not seen, is not answered."""
+    """The second request, which a proxy in between has not seen, is not answered."""
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
         connection.sendall(REFUSED[name][0] + GET + b"\r\n")
         data = b""
@@ -179,7 +179,7 @@ def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
             assert status_of(read_answer(connection)) == 200
 
 
-def test_who_sends_crumbs_is_told_what_to_do(live: LiveServer) -> None:
+def test_a_client_that_sends_crumbs_is_told_what_to_do(live: LiveServer) -> None:
     answer = exchange(live, REFUSED["a body in crumbs"][0])
     message = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
     assert message.startswith("The first 1001 chunks of the body hold 1001 bytes; expected 64")
@@ -212,7 +212,7 @@ def test_a_whole_url_is_a_path_with_a_host(live: LiveServer) -> None:
         assert b"text/html" in answer
 
 
-def test_who_asks_whether_to_go_on_is_told_so(live: LiveServer) -> None:
+def test_a_client_that_asks_whether_to_go_on_is_told_so(live: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
         connection.sendall(POST + LENGTH + b"expect: 100-continue\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
@@ -282,7 +282,7 @@ SLOW: dict[str, tuple[bytes, bytes, int]] = {  # first bytes, then these at time
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_who_is_slow_is_left(hasty: LiveServer, name: str) -> None:
+def test_a_slow_client_is_disconnected(hasty: LiveServer, name: str) -> None:
     """Bytes that come in time do not make the time longer."""
     first, more, status = SLOW[name]
     with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
@@ -313,7 +313,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_who_sends_too_much_is_told_so(hasty: LiveServer, name: str) -> None:
+def test_a_client_that_sends_too_much_is_told_so(hasty: LiveServer, name: str) -> None:
     assert status_of(exchange(hasty, BOMBS[name])) == 413
     wait_until(hasty.is_idle)
     wait_until(lambda: hasty.connections() <= 1)
@@ -329,7 +329,7 @@ def test_what_turns_into_no_http_is_answered_once(
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
-def test_who_is_one_connection_too_many_is_told_so() -> None:
+def test_a_client_with_one_connection_too_many_is_told_so() -> None:
     with LiveServer(max_connections=2) as server, contextlib.ExitStack() as open_ones:
         for _ in range(2):
             address = ("127.0.0.1", server.port)

@@ -68,7 +68,7 @@ TOKENS = {
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_a_wrong_token_in_a_field_that_nobody_reads(live: LiveServer, name: str) -> None:
+def test_a_wrong_token_in_a_field_that_is_not_read(live: LiveServer, name: str) -> None:
     expect_refusal(live, CHAT, with_raw(CHAT, TOKENS[name]))
 
 

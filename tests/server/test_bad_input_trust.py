@@ -1,4 +1,4 @@
-"""Bad input: who may not ask. Pages elsewhere, foreign names, wrong keys, bodies of other types."""
+"""Bad input: callers that may not ask. Pages elsewhere, foreign names, wrong keys, bodies of other types."""
 
 import json
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_that_are_not_ours(live: LiveServer, name: str) -> None:
-    """A page whose name points at this machine (DNS rebinding) sends its own name as Host."""
+    """A page with a name that points at this machine (DNS rebinding) sends its own name as Host."""
     request = b"GET /v1/models HTTP/1.1\r\nhost: " + name.encode("latin-1") + b"\r\n\r\n"
     assert status_of(exchange(live, request)) == 403
 

@@ -20,7 +20,7 @@ PROMPT = [5, 6, 7]
 
 
 class Listening:
-    """A model whose engine gives the events of a test."""
+    """A model with an engine that gives the events of a test."""
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server

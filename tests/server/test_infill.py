@@ -114,7 +114,7 @@ def test_a_model_without_such_tokens_says_so(live: LiveServer) -> None:
 def test_what_was_typed_since_is_all_that_is_computed(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file whose beginning is cached: the tokens behind the change, and those after it."""
+    """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
     monkeypatch.setattr(infill, "fim_tokens", lambda _: marks)
     page = live.model.session.limits.page_size

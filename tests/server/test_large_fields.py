@@ -1,4 +1,4 @@
-"""Fields that hold any JSON are measured before anybody walks through them, and off the loop."""
+"""Fields that hold any JSON are measured before they are walked through, and off the loop."""
 
 import threading
 from collections.abc import Iterator
@@ -169,7 +169,7 @@ def test_a_body_of_millions_of_lists_is_not_decoded(
 ) -> None:
     request = b'{"messages":[{"role":"user","content":"x"}],"documents":[' + pair
     large = request + (b"," + pair) * 1_000_000 + b"]}"
-    monkeypatch.setattr(body, "msgspec", None)  # who decodes it fails
+    monkeypatch.setattr(body, "msgspec", None)  # decoding it fails
     error = expect_refusal(live, CHAT, large)
     assert error["message"].startswith("The body holds 100000")
 

@@ -24,7 +24,7 @@ def test_models_that_take_turns_get_a_share_of_what_the_largest_leaves() -> None
     assert set(kv_budgets(needs, 22 * GB).values()) == {4 * GB}
 
 
-def test_many_models_whose_shares_would_be_tiny_take_turns() -> None:
+def test_many_models_with_tiny_shares_take_turns() -> None:
     needs = [Need(f"m{i}", GB) for i in range(19)]
     assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 19 * GB)}
 

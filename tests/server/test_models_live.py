@@ -136,7 +136,7 @@ def test_admin_needs_the_key_and_json() -> None:
     assert server.loads == []
 
 
-def test_a_model_whose_engine_ended_after_a_fault_is_loaded_again_after_a_pause() -> None:
+def test_a_model_is_loaded_again_a_while_after_its_engine_ended_in_a_fault() -> None:
     """Not even a fresh start worked: the server says so, and helps itself after a pause."""
 
     tried_again = threading.Event()
@@ -154,7 +154,7 @@ def test_a_model_whose_engine_ended_after_a_fault_is_loaded_again_after_a_pause(
             patch.setattr(Scheduler, "next_batch", no_memory)
             patch.setattr(Loop, "assemble", still_none)
             assert server.post(CHAT, chat(model="small")).status_code == 500
-            assert tried_again.wait(10)  # those who asked are told before
+            assert tried_again.wait(10)  # the requests are answered before
         wait_until(lambda: server.states()["small"] == "unloaded")
         assert server.get("/ready").status_code == 200, "others are answered"
         refused = server.post(CHAT, chat(model="small"))

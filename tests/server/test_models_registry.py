@@ -1,4 +1,4 @@
-"""The registry with models that take no time: who is loaded, who goes, and who is told what."""
+"""The registry with models that take no time: loads, unloads, and what callers are told."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -139,7 +139,7 @@ def test_a_failed_load_is_raised_to_all_waiting_requests_and_tried_again_later(
             await touch(models, "a")
         assert caught.value.retry_after_s == FIRST_PAUSE_S
         assert machine.loads == ["a"]
-        with pytest.raises(CheckpointError, match="secret"):  # who asks for it is told why
+        with pytest.raises(CheckpointError, match="secret"):  # an explicit load has the reason
             await models.load("a")
         machine.failing.clear()
         machine.clock += FIRST_PAUSE_S
@@ -278,7 +278,7 @@ def test_an_unload_goes_on_where_its_client_leaves(models: Models) -> None:
     run(work())
 
 
-def test_a_model_whose_unload_was_refused_goes_on_answering(models: Models) -> None:
+def test_a_model_goes_on_answering_after_its_unload_was_refused(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
             with pytest.raises(ModelBusyError, match="answers 1 requests"):

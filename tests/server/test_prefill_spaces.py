@@ -22,7 +22,7 @@ BEGUN = {"role": "assistant", "content": "The cat"}
 
 @pytest.fixture
 def spaced() -> Iterator[ScriptedServer]:
-    """A server whose decoder takes the first space off a text."""
+    """A server with a decoder that takes the first space off a text."""
     with ScriptedServer() as server:
         tokenizer = load_tokenizer("sentencepiece")
         tokenizer.template = ChatTemplate(TEMPLATE, variables={})

@@ -130,7 +130,7 @@ def ask(server: LiveServer, question: str) -> str:
 
 @cache
 def alone_answers(server: LiveServer) -> list[str]:
-    """What each question gets by itself, of a server whose other requests have ended."""
+    """What each question gets by itself, of a server after its other requests have ended."""
     return [ask(server, question) for question in QUESTIONS]
 
 
@@ -227,7 +227,7 @@ def single() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
 def test_in_a_step(single: LiveServer, name: str) -> None:
-    """Whoever waits while a step fails is answered as ever."""
+    """Requests that wait while a step fails are answered as ever."""
     model = type(single.model.client.engine._loop.model)
     owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (GrammarMasks, "fill")}[
         name
@@ -244,7 +244,7 @@ def test_in_a_step(single: LiveServer, name: str) -> None:
 
 @contextmanager
 def neighbours_behind(server: LiveServer) -> Iterator[None]:
-    """Others who wait behind a request that runs; afterwards they are answered as ever."""
+    """Others that wait behind a request that runs; afterwards they are answered as ever."""
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         asked = [pool.submit(ask, server, question) for question in QUESTIONS]
         wait_until(lambda: server.service.admission.num_waiting == len(QUESTIONS))
@@ -254,8 +254,8 @@ def neighbours_behind(server: LiveServer) -> Iterator[None]:
     assert found == alone_answers(server)
 
 
-def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
-    """Nobody can tell whose fault it was; who comes next is answered as ever."""
+def test_a_step_fails_all_requests_in_it(live: LiveServer) -> None:
+    """It cannot be told which request was at fault; the next one is answered as ever."""
     alone = ask(live, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500, n=3)
 
@@ -270,7 +270,7 @@ def test_a_step_fails_all_who_are_in_it(live: LiveServer) -> None:
     assert ask(live, QUESTIONS[0]) == alone
 
 
-def test_wrong_books_fail_all_who_are_there(single: LiveServer) -> None:
+def test_wrong_bookkeeping_fails_all_requests(single: LiveServer) -> None:
     """The scheduler itself raises: all start afresh, and the server goes on."""
     alone = ask(single, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500)

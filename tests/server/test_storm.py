@@ -30,7 +30,7 @@ STATUSES = {None, 200, 400, 503}
 
 @pytest.fixture
 def stormy() -> Iterator[LiveServer]:
-    """A server whose pool of pages is tight, so that requests wait and are preempted."""
+    """A server with a tight pool of pages, so that requests wait and are preempted."""
     with LiveServer(engine={"max_memory": "24MB", "max_batch": 8}, max_waiting=64) as server:
         yield server
 

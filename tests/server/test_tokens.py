@@ -54,7 +54,7 @@ def test_a_bad_field_is_named(live: LiveServer, path: str, body: Any, param: str
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
-def test_nobody_waits_for_texts_that_are_only_counted(server: LiveServer, path: str) -> None:
+def test_no_request_waits_for_texts_that_are_only_counted(server: LiveServer, path: str) -> None:
     """More long texts than there are threads of any kind, and others are answered meanwhile."""
     text = "paged attention of a KV cache " * 12_000
     asked = {"prompt": text, "messages": [{"role": "user", "content": text}], "model": "demo"}

@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused(
     assert caught.value.param == param
 
 
-def test_a_model_whose_template_knows_no_tools_gets_them_as_text(server: LiveServer) -> None:
+def test_a_template_without_tools_gets_them_as_text(server: LiveServer) -> None:
     answer = server.post(CHAT, chat(tools=TOOLS))
     assert answer.status_code == 200
     plain = server.post(CHAT, chat(tools=TOOLS, tool_choice="none"))

@@ -1,4 +1,4 @@
-"""Conversations with a hybrid whose last message is changed go on where the change begins."""
+"""Conversations with a hybrid, their last message changed, go on where the change begins."""
 
 import json
 import shutil

@@ -62,7 +62,7 @@ def test_a_mailbox_holds_no_loop() -> None:
     assert gone() is None
     for _ in range(10):
         assert not mailbox.post(asyncio.Queue(), 1)
-    assert not mailbox._posted, "for nobody, and ever more"
+    assert not mailbox._posted, "never to be read, and ever more"
 
 
 def test_a_closed_loop_is_no_error() -> None:

@@ -54,7 +54,7 @@ class Program:
     Args:
         seed: of all that is drawn.
         proposes: whether steps verify proposals: the same program, and the same tokens.
-        recurrent: whether there are recurrent layers, whose states are kept as snapshots.
+        recurrent: whether there are recurrent layers: their states are kept as snapshots.
     """
 
     def __init__(self, seed: int, *, proposes: bool = False, recurrent: bool = False) -> None:

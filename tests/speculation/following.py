@@ -14,7 +14,7 @@ def following(
     salt: str | None = None,
     speculate: bool = True,
 ) -> Sequence:
-    """A sequence whose tokens are known, and whose newest one is not computed."""
+    """A sequence of known tokens, the newest one not computed."""
     request = Request(
         "r", list(prompt_ids), SamplingParams(speculate=speculate), owner=owner, cache_salt=salt
     )

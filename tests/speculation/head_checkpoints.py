@@ -1,8 +1,8 @@
-"""Tiny checkpoints with heads: random ones, and ones whose proposals all hold.
+"""Tiny checkpoints with heads: random ones, and ones with proposals that all hold.
 
 A head that is always right is possible where a token follows from the one before it alone: in a
-model whose layers add nothing. There the embedding's half of the head's projection is the identity
-and the other half is zero, so that the head computes what the model will.
+model with layers that add nothing. There the embedding's half of the head's projection is the
+identity and the other half is zero, so that the head computes what the model will.
 """
 
 import json
@@ -113,7 +113,7 @@ def eagle_checkpoint(
         folder: that is written.
         model: the model's config.
         drafted: tokens of the head's vocabulary.
-        right: tensors of a model whose layers add nothing; the head proposes what it says.
+        right: tensors of a model with layers that add nothing; the head proposes what it says.
         seed: of the weights.
         changes: of the head's config.
     """

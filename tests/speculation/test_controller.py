@@ -124,7 +124,7 @@ def test_a_machine_that_becomes_slow_with_many_rows_is_noticed() -> None:
 def test_no_other_depths_promise_more_than_those_chosen(
     chances: list[list[float]], slope: float, cost: float
 ) -> None:
-    """By brute force over random depths, on a machine whose times are all measured."""
+    """By brute force over random depths, on a machine with all times measured."""
     policy = Controller(max_depth=DEPTH)
     n = len(chances)
     for extra in range(8 * n):

@@ -141,7 +141,7 @@ def test_a_call_that_is_cut_off_is_no_text(name):
     text = rendered(name, CALLS[:1])
     parts = parsed(name, text[: text.index("Paulo")])
     pieces = [part for part in parts if isinstance(part, ToolCallDelta)]
-    if name != "text_arguments":  # whose arguments are known when they are complete
+    if name != "text_arguments":  # its arguments are known when they are complete
         assert pieces[-1].status is CallStatus.CUT
         assert not text_of(parts).strip().removeprefix("<|START_THINKING|><|END_THINKING|>")
 

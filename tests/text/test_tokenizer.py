@@ -30,7 +30,7 @@ def make_folder(path, kind="bytelevel", **files):
 
 
 def with_spec(path, change):
-    """A folder whose tokenizer.json has been changed by `change(spec)`."""
+    """A folder with a tokenizer.json changed by `change(spec)`."""
     folder = make_folder(path)
     spec = json.loads((folder / "tokenizer.json").read_text())
     change(spec)

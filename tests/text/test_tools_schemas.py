@@ -1,4 +1,4 @@
-"""Tools whose schemas are put together from others, and names that are no identifiers, in every
+"""Tools with schemas put together from others, and names that are no identifiers, in every
 format: forced calls keep to them, and what was forced is read as the same call.
 """
 

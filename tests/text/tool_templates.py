@@ -129,7 +129,7 @@ KNOWN = {  # format -> the calls of a template that writes it
         "<|tool_calls_section_end|>",
     ),
 }
-OTHERS = {  # families whose format is read off their template
+OTHERS = {  # families with a format that is read off their template
     "command_r7b": each(
         ACTION,
         "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[",

@@ -1,4 +1,4 @@
-"""A headless browser, and servers with the page whose models say what a test tells them to."""
+"""A headless browser, and servers with the page, their models as a test tells them."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def profile() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
-    """A server with a history, whose model follows a script."""
+    """A server with a history and a model that follows a script."""
     with PageServer(tmp_path_factory.mktemp("page")) as running:
         yield running
 

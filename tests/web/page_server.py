@@ -130,7 +130,7 @@ class PacedScript(Script):
 
 
 class PageServer(ScriptedServer):
-    """A server of `demo`, whose answers follow a script, with history and models."""
+    """A server of `demo` with answers by a script, with history and models."""
 
     script: PacedScript
 

@@ -79,7 +79,7 @@ def write_model(
 
     Args:
         tensors: float32 by the names of transformers.
-        kinds: store those whose GGUF name is here so; K- and IQ-quants as random codes.
+        kinds: store those with their GGUF names here so; K- and IQ-quants as random codes.
         split: the most tensors in one file; 0: one file.
     """
     arch = ARCHITECTURES[config["model_type"]]

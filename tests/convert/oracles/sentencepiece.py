@@ -1,4 +1,4 @@
-"""SentencePiece's BPE, step by step: join the neighbours whose joint piece scores highest.
+"""SentencePiece's BPE, step by step: join the neighbours with the highest score as one piece.
 
 From the description in github.com/google/sentencepiece (src/bpe_model.cc): ties go to the leftmost
 pair; what has no piece falls back to bytes. No mlxinfer.

@@ -166,7 +166,7 @@ OPTIONS = [
 
 
 class FrozenClock(datetime):
-    """`datetime` whose now() stands still."""
+    """`datetime` with a now() that stands still."""
 
     @classmethod
     def now(cls, tz=None):

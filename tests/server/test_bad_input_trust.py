@@ -1,4 +1,4 @@
-"""Bad input: callers that may not ask. Pages elsewhere, foreign names, wrong keys, bodies of other types."""
+"""Bad input: forbidden callers. Other pages, foreign names, wrong keys, bodies of other types."""
 
 import json
 from collections.abc import Iterator

@@ -78,6 +78,7 @@ class LLM(Adapters):
         hostfile: machines that it is spread over; each runs the same program.
         rank: this machine's place in the host file; None: the one with its address.
         rank_deadline: seconds after which a step that has not ended has failed.
+        pipeline: ranks have some of the layers each, not a part of every layer.
 
     Attributes:
         last: the result of the last `show`.

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from ..errors import InsufficientMemoryError
 from ..memory import human_bytes, total_memory_bytes
 
+MAX_BARE_PAGES = 1 << 16  # where nothing lies in pages, and they are numbers alone
+
 
 def page_counts(
     costs: Sequence[int],
@@ -39,7 +41,12 @@ def page_counts(
 
     if num_pages is not None:
         return counts(num_pages)
-    low, high = 0, budget_bytes // min(costs) if budget_bytes > 0 else 0
+    least = min(filter(None, costs), default=0)
+    if not least:  # layers that would have pages are all on other ranks
+        return counts(MAX_BARE_PAGES)
+    low, high = 0, budget_bytes // least if budget_bytes > 0 else 0
+    if not all(costs):
+        high = min(high, MAX_BARE_PAGES * 16)
     while low < high:
         middle = (low + high + 1) // 2
         if sum(c * n for c, n in zip(costs, counts(middle), strict=True)) <= budget_bytes:

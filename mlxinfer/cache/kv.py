@@ -1,6 +1,6 @@
 """The KV cache of a model: layer groups, their pages and pools, within a budget. Knows no queue."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class KVCache:
         heads: of layers with keys and values written by the Metal kernel.
         tail_layers: those of them that write to their tails with a kernel where all decode.
         key_biases: of layers with one in their spec.
+        absent: layers that another rank has: pages are counted for them, and nothing is kept.
 
     Raises:
         InsufficientMemoryError: the budget does not hold one sequence of a page.
@@ -70,6 +71,7 @@ class KVCache:
         heads: Mapping[int, Heads] | None = None,
         tail_layers: frozenset[int] = frozenset(),
         key_biases: Mapping[int, KeyBias] | None = None,
+        absent: Collection[int] = (),
     ) -> None:
         self._heads = heads or {}
         self._tail_layers = tail_layers
@@ -82,7 +84,7 @@ class KVCache:
         self.bytes_copied = 0  # tails copied because a step was in flight
         self.bytes_grown = 0  # copied while pools grew
         self._fixed = num_pages is not None
-        self._sort_layers()
+        self._sort_layers(absent)
         make = GroupMaker(
             self._paged_specs,
             [self.bits[layer] for layer in self._paged],
@@ -94,21 +96,26 @@ class KVCache:
             [self._paged[layer] for layer in prefill_layers],
             own_token_bytes=sum(s.numbers for s in specs if isinstance(s, OwnCacheSpec))
             * dtype.size,
+            absent=self._absent_specs,
         )
         self._share_out(budget_bytes, make, num_pages)
         self.reset()
 
-    def _sort_layers(self) -> None:
+    def _sort_layers(self, absent: Collection[int]) -> None:
         """Which layers have pages, and which a state; or the caches of a whole model."""
         specs = self.specs
-        paged = [(i, s) for i, s in enumerate(specs) if isinstance(s, KVSpec | LatentSpec)]
+        here = [(i, s) for i, s in enumerate(specs) if i not in absent]
+        paged = [(i, s) for i, s in here if isinstance(s, KVSpec | LatentSpec)]
         self._paged = {layer: place for place, (layer, _) in enumerate(paged)}
-        self._stateful = [i for i, s in enumerate(specs) if isinstance(s, StateSpec)]
+        self._has_states = any(isinstance(s, StateSpec) for s in specs)  # on some rank
+        self._stateful = [i for i, s in here if isinstance(s, StateSpec)]
+        others = [s for i, s in enumerate(specs) if i in absent]
+        self._absent_specs = [s for s in others if isinstance(s, KVSpec | LatentSpec)]
         own = [spec for spec in specs if isinstance(spec, OwnCacheSpec)]
         assert not own or len(specs) == 1, "caches of its own are those of a whole model"
         self.own = OwnCachePool(own[0]) if own else None
         self._paged_specs = [spec for _, spec in paged]
-        self.states = StatePool([s for s in specs if isinstance(s, StateSpec)])
+        self.states = StatePool([s for _, s in here if isinstance(s, StateSpec)])
 
     def _share_out(self, budget_bytes: int, make: GroupMaker, num_pages: int | None) -> None:
         """Divide the budget into running sequences, snapshots of states, and pages."""
@@ -138,9 +145,9 @@ class KVCache:
         """Snapshots within a share of the budget; None: there are no state layers."""
         if self.own is not None:
             return StateGroup(self.own.num_bytes, max_snapshots=0)
-        if not self._stateful:
+        if not self._has_states:
             return None
-        max_snapshots = max(budget_bytes // SNAPSHOT_SHARE, 0) // self.states.num_bytes
+        max_snapshots = max(budget_bytes // SNAPSHOT_SHARE, 0) // max(self.states.num_bytes, 1)
         return StateGroup(self.states.num_bytes, max_snapshots)
 
     def reset(self) -> None:
@@ -177,6 +184,15 @@ class KVCache:
         total = group.allocator.num_pages
         return total if self._fixed else min(total, max(FIRST_PAGES, group.allocator.extent))
 
+    def lower(self, max_batch: int, num_pages: Sequence[int], max_snapshots: int) -> None:
+        """Let fewer sequences run, with fewer pages and snapshots: another rank has less room."""
+        self.max_batch = max_batch
+        for group, count in zip(self.groups, num_pages, strict=True):
+            group.allocator.resize(count)
+        self._num_pages = list(num_pages)
+        if self.state_group is not None:
+            self.state_group.max_snapshots = max_snapshots
+
     # -- capacity -------------------------------------------------------------------------------
 
     @property
@@ -210,11 +226,8 @@ class KVCache:
         Returns:
             False: there is not so much; then nothing changes.
         """
-        full = [
-            g
-            for g, group in enumerate(self.groups)
-            if group.max_pages(ENDLESS) >= ENDLESS // self.page_size
-        ]
+        endless = ENDLESS // self.page_size
+        full = [g for g, group in enumerate(self.groups) if group.max_pages(ENDLESS) >= endless]
         if self._fixed or not full:
             paged = sum(g.allocator.num_pages * g.page_bytes for g in self.groups)
             return num_bytes <= max(self._paged_budget - paged, 0)
@@ -226,10 +239,8 @@ class KVCache:
             group = self.groups[g]
             longest = max([group.max_pages(length) for length in lengths], default=2)
             sizes = [self.pools[layer].num_pages for layer in group.layers]
-            if (
-                count < max([longest, group.allocator.extent, *sizes])
-                and count < group.allocator.num_pages
-            ):
+            needed = max([longest, group.allocator.extent, *sizes])
+            if count < min(needed, group.allocator.num_pages):
                 return False
         for g, count in wanted.items():
             self.groups[g].allocator.resize(count)
@@ -239,9 +250,8 @@ class KVCache:
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have, or will before long."""
         for group in self._filled:
-            if group.allocator.extent > group.allocator.num_present:
-                return True
-            if num_slots > self.pools[group.layers[0]].num_slots:
+            slots = self.pools[group.layers[0]].num_slots
+            if group.allocator.extent > group.allocator.num_present or num_slots > slots:
                 return True
         return False
 
@@ -323,14 +333,12 @@ class KVCache:
         self.clear_tails([slot for slot in new_slots if slot in self._used_slots])
         self._used_slots.update(new_slots)
         self._copy_partial(work.copies)
-        if self._stateful:
-            self.states.leave(work.leave)
+        self.states.leave(work.leave)
         if self.own is not None:
             self.own.leave(work.leave)
         for snapshot, slot in work.resume:
             self.states.restore(snapshot, slot)
-        if self._stateful:
-            self.states.drop(work.drop)
+        self.states.drop(work.drop)
         return spilled
 
     def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
@@ -378,8 +386,8 @@ class KVCache:
         """What each layer of a group keeps, in order."""
         return [plane for i in self.groups[group].layers for plane in self.pools[i].planes]
 
-    def begin_step(self, segments: StepSegments) -> list[LayerStep]:
-        """What each layer attends through, for a step of these segments, until the next begins."""
+    def begin_step(self, segments: StepSegments) -> Sequence[LayerStep | None]:
+        """What each layer that is here attends through, until the next step begins."""
         if self.own is not None:
             return [self.own.begin_step(segments)]
         by_position = self._heads or self._key_biases
@@ -404,11 +412,12 @@ class KVCache:
             ]
         for step, group in zip(self._steps, self._group_of, strict=True):
             step.plan = plans[group]
-        if not self._stateful:
+        if not self._has_states and len(self._steps) == len(self.specs):
             return [*self._steps]
-        states = dict(zip(self._stateful, self.states.begin_step(segments), strict=True))
-        pages = dict(zip(self._paged, self._steps, strict=True))
-        return [states[i] if i in states else pages[i] for i in range(len(self.specs))]
+        steps: dict[int, LayerStep] = dict(zip(self._paged, self._steps, strict=True))
+        if self._has_states:
+            steps.update(zip(self._stateful, self.states.begin_step(segments), strict=True))
+        return [steps.get(i) for i in range(len(self.specs))]
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """Take back tokens of the last step that were rejected, where a layer cannot forget them.
@@ -426,7 +435,7 @@ class KVCache:
         """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
         if self.own is not None:
             return self.own.outputs()
-        return self.states.outputs() if self._stateful else []
+        return self.states.outputs()
 
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
         pool = self.pools[self._paged[layer]]

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from ..core import KVSpec, LatentSpec, PagedSpec
-from .budget import page_counts
+from .budget import MAX_BARE_PAGES, page_counts
 from .formats import PLAIN, Bits, token_bytes
 from .groups import AttentionWindow, PageGroup
 from .kernel_attention import ChosenPlanner, KernelPlanner, PrefillPlanner, ReadyFor
@@ -14,8 +15,6 @@ from .latent import LatentKernelPlanner
 from .pages import PageAllocator
 from .plain_attention import PlainPlanner
 from .step import ChunkPlanner, Planner
-
-MAX_BARE_PAGES = 1 << 16  # of a model without attention: its pages are numbers alone
 
 GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
 
@@ -44,6 +43,7 @@ class GroupMaker:
         kernel_layers: places of those with Metal kernels for attention.
         prefill_layers: places of those with one for prefill.
         own_token_bytes: of a token in caches that the model keeps by itself.
+        absent: specs of layers that another rank has. Groups are those of the whole model.
     """
 
     specs: Sequence[PagedSpec]
@@ -55,6 +55,7 @@ class GroupMaker:
     kernel_layers: Mapping[int, ReadyFor]
     prefill_layers: Collection[int] = ()
     own_token_bytes: int = 0
+    absent: Sequence[PagedSpec] = ()
 
     def groups(self, budget_bytes: int, num_pages: int | None) -> list[LayerGroup]:
         """Groups, and as many pages for each as there is room for.
@@ -63,18 +64,17 @@ class GroupMaker:
             budget_bytes: for all pages.
             num_pages: of every full group instead.
         """
-        if not self.specs:
+        if not self.specs and not self.absent:
             return [self._bare(budget_bytes, num_pages)]
-        members: dict[GroupKey, list[int]] = {}
+        members: dict[GroupKey, list[int]] = {_key(spec): [] for spec in self.absent}
         for i, spec in enumerate(self.specs):
-            chunked = isinstance(spec, KVSpec) and spec.chunked
-            key = isinstance(spec, LatentSpec), spec.window or 0, spec.sinks, chunked
-            members.setdefault(key, []).append(i)
+            members.setdefault(_key(spec), []).append(i)
         found = sorted(members.items(), key=lambda item: item[0])
         windows = [AttentionWindow(key[1] or None, *key[2:]) for key, _ in found]
         costs = [[self.page_bytes(i) for i in layers] for _, layers in found]
         counts = page_counts(
-            [sum(cost) + max(cost) for cost in costs],  # the keys or values of one are there twice
+            # The keys or values of one are there twice.
+            [sum(cost) + max(cost, default=0) for cost in costs],
             budget_bytes,
             max_held=[self._max_held(window) for window in windows],
             num_pages=num_pages,
@@ -114,12 +114,14 @@ class GroupMaker:
             page_bytes,
             latent=False,
             layers=[],
-            planner=lambda segments, num_rows: [],
+            planner=_no_plan,
             prefill=None,
         )
 
     def _planner(self, group: int, window: AttentionWindow, layers: list[int]) -> Planner:
         """How short segments of a group attend: through kernels where they may, or in plain MLX."""
+        if not layers:
+            return _no_plan
         spec = self.specs[layers[0]]
         plain = PlainPlanner(
             group,
@@ -141,7 +143,7 @@ class GroupMaker:
     ) -> ChunkPlanner | None:
         """How the prefill chunks of a group attend in layers that have a kernel."""
         # Latents are expanded layer by layer: there is no plan to share.
-        pages = not isinstance(self.specs[layers[0]], LatentSpec)
+        pages = layers and not isinstance(self.specs[layers[0]], LatentSpec)
         if pages and not set(self.prefill_layers).isdisjoint(layers):
             return PrefillPlanner(group, window, self.page_size)
         return None
@@ -152,3 +154,13 @@ class GroupMaker:
             return None
         held = -(-(window.size - 1) // self.page_size) + 2 + window.kept_pages(self.page_size)
         return self.max_batch * held + self.prefill_chunk // self.page_size
+
+
+def _key(spec: PagedSpec) -> GroupKey:
+    chunked = isinstance(spec, KVSpec) and spec.chunked
+    return isinstance(spec, LatentSpec), spec.window or 0, spec.sinks, chunked
+
+
+def _no_plan(segments: object, num_rows: int) -> list[Any]:
+    """Of a group without layers."""
+    return []

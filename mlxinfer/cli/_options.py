@@ -146,7 +146,7 @@ _SERVED_ADAPTERS = (
         help="Let requests load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
     ),
 )
-RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline")
+RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
 _RANKS = (
     click.option(
         "--ranks",
@@ -167,6 +167,12 @@ _RANKS = (
         type=float,
         metavar="SECONDS",
         help="A step that takes longer has failed.  [default: 60]",
+    ),
+    click.option(
+        "--pipeline",
+        is_flag=True,
+        default=None,
+        help="Give each process some of the layers, not a part of every layer.",
     ),
 )
 SAMPLING_NAMES = (
@@ -204,7 +210,7 @@ def served_adapter_options(function: Function) -> Function:
 
 
 def rank_options(function: Function) -> Function:
-    """Add --ranks … --rank-deadline."""
+    """Add --ranks … --pipeline."""
     return apply_options(_RANKS, function)
 
 

@@ -16,7 +16,7 @@ from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import CacheSpec, KVSpec
 from ..errors import RanksFailedError
-from ..layers.ranks import Link
+from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Taps
 from ..models.decoder import LanguageModel
 from .kernels import Chooser, Kernels, choose_kernels
@@ -64,8 +64,8 @@ class Followers(Protocol):
     """The other ranks, which run every step that is sent to them."""
 
     @property
-    def link(self) -> Link:
-        """To them."""
+    def link(self) -> Link | None:
+        """To them, over which every rank gets the tokens of a step; None: only this one does."""
         ...
 
     def assembled(self, cache: KVCache, config: EngineConfig) -> None:
@@ -106,7 +106,7 @@ class Forward:
 
     Args:
         taps: layers of which every step gives the outputs, see `Taps`.
-        link: to the other ranks; None: there are none.
+        link: over which every rank gets the tokens of a step; None: this one has them.
     """
 
     def __init__(
@@ -197,6 +197,7 @@ def make_cache(
 ) -> KVCache:
     """The KV cache of a model, as an engine of this config has it."""
     specs, bits = layout
+    absent = {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
     return KVCache(
         specs,
         bits=bits,
@@ -213,8 +214,9 @@ def make_cache(
         key_biases={
             i: mixer.turned_bias
             for i, (mixer, spec) in enumerate(zip(model.mixers, specs, strict=True))
-            if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i])
+            if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i]) and i not in absent
         },
+        absent=absent,
     )
 
 

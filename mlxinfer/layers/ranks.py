@@ -4,16 +4,21 @@ A matrix may be cut by its outputs, as those of queries, gates and the vocabular
 rank has some of the outputs. Or by its inputs, as those behind them are: then every rank has a
 summand of all outputs, and the sum over the ranks is the product. So a block costs one sum, after
 its last matrix (Megatron-LM, arXiv 1909.08053).
+
+Or a rank has whole layers, and something that does nothing stands for those of the others.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..core import CacheSpec
+from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection
 from .mlp import FeedForward
+from .step import Step
 
 
 class Link(Protocol):
@@ -35,6 +40,14 @@ class Link(Protocol):
 
     def gather(self, x: mx.array) -> mx.array:
         """x (T, n) of every rank, side by side in their order: (T, size * n)."""
+        ...
+
+    def send(self, x: mx.array) -> mx.array:
+        """x, which the next rank receives once it is evaluated; behind the last is the first."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """What the rank before sends; before the first is the last."""
         ...
 
 
@@ -153,3 +166,44 @@ class SplitHead:
         y = self.link.gather(self.part(x))
         y = y if y.shape[-1] == self.vocab_size else y[:, : self.vocab_size]
         return y if residual is None else residual + y
+
+
+class AbsentMixer:
+    """The mixer of a layer that another rank has: what its cache keeps there."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """Not called."""
+        raise AssertionError("a layer of another rank")
+
+
+class AbsentLayer:
+    """A layer that another rank has: x stays as it is."""
+
+    __slots__ = ("mixer",)
+
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
+        absent = [AbsentMixer(mixer.spec) for mixer in mixers]
+        self.mixer: LayerMixer | None = ParallelMixers(absent) if absent else None
+
+    def __call__(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> x."""
+        return x
+
+
+class AbsentTable:
+    """The token table or the output projection of a model, which rank 0 has."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: Any, **__: Any) -> mx.array:
+        """Not called."""
+        raise AssertionError("a table of rank 0")
+
+    def as_linear(self) -> "AbsentTable":
+        """The output projection of a model that shares the table with its input."""
+        return self

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
     from .decoder import LanguageConfig, LanguageModel, Model
+    from .stage import StageModel
 
 __all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable"]
 
@@ -57,9 +58,10 @@ def load_share(
     link: "Link",
     *,
     dtype: str = "auto",
+    pipeline: bool = False,
     watch: Watch | None = None,
     read: Callable[[int], None] = lambda num_bytes: None,
-) -> "Model":
+) -> "Model | StageModel":
     """The part of a model that one of several ranks has; the others load theirs.
 
     Only that part of the files is read.
@@ -68,6 +70,7 @@ def load_share(
         folder: as of `load`.
         rank: this one.
         link: to the others.
+        pipeline: its part is some of the layers; else it is a part of every layer.
         dtype, watch: as of `load`.
         read: is called with the bytes that were read from the files.
 
@@ -79,25 +82,29 @@ def load_share(
     from .cut_weights import CutWeights
     from .registry import family
     from .share import Share
+    from .stage import StageModel, load_stage
     from .tensors import load_tensors
 
     folder = Path(folder)
-    share = Share(rank, link.size)
+    share = None if pipeline else Share(rank, link.size)
     require_native(folder)
     config = load_config(folder, share)
     builder = family(config.model_type)
-    weights = CutWeights(
-        load_tensors(folder),
-        share=share,
-        link=link,
-        quantization=config.quantization,
-        dtype=dtype,
-        fits_float16=builder.fits_float16,
-        rename=builder.tensor_name,
-        watch=watch,
-    )
-    model: Model = builder.build(config, weights)
-    read(weights.bytes_read)
+    options: dict[str, Any] = {
+        "quantization": config.quantization,
+        "dtype": dtype,
+        "fits_float16": builder.fits_float16,
+        "rename": builder.tensor_name,
+        "watch": watch,
+    }
+    tensors = load_tensors(folder)
+    model: Model | StageModel
+    if share is None:
+        model, bytes_read = load_stage(tensors, config, builder, link, **options)
+    else:
+        weights = CutWeights(tensors, share=share, link=link, **options)
+        model, bytes_read = builder.build(config, weights), weights.bytes_read
+    read(bytes_read)
     model.lacks = {**model.lacks, "adapters": "it is spread over ranks"}
     return model
 

@@ -165,11 +165,7 @@ class Family(FeedForwards):
         )
         entry = self.entry()
         weights.evaluate(list(arrays([table, entry])))
-        layers = []
-        for index in range(config.num_layers):
-            layer = self.layer(index)
-            weights.evaluate(list(arrays(layer)))
-            layers.append(layer)
+        layers = [weights.layer(index, self.layer) for index in range(config.num_layers)]
         norm = self.last_norm()
         self._drop_prediction_layers()
         if tied or config.headless:

@@ -15,6 +15,7 @@ from ..layers.cpu import layer_factory
 from ..layers.factory import Origin
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
+from .decoder import Layer, arrays
 from .matrix import StoredMatrix, combined, fused
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .share import Share
@@ -74,6 +75,12 @@ class Weights:
         mx.eval(arrays)
         if self._watch is not None:
             self._watch(self._taken_bytes, self._all_bytes)
+
+    def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
+        """Layer `index` of a decoder, as `build` makes it of tensors that are here."""
+        layer = build(index)
+        self.evaluate(list(arrays(layer)))
+        return layer
 
     def raw(
         self,

@@ -23,7 +23,7 @@ from ..engine.kernels import choose_on_this_machine
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share
-from ..models.decoder import Model
+from ..models.decoder import LanguageModel
 from .control import Connection, Hello, connect
 from .group import FORM_S
 from .hosts import Place
@@ -39,11 +39,11 @@ from .messages import (
     Loaded,
     Ping,
     Pong,
-    Ready,
     Release,
     Reset,
     digest_of,
     orders,
+    ready,
     replies,
 )
 from .wire import Reader, StepMessage, checksum
@@ -91,8 +91,9 @@ class Follower:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._link: GroupLink
+        self._sums_tokens = True
         self._reader: Reader
-        self._model: Model | None = None
+        self._model: LanguageModel | None = None
         self._forward: Forward | None = None
         self._in_flight: _InFlight | None = None
 
@@ -146,6 +147,26 @@ class Follower:
         self._link = GroupLink(join_group(self._place))
 
     def _load(self, message: Load) -> None:
+        rank, problem, reads = self._place.rank, None, list[int]()
+        try:
+            self._model = load_share(
+                self._folder(message),
+                rank,
+                self._link,
+                dtype=message.dtype,
+                pipeline=message.pipeline,
+                read=reads.append,
+            )
+        except (MlxinferError, OSError) as error:  # rank 0 says so, and may load another model
+            log.exception("rank %d cannot load %s", rank, message.name)
+            problem = str(error)
+        self._sums_tokens = not message.pipeline
+        num_bytes = 0 if self._model is None else self._model.num_bytes
+        facts = num_bytes, sum(reads), total_memory_bytes()
+        self._say(Loaded(rank, message.number, problem, *facts))
+
+    def _folder(self, message: Load) -> Path:
+        """Where the checkpoint lies here; MlxinferError where it is another one."""
         folder = Path(message.folder)
         if not (folder / "config.json").is_file():
             folder = self._find(message.name)
@@ -153,15 +174,7 @@ class Follower:
             raise MlxinferError(
                 f"{folder} is not the checkpoint that rank 0 has; copy or download the same one."
             )
-        reads: list[int] = []
-        try:
-            self._model = load_share(
-                folder, self._place.rank, self._link, dtype=message.dtype, read=reads.append
-            )
-        except MlxinferError:  # rank 0 finds the same, and says so
-            log.exception("rank %d cannot load %s", self._place.rank, message.name)
-            return
-        self._say(Loaded(self._model.num_bytes, sum(reads), total_memory_bytes()))
+        return folder
 
     def _assemble(self, message: Assemble) -> None:
         assert self._model is not None
@@ -178,10 +191,11 @@ class Follower:
             ),
         )
         cache = cache_of(self._model, config, choose_on_this_machine())
-        self._forward = Forward(self._model, cache, link=self._link)
+        link = self._link if self._sums_tokens else None
+        self._forward = Forward(self._model, cache, link=link)
         self._reader = Reader(page_size)
         self._in_flight = None
-        self._say(Ready(cache.max_batch, [g.allocator.num_pages for g in cache.groups]))
+        self._say(ready(cache))
 
     def _step(self, message: StepMessage) -> None:
         forward, before = self._forward, self._in_flight

@@ -23,10 +23,10 @@ import msgspec
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..engine.forward import StepInputs
-from ..errors import InvalidRequestError, MlxinferError, RanksFailedError
+from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share
-from ..models.decoder import Model
+from ..models.decoder import LanguageModel
 from .control import Connection, Hello, accept, listen
 from .hosts import Place
 from .join import join_group, version
@@ -47,6 +47,7 @@ from .messages import (
     Reset,
     digest_of,
     orders,
+    ready,
     replies,
 )
 from .wire import Writer, checksum
@@ -69,7 +70,6 @@ class RankGroup:
         step_s: seconds that a step may take.
 
     Attributes:
-        link: over MLX's group.
         failure: why it failed; None: it has not.
         on_failure: is called with it, on a thread of the group, and then `on_end`.
 
@@ -91,10 +91,13 @@ class RankGroup:
         self.on_end: Callable[[], None] = lambda: None
         self.loaded: list[Loaded] = []  # by the others, of the present model
         self._local = local
+        self._pipeline = False
+        self._num_loads = 0
         self._claimed: str | None = None  # the model that they run, or will
         self._step_s = step_s
         self._orders, self._replies = orders(), replies()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._problems: dict[int, str] = {}  # by rank: why it cannot load its part
         self._lock = threading.Lock()  # of sending, and of what follows
         self._sums: dict[tuple[int, int], int] = {}  # checksums that others will say: rank, step
         self._sent_s: list[float] = []  # when the steps that were not read yet were sent
@@ -105,9 +108,14 @@ class RankGroup:
         self._watcher.start()
         self._tell(Form())
         try:
-            self.link = GroupLink(join_group(place))
+            self._group_link = GroupLink(join_group(place))
         except RuntimeError as error:
             raise self.fail(error) from error
+
+    @property
+    def link(self) -> GroupLink | None:
+        """As of `engine.forward.Followers`: stages give no tokens to each other."""
+        return None if self._pipeline else self._group_link
 
     # -- models ---------------------------------------------------------------------------------
 
@@ -127,27 +135,53 @@ class RankGroup:
             self._claimed = name
 
     def load(
-        self, name: str, folder: Path, *, dtype: str, watch: Callable[[int, int], None] | None
-    ) -> Model:
+        self,
+        name: str,
+        folder: Path,
+        *,
+        dtype: str,
+        pipeline: bool = False,
+        watch: Callable[[int, int], None] | None,
+    ) -> LanguageModel:
         """Every rank loads its part; this one's.
 
         Raises:
-            RanksFailedError: one of the others could not.
+            CheckpointError: one of the others could not.
+            RanksFailedError: the group has failed.
             others: as of `load_share`.
         """
-        self._tell(Load(name, str(folder), dtype, digest_of(folder)))
+        self._pipeline = pipeline
+        self._num_loads += 1
+        order = Load(self._num_loads, name, str(folder), dtype, pipeline, digest_of(folder))
+        self._problems.clear()
+        self._answers = queue.SimpleQueue()  # what is left there is of a model that was given up
+        self._tell(order)
+
+        def watched(done: int, total: int) -> None:
+            self._check_loading(order)
+            if watch is not None:
+                watch(done, total)
+
         try:
-            model = load_share(folder, 0, self.link, dtype=dtype, watch=watch)
-        except MlxinferError:  # the others say the same, and are there for the next model
+            model = load_share(
+                folder, 0, self._group_link, dtype=dtype, pipeline=pipeline, watch=watched
+            )
+            self.loaded = self._await(Loaded, LOAD_S)
+            self._check_loading(order)
+        except MlxinferError:  # the others are there for the next model
             self._tell(Release())
             raise
-        self.loaded = self._await(Loaded, LOAD_S)
         model.lacks = {
             "disk_cache": "its pages lie on several ranks",
             "adapters": "its matrices lie on several ranks",
             **model.lacks,
         }
         return model
+
+    def _check_loading(self, order: Load) -> None:
+        """Raise CheckpointError where a rank has said that it cannot load its part."""
+        for rank, problem in sorted(self._problems.items()):
+            raise CheckpointError(f"Rank {rank} cannot load {order.name}: {problem}")
 
     def kv_bytes(self, own: int, *, stated: bool) -> int:
         """Bytes of the KV cache of each rank, given what this one would take.
@@ -187,8 +221,17 @@ class RankGroup:
                 kv.plain_windows,
             )
         )
-        own = Ready(cache.max_batch, [group.allocator.num_pages for group in cache.groups])
-        for found in self._await(Ready, FORM_S):
+        own = ready(cache)
+        others = self._await(Ready, FORM_S)
+        if self._pipeline:  # layers differ, and so does what they take
+            every = [own, *others]
+            cache.lower(
+                min(one.max_batch for one in every),
+                [min(counts) for counts in zip(*[one.num_pages for one in every], strict=True)],
+                min(one.max_snapshots for one in every),
+            )
+            return
+        for found in others:
             if found != own:
                 raise self.fail(RuntimeError(f"a rank has a cache of {found}; expected {own}"))
 
@@ -205,7 +248,7 @@ class RankGroup:
             connection.close()
         if self._local is not None:
             self._local.end()
-        self.link.close()
+        self._group_link.close()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -261,9 +304,10 @@ class RankGroup:
         """Plain numbers."""
         return {
             "ranks": self.place.size,
-            "sums": self.link.num_sums,
-            "gathers": self.link.num_gathers,
-            "bytes_sent": self.link.bytes_sent,
+            "sums": self._group_link.num_sums,
+            "gathers": self._group_link.num_gathers,
+            "sends": self._group_link.num_sends,
+            "bytes_sent": self._group_link.bytes_sent,
             "failed": None if self.failure is None else str(self.failure),
         }
 
@@ -364,7 +408,11 @@ class RankGroup:
         if isinstance(reply, Checked):
             if self._sums.pop((rank, reply.number), reply.value) != reply.value:
                 raise self.fail(RuntimeError(f"rank {rank} disagrees about step {reply.number}"))
+        elif isinstance(reply, Loaded) and reply.number != self._num_loads:
+            pass  # of a model that was given up
         elif not isinstance(reply, Pong):
+            if isinstance(reply, Loaded) and reply.problem is not None:
+                self._problems[reply.rank] = reply.problem
             self._answers.put(reply)
 
     def _obituary(self, rank: int, error: BaseException) -> str:

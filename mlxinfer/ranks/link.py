@@ -10,7 +10,7 @@ class GroupLink:
         group: of MLX.
 
     Attributes:
-        num_sums, num_gathers: operations since the beginning.
+        num_sums, num_gathers, num_sends: operations since the beginning.
         bytes_sent: by this rank for them, as a ring sends: 2 (n - 1) / n of the array for a sum,
             and its own part n - 1 times for a gather.
     """
@@ -19,7 +19,7 @@ class GroupLink:
         self._group: mx.distributed.Group | None = group
         self.rank = group.rank()
         self.size = group.size()
-        self.num_sums = self.num_gathers = self.bytes_sent = 0
+        self.num_sums = self.num_gathers = self.num_sends = self.bytes_sent = 0
 
     def sum(self, x: mx.array) -> mx.array:
         """The sum of every rank's x."""
@@ -35,6 +35,16 @@ class GroupLink:
         every = mx.distributed.all_gather(x, group=self._group)  # (size * T, n)
         every = every.reshape(self.size, num_rows, width).swapaxes(0, 1)
         return every.reshape(num_rows, self.size * width)
+
+    def send(self, x: mx.array) -> mx.array:
+        """x, which the next rank receives once it is evaluated."""
+        self.num_sends += 1
+        self.bytes_sent += x.nbytes
+        return mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group)
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """What the rank before sends."""
+        return mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
 
     def close(self) -> None:
         """Drop MLX's group, the last time that it is used.

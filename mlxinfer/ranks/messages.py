@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..cache.kv import KVCache
 from ..models.safetensors import read_headers
 from .control import Messages
 from .wire import StepMessage
@@ -13,9 +14,11 @@ from .wire import StepMessage
 class Load(msgspec.Struct, array_like=True, tag="load"):
     """Load your part of a model. To be answered by `Loaded`."""
 
+    number: int  # of such orders so far
     name: str
     folder: str
     dtype: str
+    pipeline: bool
     digest: int  # of the checkpoint's files, see `digest_of`
 
 
@@ -57,8 +60,11 @@ class Ping(msgspec.Struct, array_like=True, tag="ping"):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """The model is there."""
+    """The model is there, or why not."""
 
+    rank: int
+    number: int  # of the order
+    problem: str | None
     weights_bytes: int
     bytes_read: int  # from files
     memory_bytes: int  # of the machine
@@ -69,6 +75,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     max_batch: int
     num_pages: list[int]  # of each layer group
+    max_snapshots: int  # of states
 
 
 class Checked(msgspec.Struct, array_like=True, tag="checked"):
@@ -90,6 +97,13 @@ class Pong(msgspec.Struct, array_like=True, tag="pong"):
 
 ORDERS = (Load, Assemble, StepMessage, Commit, Reset, Release, Form, Ping)
 REPLIES = (Loaded, Ready, Checked, Failed, Pong)
+
+
+def ready(cache: KVCache) -> Ready:
+    """What there is room for in a cache."""
+    states = cache.state_group
+    pages = [group.allocator.num_pages for group in cache.groups]
+    return Ready(cache.max_batch, pages, 0 if states is None else states.max_snapshots)
 
 
 def orders() -> Messages:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import check_count
+from ..core import check_count, check_switch
 from ..errors import InvalidRequestError
 from .hosts import Place, launched, read_hosts
 
@@ -22,6 +22,7 @@ class RankOptions:
     hostfile: Path | None = None  # where they are; None: on this machine, or as a launcher says
     rank: int | None = None  # in the host file; None: the one whose address is this machine's
     rank_deadline: float = 60.0  # seconds that a step may take
+    pipeline: bool = False  # ranks have some of the layers each, not a part of every layer
 
     def __post_init__(self) -> None:
         check_count("ranks", self.ranks, 1)
@@ -31,6 +32,7 @@ class RankOptions:
             )
         if self.rank is not None and self.hostfile is None:
             raise InvalidRequestError("rank goes with hostfile.", param="rank")
+        check_switch("pipeline", self.pipeline)
         if not self.rank_deadline > 0:
             raise InvalidRequestError(
                 f"rank_deadline is {self.rank_deadline}; expected seconds above 0.",

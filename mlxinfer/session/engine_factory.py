@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -56,6 +56,7 @@ class EngineArguments(TypedDict, total=False):
     hostfile: str | Path | None
     rank: int | None
     rank_deadline: float
+    pipeline: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,7 @@ class EngineOptions:
             speculation["method"] = speculation.pop("speculate")
         if speculation.get("draft") is not None:
             speculation["draft"] = find(str(speculation["draft"]))
-        names = ("ranks", "hostfile", "rank", "rank_deadline")
-        spread = {name: rest.pop(name) for name in names if name in rest}
+        spread = {f.name: rest.pop(f.name) for f in fields(RankOptions) if f.name in rest}
         if spread.get("hostfile") is not None:
             spread["hostfile"] = Path(spread["hostfile"])
         return cls(
@@ -349,7 +349,8 @@ def open_engine(
         if group is None:
             model = load_any(folder, dtype=options.dtype, watch=watch)
         else:
-            model = group.load(name, folder, dtype=options.dtype, watch=watch)
+            pipeline = options.spread.pipeline
+            model = group.load(name, folder, dtype=options.dtype, pipeline=pipeline, watch=watch)
         described.append(describe(name, folder, model))
         config = options.config(model, disk)
         if group is not None:

@@ -19,16 +19,20 @@ from mlxinfer import hub
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load, load_share
 from mlxinfer.models.cut_weights import CutWeights
-from mlxinfer.models.decoder import Model
+from mlxinfer.models.decoder import LanguageModel, Model
 from mlxinfer.models.share import SPLITTABLE, Share
+from mlxinfer.models.stage import divide
+from mlxinfer.models.tensors import FileTensor
 
 SOME = ["qwen3-v4", "gpt_oss-v5", "deepseek_v3-v4", "qwen3_next-v4", "nemotron_h-v4", "phi3-v4"]
+SOME_STAGED = ["olmo2-v4", "gemma2-v4", "granitemoehybrid-v4", "lfm2-v4", "kimi_linear-v4"]
 EVERY = [case for case in CASES if CASES[case]["model_type"] in SPLITTABLE]
+STAGED = [case for case in CASES if not case.startswith(("gemma3n", "gemma4_e"))]
 ALL = os.environ.get("MLXINFER_ALL_RANKS") == "1"
 IDS = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
 
 
-def logits_of(model: Model) -> np.ndarray:
+def logits_of(model: LanguageModel) -> np.ndarray:
     caches = DenseCache(model).step([("a", len(IDS))])
     hidden = model(mx.array(IDS), mx.arange(len(IDS), dtype=mx.int32), caches)
     return np.array(model.logits(hidden))
@@ -73,6 +77,43 @@ def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypa
         assert reader.bytes_read <= stored / size * 1.35, "of vectors each has all"
 
 
+@pytest.mark.parametrize("size", [2, 3] if ALL else [2])
+@pytest.mark.parametrize("case", STAGED if ALL else SOME_STAGED)
+def test_stages_give_the_logits_of_the_whole_model(case, size, tmp_path):
+    """Bit for bit: each layer is computed as it is on one rank. And each has its layers alone."""
+    folder = tiny_checkpoint(tmp_path, case)
+    whole = load(folder)
+    expected = logits_of(whole)
+    read: list[int] = []
+
+    def work(link: ThreadLink) -> tuple[np.ndarray, list[str], LanguageModel]:
+        model = load_share(folder, link.rank, link, pipeline=True, read=read.append)
+        return logits_of(model), link.calls, model
+
+    if whole.config.num_layers < size:
+        pytest.skip(f"{case} has fewer layers than {size}")
+    results = run_ranks(size, work)
+    assert (results[0][0] == expected).all()
+    assert all(calls == ["send"] for _, calls, _ in results)
+    held = [model.num_bytes for *_, model in results]
+    twice = sum(held) - whole.num_bytes  # the last norm, and frequencies of ropes
+    assert 0 <= twice <= 2000 * (size - 1)
+    assert sum(read) <= 1.01 * sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+
+def test_layers_are_divided_by_their_bytes():
+    def tensor(num_bytes: int) -> FileTensor:
+        return FileTensor("U8", (num_bytes,), [])
+
+    sizes = [10, 10, 30, 10, 10, 10]
+    tensors = {f"model.layers.{i}.x": tensor(size) for i, size in enumerate(sizes)}
+    tensors |= {"model.embed_tokens.weight": tensor(25), "model.layers.6.eh_proj": tensor(99)}
+    found = divide(tensors, lambda name: name, 6, 3)
+    assert found == [range(1), range(1, 3), range(3, 6)]
+    with pytest.raises(UnsupportedModelError, match="6 ranks at most"):
+        divide(tensors, lambda name: name, 6, 7)
+
+
 def test_quantised_columns_are_cut_between_groups(tmp_path):
     """Three groups for two ranks: one has two of them."""
     folder = tiny_checkpoint(tmp_path, "qwen2-v5", quantize={"group_size": 32, "bits": 4})
@@ -106,3 +147,9 @@ def test_what_cannot_be_shared_is_refused_by_name(case, says, tmp_path):
     folder = tiny_checkpoint(tmp_path, case)
     with pytest.raises(UnsupportedModelError, match=says):
         run_ranks(2, lambda link: load_share(folder, link.rank, link))
+
+
+def test_layers_that_need_more_than_hidden_states_are_no_stages(tmp_path):
+    folder = tiny_checkpoint(tmp_path, "gemma3n_text-v4")
+    with pytest.raises(UnsupportedModelError, match="come from elsewhere"):
+        run_ranks(2, lambda link: load_share(folder, link.rank, link, pipeline=True))

@@ -1,5 +1,6 @@
 """Ranks as threads of one process: quick enough to try every family, and to count what is sent."""
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,6 +18,7 @@ class Meeting:
         self.size = size
         self.barrier = threading.Barrier(size)
         self.given: list[np.ndarray] = [np.zeros(0)] * size
+        self.sent: list[queue.SimpleQueue[np.ndarray]] = [queue.SimpleQueue() for _ in range(size)]
 
     def exchange(self, rank: int, x: mx.array) -> list[np.ndarray]:
         self.given[rank] = np.array(x)
@@ -43,6 +45,16 @@ class ThreadLink:
     def gather(self, x: mx.array) -> mx.array:
         self.calls.append("gather")
         return mx.array(np.concatenate(self._meeting.exchange(self.rank, x), axis=-1))
+
+    def send(self, x: mx.array) -> mx.array:
+        self.calls.append("send")
+        self._meeting.sent[self.rank].put(np.array(x))
+        return x
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        found = mx.array(self._meeting.sent[self.rank - 1].get(timeout=60))
+        assert (found.shape, found.dtype) == (shape, dtype)
+        return found
 
 
 def run_ranks(size: int, work: Callable[[ThreadLink], T]) -> list[T]:

@@ -1,0 +1,227 @@
+"""Pipeline stages: a model whose layers are divided among ranks, each with some in one piece.
+
+Rank 0 has the embedding, the first layers, the last norm and the output projection; the others have
+layers only. Hidden states go from each rank to the next, and the rows whose logits are wanted from
+the last rank back to rank 0. Any model will do of which a layer needs hidden states alone.
+Source: GPipe, arXiv:1811.06965.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..core import CacheSpec
+from ..errors import UnsupportedModelError
+from ..layers.attention import Mixer
+from ..layers.linear import Embedding, Projection
+from ..layers.mlp import Gated
+from ..layers.moe import ExpertChoice
+from ..layers.ranks import AbsentLayer, AbsentTable, Link
+from ..layers.step import Rows, Step, Taps
+from .config import ModelConfig
+from .decoder import Layer, Model, keeping
+from .tensors import FileTensor, Tensor
+from .weights import Weights
+
+
+class StageWeights(Weights):
+    """The weights of some layers; those of others are known by their shapes, and never read.
+
+    Args:
+        tensors: of the whole checkpoint.
+        layers: of this rank.
+        has_tables: it has all that is not in a layer, too.
+        others: as of `Weights`.
+
+    Attributes:
+        bytes_read: from the files so far.
+    """
+
+    def __init__(
+        self, tensors: dict[str, FileTensor], *, layers: range, has_tables: bool, **others: Any
+    ) -> None:
+        super().__init__(tensors, **others)
+        self._layers = layers
+        self._has_tables = has_tables
+        self._reads = True  # False: within a layer of another rank
+        self.bytes_read = 0
+
+    def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
+        """The layer if it is this rank's, else what stands for it."""
+        if index in self._layers:
+            return super().layer(index, build)
+        self._reads = False
+        layer = build(index)  # of arrays that are never evaluated
+        self._reads = True
+        return AbsentLayer(keeping(layer.mixer))
+
+    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        """As of `Weights`, for what is this rank's."""
+        if self._reads:
+            super().evaluate(arrays)
+
+    def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
+        """The token table, which rank 0 has."""
+        if self._has_tables:
+            return super().embedding(path, shape, shared=shared)
+        self.drop_below([f"{path}."])
+        return AbsentTable()
+
+    def head(self, path: str, shape: tuple[int, int]) -> Projection:
+        """The output projection, which rank 0 has."""
+        if self._has_tables:
+            return super().head(path, shape)
+        self.drop_below([f"{path}."])
+        return AbsentTable()
+
+    def same_matrix(self, path: str, other: str) -> bool:
+        """As of `Weights`; a rank without the tables has no use for the answer."""
+        return not self._has_tables or super().same_matrix(path, other)
+
+    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
+        tensor = super()._pop(name, shape, parts)
+        if not self._reads:
+            return mx.zeros(tensor.shape, tensor.dtype)
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+
+def divide(
+    tensors: Mapping[str, FileTensor],
+    rename: Callable[[str], str | None],
+    num_layers: int,
+    size: int,
+) -> list[range]:
+    """The layers of each of `size` ranks, so that the largest part of the weights is the smallest.
+
+    Args:
+        tensors: of the checkpoint.
+        rename: its names as the decoder has them; None: a tensor that is left out.
+        num_layers: of the model.
+        size: ranks; rank 0 has what is in no layer, too.
+
+    Raises:
+        UnsupportedModelError: there are fewer layers than ranks.
+    """
+    if num_layers < size:
+        raise UnsupportedModelError(
+            f"The model has {num_layers} layers, which {size} pipeline stages cannot share; use "
+            f"{num_layers} ranks at most."
+        )
+    layer_bytes, tables = [0] * num_layers, 0
+    for name, tensor in tensors.items():
+        ours = rename(name)
+        if ours is None:
+            continue
+        place = ours.removeprefix("model.layers.").partition(".")[0]
+        if ours.startswith("model.layers.") and place.isdecimal():
+            if int(place) < num_layers:  # those behind predict tokens further ahead
+                layer_bytes[int(place)] += tensor.nbytes
+        else:
+            tables += tensor.nbytes
+
+    @cache
+    def best(first: int, rank: int) -> tuple[int, tuple[int, ...]]:
+        """The largest part from a layer and rank on, and where each of these ends."""
+        own = 0 if rank else tables
+        if rank == size - 1:
+            return own + sum(layer_bytes[first:]), (num_layers,)
+        found = []
+        for stop in range(first + 1, num_layers - (size - rank - 1) + 1):
+            most, stops = best(stop, rank + 1)
+            found.append((max(own + sum(layer_bytes[first:stop]), most), (stop, *stops)))
+        return min(found)
+
+    stops = best(0, 0)[1]
+    return [range(a, b) for a, b in zip((0, *stops), stops, strict=False)]
+
+
+class StageModel:
+    """One rank's layers, joined to those of the others; see `decoder.LanguageModel`.
+
+    All ranks build the same steps in the same order. Each operation of the link is launched as it
+    is built: arrays that are received depend on nothing, so that MLX knows no order among them.
+
+    Args:
+        part: the model with `AbsentLayer` in place of other ranks' layers.
+        link: to the others.
+    """
+
+    def __init__(self, part: Model, link: Link) -> None:
+        self.part = part
+        self._link = link
+        self._is_first, self._is_last = link.rank == 0, link.rank == link.size - 1
+        self.config: ModelConfig = part.config
+        self.mixers: Sequence[Mixer] = part.mixers
+        self.cache_specs: Sequence[CacheSpec] = part.cache_specs
+        self.activations: Sequence[Gated] = part.activations
+        self.choices: Sequence[ExpertChoice] = part.choices
+        self.activation_dtype = part.activation_dtype
+        self.lacks: Mapping[str, str] = part.lacks
+        self.num_bytes = part.num_bytes
+        self.rope_variant = part.rope_variant
+
+    def __call__(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+        taps: Taps | None = None,
+    ) -> mx.array:
+        """As of `Model`; what this rank's layers give, (T, hidden_size)."""
+        assert (adapters, taps) == (None, None), "refused before"
+        by_mixer = dict(zip(self.mixers, caches, strict=True))
+        step = Step(positions, by_mixer, rope_variants=rope_variants)
+        if self._is_first:
+            x = self.part.enter(ids, step)
+        else:
+            shape = positions.shape[0], self.config.hidden_size
+            x = self._link.receive(shape, self.activation_dtype)
+        for layer in self.part.layers:
+            x = layer(x, step)
+        if not self._is_last:
+            x = self._link.send(x)
+        mx.async_eval(x)
+        return x
+
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
+        """hidden (R, hidden_size): rows of what `__call__` gave -> (R, vocab_size) on rank 0.
+
+        On the others it returns rows that have no meaning there.
+        """
+        if self._is_last:
+            hidden = self._link.send(hidden)
+        elif self._is_first:
+            hidden = self._link.receive(hidden.shape, hidden.dtype)
+        mx.async_eval(hidden)
+        return self.part.logits(self.part.norm(hidden)) if self._is_first else hidden
+
+
+def load_stage(
+    tensors: dict[str, FileTensor], config: ModelConfig, builder: Any, link: Link, **others: Any
+) -> tuple[StageModel, int]:
+    """The layers of one rank, and the bytes that were read.
+
+    Args:
+        tensors: of the whole checkpoint.
+        config: of the whole model.
+        builder: its family.
+        link: to the other ranks.
+        others: as of `Weights`.
+
+    Raises:
+        UnsupportedModelError: a layer needs more than hidden states, or there are too few layers.
+    """
+    if not builder.runs_by_layer(config):
+        raise UnsupportedModelError(
+            f"Models of type {config.model_type!r} cannot be divided into pipeline stages: inputs "
+            "or keys of layers come from elsewhere. Run this one with ranks=1."
+        )
+    layers = divide(tensors, builder.tensor_name, config.num_layers, link.size)[link.rank]
+    weights = StageWeights(tensors, layers=layers, has_tables=link.rank == 0, **others)
+    return StageModel(builder.build(config, weights), link), weights.bytes_read

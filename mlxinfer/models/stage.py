@@ -1,8 +1,8 @@
-"""Pipeline stages: a model whose layers are divided among ranks, each with some in one piece.
+"""Pipeline stages: the layers of a model are divided among ranks, each with some in one piece.
 
 Rank 0 has the embedding, the first layers, the last norm and the output projection; the others have
-layers only. Hidden states go from each rank to the next, and the rows whose logits are wanted from
-the last rank back to rank 0. Any model will do of which a layer needs hidden states alone.
+layers only. Hidden states go from each rank to the next, and the rows that logits are wanted of go
+from the last rank back to rank 0. Any model will do of which a layer needs hidden states alone.
 Source: GPipe, arXiv:1811.06965.
 """
 

@@ -64,7 +64,7 @@ def page_counts(
 
 
 def check_memory(num_bytes: int) -> None:
-    """Pages that the user counted are allocated at once, and MLX dies where that cannot be.
+    """Check that pages of a stated number fit: they are allocated at once.
 
     Raises:
         InsufficientMemoryError: this machine has less than `num_bytes`.

@@ -214,7 +214,7 @@ class KVCache:
         return paged + self.states.bytes_allocated + own
 
     def reserve(self, num_bytes: int, lengths: Sequence[int]) -> bool:
-        """Leave so much of the budget to something else, or what was left before to pages again.
+        """Set how many bytes of the budget are for something else than pages.
 
         Only what the arrays have not grown into can be left, and what no sequence may yet need.
         Where the number of pages is fixed, only what the budget has beside them can be.
@@ -279,7 +279,7 @@ class KVCache:
         self._note_size(group)
 
     def _note_size(self, group: LayerGroup) -> None:
-        """Up to where pages may be handed out before the pools begin to grow.
+        """Note up to which page the pools need not grow.
 
         The last layer is the last to grow: what it has all have.
         """
@@ -315,7 +315,7 @@ class KVCache:
     def carry_out(
         self, work: CacheWork, *, new_slots: Sequence[int] = ()
     ) -> list[tuple[Spill, bytes]]:
-        """Do what must be done before a step; the payloads of the pages that are read out.
+        """Do what must be done before a step; returns the payloads of the pages that are read out.
 
         Only behind a barrier where `work.writes_pages`.
 

@@ -137,7 +137,7 @@ class PageTable:
         return self._numbers[page_number:]
 
     def become(self, first: int, start: int, pages: bytes) -> None:
-        """Be as another table is: recycled up to `first`, and from page number `start` on these.
+        """Take another table's pages: recycled up to `first`, from page number `start` on these.
 
         Args:
             first: as of the constructor.
@@ -179,7 +179,7 @@ class PageTable:
         return ranges
 
     def _forget(self) -> None:
-        """The table changed."""
+        """Drop what was computed of the table, which has changed."""
         self._runs = self._before = None
         self.num_changes += 1
 
@@ -237,7 +237,7 @@ class PageAllocator:
         return self.num_pages - self.num_free
 
     def resize(self, num_pages: int) -> None:
-        """Have fewer pages, all of those that go being free, or as many as before again."""
+        """Set the number of pages, at most what it was at first; pages that go must be free."""
         more = num_pages - self.num_pages
         if more < 0:
             start = self._start_before[self.num_pages]

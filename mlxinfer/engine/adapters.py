@@ -44,12 +44,12 @@ class AdapterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that requests may name."""
+        """Names of the adapters that requests may use."""
         return tuple(self._by_name)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all of them take, those that are leaving too."""
+        """Bytes of the matrices of all adapters, of those that are being unloaded too."""
         return sum(each.num_bytes for each in self._in_use.values())
 
     def of(self, name: str) -> LoadedAdapter:
@@ -95,7 +95,7 @@ class AdapterTable:
         self._changed()
 
     def unload(self, name: str) -> Generator[None]:
-        """Let no new request name it, and give its memory back when the last that does has ended.
+        """Refuse an adapter to new requests; its memory is freed when its last request has ended.
 
         Raises:
             InvalidRequestError: there is none.

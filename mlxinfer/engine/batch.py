@@ -46,12 +46,12 @@ class Sequence:
 
     @property
     def background(self) -> bool:
-        """Whether it gives way to sequences that are none; see `Request.background`."""
+        """Whether it gives way to sequences that are not in the background; see `Request`."""
         return self.request.background
 
     @property
     def priority(self) -> int:
-        """Of what it leaves in the prefix cache; that of background sequences goes first."""
+        """Of its pages in the prefix cache; those of background sequences are evicted first."""
         return self.request.priority - self.background
 
     @property
@@ -124,7 +124,7 @@ class Segment:
 
     @staticmethod
     def following(sequence: Sequence, num_tokens: int, *, seals: bool) -> "Segment":
-        """The next tokens of a sequence that the host knows; the last of all gives a token."""
+        """The next known tokens of a sequence; it samples one if these are all that are left."""
         return Segment(
             sequence=sequence,
             start=sequence.num_computed,
@@ -175,7 +175,7 @@ class DecodeBatch:
         return len(self.sequences)
 
     def advance(self) -> "DecodeBatch":
-        """The next token of each."""
+        """The same sequences, each at its next position."""
         segments, output_index = self.segments.advance(), self.output_index + 1
         return DecodeBatch(self.sequences, self.slots, segments, output_index)
 

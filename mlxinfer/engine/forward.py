@@ -65,7 +65,7 @@ class Followers(Protocol):
 
     @property
     def link(self) -> Link | None:
-        """To them, over which every rank gets the tokens of a step; None: only this one does."""
+        """The connection by which every rank gets the tokens of a step; None: only this one does."""
         ...
 
     def assembled(self, cache: KVCache, config: EngineConfig) -> None:
@@ -77,7 +77,7 @@ class Followers(Protocol):
         ...
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """The first step of those that were sent and not read has ended; as `KVCache.commit`."""
+        """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
         ...
 
     def reset(self, error: BaseException) -> None:
@@ -89,11 +89,11 @@ class Followers(Protocol):
         ...
 
     def fail(self, error: BaseException) -> RanksFailedError:
-        """Nothing is to be trusted any more: the error that says so."""
+        """End the other ranks after a fault, and return the error to raise for it."""
         ...
 
     def release(self) -> None:
-        """The model is not used any more."""
+        """Let the other ranks go: the model is not used any more."""
         ...
 
     def stats(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def make_cache(
 
 
 def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
-    """The same without a loop: of a rank that others tell what to do."""
+    """The same for a rank without a loop: it runs the steps that rank 0 sends."""
     layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
     kernels = choose_kernels(model, *layout, chooser)
     kernels.put_into(model)

@@ -104,7 +104,7 @@ def _fill_by_kind(states: dict[int, Grammar], masks: Masks) -> None:
 
 
 def _allow_ends(request: Request, state: Grammar, mask: Masks, num_answered: int) -> str | None:
-    """Allow the end tokens where the answer may end; why there is nothing to choose from.
+    """Allow the end tokens where the answer may end; returns why no token is left, if none is.
 
     Args:
         request: of the row.

@@ -228,7 +228,7 @@ class KVManager:
 
     @property
     def unsettled(self) -> bool:
-        """Whether there is anything to settle."""
+        """Whether `settle` has pages to publish or to recycle."""
         return bool(self._written or self._recycling)
 
     def settle(self, running: Seq[Sequence]) -> bool:
@@ -300,7 +300,7 @@ class KVManager:
             self._states.forget()
 
     def _hand_over(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give whole pages to the tree; whether it had one of them, which replaces one's own."""
+        """Give whole pages to the tree; True: it had one already, which replaces the sequence's."""
         duplicates = self.tree.extend(
             sequence.lease_of, sequence.token_ids, sequence.tables, num_tokens=num_tokens
         )

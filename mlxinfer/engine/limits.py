@@ -46,7 +46,7 @@ class EngineLimits:
     def of(
         cls, config: EngineConfig, vocab_size: int, cache: KVCache, adapters: tuple[str, ...] = ()
     ) -> "EngineLimits":
-        """Read them off a cache that has been set up."""
+        """The limits of an engine with this config and cache."""
         return cls(
             vocab_size=vocab_size,
             adapters=adapters,

@@ -79,7 +79,7 @@ class Loop:
         self.store: PageStore | None = None
         self._proposer = proposer
         self.adapters = AdapterTable(model, self._reserve, self._state_limits)
-        self._counters = Counters()  # lives on where the loop starts afresh
+        self._counters = Counters()  # kept where the loop starts afresh
         self.assemble()
 
     def assemble(self) -> None:

@@ -23,7 +23,7 @@ MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held
 SAVE_CHUNK_BYTES = 64 * 2**20
 SAVE_S = 10.0  # how long a shutdown may take to save what is cached
 FORGET = 0.8  # weight of what was measured before, at each new measurement
-TRIES = 16  # of so many fetches that seem too slow, one is made: disks wake up
+TRIES = 16  # of so many fetches that seem too slow, one is made: a disk may have become quicker
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class PageStore:
         return spills
 
     def affordable(self, spills: Seq[Spill]) -> list[Spill]:
-        """The last ones, as many as may be held: of a path these are nearest to its beginning.
+        """As many of the last ones as may be held: of a path these are nearest to its beginning.
 
         At least one, however large.
         """
@@ -127,7 +127,7 @@ class PageStore:
         return kept[::-1]
 
     def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
-        """Store payloads soon."""
+        """Queue payloads to be written."""
         if self.tier is None:
             return
         for spill, payload in spilled:
@@ -136,7 +136,7 @@ class PageStore:
     def save(
         self, spills: Seq[Spill], read: Callable[[Seq[Spill]], list[tuple[Spill, bytes]]]
     ) -> None:
-        """Store as many as there are bytes and seconds for, the first ones first, and wait."""
+        """Write as many as bytes and seconds allow, in their order, and wait for the writes."""
         if self.tier is None:
             return
         deadline_s = self._clock() + SAVE_S
@@ -347,13 +347,13 @@ class Transfers:
         return spills, loads
 
     def forget(self) -> None:
-        """Nothing is on its way any more."""
+        """Drop all transfers."""
         self._spills, self._loads = [], {}
 
     # -- to the disk ----------------------------------------------------------------------------
 
     def note_evicted(self, pages: Seq[StoredPage]) -> None:
-        """Pages go; what is yet to be filled from the disk need not go there, nor be filled."""
+        """Note evicted pages, to be stored; those that wait for content from the disk are not."""
         for page in pages:
             places = [(g, i) for g, i in enumerate(page.pages) if i is not None]
             places += [(self._store.state_group, s.number) for s in page.snapshots]
@@ -392,7 +392,7 @@ class Transfers:
         tree.unlock(lease)
 
     def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:
-        """So many pages of each group; None: there is no room."""
+        """Allocate so many pages of each group; None: there is no room."""
         taken: list[list[int]] = []
         for group, count in enumerate(counts):
             allocator = self._allocators[group]

@@ -89,7 +89,7 @@ class PrefillSizer:
         cost = max(spent_s, seconds / 8) / num_tokens
         place = _half_octave(context)
         at, before = self._beside.get(place, (context, None))
-        if before is None and self._beside:  # one hiccup alone says little of a new context
+        if before is None and self._beside:  # one slow step says little of a new context
             before = self._seconds_at(context)
         self._beside[place] = _blended(at, context), _blended(before, cost)
 
@@ -125,7 +125,7 @@ class PrefillSizer:
 
     def _time_size(self, num_tokens: int, context: int, seconds: float) -> None:
         """A step of about the last size took so long for each token."""
-        if context > self._context:  # reading the context has become dearer: try again
+        if context > self._context:  # reading the context costs more now: try again
             self._times.clear()
             self._context = 2 * context
             self._size = max(self._size // 2, min(FIRST, self.most))

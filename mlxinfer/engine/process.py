@@ -1,4 +1,4 @@
-"""The process of an engine: MLX does not live on in a fork, and is not left while it works.
+"""The process of an engine: MLX does not work in a fork, and a process does not end inside it.
 
 MLX has threads and locks of its own. A fork has the locks without the threads, and waits for ever;
 a process that ends while a thread is inside MLX is aborted.

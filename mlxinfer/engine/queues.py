@@ -190,7 +190,7 @@ class RequestQueues:
 
 
 def foreground(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Those that give way to none."""
+    """The sequences that are not in the background."""
     return [sequence for sequence in sequences if not sequence.background]
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet as a mixer (arXiv 2412.06464): linear attention that forgets and corrects.
+"""Gated DeltaNet as a mixer (arXiv 2412.06464): linear attention with decay and the delta rule.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step, Hk = key heads, Hv = value
 heads (a multiple of Hk: each key head serves Hv / Hk neighbours), Dk and Dv = numbers of a key and
@@ -22,7 +22,7 @@ _EPS = 1e-6  # of the norms of queries and keys, as in the published kernels
 
 
 class GatedDeltaNet(RecurrentMixer):
-    """A matrix of keys and values for each head, of which every token forgets and corrects a part.
+    """A matrix of keys and values for each head, which every token decays and corrects in part.
 
     With decay a, strength b, and q and k of length 1, the state S (Dv, Dk) becomes
     a S + b (v - a S k) k^T, and the head's output is S q / sqrt(Dk). The recurrence is

@@ -128,7 +128,7 @@ class StatesBefore(Protocol):
         ...
 
     def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
-        """A plan and, of each state, the arrays that it is about; see `state_rows`."""
+        """A plan of where the states are and, of each state, its arrays; see `state_rows`."""
         ...
 
 

@@ -18,7 +18,7 @@ from .plan import Drawn, SamplingPlan
 from .sampler import PlainChoice
 from .truncation import kept_weights
 
-# Streams of their own for each kind of number, so that what is proposed tells nothing of the rest.
+# Streams of their own for each kind of number, so that what is proposed is independent of the rest.
 PROPOSING = np.uint64(0x6A09E667F3BCC908)
 RESIDUAL = np.uint64(0xBB67AE8584CAA73B)
 

@@ -81,7 +81,7 @@ class FixedDepth:
         return [min(self.depth, len(outlook.chances)) for outlook in outlooks]
 
     def observe(self, step: MeasuredStep) -> bool:
-        """Nothing follows from it."""
+        """Ignored: the depth is fixed."""
         return False
 
 
@@ -136,7 +136,7 @@ class Controller:
         return bool(self._max_depth) and not self._regime(num_sequences).blocked
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
-        """The most tokens a second.
+        """The depths that give most tokens a second.
 
         For each depth that costly proposals may have, the likeliest are added as long as that pays.
         """

@@ -305,7 +305,7 @@ class Speculation(Proposer):
         self._was_plain = steady and not num_proposals
 
     def _end(self, sequence: Sequence) -> None:
-        """Let all forget a sequence."""
+        """Drop the state of a sequence in all sources."""
         self._known.discard(sequence)
         self._off.pop(sequence, None)
         self._planned.pop(sequence, None)

@@ -60,12 +60,12 @@ class Node:
         self.snapshots: dict[int, Snapshot] = {}  # by how many of its tokens they are after
 
     def raise_priority(self, priority: int) -> None:
-        """A sequence of this priority used it."""
+        """Raise the priority to that of a sequence that uses the page."""
         self.priority = max(self.priority, priority)
 
     @property
     def evictable(self) -> bool:
-        """Whether it may go as a whole now."""
+        """Whether the node may be evicted now."""
         return not self.locks and not self.children and self.parent is not None
 
     @property
@@ -135,7 +135,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoredPage:
-    """A page of tokens with what lies there, to be spilled or looked at.
+    """A page of tokens with its page ids and snapshots, to be stored on disk or inspected.
 
     Attributes:
         alone: of the node, only this snapshot is meant.
@@ -386,7 +386,7 @@ def window_coverage(
 
 
 def state_coverage(path: Sequence[Node]) -> Coverage:
-    """Where a snapshot stands, or the beginning."""
+    """Positions with a snapshot, and the beginning."""
     positions, start = [0], 0
     for node in path:
         positions += sorted(start + offset for offset in node.snapshots)

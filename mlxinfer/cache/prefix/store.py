@@ -51,7 +51,7 @@ class EvictionQueue(Generic[Item]):
         self._entry.pop(item, None)
 
     def pop(self) -> Item | None:
-        """Take out what is least worth keeping; None: empty."""
+        """Take out the item of least worth; None: the queue is empty."""
         while self._heap:
             _, serial, item = heapq.heappop(self._heap)
             if self._entry.get(item) == serial:
@@ -371,7 +371,7 @@ class NodeStore:
             loose.discard(node)
 
     def release(self, nodes: Sequence[Node], groups: Sequence[int] | None = None) -> None:
-        """Give the pages of nodes (of some groups) back to where they came from.
+        """Give the pages of nodes (of some groups) back to their allocators.
 
         Without `groups`, their snapshots go as well.
         """

@@ -352,5 +352,5 @@ class PrefixTree:
         return True
 
     def clear(self) -> None:
-        """Forget everything. What leases protect is released as they end, and never found again."""
+        """Drop all nodes; pages under a lease are not found any more, and released when it ends."""
         self._store.clear()

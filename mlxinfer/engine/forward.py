@@ -65,7 +65,7 @@ class Followers(Protocol):
 
     @property
     def link(self) -> Link | None:
-        """The connection by which every rank gets the tokens of a step; None: only this one does."""
+        """The link by which every rank gets the tokens of a step; None: only this one does."""
         ...
 
     def assembled(self, cache: KVCache, config: EngineConfig) -> None:

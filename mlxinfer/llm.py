@@ -61,6 +61,10 @@ class LLM(Adapters):
         num_pages: KV pages, instead of max_memory: for tests of tight memory.
         adapter_memory: kept for adapters, out of max_memory, such as "1GB"; None: adapters get what
             the KV cache has not grown into.
+        expert_memory: of a mixture of experts, such as "8GB": so much of them is in memory, the
+            others are read from the disk when tokens need them; None: all are loaded. See
+            docs/larger_than_memory.md.
+        slow_experts: with expert_memory, even where tokens would take seconds.
         launch_ahead: launch a step before the one before it is read. Off: for debugging.
         tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
             template and its tokens show.

@@ -28,7 +28,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "configfile": {"errors"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
-    "models": LEAVES | {"layers", "metal_kernels"},
+    "models": LEAVES | {"layers", "memory", "metal_kernels"},
     "cache": LEAVES | {"memory", "metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
     "text": LEAVES,

@@ -7,6 +7,7 @@ default. Models become entries of the server's registry; none is loaded here.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -17,7 +18,7 @@ import click
 from click.core import ParameterSource
 
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, ModelError
 from ._model import fetch, pooling_of
 from ._options import (
     ENGINE_NAMES,
@@ -202,7 +203,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     return Entry(
         name=requested.name,
         load=partial(open_model, requested.name, folder, options, created_s, tool_format),
-        weights_bytes=weights_bytes(folder),
+        weights_bytes=weights_bytes(folder) - _experts_left_out(folder, options),
         aliases=requested.entry.aliases,
         kv_bytes=kv_bytes,
         pinned=requested.entry.pin,
@@ -212,6 +213,17 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
         source=requested.entry.source,
         kv_bits=options.kv.bits,
     )
+
+
+def _experts_left_out(folder: Path, options: "EngineOptions") -> int:
+    """Bytes of experts that stay on the disk; 0 for broken files: loading says what is wrong."""
+    from ..models.safetensors import expert_bytes
+
+    if options.experts is None:
+        return 0
+    with suppress(ModelError):
+        return max(expert_bytes(folder) - options.experts.num_bytes, 0)
+    return 0
 
 
 def checked_settings(

@@ -114,6 +114,18 @@ _ENGINE = (
         help="Kept for adapters.  [default: what the KV cache has not grown into]",
     ),
     click.option(
+        "--expert-memory",
+        type=Size(),
+        metavar="SIZE",
+        help="Keep SIZE of a mixture's experts in memory, and read the others when needed.",
+    ),
+    click.option(
+        "--slow-experts",
+        is_flag=True,
+        default=None,
+        help="With --expert-memory: even where tokens would take seconds.",
+    ),
+    click.option(
         "--speculate",
         metavar="|".join(METHODS),
         help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
@@ -183,7 +195,7 @@ SAMPLING_NAMES = (
 SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
 ENGINE_NAMES = (
     *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
-    "adapter_memory",
+    *("adapter_memory", "expert_memory", "slow_experts"),
     *SPECULATION_NAMES,
 )
 

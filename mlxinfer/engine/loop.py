@@ -414,6 +414,8 @@ class Loop:
         stats["adapters"], stats["adapter_bytes"] = self.adapters.stats(), self.adapters.num_bytes
         if self._followers is not None:
             stats["ranks"] = self._followers.stats()
+        if self.model.expert_store is not None:
+            stats["experts"] = self.model.expert_store.stats()
         return {**stats, "kernels": self.kernels.variants.stats()}
 
 

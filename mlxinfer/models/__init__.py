@@ -1,6 +1,7 @@
 """Model definitions: a checkpoint folder in, a callable decoder out."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +30,34 @@ def stoppable(watch: Watch | None) -> tuple[Watch, Callable[[], None]]:
     return watching, lambda: stopped.append(True)
 
 
-def load_any(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "LanguageModel":
+@dataclass(frozen=True, slots=True)
+class ExpertOptions:
+    """Experts that are read when tokens need them."""
+
+    num_bytes: int  # of those in memory
+    slow: bool = False  # even where tokens would take seconds
+
+
+def load_any(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    watch: Watch | None = None,
+    experts: ExpertOptions | None = None,
+) -> "LanguageModel":
     """As `load`; where the architecture has no native family, mlx-lm's definition of it.
 
     That is loaded in one piece, of which no progress is reported.
     """
     if _is_native(folder):
-        return load(folder, dtype=dtype, watch=watch)
+        return load(folder, dtype=dtype, watch=watch, experts=experts)
+    if experts is not None:
+        from ..errors import UnsupportedModelError
+
+        raise UnsupportedModelError(
+            "This architecture runs by mlx-lm's definition of it, which holds all experts: leave "
+            "expert_memory out."
+        )
     from . import zoo
 
     return zoo.load(folder, dtype=dtype)
@@ -129,7 +151,13 @@ def _is_native(folder: Path) -> bool:
     return not isinstance(model_type, str) or model_type in SUPPORTED
 
 
-def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "Model":
+def load(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    watch: Watch | None = None,
+    experts: ExpertOptions | None = None,
+) -> "Model":
     """The model in a checkpoint folder, evaluated and ready.
 
     Args:
@@ -137,12 +165,14 @@ def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "M
         dtype: "auto" (the checkpoint's own on Metal, but bfloat16 where float16 is too small for
             the architecture; float32 on the CPU), "float32", "bfloat16" or "float16".
         watch: is called as weights are loaded.
+        experts: read them when tokens need them; None: they are loaded with the rest.
 
     Raises:
         ModelNotFoundError: there are no weights.
         UnsupportedModelError: the architecture, or a feature of it, is not supported.
         CheckpointError: a file is broken or disagrees with the config.
         InvalidRequestError: an unknown dtype.
+        InsufficientMemoryError: `experts` is so little that it makes no sense.
     """
     from ..errors import UnsupportedModelError
     from .config import load_config
@@ -158,14 +188,23 @@ def load(folder: Path, *, dtype: str = "auto", watch: Watch | None = None) -> "M
             "/v1/embeddings of a server."
         )
     builder = family(config.model_type)
-    weights = Weights(
-        load_tensors(folder),
-        quantization=config.quantization,
-        dtype=dtype,
-        fits_float16=builder.fits_float16,
-        rename=builder.tensor_name,
-        watch=watch,
-        adaptable=True,
+    arguments: dict[str, Any] = {
+        "quantization": config.quantization,
+        "dtype": dtype,
+        "fits_float16": builder.fits_float16,
+        "rename": builder.tensor_name,
+        "watch": watch,
+        "adaptable": True,
+    }
+    model: Model
+    if experts is None:
+        model = builder.build(config, Weights(load_tensors(folder), **arguments))
+        return model
+    from .streamed_weights import StreamedWeights
+
+    weights = StreamedWeights(load_tensors(folder), **arguments)
+    model = builder.build(config, weights)
+    model.expert_store = weights.open_experts(
+        experts.num_bytes, per_token=config.experts_per_token, forced=experts.slow
     )
-    model: Model = builder.build(config, weights)
     return model

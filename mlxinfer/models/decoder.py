@@ -5,7 +5,7 @@ behind the cache that the caller passes for each layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -20,6 +20,9 @@ from ..layers.norm import Norm
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
 from .quantization import Quantization
+
+if TYPE_CHECKING:
+    from .expert_store import ExpertStore
 
 
 class Layer(Protocol):
@@ -245,6 +248,11 @@ class LanguageModel(Protocol):
         """Features that it cannot have -> why, as a half sentence."""
         ...
 
+    @property
+    def expert_store(self) -> "ExpertStore | None":
+        """As of `Model`."""
+        ...
+
     def __call__(
         self,
         ids: mx.array,
@@ -291,6 +299,7 @@ class Model:
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
         choices: of experts, by routers, which a Metal kernel may replace.
+        expert_store: the experts, where they are read when tokens need them.
     """
 
     def __init__(
@@ -320,6 +329,7 @@ class Model:
         self.choices = list(reachable(self.layers, ExpertChoice))
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
+        self.expert_store: ExpertStore | None = None
         self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self._long_ropes = {rope for rope in config.ropes if rope and rope.long}

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..errors import UnsupportedModelError
 from ..layers.factory import LayerFactory, Origin
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
-from ..layers.moe import Choose, MoE
+from ..layers.moe import Choose
 from .config import ModelConfig
 from .decoder import arrays
 from .matrix import StoredMatrix, fused_experts
@@ -105,7 +105,7 @@ class FeedForwards:
             down = self._packed(f"{path}.experts.down_proj", shape)
         else:
             down = self._stacked(path, "down", shape)
-        mixture = MoE(
+        mixture = weights.moe(
             router=weights.linear(f"{path}.{router}", count, hidden),
             choose=choose,
             gate_up_proj=gate_up,

@@ -117,6 +117,7 @@ class DraftHead:
     """
 
     lacks: Mapping[str, str] = {}
+    expert_store: None = None
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Matrices as a checkpoint stores them, dense or packed, and the layers that are made of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -163,11 +163,11 @@ def combined(
 
     bias = field([part.bias for part in parts], -1)
 
-    return StoredMatrix(
-        combine([part.weight for part in parts], -2),
-        None if bias is None else loaded(bias),
-        field([part.scales for part in parts], -2),
-        field([part.biases for part in parts], -2),
-        parts[0].form,
-        tuple(origin for part in parts for origin in part.origins),
+    return replace(
+        parts[0],
+        weight=combine([part.weight for part in parts], -2),
+        bias=None if bias is None else loaded(bias),
+        scales=field([part.scales for part in parts], -2),
+        biases=field([part.biases for part in parts], -2),
+        origins=tuple(origin for part in parts for origin in part.origins),
     )

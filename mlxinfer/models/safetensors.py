@@ -8,6 +8,7 @@ header length, a JSON object of name -> {dtype, shape, data_offsets}, then the d
 """
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a
 READERS = 8  # reads under way at once: a solid-state disk answers many
 CHUNK_BYTES = 4 << 20  # of one read: few calls, and enough for all readers in one matrix
 
+# Stacks of experts, or one of them; those that every token goes to are called otherwise.
+_OF_EXPERT = re.compile(r"\.(experts|switch_mlp|switch_glu)\.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 ITEM_BYTES = {
@@ -113,6 +116,20 @@ def _indexed(index: Path) -> list[Path]:
                 f"{index} names {name[:200]!r}, which is missing; download it again."
             )
     return [index.parent / name for name in names]
+
+
+def expert_bytes(folder: Path) -> int:
+    """Bytes of the experts of a mixture in a checkpoint, by their tensors' names.
+
+    Raises:
+        CheckpointError, ModelNotFoundError: as of `read_headers`.
+    """
+    return sum(
+        info.end - info.start
+        for tensors in read_headers(folder).values()
+        for name, info in tensors.items()
+        if _OF_EXPERT.search(name)
+    )
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -217,15 +234,19 @@ class WeightFile:
             os.close(self._fd)
 
     def read_into(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the bytes from `start` on.
+        """Fill `view` with the bytes from `start` on; errors as of `scatter_into`."""
+        self.scatter_into([view], start)
+
+    def scatter_into(self, views: Sequence[memoryview], start: int) -> None:
+        """Fill views, one behind the other, with the bytes from `start` on: one read, if it can be.
 
         Raises:
             CheckpointError: the file ends before, or the disk fails.
         """
-        done = 0
-        while done < len(view):
+        left, done = [view for view in views if len(view)], 0
+        while left:
             try:
-                count = os.preadv(self._fd, [view[done:]], start + done)
+                count = os.preadv(self._fd, left, start + done)
             except OSError as error:
                 raise _unreadable(self.path, error) from error
             if not count:
@@ -234,6 +255,10 @@ class WeightFile:
                     "while it was read. Download it again, and let nothing write to it meanwhile."
                 )
             done += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,10 @@ class FileTensor:
         spans = [each for block in blocks for each in _between(block, start * row, stop * row)]
         return FileTensor(self.stored, shape, spans)
 
+    def rows(self) -> list[list[Span]]:
+        """The bytes of each index of the first axis."""
+        return _blocks(self.spans, self.shape[0])
+
 
 Tensor = mx.array | FileTensor
 

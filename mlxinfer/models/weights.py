@@ -7,6 +7,7 @@ fewer operations a token.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,6 +16,7 @@ from ..layers.cpu import layer_factory
 from ..layers.factory import Origin
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
+from ..layers.moe import MoE
 from .decoder import Layer, arrays
 from .matrix import StoredMatrix, combined, fused
 from .quantization import QuantFormat, Quantization, format_of_shapes
@@ -208,7 +210,15 @@ class Weights:
         if f"{path}.scales" in self:
             return replace(self._quantized(path, shape, offset, parts), origins=origins)
         weight = self._taken(f"{path}.weight", shape, parts)
-        return StoredMatrix(cast(weight, self.dtype), offset, origins=origins)
+        return StoredMatrix(self._cast(weight), offset, origins=origins)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """A part of a matrix in the activations' dtype."""
+        return cast(tensor, self.dtype)
+
+    def moe(self, **parts: Any) -> MoE:
+        """The mixture of experts of these parts."""
+        return MoE(**parts)
 
     def block(self, block: FeedForward) -> FeedForward:
         """A block of several summands, whose matrices were taken from here."""
@@ -280,7 +290,7 @@ class Weights:
             exponents = self._found(f"{path}.scales", groups, mx.uint8, parts)
             return StoredMatrix(weight, offset, exponents, None, form)
         scales, biases = (
-            cast(self._taken(f"{path}.{name}", groups, parts), self.dtype)
+            self._cast(self._taken(f"{path}.{name}", groups, parts))
             for name in ("scales", "biases")
         )
         return StoredMatrix(weight, offset, scales, biases, form)

@@ -287,7 +287,7 @@ class Gemma4(Family):
             dense,
             router_norm=self.make.norm(scale, config.rms_norm_eps),
             router=router,
-            experts=MoE(
+            experts=weights.moe(
                 router=router,
                 choose=ScaledChoice(config.experts_per_token, factors),
                 gate_up_proj=gate_up,

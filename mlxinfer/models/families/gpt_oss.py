@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ...layers.factory import Origin
 from ...layers.mlp import FeedForward, Gated, clamped_swiglu
-from ...layers.moe import ExpertProjection, MoE, top_k_softmax
+from ...layers.moe import ExpertProjection, top_k_softmax
 from ..family import Family
 from ..matrix import StoredMatrix, fused_experts
 from ..quantization import MXFP4
@@ -59,7 +59,7 @@ class GptOss(Family):
         config, path = self.config, f"model.layers.{index}.mlp"
         hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
         return self.weights.block(
-            MoE(
+            self.weights.moe(
                 router=self.weights.linear(f"{path}.router", count, hidden, bias=True),
                 choose=top_k_softmax(config.experts_per_token),
                 gate_up_proj=self._gate_up(f"{path}.experts", (count, 2 * inner, hidden)),

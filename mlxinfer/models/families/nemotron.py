@@ -245,7 +245,7 @@ class NemotronH(Family):
                 ("fc2", "down", (count, hidden, inner)),
             )
         )
-        return MoE(
+        return weights.moe(
             router=weights.linear(f"{path}.gate", count, config.hidden_size),
             choose=biased_routing(self, path),
             gate_up_proj=up,

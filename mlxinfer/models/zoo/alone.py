@@ -62,6 +62,7 @@ class AloneModel:
     """
 
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
+    expert_store: ClassVar[None] = None
     activations: ClassVar[Sequence[Gated]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
 

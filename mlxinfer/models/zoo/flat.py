@@ -232,6 +232,7 @@ class FlatModel:
     """
 
     lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
+    expert_store: ClassVar[None] = None
     activations: ClassVar[Sequence[Gated]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
 

@@ -1,0 +1,182 @@
+"""Experts that are read when tokens need them: every request gets the tokens of the resident run.
+
+Programs as of test_matrix.py, over mixtures of which a random share is in memory: one expert more
+than a token needs up to all but one, read from stacks and from tensors of their own, by a disk
+whose reads take random times.
+
+    MLXINFER_PROGRAMS=300 HYPOTHESIS_SEED=7 pytest tests/engine/test_streamed_experts.py -s
+"""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+
+import hypothesis
+import mlx.core as mx
+import pytest
+from engine.harness import PAGE, Harness, alone, prompt
+from engine.proposers import some_proposer
+from engine.test_matrix import Asked, assert_same, plain_runs, play, programs
+from engine.test_same_tokens import model_of
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from models.expert_layouts import with_stacks
+from models.tiny import tiny_checkpoint
+
+from mlxinfer.config import KVOptions
+from mlxinfer.core import SamplingParams
+from mlxinfer.errors import CheckpointError
+from mlxinfer.layers.moe import MoE
+from mlxinfer.models import ExpertOptions, expert_store, load
+from mlxinfer.models.decoder import Model, reachable
+
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
+SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+CASES = (
+    *("qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "gemma4_text-v4"),
+    *("qwen3_next-v4", "nemotron_h-v5", "lfm2_moe-v4", "minimax_m2-v4", "kimi_linear-v4"),
+    *("qwen3_5_moe_text-v4", "mistral4-v4", "granitemoehybrid-v4"),
+)
+STORED_ALONE = ("qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "minimax_m2-v4")
+
+
+@cache
+def checkpoint(case: str, *, stacks: bool) -> Path:
+    folder = tiny_checkpoint(Path(mkdtemp()), case, quantize={"group_size": 32, "bits": 4})
+    return with_stacks(folder) if stacks else folder
+
+
+def streamed(folder: Path, num_slots: int) -> Model:
+    """A model with so many of each layer's experts in memory."""
+    whole = load(folder, experts=ExpertOptions(1 << 40)).expert_store
+    assert whole is not None
+    count = whole.layers[0].num_slots
+    num_bytes = -(-whole.num_bytes * min(num_slots, count) // count)
+    return load(folder, experts=ExpertOptions(num_bytes, slow=True))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _disk_with_moods() -> Iterator[None]:
+    rng, read = random.Random(SEED), expert_store.read_runs
+
+    def slow(runs: list[list[expert_store.Target]]) -> None:
+        time.sleep(rng.choice([0.0, 0.0, 0.0005, 0.002]))
+        read(runs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_store, "read_runs", slow)
+        yield
+
+
+@given(data=st.data())
+@settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate])  # shrinking would take minutes
+@hypothesis.seed(SEED)
+def test_streamed_tokens_equal_resident_tokens(data: st.DataObject) -> None:
+    case = data.draw(st.sampled_from(CASES))
+    resident = model_of(case)
+    stacks = case in STORED_ALONE and data.draw(st.booleans())
+    spare = data.draw(st.integers(0, 4))
+    model = streamed(checkpoint(case, stacks=stacks), resident.config.experts_per_token + spare)
+    run: list[Asked] = data.draw(programs(()))
+    longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in run)
+    plains = plain_runs(case, KVOptions(), run)
+    guess_seed = data.draw(st.none() | st.integers(0, 2**20))
+    answers = {name: plain.token_ids for name, plain in plains.items()}
+    harness = Harness(
+        model,
+        proposer=some_proposer(guess_seed, resident, answers),
+        num_pages=-(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 60])),
+        prefill_chunk=data.draw(st.sampled_from([16, 32, 128])),
+        max_batch=data.draw(st.sampled_from([1, 3, 16])),
+        launch_ahead=data.draw(st.booleans()),
+        prefix_cache=data.draw(st.booleans()),
+    )
+    play(harness, run, data.draw(st.sampled_from([None, 3, 7])))
+    for name, plain in plains.items():
+        assert_same(harness.outcomes[name], plain, near_tie=0.0)
+    stats = harness.loop.stats()["experts"]
+    assert stats["misses"] > 0
+    assert stats["bytes_read"] > 0
+    harness.loop.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_bit_for_bit_the_resident_ones(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long chunks go in waves, short ones do not: the same sums in the same order."""
+    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")  # slots have the layout of a GPU's experts
+    resident = load(checkpoint(case, stacks=False))
+    k = resident.config.experts_per_token
+    ids = prompt(90, 5)
+    expected = logits_of(resident, ids)
+    for num_slots in (k, k + 1, 2 * k):
+        model = streamed(checkpoint(case, stacks=case in STORED_ALONE), num_slots)
+        assert (logits_of(model, ids) == expected).all()
+
+
+def logits_of(model: Model, ids: list[int]) -> mx.array:
+    harness = Harness(model, prefill_chunk=64, prefix_cache=False)
+    harness.add("a", ids, SamplingParams(max_tokens=2), prompt_logits=True)
+    outcome = harness.drain()["a"]
+    assert outcome.error is None, outcome.error
+    harness.loop.close()
+    return mx.concatenate([mx.array(rows) for rows in outcome.logits])
+
+
+def test_a_file_that_became_shorter_ends_requests_and_no_others() -> None:
+    """What of the experts is in memory goes on answering; nothing is answered wrong."""
+    case = "qwen3_moe-v4"
+    with TemporaryDirectory() as name:
+        folder = tiny_checkpoint(Path(name), case, quantize={"group_size": 32, "bits": 4})
+        file = folder / "model.safetensors"
+        model, content = streamed(folder, 3), file.read_bytes()
+        harness = Harness(model, prefix_cache=False)
+        ids, params = prompt(8, 1), SamplingParams(max_tokens=4)
+        expected = alone(model_of(case), ids, params).token_ids
+        file.write_bytes(content[: len(content) // 3])
+        harness.add("cut", ids, params)
+        error = harness.drain()["cut"].error
+        assert error is not None
+        assert "became shorter" in str(error.__cause__ or error)
+        assert isinstance(error.__cause__ or error, CheckpointError)
+        with file.open("r+b") as again:
+            again.write(content)
+        harness.add("whole", ids, params)
+        assert harness.drain()["whole"].token_ids == expected
+        harness.loop.close()
+
+
+def test_close_gives_back_threads_and_files() -> None:
+    def held() -> tuple[int, int]:
+        threads = [t for t in threading.enumerate() if t.name.startswith("mlxinfer-")]
+        return len(threads), len(os.listdir("/dev/fd"))
+
+    folder, before = checkpoint("mixtral-v4", stacks=False), held()
+    harness = Harness(streamed(folder, 3))
+    harness.add("a", prompt(40, 2), SamplingParams(max_tokens=3))
+    assert harness.drain()["a"].error is None
+    assert held() > before
+    harness.loop.close()
+    del harness
+    deadline_s = time.monotonic() + 5
+    while held() != before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert held() == before
+
+
+def test_all_mixtures_are_streamed() -> None:
+    model = streamed(checkpoint("deepseek_v3-v4", stacks=True), 3)
+    store = model.expert_store
+    assert store is not None
+    assert len(store.layers) == len(list(reachable(model.layers, MoE))) > 1
+    assert model.num_bytes < model_of("deepseek_v3-v4").num_bytes
+
+
+def test_the_seed_is_printed() -> None:
+    print(f"\n{NUM_PROGRAMS} random programs of streamed experts, HYPOTHESIS_SEED={SEED}")

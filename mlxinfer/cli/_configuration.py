@@ -282,6 +282,7 @@ def own_settings(requested: RequestedModel) -> dict[str, Any]:
 def options_of(arguments: dict[str, Any]) -> "EngineOptions":
     """Return EngineOptions for LLM's keyword arguments; raises InvalidRequestError."""
     from ..config import KVOptions
+    from ..models import ExpertOptions
     from ..ranks.options import RankOptions
     from ..session.engine_factory import EngineOptions
 
@@ -292,7 +293,10 @@ def options_of(arguments: dict[str, Any]) -> "EngineOptions":
     )
     speculation = speculation_options(arguments, fetch)
     spread = RankOptions(**{n: arguments.pop(n) for n in RANK_NAMES if n in arguments})
-    return EngineOptions(kv=kv, speculation=speculation, spread=spread, **arguments)
+    experts = ExpertOptions.taken_from(arguments, alone=spread.is_alone)
+    return EngineOptions(
+        kv=kv, speculation=speculation, spread=spread, experts=experts, **arguments
+    )
 
 
 def name_and_source(given: str) -> tuple[str, str]:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import check_switch
+from ..errors import InvalidRequestError
+from ..memory import parse_bytes
+
 if TYPE_CHECKING:
     from ..layers.ranks import Link
     from .decoder import LanguageConfig, LanguageModel, Model
@@ -36,6 +40,35 @@ class ExpertOptions:
 
     num_bytes: int  # of those in memory
     slow: bool = False  # even where tokens would take seconds
+
+    @classmethod
+    def taken_from(cls, arguments: dict[str, Any], *, alone: bool) -> "ExpertOptions | None":
+        """LLM's expert_memory and slow_experts, taken out; None: all experts are loaded.
+
+        Args:
+            arguments: of LLM.
+            alone: the model is not spread over ranks.
+
+        Raises:
+            InvalidRequestError: no size, slow_experts without one, or ranks.
+        """
+        memory, slow = arguments.pop("expert_memory", None), arguments.pop("slow_experts", False)
+        check_switch("slow_experts", slow)
+        if memory is not None and not alone:
+            raise InvalidRequestError(
+                "expert_memory reads experts on one machine, and ranks have all of theirs in "
+                "memory; leave one of them out.",
+                param="expert_memory",
+            )
+        if memory is not None:
+            return cls(parse_bytes(memory, param="expert_memory"), slow)
+        if slow:
+            raise InvalidRequestError(
+                "slow_experts goes with expert_memory: say how much of the experts is kept in "
+                "memory, such as '8GB'.",
+                param="slow_experts",
+            )
+        return None
 
 
 def load_any(

@@ -299,7 +299,6 @@ class Model:
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
         choices: of experts, by routers, which a Metal kernel may replace.
-        expert_store: the experts, where they are read when tokens need them.
     """
 
     def __init__(
@@ -329,7 +328,7 @@ class Model:
         self.choices = list(reachable(self.layers, ExpertChoice))
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
-        self.expert_store: ExpertStore | None = None
+        self.expert_store: ExpertStore | None = None  # where experts stay in their files
         self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self._long_ropes = {rope for rope in config.ropes if rope and rope.long}

@@ -11,13 +11,13 @@ from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
 from ..core import CacheSpec, KVSpec, check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
+from ..models import ExpertOptions
 from ..ranks.options import RankOptions
 from ..speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.scheduler import Proposer
-    from ..models import ExpertOptions
     from ..models.decoder import LanguageModel
     from ..models.dflash import BlockDraft
     from ..models.heads import DraftHead
@@ -85,8 +85,7 @@ class EngineOptions:
     task: str = "auto"
     num_pages: int | None = None
     adapter_memory: str | int | None = None
-    expert_memory: str | int | None = None
-    slow_experts: bool = False
+    experts: ExpertOptions | None = None
     launch_ahead: bool = True
     room_bytes: int | None = None
     speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
@@ -112,6 +111,7 @@ class EngineOptions:
             kv=KVOptions.build(**kv),
             speculation=SpeculationOptions(**speculation),
             spread=RankOptions(**spread),
+            experts=ExpertOptions.taken_from(rest, alone=RankOptions(**spread).is_alone),
             **rest,
         )
 
@@ -120,7 +120,7 @@ class EngineOptions:
         for name in ("max_context", "num_pages", "prefill_chunk", "prefill_slice"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
-        for name in ("prefix_cache", "launch_ahead", "slow_experts"):
+        for name in ("prefix_cache", "launch_ahead"):
             check_switch(name, getattr(self, name))
         if self.prefill_chunk is not None and self.prefill_slice is not None:
             raise InvalidRequestError(
@@ -132,7 +132,6 @@ class EngineOptions:
             parse_bytes(self.max_memory)
         if self.adapter_memory is not None:
             parse_bytes(self.adapter_memory, param="adapter_memory")
-        self._check_experts()
         if self.disk_cache is not None:
             parse_bytes(self.disk_cache, param="disk_cache")
             if not self.prefix_cache:
@@ -146,33 +145,6 @@ class EngineOptions:
                 "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",
                 param="disk_cache_dir",
             )
-
-    def _check_experts(self) -> None:
-        if self.expert_memory is None:
-            if self.slow_experts:
-                raise InvalidRequestError(
-                    "slow_experts goes with expert_memory: say how much of the experts is kept in "
-                    "memory, such as '8GB'.",
-                    param="slow_experts",
-                )
-            return
-        parse_bytes(self.expert_memory, param="expert_memory")
-        if not self.spread.is_alone:
-            raise InvalidRequestError(
-                "expert_memory reads experts on one machine, and ranks spread them over several, "
-                "each with its part in memory; leave one of them out.",
-                param="expert_memory",
-            )
-
-    @property
-    def experts(self) -> "ExpertOptions | None":
-        """Experts that are read when tokens need them; None: all are loaded."""
-        if self.expert_memory is None:
-            return None
-        from ..models import ExpertOptions
-
-        num_bytes = parse_bytes(self.expert_memory, param="expert_memory")
-        return ExpertOptions(num_bytes, self.slow_experts)
 
     def config(self, model: "LanguageModel", disk: DiskOptions | None) -> EngineConfig:
         """The sizes of an engine for a loaded model, and its disk cache.
@@ -319,9 +291,7 @@ def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
         vocab_size=config.vocab_size,
         max_context=config.max_context,
         weights_bytes=model.num_bytes,
-        kv_bytes_per_token=sum(
-            spec.numbers * model.activation_dtype.size for spec in model.cache_specs
-        ),
+        kv_bytes_per_token=sum(s.numbers * model.activation_dtype.size for s in model.cache_specs),
         quantization=(
             f"{default.bits}-bit {default.mode}, group {default.group_size}" if default else None
         ),

@@ -7,11 +7,13 @@ whose reads take random times.
     MLXINFER_PROGRAMS=300 HYPOTHESIS_SEED=7 pytest tests/engine/test_streamed_experts.py -s
 """
 
+import gc
 import os
 import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -153,21 +155,31 @@ def test_a_file_that_became_shorter_ends_requests_and_no_others() -> None:
 
 
 def test_close_gives_back_threads_and_files() -> None:
-    def held() -> tuple[int, int]:
-        threads = [t for t in threading.enumerate() if t.name.startswith("mlxinfer-")]
-        return len(threads), len(os.listdir("/dev/fd"))
-
-    folder, before = checkpoint("mixtral-v4", stacks=False), held()
-    harness = Harness(streamed(folder, 3))
+    file = checkpoint("mixtral-v4", stacks=False) / "model.safetensors"
+    gc.collect()  # models of other tests
+    before = set(threading.enumerate())
+    harness = Harness(streamed(file.parent, 3))
     harness.add("a", prompt(40, 2), SamplingParams(max_tokens=3))
     assert harness.drain()["a"].error is None
-    assert held() > before
+    readers = set(threading.enumerate()) - before
+    assert readers
+    assert descriptors(file) > 0
     harness.loop.close()
     del harness
     deadline_s = time.monotonic() + 5
-    while held() != before and time.monotonic() < deadline_s:
+    while any(reader.is_alive() for reader in readers) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert held() == before
+    assert not [reader.name for reader in readers if reader.is_alive()]
+    assert descriptors(file) == 0
+
+
+def descriptors(file: Path) -> int:
+    """Of a file, in this process."""
+    inode, count = file.stat().st_ino, 0
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # that of the list itself
+            count += os.fstat(int(name)).st_ino == inode
+    return count
 
 
 def test_all_mixtures_are_streamed() -> None:

@@ -160,6 +160,7 @@ class StageModel:
         self.choices: Sequence[ExpertChoice] = part.choices
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
+        self.expert_store = part.expert_store
         self.num_bytes = part.num_bytes
         self.rope_variant = part.rope_variant
 

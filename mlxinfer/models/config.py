@@ -151,20 +151,24 @@ def normalise(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=fields.boolean("mlp_bias", default=False),
-        score_softcap=fields.number("attn_logit_softcapping", above=0.0, default=None)
-        if family.soft_caps
-        else None,
-        final_softcap=fields.number("final_logit_softcapping", above=0.0, default=None),
         quantization=quantization,
         dtype=fields.text("dtype", "torch_dtype", default=None),
         bidirectional=fields.boolean("use_bidirectional_attention", default=False),
         fields=fields,
+        **_soft_caps(family, fields),
         **heads,
         **_positions(family, fields, num_layers, heads["head_dim"]),
         **_experts(fields, num_layers),
     )
     configured: ModelConfig = family.configure(config)
     return configured
+
+
+def _soft_caps(family: Any, fields: Fields) -> dict[str, Any]:
+    keys = {"final_softcap": "final_logit_softcapping"}
+    if family.soft_caps:
+        keys["score_softcap"] = "attn_logit_softcapping"
+    return {name: fields.number(key, above=0.0, default=None) for name, key in keys.items()}
 
 
 def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.scheduler import Proposer
     from ..models.decoder import LanguageModel
-    from ..models.dflash import BlockDraft
-    from ..models.heads import DraftHead
     from ..ranks.group import RankGroup
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
@@ -397,8 +395,6 @@ def add_speculation(
 ) -> "tuple[EngineConfig, Proposer | None]":
     """What proposes tokens, and what it leaves of the memory; None: nothing does.
 
-    A draft's KV cache is for as many tokens as the model's: it takes its share of the budget.
-
     Args:
         options: of the engine.
         folder: that the model was loaded from.
@@ -419,7 +415,7 @@ def add_speculation(
         )
     if speculation.is_off or reason is not None:
         return config, None
-    from ..speculation.sources import Draft, load_network, make_speculation
+    from ..speculation.sources import load_network, make_speculation, share_budget
 
     found = load_network(speculation, folder, model, dtype=options.dtype)
     if found is None:
@@ -431,20 +427,6 @@ def add_speculation(
             "speculate='ngram', or a draft model.",
             param="speculate",
         )
-    weights_bytes = model.num_bytes + network.num_bytes
-    budget = options.kv_bytes(weights_bytes)
-    ours, its = _bytes_per_token(model), _bytes_per_token(network)
-    draft_config = replace(
-        config,
-        kv_budget_bytes=int(budget * its / (ours + its)),
-        max_context=min(config.max_context, network.config.max_context),
-        kv=replace(config.kv, bits=(None, None)),
-        disk=None,
-    )
-    config = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
-    return config, make_speculation(speculation, model, Draft(kind, network, draft_config))
-
-
-def _bytes_per_token(model: "LanguageModel | DraftHead | BlockDraft") -> int:
-    """Of keys and values as they are computed, in all layers."""
-    return max(sum(s.numbers for s in model.cache_specs) * model.activation_dtype.size, 1)
+    budget = options.kv_bytes(model.num_bytes + network.num_bytes)
+    config, draft = share_budget(config, budget, model, network, kind)
+    return config, make_speculation(speculation, model, draft)

@@ -1,6 +1,6 @@
 """Options to drafts, sources, controller and proposer: the one place that assembles them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import EngineConfig
@@ -75,6 +75,30 @@ def load_network(
     assert options.draft is not None
     load_head = load_eagle if kind == "eagle" else load_dflash
     return kind, load_head(options.draft, model)
+
+
+def share_budget(
+    config: EngineConfig, budget: int, model: LanguageModel, network: Network, kind: str
+) -> tuple[EngineConfig, Draft]:
+    """The config of a model's engine and the draft, which share a budget of so many bytes.
+
+    The draft's KV cache is for as many tokens as the model's, as they are computed.
+    """
+    ours, its = _bytes_per_token(model), _bytes_per_token(network)
+    draft_config = replace(
+        config,
+        kv_budget_bytes=int(budget * its / (ours + its)),
+        max_context=min(config.max_context, network.config.max_context),
+        kv=replace(config.kv, bits=(None, None)),
+        disk=None,
+    )
+    rest = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
+    return rest, Draft(kind, network, draft_config)
+
+
+def _bytes_per_token(model: Network) -> int:
+    """Of keys and values as they are computed, in all layers."""
+    return max(sum(s.numbers for s in model.cache_specs) * model.activation_dtype.size, 1)
 
 
 def make_speculation(

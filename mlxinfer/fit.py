@@ -1,22 +1,24 @@
 """Whether a model fits this machine, and at which context: from sizes alone, before a download."""
 
-import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from . import hub
-from .errors import MlxinferError
-from .hub.remote import Listing, RemoteFile, read_range
+from .errors import InsufficientMemoryError, UnsupportedModelError
 from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
 from .models import load_any_config
+from .models.config import load_config
 from .models.decoder import LanguageConfig
+from .models.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 ENOUGH_CONTEXT = 4096  # tokens: with less a model is of little use
-CONVERTED_BITS = 4.5  # a weight, of the recipe 4bit
-MAX_CONFIG_BYTES = 4 << 20
+CONVERSIONS = (8, 6, 5, 4, 3, 2)  # bits a weight, of `mlxinfer convert --bits`
+SCALE_BITS = 0.5  # a weight more, in its groups of 64
+RANKS = (2, 3, 4, 6, 8, 16)
+RANK_SHARE = 1.1  # a rank holds norms and more of its own beside its share
 
 
 class Verdict(StrEnum):
@@ -36,8 +38,14 @@ class Fit:
         weights_bytes: of the files.
         limit_bytes: what models may take on this machine.
         max_context: of the model, in tokens; None: its config cannot be read.
+        needed_context: tokens for which there must be room.
+        kv_bytes: of the KV cache at that context, 16 bits.
         contexts: the longest context that fits, by bits of the KV cache.
-        converted_bytes: what it would take at 4 bits a weight; None: it is quantised already.
+        converted_bits: the most bits a weight that it could be converted to and fit; None: none
+            would do, or it fits.
+        converted_bytes: what it would take then.
+        ranks: machines of this memory that could run it together; None: it fits, or they could not.
+        has_experts: whether it is a mixture of experts.
         problem: why it does not run here.
     """
 
@@ -45,8 +53,13 @@ class Fit:
     weights_bytes: int
     limit_bytes: int
     max_context: int | None = None
+    needed_context: int = 0
+    kv_bytes: int = 0
     contexts: dict[int, int] | None = None
+    converted_bits: int | None = None
     converted_bytes: int | None = None
+    ranks: int | None = None
+    has_experts: bool = False
     problem: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,22 +68,41 @@ class Fit:
 
     @property
     def text(self) -> str:
-        """The verdict in a sentence."""
+        """The verdict in a sentence, of a model that does not fit with what would."""
         needs = f"{human_bytes(self.weights_bytes)} of {human_bytes(self.limit_bytes)} for models"
         if self.verdict is Verdict.UNSUPPORTED:
             return f"Does not run here: {self.problem}"
         if self.verdict is Verdict.TOO_LARGE:
-            said = f"Does not fit: {needs}"
-            small = self.converted_bytes
-            if small is not None and small < self.limit_bytes:
-                said += f"; converted to 4 bits it takes about {human_bytes(small)}"
-            return said
+            return (
+                f"Does not fit: {human_bytes(self.weights_bytes)} of weights and "
+                f"{human_bytes(self.kv_bytes)} of KV cache at {self.needed_context:,} tokens, and "
+                f"{human_bytes(self.limit_bytes)} for models. {self.remedies}"
+            )
         assert self.contexts is not None
         context = f"{self.contexts[16]:,} tokens of context"
         if self.verdict is Verdict.FITS:
             return f"Fits, with its whole {context} ({needs})"
         more = f", {self.contexts[8]:,} with an 8-bit KV cache"
         return f"Fits, with {context}{more} ({needs})"
+
+    @property
+    def remedies(self) -> str:
+        """What would fit, of a model that does not."""
+        found = list(self._remedies())
+        return f"What would fit: {'; '.join(found)}." if found else "Take a smaller model."
+
+    def _remedies(self) -> Iterator[str]:
+        if self.converted_bits is not None and self.converted_bytes is not None:
+            size = human_bytes(self.converted_bytes)
+            plain = self.converted_bytes + self.kv_bytes <= self.limit_bytes
+            kv = "" if plain else ", with --kv-bits 8"
+            yield f"converted with --bits {self.converted_bits}, about {size} of weights{kv}"
+        contexts = {bits: n for bits, n in (self.contexts or {}).items() if n}
+        if contexts:
+            listed = ", ".join(f"{n:,} at {bits} bits" for bits, n in contexts.items())
+            yield f"these weights with a shorter context, by bits of the KV cache: {listed} tokens"
+        if self.ranks is not None:
+            yield f"{self.ranks} machines with as much memory (--ranks {self.ranks})"
 
 
 def models_limit_bytes() -> int:
@@ -88,52 +120,107 @@ def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:
     return round(numbers * bits_each / 8)
 
 
-def fit_of(config: LanguageConfig, weights_bytes: int, limit_bytes: int) -> Fit:
-    """The verdict of a model with known config and weights."""
-    contexts = {bits: longest_context(config, weights_bytes, limit_bytes, bits) for bits in (16, 8)}
-    if contexts[16] >= config.max_context:
-        verdict = Verdict.FITS
-    elif contexts[8] >= min(ENOUGH_CONTEXT, config.max_context):
-        verdict = Verdict.SHORT
-    else:
-        verdict = Verdict.TOO_LARGE
-    return Fit(
-        verdict=verdict,
+def fit_of(
+    config: LanguageConfig,
+    weights_bytes: int,
+    limit_bytes: int,
+    *,
+    folder: Path | None = None,
+    context: int | None = None,
+) -> Fit:
+    """The verdict of a model whose config and weights are known.
+
+    Args:
+        folder: of its config.json, which says how many ranks can share it; None: that is left out.
+        context: tokens for which there must be room; None: ENOUGH_CONTEXT, or all that it has.
+    """
+    needed = min(context or ENOUGH_CONTEXT, config.max_context)
+    contexts = {
+        bits: longest_context(config, weights_bytes, limit_bytes, bits) for bits in (16, 8, 4)
+    }
+    fit = Fit(
+        verdict=Verdict.TOO_LARGE,
         weights_bytes=weights_bytes,
         limit_bytes=limit_bytes,
         max_context=config.max_context,
+        needed_context=needed,
+        kv_bytes=kv_bytes(config, needed),
         contexts=contexts,
-        converted_bytes=(
-            int(weights_bytes * CONVERTED_BITS / 16) if config.quantization is None else None
-        ),
+        has_experts=config.num_experts > 0,
+    )
+    if contexts[16] >= config.max_context:
+        return replace(fit, verdict=Verdict.FITS)
+    if contexts[8] >= needed:
+        return replace(fit, verdict=Verdict.SHORT)
+    bits = _conversion(config, fit, kv_bytes(config, needed, 8))
+    return replace(
+        fit,
+        converted_bits=bits,
+        converted_bytes=None if bits is None else _converted_bytes(config, weights_bytes, bits),
+        ranks=None if folder is None else _ranks(folder, fit),
     )
 
 
-def fit_of_repository(name: str, limit_bytes: int) -> Fit:
-    """The verdict of a repository of the hub; only its list of files and its config are read.
+def _conversion(config: LanguageConfig, fit: Fit, needed_bytes: int) -> int | None:
+    """The most bits a weight with which there is room for so much KV cache."""
+    stored = config.quantization.default.bits if config.quantization is not None else 16
+    for bits in CONVERSIONS:
+        taken = _converted_bytes(config, fit.weights_bytes, bits) + needed_bytes
+        if bits < stored and taken <= fit.limit_bytes:
+            return bits
+    return None
+
+
+def _converted_bytes(config: LanguageConfig, weights_bytes: int, bits: int) -> int:
+    quantization = config.quantization
+    stored = 16.0 if quantization is None else quantization.default.bits + SCALE_BITS
+    return int(weights_bytes * (bits + SCALE_BITS) / stored)
+
+
+def _ranks(folder: Path, fit: Fit) -> int | None:
+    """How few ranks can share a model, of which each has room for its part."""
+    for count in RANKS:
+        if RANK_SHARE * (fit.weights_bytes + fit.kv_bytes) / count > fit.limit_bytes:
+            continue
+        try:
+            load_config(folder, Share(0, count))
+        except UnsupportedModelError:
+            continue
+        return count
+    return None
+
+
+def require_fit(
+    name: str,
+    folder: Path,
+    *,
+    limit_bytes: int | None = None,
+    context: int | None = None,
+    kv_bits: int = 16,
+) -> None:
+    """Refuse a model that this machine has no room for, before its weights are read.
+
+    Weights of less than a tenth of the limit are let through unseen.
+
+    Args:
+        limit_bytes: of weights and KV cache; None: what models may take here.
+        context: tokens of a sequence at most; None: as many as the model has.
+        kv_bits: of the KV cache.
 
     Raises:
-        ModelNotFoundError, DownloadError: those of `hub.plan_pull`.
+        InsufficientMemoryError: it says what would fit.
+        ModelError: config.json is broken or not supported.
     """
-    plan = hub.plan_pull(name)
-    weights = sum(file.size for file in plan.files if file.path.endswith(".safetensors"))
-    files = tuple(RemoteFile(file.path, file.size, file.sha256) for file in plan.files)
-    listing = Listing(plan.repo, plan.commit, files)
-    with tempfile.TemporaryDirectory() as folder:
-        if any(file.path == "config.json" for file in files):
-            text = read_range(listing, "config.json", 0, MAX_CONFIG_BYTES)
-            (Path(folder) / "config.json").write_bytes(text)
-        try:
-            config = load_any_config(Path(folder))
-        except MlxinferError as error:
-            problem = str(error).replace(folder, name)
-            return Fit(
-                verdict=Verdict.UNSUPPORTED,
-                weights_bytes=weights,
-                limit_bytes=limit_bytes,
-                problem=problem,
-            )
-    return fit_of(config, weights, limit_bytes)
+    limit = models_limit_bytes() if limit_bytes is None else limit_bytes
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if 10 * weights < limit:
+        return
+    config = load_any_config(folder)
+    needed = min(context or ENOUGH_CONTEXT, ENOUGH_CONTEXT)
+    fit = fit_of(config, weights, limit, folder=folder, context=needed)
+    assert fit.contexts is not None
+    if fit.verdict is Verdict.TOO_LARGE and fit.contexts[min(kv_bits, 8)] < fit.needed_context:
+        raise InsufficientMemoryError(f"{name} d{fit.text[1:]}", param="model")
 
 
 def longest_context(config: LanguageConfig, weights_bytes: int, limit_bytes: int, bits: int) -> int:

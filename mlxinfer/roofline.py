@@ -9,6 +9,7 @@ no prompt is faster than arithmetic / operations (Williams, Waterman, Patterson:
 import re
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from .core import StateSpec
@@ -101,9 +102,17 @@ def machine(text: str) -> Machine:
 
 
 def estimate(
-    config: LanguageConfig, weights_bytes: int, work: Work, mac: Machine, context: int
+    config: LanguageConfig,
+    weights_bytes: int,
+    work: Work,
+    mac: Machine,
+    context: int,
+    *,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """The verdict for a machine, and its limits of speed at a context, as plain data.
+
+    `folder`: as of `fit_of`.
 
     Returns:
         `fit`: as of `Fit.as_dict`. `decode_tokens_per_s` and `prefill_tokens_per_s`: the limits of
@@ -113,6 +122,7 @@ def estimate(
     state_bytes = sum(prod(shape) * 4 for spec in states for shape, _ in spec.shapes)
     moved = work.weight_bytes + kv_bytes(config, context) + 2 * state_bytes  # read and written
     rates = [each * 1e9 / moved for each in mac.chip.bandwidth]
+    limit_bytes = int(MODELS_SHARE * mac.memory_bytes)
     flops = [cores * mac.chip.core_tflops * 1e12 for cores in mac.chip.cores]
     return {
         "machine": mac.name,
@@ -120,7 +130,7 @@ def estimate(
         "bytes_per_token": moved,
         "decode_tokens_per_s": [round(rate, 1) for rate in rates],
         "prefill_tokens_per_s": [round(each / (2 * work.weights)) for each in flops],
-        "fit": fit_of(config, weights_bytes, int(MODELS_SHARE * mac.memory_bytes)).as_dict(),
+        "fit": fit_of(config, weights_bytes, limit_bytes, folder=folder).as_dict(),
     }
 
 

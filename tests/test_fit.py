@@ -2,13 +2,26 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxinfer.fit import Verdict, fit_of, kv_bytes, longest_context
+from mlxinfer import LLM, InsufficientMemoryError, hub
+from mlxinfer.fit import (
+    ENOUGH_CONTEXT,
+    Verdict,
+    fit_of,
+    kv_bytes,
+    longest_context,
+    models_limit_bytes,
+    require_fit,
+)
+from mlxinfer.memory import MODELS_SHARE, human_bytes
+from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config
+from mlxinfer.roofline import CHIPS, Machine, Work, estimate
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 64},
@@ -55,12 +68,110 @@ def test_verdicts_follow_from_the_context_that_is_left(
     assert found.contexts[8] >= found.contexts[16]
 
 
-def test_a_model_that_is_too_large_says_what_a_conversion_would_take(tmp_path: Path) -> None:
-    assert "converted to 4 bits" in fit_of(config(tmp_path), 10 * WEIGHTS, 5 * WEIGHTS).text
-    quantised = config(tmp_path, quantization={"bits": 4, "group_size": 64})
-    found = fit_of(quantised, 10 * WEIGHTS, 5 * WEIGHTS)
-    assert found.converted_bytes is None
-    assert "converted" not in found.text
+def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
+    """What it says is true: as converted, as shortened, as shared."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(200):
+        quantised = rng.choice([{}, {"quantization": {"bits": 4, "group_size": 64}}])
+        model = config(tmp_path, **quantised)
+        weights, limit = rng.randrange(WEIGHTS, 40 * WEIGHTS), rng.randrange(10**5, 30 * WEIGHTS)
+        found = fit_of(model, weights, limit, folder=tmp_path)
+        needed, needed_8 = (kv_bytes(model, ENOUGH_CONTEXT, bits) for bits in (16, 8))
+        if found.verdict is not Verdict.TOO_LARGE:
+            assert (found.converted_bits, found.ranks) == (None, None)
+            continue
+        refused += 1
+        stored = 4.5 if quantised else 16
+        fitting = [
+            bits
+            for bits in (8, 6, 5, 4, 3, 2)
+            if bits < stored and int(weights * (bits + 0.5) / stored) + needed_8 <= limit
+        ]
+        assert found.converted_bits == max(fitting, default=None)
+        shareable = () if quantised else (2, 4)  # 4 KV heads; one group of columns
+        sharing = [n for n in shareable if 1.1 * (weights + needed) / n <= limit]
+        assert found.ranks == min(sharing, default=None)
+        text = found.text
+        assert f"{found.needed_context:,} tokens" in text
+        assert (f"--bits {found.converted_bits}," in text) == bool(fitting)
+        assert (f"--ranks {found.ranks}" in text) == bool(sharing)
+        assert found.contexts is not None
+        for bits, longest in found.contexts.items():
+            assert (f"{longest:,} at {bits} bits" in text) == (longest > 0)
+    assert refused > 20
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], int]:
+    """Give this machine so many bytes of memory; returns what models may take of it."""
+
+    def set_to(num_bytes: float) -> int:
+        for place in ("mlxinfer.fit", "mlxinfer.memory", "mlxinfer.session.session"):
+            monkeypatch.setattr(f"{place}.total_memory_bytes", lambda: int(num_bytes))
+        return models_limit_bytes()
+
+    return set_to
+
+
+def weights_of_demo() -> int:
+    return sum(file.stat().st_size for file in hub.resolve("demo").glob("*.safetensors"))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
+    memory: Callable[[float], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = kv_bytes(load_any_config(hub.resolve("demo")), 2048, 8)
+    limit = memory((0.7 * weights_of_demo() + kept) / MODELS_SHARE)
+    monkeypatch.setattr("mlxinfer.models.load", None)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        LLM("demo")
+    shown = human_bytes(weights_of_demo()), human_bytes(limit)
+    for part in ("demo does not fit", *shown, "What would fit", "--bits"):
+        assert part in str(caught.value)
+
+
+def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
+    memory: Callable[[float], int],
+) -> None:
+    folder, weights = hub.resolve("demo"), weights_of_demo()
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, seen = random.Random(seed), set()
+    for _ in range(40):
+        limit = memory(weights * rng.uniform(0.8, 4))
+        mac = Machine("M4", CHIPS["M4"], round(limit / MODELS_SHARE))
+        on = estimate(load_any_config(folder), weights, Work(1, 1), mac, 512, folder=folder)["fit"]
+        fit = fit_of(load_any_config(folder), weights, limit, folder=folder)
+        assert abs(on["limit_bytes"] - limit) <= 1
+        assert on["text"] == fit.text
+        seen.add(on["verdict"])
+        if on["verdict"] != Verdict.TOO_LARGE:
+            require_fit("demo", folder)
+            continue
+        with pytest.raises(InsufficientMemoryError) as caught:
+            require_fit("demo", folder)
+        assert str(caught.value).removeprefix("demo does") in on["text"]
+    assert len(seen) > 1
+
+
+def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
+    """A shorter context, fewer bits of KV cache, or a budget of its own for it."""
+    folder, weights = hub.resolve("demo"), weights_of_demo()
+    model = load_any_config(folder)
+    memory((weights + kv_bytes(model, 1024, 8)) / MODELS_SHARE + 100)
+    with pytest.raises(InsufficientMemoryError):
+        require_fit("demo", folder)
+    require_fit("demo", folder, context=1000)
+    require_fit("demo", folder, kv_bits=4, context=1500)
+    with pytest.raises(InsufficientMemoryError):
+        require_fit("demo", folder, kv_bits=8, context=1500)
+    with pytest.raises(InsufficientMemoryError):
+        LLM("demo")
+    with LLM("demo", max_memory="3MB") as llm:  # of all the memory there is
+        assert llm.stats()["running"] == 0
 
 
 def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:

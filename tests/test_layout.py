@@ -39,7 +39,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory", "threads"},
     "history": {"errors"},
-    "fit": LEAVES | {"hub", "memory", "models"},
+    "fit": LEAVES | {"memory", "models"},
     "roofline": LEAVES | {"fit", "memory", "models"},
     "cluster": {"errors", "http_json"},
     "http_json": {"errors"},
@@ -50,8 +50,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "models"},
     "session": LEAVES
-    | {"backend", "display", "engine", "grammar", "memory", "models", "speculation", "text"}
-    | {"pooling"}
+    | {"backend", "display", "engine", "fit", "grammar", "memory", "models", "speculation"}
+    | {"pooling", "text"}
     | {"ranks"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
     "server": LEAVES

@@ -1,10 +1,14 @@
 """Facts about a model folder from its JSON files and safetensors headers. Loads no weights."""
 
+import tempfile
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from .. import hub
 from ..errors import CheckpointError, MlxinferError
+from ..fit import Fit, Verdict, fit_of
+from ..hub.remote import Listing, RemoteFile, read_range
 from ..models import load_any_config
 from ..models.decoder import LanguageConfig
 from ..models.jsonfields import read_json
@@ -13,6 +17,8 @@ from ..models.safetensors import TensorInfo, read_headers
 from ..roofline import Work
 from ..text import Tokenizer
 from ._model import has_chat_template
+
+MAX_CONFIG_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +117,30 @@ def _parameters(
     if name.endswith("_scales"):
         return 0
     return prod(info.shape) * (2 if name.endswith("_blocks") else 1)  # two 4-bit numbers a byte
+
+
+def fit_of_repository(name: str, limit_bytes: int) -> Fit:
+    """The verdict of a repository of the hub; only its list of files and its config are read.
+
+    Raises:
+        ModelNotFoundError, DownloadError: those of `hub.plan_pull`.
+    """
+    plan = hub.plan_pull(name)
+    weights = sum(file.size for file in plan.files if file.path.endswith(".safetensors"))
+    files = tuple(RemoteFile(file.path, file.size, file.sha256) for file in plan.files)
+    listing = Listing(plan.repo, plan.commit, files)
+    with tempfile.TemporaryDirectory() as folder:
+        if any(file.path == "config.json" for file in files):
+            text = read_range(listing, "config.json", 0, MAX_CONFIG_BYTES)
+            (Path(folder) / "config.json").write_bytes(text)
+        try:
+            config = load_any_config(Path(folder))
+        except MlxinferError as error:
+            problem = str(error).replace(folder, name)
+            return Fit(
+                verdict=Verdict.UNSUPPORTED,
+                weights_bytes=weights,
+                limit_bytes=limit_bytes,
+                problem=problem,
+            )
+        return fit_of(config, weights, limit_bytes, folder=Path(folder))

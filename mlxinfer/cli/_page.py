@@ -39,8 +39,8 @@ def page_routes(
 
 def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -> "Library":
     """Return what the page does with models: engine options are those of the command line."""
-    from ..fit import fit_of_repository
     from ..server.page.library import Library
+    from ._inspect import fit_of_repository
 
     def entry(name: str, source: str) -> "Entry":
         requested = RequestedModel(

@@ -1,12 +1,15 @@
 """`mlxinfer pull`: download a model, or bring it up to date."""
 
+from pathlib import Path
+
 import click
 
 from .. import hub
+from ..errors import InsufficientMemoryError, MlxinferError
 from ..memory import human_bytes
 from ._model import download_bar
 from ._options import complete_models, json_option
-from ._output import emit_json
+from ._output import emit_json, note
 
 
 @click.command()
@@ -38,10 +41,27 @@ def command(name: str, dry_run: bool, verify: bool, as_json: bool) -> None:
         emit_json({"name": name, "path": str(folder), "size_bytes": size, **found})
     else:
         click.echo(f"{name} is in {folder}")
+        _say_whether_it_fits(name, folder)
+
+
+def _say_whether_it_fits(name: str, folder: Path) -> None:
+    """A model may also be here to be converted: one that is too large is a note."""
+    from ..fit import require_fit
+
+    try:
+        require_fit(name, folder)
+    except InsufficientMemoryError as error:
+        note(str(error))
+    except MlxinferError:
+        return  # it may not run here; `show` says why
 
 
 def _plan(name: str, *, as_json: bool) -> None:
+    from ..fit import models_limit_bytes
+    from ._inspect import fit_of_repository
+
     plan = hub.plan_pull(name)
+    fit = fit_of_repository(name, models_limit_bytes())
     if as_json:
         emit_json(
             {
@@ -50,6 +70,7 @@ def _plan(name: str, *, as_json: bool) -> None:
                 "total_bytes": plan.total_bytes,
                 "missing_bytes": plan.missing_bytes,
                 "free_bytes": plan.free_bytes,
+                "fit": fit.as_dict(),
                 "files": [{"path": f.path, "size_bytes": f.size} for f in plan.files],
             }
         )
@@ -57,6 +78,6 @@ def _plan(name: str, *, as_json: bool) -> None:
         click.echo(
             f"{plan.repo}: {human_bytes(plan.total_bytes)} in {len(plan.files)} files, "
             f"{human_bytes(plan.missing_bytes)} to download, "
-            f"{human_bytes(plan.free_bytes)} free"
+            f"{human_bytes(plan.free_bytes)} free\n{fit.text}"
         )
     plan.check_room()

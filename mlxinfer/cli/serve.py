@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .. import cluster
+from .. import cluster, hub
 from ..configfile import ModelEntry, parse_duration
 from ..errors import InvalidRequestError
 from ._configuration import (
@@ -393,6 +393,18 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
             replace(entry_of(each, options, ttl_s), adapters=adapters.get(each.name, {}))
             for each in requested
         ]
+        for entry in entries:
+            _require_fit(entry, limit_bytes)
         return Models(entries, limit_bytes=limit_bytes, default=default)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
+
+
+def _require_fit(entry: "Entry", limit_bytes: int) -> None:
+    """Refuse a model that would not fit alone; the sum of several is the registry's."""
+    from ..fit import require_fit
+
+    if entry.kv_bytes is None:
+        folder = hub.resolve(entry.source, download=False)
+        bits = max(16 if each is None else each for each in entry.kv_bits)
+        require_fit(entry.name, folder, limit_bytes=limit_bytes, kv_bits=bits)

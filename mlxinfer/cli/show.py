@@ -148,7 +148,8 @@ def _fit(summary: "Summary") -> dict[str, Any] | None:
 
     if summary.config is None or summary.weights is None:
         return None
-    return fit_of(summary.config, summary.weights.num_bytes, models_limit_bytes()).as_dict()
+    limit, num_bytes = models_limit_bytes(), summary.weights.num_bytes
+    return fit_of(summary.config, num_bytes, limit, folder=summary.folder).as_dict()
 
 
 def _estimate(summary: "Summary", context: int | None, mac: "Machine") -> dict[str, Any] | None:
@@ -159,7 +160,7 @@ def _estimate(summary: "Summary", context: int | None, mac: "Machine") -> dict[s
     if config is None or weights is None:
         return None
     length = context or min(CONTEXTS[0], config.max_context)
-    return estimate(config, weights.num_bytes, weights.work, mac, length)
+    return estimate(config, weights.num_bytes, weights.work, mac, length, folder=summary.folder)
 
 
 def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:

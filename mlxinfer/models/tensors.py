@@ -5,11 +5,13 @@ that become one are joined before they are read: each byte goes from the file to
 """
 
 import json
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import TypeGuard
 
 import mlx.core as mx
@@ -17,6 +19,7 @@ import mlx.core as mx
 from ..errors import CheckpointError, InvalidRequestError, shown
 from .safetensors import READERS, Span, TensorInfo, WeightFile, read_headers, read_spans
 
+LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")
 FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 _DTYPES = {name: dtype for dtype, name in FLOATS.items()}
@@ -190,10 +193,18 @@ def _read(tensor: FileTensor) -> mx.array:
     if not tensor.nbytes:
         return mx.zeros(tensor.shape, tensor.dtype)
     source = _Source(tensor)
+    failures, left = source.failures, Lock()
+    left.acquire()
+    weakref.finalize(source, left.release)
     try:
         found = mx.load(source, format="safetensors")  # type: ignore[arg-type]  # enough for it
-    except RuntimeError as error:  # of MLX, which says what was raised in `readinto` as text
-        raise source.error or CheckpointError(f"Weights cannot be read: {error}") from None
+    except RuntimeError as error:  # of MLX, which knows that bytes are missing, not why
+        raise failures[0] if failures else CheckpointError(f"{error}") from None
+    finally:
+        # A thread of MLX lets go of `source` a moment later, and needs Python for it: a process
+        # that ended meanwhile would be aborted.
+        del source
+        left.acquire(timeout=LEAVE_S)
     assert isinstance(found, dict)
     return found["x"]
 
@@ -210,7 +221,7 @@ class _Source:
         self._head = len(header).to_bytes(8, "little") + header
         self._tensor = tensor
         self._at = 0
-        self.error: CheckpointError | None = None
+        self.failures: list[CheckpointError] = []
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Go to a place, from the beginning or, with 2, from the end."""
@@ -230,8 +241,8 @@ class _Source:
             try:
                 read_spans(self._tensor.spans, view.cast("B"))
             except CheckpointError as error:
-                self.error = error
-                raise
+                self.failures.append(error.with_traceback(None))  # which would hold this object
+                return 0
         self._at += len(view)
         return len(view)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, shown
+from ..memory import total_memory_bytes
 from ..outputs import Delta, Result
 from ..speculation.options import kind_of
 from ..text import Tokenizer
@@ -65,6 +66,7 @@ class Session:
         draft = options.speculation.draft
         if draft is not None and kind_of(draft) == "draft":
             _check_draft(tokenizer, draft)
+        _require_fit(name, folder, options)
         self.info: ModelInfo
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
@@ -228,3 +230,18 @@ def _check_draft(tokenizer: Tokenizer, folder: Path) -> None:
             "one of the same family with the same tokenizer.",
             param="draft",
         )
+
+
+def _require_fit(name: str, folder: Path, options: EngineOptions) -> None:
+    """Refuse a model that this machine cannot hold, before it is read; a server has seen to it.
+
+    A stated `max_memory` is a decision on what the KV cache may take: then the limit is all of the
+    machine's memory.
+    """
+    from ..fit import require_fit  # imports mlx
+
+    if options.room_bytes is not None or not options.spread.is_alone:
+        return
+    limit = None if options.max_memory is None else total_memory_bytes()
+    bits = max(16 if each is None else each for each in options.kv.bits)
+    require_fit(name, folder, limit_bytes=limit, context=options.max_context, kv_bits=bits)

@@ -383,6 +383,21 @@ def embed(**options: Any) -> Report:
 
 
 @reports(
+    click.option("--size", default="1.5GB", show_default=True, help="Of the weights at 16 bits."),
+    number_option("--runs", 5, "Processes of each side; the quickest counts."),
+    small_option,
+    cpu_time_option,
+    peer_option,
+    fast_blas=False,
+)
+def load(**options: Any) -> Report:
+    """Weights of cached files into their place, beside reading them at all."""
+    from tests.bench.load import run
+
+    return run(**options)
+
+
+@reports(
     counts_option("--sizes", "10,100,1000", "Replicas; several, with commas."),
     number_option("--seed", 1, "Of the conversations.", least=0),
     click.option("--plot", type=click.Path(path_type=Path), help="Draw it here too."),

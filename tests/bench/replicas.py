@@ -8,7 +8,7 @@ prompt it shares, and go on after a pause for thought.
 
 import heapq
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,7 +50,7 @@ class Fleet:
     size: int
     chance: random.Random
     busy_until: np.ndarray = field(init=False)  # (size,) seconds
-    answering: list[list[float]] = field(init=False)  # ends of the answers under way
+    answering: list[deque[float]] = field(init=False)  # ends of answers, in their order
     kept: list[OrderedDict[tuple[str, int], int]] = field(init=False)
     held: list[int] = field(init=False)  # tokens that each keeps
     of_app: dict[int, list[int]] = field(default_factory=dict)  # where its system prompt was
@@ -58,7 +58,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.busy_until = np.zeros(self.size)
-        self.answering = [[] for _ in range(self.size)]
+        self.answering = [deque() for _ in range(self.size)]
         self.kept = [OrderedDict() for _ in range(self.size)]
         self.held = [0] * self.size
 
@@ -73,7 +73,9 @@ class Fleet:
     def warm(self, app: int) -> int | None:
         """A replica that keeps the system prompt of an app, one with little to do."""
         places = self.of_app.get(app, [])
-        some = self.chance.sample(places, min(LOOKED_AT, len(places)))
+        some = places
+        if len(places) > LOOKED_AT:
+            some = self.chance.choices(places, k=LOOKED_AT)
         still = [place for place in some if ("app", app) in self.kept[place]]
         return min(still, key=lambda place: self.busy_until[place], default=None)
 
@@ -85,13 +87,14 @@ class Fleet:
 
     def answer(self, place: int, talk: Talk, now: float) -> tuple[float, int]:
         """Compute a prompt; the seconds until its first token, and the tokens that were cached."""
-        answering = [end for end in self.answering[place] if end > now]
-        cached = self.cached(place, talk)
-        rate = PREFILL_RATE * max(0.2, 1 - DECODE_SHARE * len(answering))
+        answering, cached = self.answering[place], self.cached(place, talk)
         begin = max(now, float(self.busy_until[place]))
+        while answering and answering[0] <= begin:  # prompts come in order, and so do the ends
+            answering.popleft()
+        rate = PREFILL_RATE * max(0.2, 1 - DECODE_SHARE * len(answering))
         done = begin + (talk.tokens + MESSAGE - cached) / rate
         self.busy_until[place] = done
-        self.answering[place] = [*answering, done + ANSWER_S]
+        answering.append(done + ANSWER_S)
         self._keep(place, talk)
         talk.home = place
         return done - now, cached

@@ -8,7 +8,7 @@ import pytest
 from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
-from mlxinfer import hub
+from mlxinfer import InsufficientMemoryError, hub
 from mlxinfer.cli._model import download_bar
 from mlxinfer.hub import cache as hub_cache
 
@@ -40,8 +40,10 @@ def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
         "total_bytes",
         "missing_bytes",
         "free_bytes",
+        "fit",
         "files",
     }
+    assert plan["fit"]["weights_bytes"] == len(WEIGHTS)
     assert plan["missing_bytes"] == plan["total_bytes"]
     pulled = json.loads(outcome("pull", "--json", "org/tiny").out)
     assert set(pulled) == {"name", "path", "size_bytes"}
@@ -60,6 +62,18 @@ def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
     removed = json.loads(outcome("rm", "-y", "--json", "org/tiny").out)
     assert removed["removed"][0]["name"] == "org/tiny"
     assert removed["removed"][0]["freed_bytes"] > len(WEIGHTS)
+
+
+def test_a_pulled_model_that_does_not_fit_is_noted(
+    standin: StandIn, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, folder: object) -> None:
+        raise InsufficientMemoryError(f"{name} does not fit: 2 bits would.")
+
+    monkeypatch.setattr("mlxinfer.fit.require_fit", refuse)
+    pulled = outcome("pull", "org/tiny")
+    assert pulled.out.startswith("org/tiny is in ")
+    assert "org/tiny does not fit: 2 bits would." in pulled.err
 
 
 def test_a_bar_only_on_a_terminal(

@@ -6,8 +6,10 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +20,7 @@ from models.tiny import tiny_checkpoint
 from mlxinfer import LLM
 from mlxinfer.bench.speed import cpu_layers
 from mlxinfer.errors import CheckpointError
-from mlxinfer.models import load, safetensors
+from mlxinfer.models import load, safetensors, tensors
 from mlxinfer.models.safetensors import WeightFile
 from mlxinfer.models.tensors import FileTensor, load_tensors, loaded, side_by_side, stacked
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
@@ -95,10 +97,10 @@ def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path)
 
 def test_matrices_that_become_one_are_never_held_twice(tmp_path):
     folder = write_checkpoint(tmp_path, EXPERTS)
-    tensors = load_tensors(folder)
+    found = load_tensors(folder)
     front = "model.layers.0.mlp.experts"
     stacks = [
-        stacked([tensors[f"{front}.{i}.{name}_proj.weight"] for i in range(EXPERTS.experts)])
+        stacked([found[f"{front}.{i}.{name}_proj.weight"] for i in range(EXPERTS.experts)])
         for name in ("gate", "up")
     ]
     mx.reset_peak_memory()
@@ -123,8 +125,8 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
         for number in range(2):
             some = {f"{i}": mx.array(arrays[i]) for i in range(number, 6, 2)}
             mx.save_safetensors(str(tmp_path / f"model-{number}.safetensors"), some)
-        tensors = load_tensors(tmp_path)
-        files: list[FileTensor] = [tensors[f"{i}"] for i in range(6)]
+        found = load_tensors(tmp_path)
+        files: list[FileTensor] = [found[f"{i}"] for i in range(6)]
         while len(files) > 1:  # of equal shapes, so that they can be stacked
             groups = [(files[i : i + 2], arrays[i : i + 2]) for i in range(0, len(files), 2)]
             axis = chance.randrange(-files[0].ndim, 0)
@@ -143,10 +145,10 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
 
 
 def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
-    tensors = load_tensors(write_checkpoint(tmp_path, DENSE))
+    found = load_tensors(write_checkpoint(tmp_path, DENSE))
     reads = Reads(monkeypatch)
-    key = tensors["model.layers.0.self_attn.k_proj.weight"]
-    value = tensors["model.layers.0.self_attn.v_proj.weight"]
+    key = found["model.layers.0.self_attn.k_proj.weight"]
+    value = found["model.layers.0.self_attn.v_proj.weight"]
     first = key.read()
     assert key.read() is first
     joined = loaded(side_by_side([key, value], -2))
@@ -156,23 +158,40 @@ def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
     reads.check_once()
 
 
+def test_no_thread_of_mlx_keeps_what_it_read_from(tmp_path, monkeypatch):
+    """Such a thread needs Python, and aborts a process that ends meanwhile."""
+    left: list[weakref.ref[Any]] = []
+    plain = tensors._Source.__init__
+
+    def remember(source: Any, tensor: FileTensor) -> None:
+        plain(source, tensor)
+        left.append(weakref.ref(source))
+
+    monkeypatch.setattr(tensors._Source, "__init__", remember)
+    found = load_tensors(write_checkpoint(tmp_path, DENSE))
+    for tensor in found.values():
+        tensor.read()
+        assert left[-1]() is None
+    assert len(left) == len(found)
+
+
 def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "CHUNK_BYTES", 100_000)  # several threads
     folder = write_checkpoint(tmp_path, DENSE)
     path = folder / "model.safetensors"
-    tensors = load_tensors(folder)
+    found = load_tensors(folder)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends at byte \d+.*shorter"):
-        [tensor.read() for tensor in tensors.values()]
+        [tensor.read() for tensor in found.values()]
 
 
 def test_a_file_that_is_replaced_while_it_is_read_stays_what_it_was(tmp_path):
     folder = write_checkpoint(tmp_path / "one", DENSE)
     expected = mx.load(str(folder / "model.safetensors"))
-    tensors = load_tensors(folder)
+    found = load_tensors(folder)
     other = write_checkpoint(tmp_path / "two", DENSE, seed=1)
     os.replace(other / "model.safetensors", folder / "model.safetensors")
-    assert all(mx.array_equal(tensor.read(), expected[name]) for name, tensor in tensors.items())
+    assert all(mx.array_equal(tensor.read(), expected[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])

@@ -11,8 +11,8 @@ from live_server import LiveServer
 from scripted import TEMPLATE, Script, ScriptedServer
 
 from mlxinfer import hub
+from mlxinfer.cli._inspect import fit_of_repository
 from mlxinfer.core import FinishReason, Request, TokenEvent
-from mlxinfer.fit import fit_of_repository
 from mlxinfer.history import History
 from mlxinfer.server.app import ENDPOINTS
 from mlxinfer.server.page.library import Library

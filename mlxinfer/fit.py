@@ -11,6 +11,7 @@ from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
 from .models import load_any_config
 from .models.config import load_config
 from .models.decoder import LanguageConfig
+from .models.safetensors import expert_bytes
 from .models.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
@@ -45,7 +46,8 @@ class Fit:
             would do, or it fits.
         converted_bytes: what it would take then.
         ranks: machines of this memory that could run it together; None: it fits, or they could not.
-        has_experts: whether it is a mixture of experts.
+        expert_memory: bytes that experts could have where they are read when they are needed;
+            None: it fits, it has none, or the rest alone does not fit.
         problem: why it does not run here.
     """
 
@@ -59,7 +61,7 @@ class Fit:
     converted_bits: int | None = None
     converted_bytes: int | None = None
     ranks: int | None = None
-    has_experts: bool = False
+    expert_memory: int | None = None
     problem: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -103,6 +105,9 @@ class Fit:
             yield f"these weights with a shorter context, by bits of the KV cache: {listed} tokens"
         if self.ranks is not None:
             yield f"{self.ranks} machines with as much memory (--ranks {self.ranks})"
+        if self.expert_memory is not None:
+            size = f"{self.expert_memory / 1e9:.1f}GB"
+            yield f"experts read from the disk when they are needed (--expert-memory {size})"
 
 
 def models_limit_bytes() -> int:
@@ -146,7 +151,6 @@ def fit_of(
         needed_context=needed,
         kv_bytes=kv_bytes(config, needed),
         contexts=contexts,
-        has_experts=config.num_experts > 0,
     )
     if contexts[16] >= config.max_context:
         return replace(fit, verdict=Verdict.FITS)
@@ -158,6 +162,7 @@ def fit_of(
         converted_bits=bits,
         converted_bytes=None if bits is None else _converted_bytes(config, weights_bytes, bits),
         ranks=None if folder is None else _ranks(folder, fit),
+        expert_memory=None if folder is None else _expert_memory(config, folder, fit),
     )
 
 
@@ -177,6 +182,15 @@ def _converted_bytes(config: LanguageConfig, weights_bytes: int, bits: int) -> i
     return int(weights_bytes * (bits + SCALE_BITS) / stored)
 
 
+def _expert_memory(config: LanguageConfig, folder: Path, fit: Fit) -> int | None:
+    """What the rest of a mixture and its KV cache leave for experts, in 100 MB, or all of them."""
+    if not config.num_experts or not any(folder.glob("*.safetensors")):
+        return None
+    experts = expert_bytes(folder)
+    left = fit.limit_bytes - fit.kv_bytes - (fit.weights_bytes - experts)
+    return left // 10**8 * 10**8 if 10**8 <= left < experts else None
+
+
 def _ranks(folder: Path, fit: Fit) -> int | None:
     """How few ranks can share a model, of which each has room for its part."""
     for count in RANKS:
@@ -190,10 +204,18 @@ def _ranks(folder: Path, fit: Fit) -> int | None:
     return None
 
 
+def held_bytes(folder: Path, expert_memory: int | None = None) -> int:
+    """Bytes of a checkpoint's weights in memory; `expert_memory`: of experts, None: all of them."""
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    left_out = 0 if expert_memory is None else max(expert_bytes(folder) - expert_memory, 0)
+    return weights - left_out
+
+
 def require_fit(
     name: str,
     folder: Path,
     *,
+    weights_bytes: int,
     limit_bytes: int | None = None,
     context: int | None = None,
     kv_bits: int = 16,
@@ -203,6 +225,7 @@ def require_fit(
     Weights of less than a tenth of the limit are let through unseen.
 
     Args:
+        weights_bytes: that are to be in memory, as of `held_bytes`.
         limit_bytes: of weights and KV cache; None: what models may take here.
         context: tokens of a sequence at most; None: as many as the model has.
         kv_bits: of the KV cache.
@@ -212,12 +235,11 @@ def require_fit(
         ModelError: config.json is broken or not supported.
     """
     limit = models_limit_bytes() if limit_bytes is None else limit_bytes
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if 10 * weights < limit:
+    if 10 * weights_bytes < limit:
         return
     config = load_any_config(folder)
     needed = min(context or ENOUGH_CONTEXT, ENOUGH_CONTEXT)
-    fit = fit_of(config, weights, limit, folder=folder, context=needed)
+    fit = fit_of(config, weights_bytes, limit, folder=folder, context=needed)
     assert fit.contexts is not None
     if fit.verdict is Verdict.TOO_LARGE and fit.contexts[min(kv_bits, 8)] < fit.needed_context:
         raise InsufficientMemoryError(f"{name} d{fit.text[1:]}", param="model")

@@ -13,6 +13,7 @@ from mlxinfer.fit import (
     ENOUGH_CONTEXT,
     Verdict,
     fit_of,
+    held_bytes,
     kv_bytes,
     longest_context,
     models_limit_bytes,
@@ -21,7 +22,9 @@ from mlxinfer.fit import (
 from mlxinfer.memory import MODELS_SHARE, human_bytes
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config
+from mlxinfer.models.safetensors import expert_bytes
 from mlxinfer.roofline import CHIPS, Machine, Work, estimate
+from tests.bench.checkpoints import Experts, write_checkpoint
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 64},
@@ -149,12 +152,31 @@ def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
         assert on["text"] == fit.text
         seen.add(on["verdict"])
         if on["verdict"] != Verdict.TOO_LARGE:
-            require_fit("demo", folder)
+            require_fit("demo", folder, weights_bytes=weights)
             continue
         with pytest.raises(InsufficientMemoryError) as caught:
-            require_fit("demo", folder)
+            require_fit("demo", folder, weights_bytes=weights)
         assert str(caught.value).removeprefix("demo does") in on["text"]
     assert len(seen) > 1
+
+
+def test_experts_could_be_read_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have what the rest and its KV cache leave."""
+    sizes = Experts(
+        **{"hidden": 64, "inner": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
+        **{"vocab": 64, "experts": 8, "chosen": 2},
+    )
+    folder = write_checkpoint(tmp_path, sizes)
+    assert held_bytes(folder) - held_bytes(folder, 1000) == expert_bytes(folder) - 1000
+    monkeypatch.setattr("mlxinfer.fit.expert_bytes", lambda folder: 10 * 10**9)
+    model, rest = load_config(folder), 10**9
+    for left, expected in ((5.55e9, 5_500_000_000), (0.9e8, None), (-1e9, None)):
+        limit = int(rest + kv_bytes(model, ENOUGH_CONTEXT) + left)
+        found = fit_of(model, rest + 10 * 10**9, limit, folder=folder)
+        assert found.expert_memory == expected
+        assert ("--expert-memory 5.5GB" in found.text) == (expected is not None)
 
 
 def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
@@ -163,11 +185,11 @@ def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
     model = load_any_config(folder)
     memory((weights + kv_bytes(model, 1024, 8)) / MODELS_SHARE + 100)
     with pytest.raises(InsufficientMemoryError):
-        require_fit("demo", folder)
-    require_fit("demo", folder, context=1000)
-    require_fit("demo", folder, kv_bits=4, context=1500)
+        require_fit("demo", folder, weights_bytes=weights)
+    require_fit("demo", folder, weights_bytes=weights, context=1000)
+    require_fit("demo", folder, weights_bytes=weights, kv_bits=4, context=1500)
     with pytest.raises(InsufficientMemoryError):
-        require_fit("demo", folder, kv_bits=8, context=1500)
+        require_fit("demo", folder, weights_bytes=weights, kv_bits=8, context=1500)
     with pytest.raises(InsufficientMemoryError):
         LLM("demo")
     with LLM("demo", max_memory="3MB") as llm:  # of all the memory there is

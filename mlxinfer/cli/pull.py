@@ -46,10 +46,10 @@ def command(name: str, dry_run: bool, verify: bool, as_json: bool) -> None:
 
 def _say_whether_it_fits(name: str, folder: Path) -> None:
     """A model may also be here to be converted: one that is too large is a note."""
-    from ..fit import require_fit
+    from ..fit import held_bytes, require_fit
 
     try:
-        require_fit(name, folder)
+        require_fit(name, folder, weights_bytes=held_bytes(folder))
     except InsufficientMemoryError as error:
         note(str(error))
     except MlxinferError:

@@ -236,12 +236,20 @@ def _require_fit(name: str, folder: Path, options: EngineOptions) -> None:
     """Refuse a model that this machine cannot hold, before it is read; a server has seen to it.
 
     A stated `max_memory` is a decision on what the KV cache may take: then the limit is all of the
-    machine's memory.
+    machine's memory. Of experts that are read when they are needed, those in memory count.
     """
-    from ..fit import require_fit  # imports mlx
+    from ..fit import held_bytes, require_fit  # imports mlx
 
     if options.room_bytes is not None or not options.spread.is_alone:
         return
     limit = None if options.max_memory is None else total_memory_bytes()
     bits = max(16 if each is None else each for each in options.kv.bits)
-    require_fit(name, folder, limit_bytes=limit, context=options.max_context, kv_bits=bits)
+    weights = held_bytes(folder, None if options.experts is None else options.experts.num_bytes)
+    require_fit(
+        name,
+        folder,
+        weights_bytes=weights,
+        limit_bytes=limit,
+        context=options.max_context,
+        kv_bits=bits,
+    )

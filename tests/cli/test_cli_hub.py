@@ -67,7 +67,7 @@ def test_json_keys_are_stable(standin: StandIn, outcome: Any) -> None:
 def test_a_pulled_model_that_does_not_fit_is_noted(
     standin: StandIn, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str, folder: object) -> None:
+    def refuse(name: str, folder: object, *, weights_bytes: int) -> None:
         raise InsufficientMemoryError(f"{name} does not fit: 2 bits would.")
 
     monkeypatch.setattr("mlxinfer.fit.require_fit", refuse)

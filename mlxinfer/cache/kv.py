@@ -333,12 +333,11 @@ class KVCache:
         self.clear_tails([slot for slot in new_slots if slot in self._used_slots])
         self._used_slots.update(new_slots)
         self._copy_partial(work.copies)
-        self.states.leave(work.leave)
-        if self.own is not None:
-            self.own.leave(work.leave)
-        for snapshot, slot in work.resume:
-            self.states.restore(snapshot, slot)
-        self.states.drop(work.drop)
+        if self.state_group is not None:
+            (self.states if self.own is None else self.own).leave(work.leave)
+            for snapshot, slot in work.resume:
+                self.states.restore(snapshot, slot)
+            self.states.drop(work.drop)
         return spilled
 
     def read_out(self, spills: Sequence[Spill]) -> list[tuple[Spill, bytes]]:
@@ -433,9 +432,9 @@ class KVCache:
 
     def step_outputs(self) -> list[mx.array]:
         """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
-        if self.own is not None:
-            return self.own.outputs()
-        return self.states.outputs()
+        if self.state_group is None:
+            return []
+        return (self.states if self.own is None else self.own).outputs()
 
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
         pool = self.pools[self._paged[layer]]

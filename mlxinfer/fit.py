@@ -133,7 +133,7 @@ def fit_of(
     folder: Path | None = None,
     context: int | None = None,
 ) -> Fit:
-    """The verdict of a model whose config and weights are known.
+    """The verdict of a model with known config and weights.
 
     Args:
         folder: of its config.json, which says how many ranks can share it; None: that is left out.

@@ -1,7 +1,10 @@
 """The project speaks of itself alone, in files and functions that can be taken in."""
 
 import ast
+import re
+import tokenize
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,40 @@ def test_what_catches_everything_says_why() -> None:
     ]
     assert len(broad) > 40
     assert not [line for line in broad if "#" not in line]
+
+
+PERSONS = re.compile(
+    r"\b(who|whom|whose|whoever|nobody|somebody|anybody|everybody|he|she|him|her|his|hers)\b",
+    re.IGNORECASE,
+)
+PEOPLE = ("of somebody in a hurry", "written by somebody else")  # where a person is meant
+
+
+def explanations(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring and comment of a module."""
+    source = path.read_text()
+    if not PERSONS.search(source):
+        return
+    for node in ast.walk(ast.parse(source)):
+        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, documented) and (text := ast.get_docstring(node, clean=False)):
+            yield node.body[0].lineno, text
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_data_are_no_persons() -> None:
+    found = [
+        f"{path}:{line} {word[0]}"
+        for path in [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+        for line, text in explanations(path)
+        for word in PERSONS.finditer(text)
+        if not any(people in text for people in PEOPLE)
+    ]
+    assert not found, (
+        "say 'the request that', 'of which', 'with': requests and pages are not persons"
+    )
 
 
 def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

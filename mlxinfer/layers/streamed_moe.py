@@ -69,11 +69,11 @@ class SlotProjection:
 
 
 class StreamedMoE(MoE):
-    """A mixture whose experts are read when tokens need them.
+    """A mixture with experts that are read when tokens need them.
 
     Attributes:
         slots: of its experts.
-        following: the mixture of a later layer, whose router guesses from what this one reads;
+        following: the mixture of a later layer; its router guesses from what this one reads;
             None: there is none.
     """
 

@@ -1,7 +1,7 @@
 """The weights of one rank: of each stored tensor the part that its config asks for, and no more.
 
 A family asks for tensors in the sizes of its config. Where that is a rank's, they are smaller than
-what is stored; which numbers they are follows from the rank's share. A matrix whose inputs were cut
+what is stored; which numbers they are follows from the rank's share. A matrix with cut inputs
 gives summands: its projection sums them over the ranks.
 """
 
@@ -63,7 +63,7 @@ class CutWeights(Weights):
         self._link = link
         self._sums = Sums(link)
         self._cut: set[str] = set()
-        self._summands: set[str] = set()  # matrices whose inputs were cut
+        self._summands: set[str] = set()  # matrices with cut inputs
         self.bytes_read = 0
 
     def has_shape(self, name: str, shape: Sequence[int]) -> bool:

@@ -416,7 +416,7 @@ def disk_rate(spans: Sequence[Span]) -> float:
 
 
 def open_uncached(path: Path) -> int:
-    """A descriptor whose reads pass the page cache, where the system has that."""
+    """A descriptor with reads that pass the page cache, where the system has that."""
     file = os.open(path, os.O_RDONLY)
     if sys.platform == "darwin":
         fcntl.fcntl(file, fcntl.F_NOCACHE, 1)

@@ -1,4 +1,4 @@
-"""Weights of a model whose experts stay in their files; see expert_store.py.
+"""Weights of a model with experts that stay in their files; see expert_store.py.
 
 A family builds the model as it always does. Stacks of experts become projections over slots that
 are not there yet, and mixtures become streamed ones: how many slots each layer gets is known when
@@ -48,7 +48,7 @@ class ExpertsInFiles(StoredMatrix):
 
 
 class StreamedWeights(Weights):
-    """Weights whose stacks of experts are not read. Arguments as of `Weights`."""
+    """Weights of which the stacks of experts are not read. Arguments as of `Weights`."""
 
     def __init__(self, tensors: dict[str, FileTensor], **options: Any) -> None:
         super().__init__(tensors, **options)
@@ -95,7 +95,7 @@ class StreamedWeights(Weights):
         return projection
 
     def moe(self, **parts: Any) -> MoE:
-        """A mixture whose experts are read when tokens need them.
+        """A mixture with experts that are read when tokens need them.
 
         Raises:
             UnsupportedModelError: the files do not hold each expert in one piece.

@@ -221,7 +221,7 @@ class Weights:
         return MoE(**parts)
 
     def block(self, block: FeedForward) -> FeedForward:
-        """A block of several summands, whose matrices were taken from here."""
+        """A block of several summands; its matrices were taken from here."""
         return block
 
     def once(self, bias: mx.array) -> mx.array:
@@ -332,7 +332,7 @@ class Weights:
         )
 
     def drop_below(self, fronts: Sequence[str]) -> None:
-        """Leave out all tensors whose names begin with one of these."""
+        """Leave out all tensors with names that begin with one of these."""
         if fronts:
             self.drop(*[name for name in self._tensors if name.startswith(tuple(fronts))])
 

@@ -95,7 +95,7 @@ class PoolingConfig:
         lowercase: texts are read in lower case.
         matryoshka: lengths that vectors may be cut to; empty: any.
         head: of a model that scores.
-        token_ids: of a `TOKENS` head: whose logit counts, and whose is taken off.
+        token_ids: of a `TOKENS` head: the first's logit counts, the second's is taken off.
         activation: of the score, "sigmoid" or "identity".
     """
 

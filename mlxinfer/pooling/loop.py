@@ -182,7 +182,7 @@ class PoolingLoop:
         return None if made is None else self._advance(made, made.num_tokens)
 
     def _wanted(self, computed: Pass) -> int:
-        """Rows of a pass whose requests still wait."""
+        """Rows of a pass of requests that still wait."""
         return sum(row.request.id in self._unfinished for row in computed.rows)
 
     def _begin(self, rows: Sequence[WaitingRow]) -> Pass | None:

@@ -91,7 +91,7 @@ class PassQueue:
             heapq.heappush(self._by_length, (row.num_tokens, self._count, row))
 
     def discard(self, rows: Iterable[WaitingRow]) -> None:
-        """Forget rows whose request has ended."""
+        """Drop the rows of ended requests."""
         for row in rows:
             if not row.taken:
                 row.taken = True

@@ -118,8 +118,8 @@ class TokenLogits:
 
     Args:
         logits: (N, hidden) -> (N, vocab).
-        yes: token whose logit counts.
-        no: token whose logit is taken off; None: none is.
+        yes: token with the logit that counts.
+        no: token with the logit that is taken off; None: none is.
         dtype: of hidden states.
     """
 

@@ -36,7 +36,7 @@ class RowGroup:
 
 
 def row_groups(lengths: Sequence[int]) -> list[RowGroup]:
-    """Groups of the rows of a pass, whose lengths are in order."""
+    """Groups of the rows of a pass, in order of their lengths."""
     groups, start = [], 0
     for length, rows in groupby(lengths):
         count = len(list(rows))

@@ -67,7 +67,7 @@ def read_hosts(path: Path, rank: int | None) -> Place:
     Args:
         path: of JSON: a list with a list of addresses with ports for each rank, as MLX's ring
             takes it; or a list of objects with `ips`, as mlx.launch does.
-        rank: which; None: the one whose address is this machine's.
+        rank: which; None: the one with this machine's address.
 
     Raises:
         InvalidRequestError: no such file, a name or a public address, or no address of this

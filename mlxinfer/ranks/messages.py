@@ -52,7 +52,7 @@ class Release(msgspec.Struct, array_like=True, tag="release"):
 
 
 class Form(msgspec.Struct, array_like=True, tag="form"):
-    """Everybody is there: form the group of MLX."""
+    """All ranks are there: form the group of MLX."""
 
 
 class Ping(msgspec.Struct, array_like=True, tag="ping"):

@@ -20,7 +20,7 @@ class RankOptions:
 
     ranks: int = 1
     hostfile: Path | None = None  # where they are; None: on this machine, or as a launcher says
-    rank: int | None = None  # in the host file; None: the one whose address is this machine's
+    rank: int | None = None  # in the host file; None: the one with this machine's address
     rank_deadline: float = 60.0  # seconds that a step may take
     pipeline: bool = False  # ranks have some of the layers each, not a part of every layer
 

@@ -82,7 +82,7 @@ def ours(folder: Path) -> Callable[[], int]:
 
 
 def theirs(folder: Path) -> Callable[[], int]:
-    """mlx-lm's model, all of whose parameters are evaluated."""
+    """mlx-lm's model, with all parameters evaluated."""
     import importlib
 
     import mlx.core as mx

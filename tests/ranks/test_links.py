@@ -1,4 +1,4 @@
-"""Who may connect, and where ranks may be."""
+"""Which processes may connect, and where ranks may be."""
 
 import json
 import socket

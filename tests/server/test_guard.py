@@ -1,4 +1,4 @@
-"""Who gets in: keys, Host, Origin, sizes, content types. Over real sockets."""
+"""What gets in: keys, Host, Origin, sizes, content types. Over real sockets."""
 
 import contextlib
 import json

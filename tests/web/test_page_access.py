@@ -1,4 +1,4 @@
-"""The page for everybody: axe finds nothing, 360 pixels are enough, both themes are readable."""
+"""The page is accessible: axe finds nothing, 360 pixels are enough, both themes are readable."""
 
 from typing import Any
 

@@ -66,7 +66,7 @@ class Bert(Encoder):
 
 
 class Roberta(Bert):
-    """BERT whose positions begin behind that of padding: 2 in most checkpoints."""
+    """BERT with positions that begin behind that of padding: 2 in most checkpoints."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **Bert.defaults,

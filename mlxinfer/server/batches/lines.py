@@ -167,7 +167,7 @@ class ResultFiles:
         errors: the same; made when the first request fails.
 
     Attributes:
-        done: the ids of the requests whose answers are there.
+        done: the ids of the requests with answers that are there.
         num_failed: of these, in `errors`.
 
     Raises:

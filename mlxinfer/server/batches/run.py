@@ -43,7 +43,7 @@ class BatchRun:
         service: answers them.
         endpoints: by the `url` of requests.
         results: where the answers go; requests that have one there are passed over.
-        owner: name of the key whose batch it is; None: no keys.
+        owner: name of the key that the batch belongs to; None: no keys.
         on_done: called after each answer.
         at_once: requests that are built or answered at a time.
     """

@@ -1,4 +1,4 @@
-"""Frameworks over a server, as their users set them up: LangChain, Pydantic AI, OpenAI Agents, llm.
+"""Frameworks over a server, as users set them up: LangChain, Pydantic AI, OpenAI Agents, llm, LiteLLM.
 
 They come with the extra `clients`; each is left out where it is not installed.
 """
@@ -133,3 +133,31 @@ def test_llm(server: ScriptedServer, tmp_path: Path) -> None:
             check=True,
         )
     assert done.stdout.strip() == "It rains."
+
+
+def test_litellm(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of aider and of many gateways, with each of the APIs that it speaks here."""
+    monkeypatch.setenv(
+        "LITELLM_LOCAL_MODEL_COST_MAP", "True"
+    )  # or it is asked for over the network
+    litellm = pytest.importorskip("litellm")
+    there: dict[str, Any] = {"api_base": f"{server.url}/v1", "api_key": "none", "num_retries": 0}
+    messages = [{"role": "user", "content": "Weather in Zürich?"}]
+    with server.says("<think>hm</think>It rains."):
+        for model in ("openai/demo", "hosted_vllm/demo"):
+            said = litellm.completion(model, messages, **there).choices[0].message
+            assert (said.content, said.reasoning_content) == ("It rains.", "hm")
+            parts = litellm.completion(model, messages, stream=True, **there)
+            texts = [part.choices[0].delta.content or "" for part in parts]
+            assert "".join(texts) == "It rains."
+        answer = litellm.completion(
+            "ollama_chat/demo", messages, api_base=server.url, api_key="none"
+        )
+        assert answer.choices[0].message.content == "It rains."
+        made = litellm.responses("Hi", "openai/demo", **there)
+        assert made.output_text == "It rains."
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+    with server.says(CALL):
+        said = litellm.completion("openai/demo", messages, tools=[tool], **there).choices[0]
+    (call,) = said.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Zürich"}

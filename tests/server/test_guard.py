@@ -172,6 +172,15 @@ def test_an_allowed_page_gets_cors_headers() -> None:
 def test_bodies_are_json(server: LiveServer, kind: str) -> None:
     answer = server.client.post(CHAT, content=json.dumps(chat()), headers={"content-type": kind})
     assert answer.status_code == 415
+    assert (kind or "absent") in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["origin", "sec-fetch-site", "referer"])
+def test_a_body_without_a_type_is_json_but_from_a_page(server: LiveServer, name: str) -> None:
+    """LiteLLM sends such to Ollama's API; a page's request without a type asks no leave."""
+    body = json.dumps(chat())
+    assert server.client.post(CHAT, content=body).status_code == 200
+    assert server.client.post(CHAT, content=body, headers={name: server.url}).status_code == 415
 
 
 def test_a_charset_is_fine_and_an_encoding_is_not(server: LiveServer) -> None:

@@ -36,6 +36,7 @@ POLLED = frozenset(
 )  # logged at level info only on errors
 ADMIN_PATHS = ("/admin/", "/hub/")  # models, downloads, what all keys run
 JSON = b"application/json"
+BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"referer"))  # headers that they send
 CLIENT_GONE = 499  # the log's status of a request after its client disconnected
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -253,10 +254,16 @@ def _check_sizes(scope: Scope, config: ServerConfig) -> None:
 
 
 def _check_media_type(headers: Headers, expected: bytes) -> None:
+    """Refuse bodies of another type, such as forms, which any web page may send.
+
+    JSON may come without a type from what is no browser (LiteLLM sends it so to Ollama's API): a
+    browser names the page that sends it.
+    """
     kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
-    if kinds != [expected]:
-        what = "of this path" if expected != JSON else "with a body"
-        raise MediaTypeError(f"The content-type of a request {what} is {expected.decode()}.")
+    untyped = expected == JSON and not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
+    if kinds != [expected] and not untyped:
+        came = b", ".join(kinds)[:100].decode("latin-1") or "absent"
+        raise MediaTypeError(f"The content-type is {came}; expected {expected.decode()}.")
     encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
     if not encodings <= {b"identity"}:
         raise MediaTypeError("Bodies are read without content-encoding.")

@@ -348,7 +348,7 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool with the fields that the specification requires of a function."""
     if tool.get("type") != "function":
         return tool
-    return {"parameters": None, "strict": False, **tool}
+    return {"description": None, "parameters": None, "strict": False, **tool}
 
 
 def _wraps(body: ResponsesRequest) -> bool:

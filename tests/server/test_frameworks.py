@@ -1,4 +1,4 @@
-"""Frameworks over a server, as users set them up: LangChain, Pydantic AI, OpenAI Agents, llm, LiteLLM.
+"""Frameworks over a server: LangChain, Pydantic AI, OpenAI Agents, llm, LiteLLM.
 
 They come with the extra `clients`; each is left out where it is not installed.
 """

@@ -135,7 +135,7 @@ def test_open_responses(scripted: ScriptedServer, body: dict[str, Any]) -> None:
         if event["type"] not in OPENAIS_OWN:
             events[event["type"]].model_validate(event)
     kinds = [event["type"] for event in streamed]
-    assert kinds[-1] == "response.completed" and whole["status"] == "completed"
+    assert (kinds[-1], whole["status"]) == ("response.completed", "completed")
     items = {item["type"] for item in whole["output"]}
     assert ("function_call" in items) is ("tools" in body)
     assert ("response.function_call_arguments.done" in kinds) is ("tools" in body)

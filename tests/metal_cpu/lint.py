@@ -6,7 +6,6 @@ more. clang reads them as C++14 with address spaces that it tells apart; `msl_ru
 """
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from metal_cpu.msl_references import reference_faults
 from metal_cpu.program import INCLUDES
 from metal_cpu.report import Fault
 from metal_cpu.source import Kernel, Part, flattened
-from metal_cpu.tokens import after, before, text_at, tokens
+from metal_cpu.tokens import after, before, code_of, text_at
 from metal_cpu.transform import transformed
 
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
@@ -66,9 +65,11 @@ def lint(kernel: Kernel) -> list[Fault]:
     return [*refused, *(fault for part in kernel.parts for fault in _bare_pointers(part))]
 
 
-def _bare_pointers(part: Part) -> Iterator[Fault]:
+@lru_cache(maxsize=128)
+def _bare_pointers(part: Part) -> list[Fault]:
     """Pointer types in casts that name no address space: clang lets them change it."""
-    pieces = list(tokens(part.text))
+    pieces = code_of(part.text)
+    found = []
     for index, piece in enumerate(pieces):
         if piece.text != "*" or text_at(pieces, after(pieces, index)) != ")":
             continue
@@ -79,4 +80,5 @@ def _bare_pointers(part: Part) -> Iterator[Fault]:
             place = before(pieces, place)
         if not SPACES & set(words):
             message = f"({' '.join(reversed(words))} *) names no address space"
-            yield Fault("address space", message, part.file, piece.line)
+            found.append(Fault("address space", message, part.file, piece.line))
+    return found

@@ -4,23 +4,26 @@ C++ binds a temporary to a reference to const. In Metal the reference names an a
 what a temporary lies in is not said: the project's kernels give each such value a name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 
 from metal_cpu.report import Fault
 from metal_cpu.source import Part
-from metal_cpu.tokens import Kind, Token, closing, split, tokens
+from metal_cpu.tokens import Kind, Token, closing, code_of, split
 
 NO_FUNCTION = frozenset({"if", "for", "while", "switch", "return", "sizeof"})
 
+Definition = tuple[str, list[list[Token]], int]  # name, parameters, place
+Call = tuple[str, list[list[Token]]]  # name, arguments
 References = dict[tuple[str, int], frozenset[int]]  # (name, parameters) -> places of references
 
 
 def reference_faults(parts: Sequence[Part]) -> list[Fault]:
     """Every temporary that a kernel's own parts bind to a `thread` reference."""
-    code = {part.file: [token for token in tokens(part.text) if token.is_code] for part in parts}
     references: References = {}
-    for own in code.values():
-        for name, parameters, _ in _definitions(own):
+    read = [_read(part) for part in parts]
+    for definitions, _ in read:
+        for name, parameters, _ in definitions:
             places = frozenset(
                 i
                 for i, parameter in enumerate(parameters)
@@ -29,13 +32,21 @@ def reference_faults(parts: Sequence[Part]) -> list[Fault]:
             key = name, len(parameters)
             references[key] = references.get(key, places) & places
     return [
-        Fault("address space", f"{said} is a temporary, bound to a thread reference", file, line)
-        for file, own in code.items()
-        for said, line in _temporaries(own, references)
+        Fault("address space", f"{said} is a temporary, bound to a thread reference", p.file, line)
+        for p, (_, calls) in zip(parts, read, strict=True)
+        for said, line in _temporaries(calls, references)
     ]
 
 
-def _definitions(code: Sequence[Token]) -> Iterator[tuple[str, list[list[Token]], int]]:
+@lru_cache(maxsize=128)
+def _read(part: Part) -> tuple[list[Definition], list[Call]]:
+    """Functions and calls of one part: kept, most kernels share most parts."""
+    code = code_of(part.text)
+    definitions = list(_definitions(code))
+    return definitions, list(_calls(code, {place for *_, place in definitions}))
+
+
+def _definitions(code: Sequence[Token]) -> Iterator[Definition]:
     """Name, parameters and place of each function that has a body."""
     for i, end in _parentheses(code):
         after = end + 1
@@ -47,15 +58,18 @@ def _definitions(code: Sequence[Token]) -> Iterator[tuple[str, list[list[Token]]
             yield code[i].text, _split(code[i + 2 : end]), i
 
 
-def _temporaries(code: Sequence[Token], references: References) -> Iterator[tuple[str, int]]:
-    """Arguments of calls that are temporaries where a reference is wanted, with their lines."""
-    defined = {place for *_, place in _definitions(code)}
+def _calls(code: Sequence[Token], defined: Collection[int]) -> Iterator[Call]:
+    """Name and arguments of each call."""
     for i, end in _parentheses(code):
-        if i in defined:
-            continue
-        opening = i + 1 if code[i + 1].text == "(" else closing(code, i + 1) + 1
-        arguments = _split(code[opening + 1 : end])
-        for place in references.get((code[i].text, len(arguments)), ()):
+        if i not in defined:
+            opening = i + 1 if code[i + 1].text == "(" else closing(code, i + 1) + 1
+            yield code[i].text, _split(code[opening + 1 : end])
+
+
+def _temporaries(calls: Sequence[Call], references: References) -> Iterator[tuple[str, int]]:
+    """Arguments of calls that are temporaries where a reference is wanted, with their lines."""
+    for name, arguments in calls:
+        for place in references.get((name, len(arguments)), ()):
             argument = arguments[place]
             if not _is_object(argument):
                 yield " ".join(token.text for token in argument), argument[0].line

@@ -8,12 +8,13 @@ costs nothing: every recursion and every return before a barrier is a fault, wha
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from metal_cpu.report import Fault
 from metal_cpu.source import Part
-from metal_cpu.tokens import Kind, Token, closing, split, tokens
+from metal_cpu.tokens import Kind, Token, closing, code_of, split
 
 SPACES = frozenset({"device", "constant", "threadgroup", "thread", "ray_data", "object_data"})
 BARRIERS = frozenset({"threadgroup_barrier", "simdgroup_barrier"})
@@ -81,23 +82,33 @@ class Function:
 def faults(parts: Sequence[Part]) -> list[Fault]:
     """Every breach of a rule in a kernel's own parts; headers that it includes are not read."""
     found: list[Fault] = []
-    functions: dict[str, Function] = {}
+    places: dict[str, Function] = {}
+    calls: dict[str, set[str]] = {}
     for part in parts:
-        code = [token for token in tokens(part.text) if token.is_code]
-        reader = _Reader(part.file, code)
-        reader.read_scope(0, len(code), in_struct=False)
-        found += reader.found
-        found += [Fault("language", said, part.file, line) for said, line in _words(code)]
-        for function in reader.functions:
-            functions.setdefault(function.name, function).calls.update(function.calls)
-        found += [
-            Fault("divergence", "a return before a barrier", part.file, line)
-            for line in _early_returns(reader.functions)
-        ]
+        breaches, functions = _read(part)
+        found += breaches
+        for function in functions:
+            places.setdefault(function.name, function)
+            calls.setdefault(function.name, set()).update(function.calls)
     return found + [
-        Fault("language", f"{function.name} calls itself", function.file, function.line)
-        for function in _recursive(functions)
+        Fault("language", f"{name} calls itself", places[name].file, places[name].line)
+        for name in _recursive(calls)
     ]
+
+
+@lru_cache(maxsize=128)
+def _read(part: Part) -> tuple[list[Fault], list[Function]]:
+    """Breaches that one part shows, and its functions: kept, most kernels share most parts."""
+    code = code_of(part.text)
+    reader = _Reader(part.file, code)
+    reader.read_scope(0, len(code), in_struct=False)
+    found = [*reader.found]
+    found += [Fault("language", said, part.file, line) for said, line in _words(code)]
+    found += [
+        Fault("divergence", "a return before a barrier", part.file, line)
+        for line in _early_returns(reader.functions)
+    ]
+    return found, reader.functions
 
 
 def _words(code: Sequence[Token]) -> Iterator[tuple[str, int]]:
@@ -355,17 +366,17 @@ def _early_returns(functions: Sequence[Function]) -> Iterator[int]:
         yield from (line for at, line in function.returns if at < max(waits, default=-1))
 
 
-def _recursive(functions: dict[str, Function]) -> list[Function]:
+def _recursive(calls: Mapping[str, set[str]]) -> list[str]:
     """Functions from which calls lead back to themselves, in order of name."""
 
     def reached(name: str) -> set[str]:
         seen: set[str] = set()
-        todo = set(functions[name].calls)
+        todo = set(calls[name])
         while todo:
             other = todo.pop()
-            if other in functions and other not in seen:
+            if other in calls and other not in seen:
                 seen.add(other)
-                todo |= functions[other].calls
+                todo |= calls[other]
         return seen
 
-    return [functions[name] for name in sorted(functions) if name in reached(name)]
+    return [name for name in sorted(calls) if name in reached(name)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from metal_cpu import build
 from metal_cpu.call_sites import with_call_sites
 from metal_cpu.signature import BUILTINS, Parameter, parameters
-from metal_cpu.source import MLX_HEADERS, Kernel, flattened
+from metal_cpu.source import MLX_HEADERS, Kernel, flattened, stretches
 from metal_cpu.tokens import tokens
 from metal_cpu.transform import transformed
 
@@ -33,7 +33,8 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
         ValueError: it has no such function, or a parameter cannot be bound.
     """
     text = flattened(kernel.parts)
-    found = tuple(parameters(list(tokens(text)), kernel.function))
+    declaring = "".join(piece for piece in stretches(text) if kernel.function in piece)
+    found = tuple(parameters(list(tokens(declaring)), kernel.function))
     options = (*build.LANGUAGE, *build.CODE, *build.arithmetic())
     options += build.CHECKED if checked else build.PLAIN
 

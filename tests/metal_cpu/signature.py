@@ -57,11 +57,12 @@ def parameters(pieces: Sequence[Token], function: str) -> list[Parameter]:
 
 def _parameter_list(pieces: Sequence[Token], function: str) -> Sequence[Token]:
     for i, piece in enumerate(pieces):
-        start = after(pieces, i)
-        if piece.text == function and text_at(pieces, start) == "(":
-            returns = before(pieces, i)
-            if text_at(pieces, returns) == "void" and _is_kernel(pieces, returns):
-                return pieces[start + 1 : closing(pieces, start)]
+        if piece.text != function:
+            continue
+        start, returns = after(pieces, i), before(pieces, i)
+        declares = text_at(pieces, start) == "(" and text_at(pieces, returns) == "void"
+        if declares and _is_kernel(pieces, returns):
+            return pieces[start + 1 : closing(pieces, start)]
     raise ValueError(f"there is no kernel {function}")
 
 

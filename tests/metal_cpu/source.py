@@ -48,6 +48,11 @@ def flattened(parts: tuple[Part, ...]) -> str:
     return "\n".join(line for part in parts for line in _lines(part, seen)) + "\n"
 
 
+def stretches(text: str) -> list[str]:
+    """What `flattened` made, in pieces that are of one file each; most kernels share most."""
+    return re.split(r"^(?=#line )", text, flags=re.MULTILINE)
+
+
 def _lines(part: Part, seen: set[Path]) -> Iterator[str]:
     yield f'#line 1 "{part.file}"'
     for number, line in enumerate(part.text.splitlines(), start=1):

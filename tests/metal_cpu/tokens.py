@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import lru_cache
 
 
 class Kind(Enum):
@@ -51,6 +52,12 @@ def tokens(text: str) -> Iterator[Token]:
         piece = match[0]
         yield Token(Kind[match.lastgroup or ""], piece, line)
         line += piece.count("\n")
+
+
+@lru_cache(maxsize=128)
+def code_of(text: str) -> tuple[Token, ...]:
+    """The tokens that a compiler sees; kept, since most kernels share most of their files."""
+    return tuple(token for token in tokens(text) if token.is_code)
 
 
 def joined(pieces: Sequence[Token]) -> str:

@@ -10,7 +10,9 @@ Address spaces, vectors and the library are the shim's, so little is left to cha
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
+from metal_cpu.source import stretches
 from metal_cpu.tokens import Kind, Token, after, before, closing, joined, split, text_at, tokens
 
 _VECTOR = re.compile(r"(?:float|half|bfloat|bool|char|uchar|short|ushort|int|uint|long|ulong)[234]")
@@ -27,8 +29,14 @@ def transformed(text: str, constants: Mapping[int, int], *, lint: bool = False) 
         constants: values of function constants by index; 0 where not named.
         lint: for a pass over the syntax with real address spaces, not to be run.
     """
+    values = tuple(sorted(constants.items()))
+    return "".join(_transformed(piece, values, lint) for piece in stretches(text))
+
+
+@lru_cache(maxsize=512)
+def _transformed(text: str, constants: tuple[tuple[int, int], ...], lint: bool) -> str:
     pieces = list(tokens(text))
-    pieces = _rewritten(pieces, lambda at, i: _function_constant(at, i, constants))
+    pieces = _rewritten(pieces, lambda at, i: _function_constant(at, i, dict(constants)))
     pieces = _rewritten(pieces, _instantiation)
     pieces = _rewritten(pieces, _attribute)
     pieces = _rewritten(pieces, lambda at, i: _threadgroup_variables(at, i, lint=lint))

@@ -1,21 +1,21 @@
 // Attention over a latent cache: one vector a token is the key of every head, and its first VD
 // numbers are the value of every head (multi-head latent attention with absorbed projections).
 //
-// One threadgroup serves one item of the work list and up to 16 * TEAMS query rows (query token and
-// head). A team of 8 SIMD groups shares 16 rows; each of its SIMD groups owns an eighth of the
-// numbers: VD / 8 that are key and value, and an eighth of the rest, which is key only. So it reads
-// each of its numbers once, 16 bytes at a time where it can, into fragments (token, number) that
-// serve twice: as the left side of keys . queries, whose partial sums the team adds up in
-// threadgroup memory, and as the right side of weights . values. In between each thread of a team
-// has one (row, token).
+// One threadgroup, a team of 8 SIMD groups, serves one item of the work list and up to 16 query
+// rows (query token and head). Each SIMD group owns an eighth of the numbers: VD / 8 that are key
+// and value, and an eighth of the rest, which is key only. So it reads each of its numbers once, 16
+// bytes at a time where it can, into fragments (token, number) that serve twice: as the left side
+// of keys . queries, whose partial sums the team adds up in threadgroup memory, and as the right
+// side of weights . values. In between each thread has one (row, token).
 //
 // Registers of a lane at 576 numbers, in floats: outputs 32, queries 18 (36 where they are
-// float32), latents of 16 tokens 36, scores 8, two fragments, about 14 for places: near 110.
-// Threadgroup memory: 8 KB a team.
+// float32), latents of 16 tokens 36, scores 8, two fragments, about 14 for places: near 110. Two
+// teams would share what they read, but 512 threads with 110 registers each are more than a core of
+// the smallest chips has. Threadgroup memory: 8 KB.
 
 constant constexpr int TEAM = 8;  // SIMD groups
 constant constexpr int TEAM_ROWS = 16;
-constant constexpr int SCORES = TEAM_ROWS * BLOCK;  // of a team: one for each thread
+constant constexpr int SCORES = TEAM_ROWS * BLOCK;  // one for each thread
 constant constexpr int HALF_RUN = 4;
 
 // Where the score of a row and a token stands: rows of 16, every other pair of rows with its
@@ -62,7 +62,7 @@ METAL_FUNC void read_latents(
   }
 }
 
-// Queries of a team's rows as fragments (number, row), two of rows for each chunk.
+// Queries of 16 rows as fragments (number, row), two of rows for each chunk.
 template <int KD, int VD, typename T>
 struct LatentQueries {
   vec<T, 2> pairs[2][KD / TEAM / 8];
@@ -110,24 +110,22 @@ struct RowSoftmax {
   }
 };
 
-template <int KD, int VD, int TEAMS, bool SPLIT, bool LOG_SUMS, typename T, typename Latents,
+template <int KD, int VD, bool SPLIT, bool LOG_SUMS, typename T, typename Latents,
           typename O, typename N>
 METAL_FUNC void mla_attention(
     const device T* queries, Latents latents,
     StepPlan plan, const device int* pages, N scale,
     int query_heads, long pool_tokens,
     device O* outputs, device float* figures,
-    threadgroup float* scratch,
-    uint item, uint row_block, uint simd_group, uint lane) {
+    threadgroup float* scores,
+    uint item, uint row_block, uint part, uint lane) {
   constexpr int CHUNKS = KD / TEAM / 8;
   constexpr int VALUE_CHUNKS = VD / TEAM / 8;
   const Item own = plan.item(item);
   const Span span = plan.span(own.sequence);
   const Reach reach = plan.reach();
   const int num_rows = span.num_queries() * query_heads;
-  const int team = simd_group / TEAM;
-  const int part = simd_group % TEAM;
-  const int base = (row_block * TEAMS + team) * TEAM_ROWS;
+  const int base = row_block * TEAM_ROWS;
   const Place at = place_of(lane);
   const long first = long(span.row) * query_heads;
 
@@ -139,8 +137,7 @@ METAL_FUNC void mla_attention(
     UNROLL
     for (int c = 0; c < VALUE_CHUNKS; c++) sums[r][c] = Fragment(0);
   }
-  // Partial scores (parts, rows, tokens); then weights in part 0, fades at token 0 of part 1.
-  threadgroup float* scores = scratch + team * TEAM * SCORES;
+  // Scores: of (parts, rows, tokens); then weights in part 0, fades at token 0 of part 1.
   const int mine = part * 32 + lane;  // this thread's (row, token)
   const int my_row = base + mine / BLOCK;
   const int my_place = score_place(mine / BLOCK, mine % BLOCK);

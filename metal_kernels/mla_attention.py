@@ -19,8 +19,8 @@ from .paged_attention_passes import DTYPES
 from .stored import Stored, decoded, is_plain, part_names, plane_text, stored_bits
 
 DIMS = ((576, 512),)
-TEAM_ROWS = 16  # query rows of 8 SIMD groups
-TEAM_THREADS = 8 * LANES
+TEAM_ROWS = 16  # query rows of a threadgroup
+THREADS = 8 * LANES
 
 
 @cache
@@ -36,12 +36,12 @@ def _kernel(plain: bool) -> MetalKernel:
         outputs=("outputs", "figures"),
         includes=includes(plain=plain),
         body=f"""
-  constexpr int SCRATCH = TEAMS * TEAM * SCORES;
-  threadgroup float scratch[SCRATCH];
-  mla_attention<KEY_DIM, VALUE_DIM, TEAMS, SPLIT, true>(
+  constexpr int PARTIAL = TEAM * SCORES;
+  threadgroup float scores[PARTIAL];
+  mla_attention<KEY_DIM, VALUE_DIM, SPLIT, true>(
       queries, plane_of<BITS, KEY_DIM, 0>({plane_text("tail", "latent", plain=plain)}),
       StepPlan{{plan}}, pages, scale, queries_shape[1], latent_codes_shape[1],
-      outputs, figures, scratch,
+      outputs, figures, scores,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
       simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 """,
@@ -84,7 +84,6 @@ def _attend(queries: mx.array, latents: Stored, plan: AttentionPlan, value_dim: 
     bits = stored_bits(latents, dim)
     _check(queries.dtype, (dim, value_dim), bits)
     num_rows = plan.max_queries * num_heads
-    teams = row_teams(num_rows)
     if plan.is_split:
         sizes = partial_sizes(plan.num_items, 1, num_rows, value_dim)
     else:
@@ -96,23 +95,17 @@ def _attend(queries: mx.array, latents: Stored, plan: AttentionPlan, value_dim: 
             ("BITS", bits),
             ("KEY_DIM", dim),
             ("VALUE_DIM", value_dim),
-            ("TEAMS", teams),
             ("SPLIT", plan.is_split),
         ],
-        grid=(plan.num_items * teams * TEAM_THREADS, row_blocks(num_rows), 1),
-        threadgroup=(teams * TEAM_THREADS, 1, 1),
+        grid=(plan.num_items * THREADS, row_blocks(num_rows), 1),
+        threadgroup=(THREADS, 1, 1),
         **sizes,
     )
 
 
-def row_teams(num_rows: int) -> int:
-    """Sets of 16 query rows that one threadgroup serves."""
-    return 1 if num_rows <= TEAM_ROWS else 2
-
-
 def row_blocks(num_rows: int) -> int:
     """Threadgroups that share the query rows of a sequence; each reads the latents again."""
-    return -(-num_rows // (TEAM_ROWS * row_teams(num_rows)))
+    return -(-num_rows // TEAM_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

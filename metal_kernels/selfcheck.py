@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from .add_norm import ADD_NORM
 from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
 from .gated import GATED
 from .kv_write_cases import KV_WRITE, TAIL_WRITE
@@ -42,7 +43,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
-        *(KV_WRITE, TAIL_WRITE, GATED, ROUTING, SAMPLE, BITMASK),
+        *(KV_WRITE, TAIL_WRITE, GATED, ADD_NORM, ROUTING, SAMPLE, BITMASK),
         *(CONV_STEP, DELTA_STEP, SSM_STEP),
     )
 }

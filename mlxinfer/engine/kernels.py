@@ -21,12 +21,13 @@ from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import AttentionShape, Mixer
 from ..layers.latent_attention import LatentAttention
 from ..layers.recurrent import RecurrentMixer, never
+from ..metal_kernels.add_norm import AddNorm, add_norm_variant, has_rows
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.gated import Gate, gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
-from ..metal_kernels.mla_attention import DIMS, row_teams
+from ..metal_kernels.mla_attention import DIMS
 from ..metal_kernels.paged_attention_passes import DTYPES, MAX_ROWS, has_dims
 from ..metal_kernels.prefill_attention import tile_queries
 from ..metal_kernels.prefill_cases import prefill_variant
@@ -97,6 +98,7 @@ class Kernels:
     steps: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, of recurrences
     gates: frozenset[Gate] = frozenset()  # activations that have one
     routings: frozenset[Routing] = frozenset()  # choices of experts that have one
+    joins: frozenset[AddNorm] = frozenset()  # residual sums and norms that have one
     vocab_size: int = MAX_VOCAB + 1
 
     def put_into(self, model: LanguageModel) -> None:
@@ -109,6 +111,8 @@ class Kernels:
         for choice in model.choices:
             taken = choice.routing in self.routings
             choice.kernel_dtype = model.activation_dtype if taken else None
+        for join in model.joins:
+            join.in_kernel = join.form if join.form in self.joins else None
 
     def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
         """Whether one samples from logits of this dtype, with or without a grammar's mask."""
@@ -173,7 +177,8 @@ def choose_kernels(
     decode = [by_count.get(1) for by_count in attention]
     decode += [variant for by_count in steps for variant in by_count.get(1, ())]
     routings = _routing_variants(model)
-    other = *writing, *into_tails, *gates.values(), *routings.values()
+    joins = _join_variants(model)
+    other = *writing, *into_tails, *gates.values(), *routings.values(), *joins.values()
     needed = [v for v in (*decode, *prefill, *other) if v is not None]
     variants.prepare([*needed, *([sampling(dtype, False)] if vocab_size <= MAX_VOCAB else [])])
     ready_for = {tuple(each.items()): _ready_for(each, variants) for each in attention}
@@ -187,6 +192,7 @@ def choose_kernels(
         steps={i: _all_ready(each, variants) for i, each in enumerate(steps) if each},
         gates=frozenset(gate for gate, variant in gates.items() if variant in variants),
         routings=frozenset(how for how, variant in routings.items() if variant in variants),
+        joins=frozenset(form for form, variant in joins.items() if variant in variants),
         vocab_size=vocab_size,
     )
 
@@ -196,6 +202,21 @@ def _routing_variants(model: LanguageModel) -> dict[Routing, Variant]:
     count, dtype = model.config.num_experts, model.activation_dtype
     found = {choice.routing for choice in model.choices if choice.routing is not None}
     return {how: routing_variant(how, count, dtype) for how in found if has_experts(count, how)}
+
+
+def _join_variants(model: LanguageModel) -> dict[AddNorm, Variant]:
+    """The kernels for a model's residual sums and norms.
+
+    Where weights are not quantised a product adds the residual as it goes: then the kernel saves
+    nothing, unless what is added is normed.
+    """
+    quantized = model.config.quantization is not None
+    found = {join.form for join in model.joins if quantized or join.after is not None}
+    return {
+        form: add_norm_variant(form)
+        for form in found
+        if form is not None and form.dtype == model.activation_dtype and has_rows(form)
+    }
 
 
 def _is_ready(variant: Variant | None, variants: ReadyVariants) -> bool:
@@ -309,16 +330,13 @@ def _expanded_variant(dtype: mx.Dtype, mixer: LatentAttention, spec: LatentSpec)
 def _latent_variants(
     dtype: mx.Dtype, num_heads: int, spec: LatentSpec, bits: Bits
 ) -> dict[int, Variant]:
-    """As `_attention_variants`; numbers that need as many row teams share the variant."""
+    """As `_attention_variants`; one of tokens that decode, one of tokens under verification."""
     dims = spec.latent_dim + spec.rope_dim, spec.latent_dim
     if dims not in DIMS or dtype not in DTYPES or bits[0] not in (None, 8):
         return {}
-    teams = {count: row_teams(num_heads * count) for count in range(1, MAX_SHORT + 1)}
-    most = {team: count for count, team in teams.items()}
-    return {
-        count: mla_variant(dtype, num_heads=num_heads, queries=most[team], bits=bits[0])
-        for count, team in teams.items()
-    }
+    several = mla_variant(dtype, num_heads=num_heads, queries=MAX_SHORT, bits=bits[0])
+    one = mla_variant(dtype, num_heads=num_heads, bits=bits[0])
+    return {1: one, **dict.fromkeys(range(2, MAX_SHORT + 1), several)}
 
 
 def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:

@@ -17,7 +17,7 @@ from .factory import LayerFactory
 from .linear import DenseEmbedding, Embedding, Linear, Projection, QuantizedLinear
 from .mlp import Activation, Gated, gelu_of
 from .moe import ExpertLinear, ExpertProjection, Routed
-from .norm import Norm
+from .norm import Norm, RMSNorm
 from .rope import RopeSpec, inverse_frequencies, magnitudes
 from .step import Rope, Rows
 
@@ -268,7 +268,7 @@ def _polynomial(x: mx.array, factors: Sequence[float]) -> mx.array:
     return y
 
 
-class LeanRMSNorm:
+class LeanRMSNorm(RMSNorm):
     """The norm in five operations, where the fused one is eight. float32 only.
 
     The sum of squares is a product with ones, twice as fast as a reduction, and the mean's
@@ -278,6 +278,7 @@ class LeanRMSNorm:
     __slots__ = ("ones", "scaled_eps", "scaled_weight")
 
     def __init__(self, weight: mx.array, eps: float) -> None:
+        super().__init__(weight, eps)
         *heads, dims = weight.shape
         self.ones = mx.ones((dims, 1), mx.float32)
         # Shaped as for one token, the case where a broadcast less in the graph counts.

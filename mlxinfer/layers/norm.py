@@ -4,7 +4,11 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..metal_kernels.add_norm import AddNorm, add_norm, add_norm_of
+
 Norm = Callable[[mx.array], mx.array]
+Block = Callable[[mx.array | None], mx.array]
+"""A block of a layer on its inputs: residual (T, hidden) or None -> its output, plus that."""
 
 
 class RMSNorm:
@@ -19,6 +23,56 @@ class RMSNorm:
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., dims), of any dtype, to the same shape and dtype."""
         return mx.fast.rms_norm(x, self.weight, self.eps)
+
+
+class Join:
+    """Where a block's output joins the residual stream, and the norm before the next block.
+
+    In plain MLX the block adds the residual itself, which many products do as they go. Where the
+    engine chose the kernel, the sum and its norms are one dispatch.
+
+    Args:
+        after: a norm over the block's output before it is added; None: there is none.
+        before: over the sum, for the block that follows; None: there is none.
+
+    Attributes:
+        in_kernel: what the kernel does; None: plain MLX. Set by the engine.
+    """
+
+    __slots__ = ("after", "before", "in_kernel")
+
+    def __init__(self, after: Norm | None, before: Norm | None) -> None:
+        self.after = after
+        self.before = before
+        self.in_kernel: AddNorm | None = None
+
+    @property
+    def form(self) -> AddNorm | None:
+        """What a kernel would do; None: none does the like."""
+        norms = [norm for norm in (self.after, self.before) if norm is not None]
+        rms = [norm for norm in norms if isinstance(norm, RMSNorm)]
+        if not rms or len(rms) < len(norms) or len({norm.weight.dtype for norm in rms}) > 1:
+            return None
+        eps = [
+            norm.eps if isinstance(norm, RMSNorm) else None for norm in (self.after, self.before)
+        ]
+        weight = rms[0].weight
+        return add_norm_of(weight.size, weight.dtype, after_eps=eps[0], before_eps=eps[1])
+
+    def __call__(self, x: mx.array, block: Block) -> tuple[mx.array, mx.array]:
+        """The residual stream x (T, hidden) with the block's output, and the norm of that.
+
+        Without a norm before the next block, the sum stands for it.
+        """
+        if self.in_kernel is not None and x.dtype == self.in_kernel.dtype:
+            return self._in_kernel(x, block(None), self.in_kernel)
+        x = block(x) if self.after is None else x + self.after(block(None))
+        return x, x if self.before is None else self.before(x)
+
+    def _in_kernel(self, x: mx.array, y: mx.array, form: AddNorm) -> tuple[mx.array, mx.array]:
+        weights = [norm.weight for norm in (self.after, self.before) if isinstance(norm, RMSNorm)]
+        total, normed = add_norm(x, y.astype(x.dtype), form, *weights)
+        return total, total if normed is None else normed
 
 
 class HeadRMSNorm:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.heads import Heads
+from .norm import Norm
 
 Rows = NDArray[np.int32]
 FINAL = -1  # in place of a layer's index: the hidden states behind the last norm
@@ -228,7 +229,10 @@ class Step:
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
     """
 
-    __slots__ = ("_prepared", "caches", "per_layer", "positions", "rope_variants", "token_types")
+    __slots__ = (
+        *("_left", "_prepared"),
+        *("caches", "per_layer", "positions", "rope_variants", "token_types"),
+    )
 
     def __init__(
         self,
@@ -243,6 +247,7 @@ class Step:
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}
+        self._left: tuple[mx.array, Norm | None, mx.array] | None = None
 
     def prepared(self, rope: Rope) -> Any:
         """`rope.prepare` for this step's tokens, computed once for all layers of that rope."""
@@ -250,3 +255,14 @@ class Step:
         if found is None:
             found = self._prepared[rope] = rope.prepare(self.positions, self.rope_variants)
         return found
+
+    def leave(self, x: mx.array, norm: Norm | None, normed: mx.array) -> None:
+        """Keep norm(x) beside the output x of a layer, for the layer that reads it next."""
+        self._left = x, norm, normed
+
+    def normed(self, norm: Norm, x: mx.array) -> mx.array:
+        """norm(x), as the layer before has left it; computed where it has left another."""
+        left, self._left = self._left, None
+        if left is not None and left[0] is x and left[1] is norm:
+            return left[2]
+        return norm(x)

@@ -5,6 +5,8 @@ behind the cache that the caller passes for each layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -16,7 +18,7 @@ from ..layers.factory import Place
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward, Gated
 from ..layers.moe import ExpertChoice
-from ..layers.norm import Norm
+from ..layers.norm import Join, Norm
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
 from .quantization import Quantization
@@ -43,77 +45,46 @@ Entry = Callable[[mx.array, mx.array, Step], mx.array]
 """Token ids (T,) and embeddings (T, hidden) -> what the first layer reads."""
 
 
-class PreNormLayer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)): Llama and most others.
+class ResidualLayer:
+    """Two blocks, each of which adds to the residual stream, with norms before and after them.
+
+    x + mixer(norm(x)), then x + mlp(norm(x)) in Llama and most others; x + norm(mixer(x)) and so
+    on in OLMo 2 and its kin; norms on both sides in Gemma 2 and 3.
 
     Args:
-        scale: multiplies what both blocks add to the residual stream; None: 1.
+        mixer, mlp: the blocks.
+        before: norms before each of them; None: a block reads the stream as it is.
+        after: norms over the output of each, before it is added; None: there is none.
+
+    Attributes:
+        first: `before` of the mixer.
+        joins: of the mixer's output, and of the other block's: there the next layer's first norm
+            is known to `Model`, which puts it in.
     """
 
-    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm", "scale")
+    __slots__ = ("first", "joins", "mixer", "mlp")
 
     def __init__(
         self,
-        mixer_norm: Norm,
         mixer: LayerMixer,
-        mlp_norm: Norm,
         mlp: FeedForward,
         *,
-        scale: float | None = None,
-    ) -> None:
-        self.mixer_norm = mixer_norm
-        self.mixer = mixer
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.scale = scale
-
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        if self.scale is None:
-            x = self.mixer(self.mixer_norm(x), step, x)
-            return self.mlp(self.mlp_norm(x), x)
-        x = x + self.mixer(self.mixer_norm(x), step) * self.scale
-        return x + self.mlp(self.mlp_norm(x)) * self.scale
-
-
-class PostNormLayer:
-    """x + norm(mixer(x)), then x + norm(mlp(x)): OLMo 2 and its kin."""
-
-    __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
-
-    def __init__(
-        self, mixer: LayerMixer, mixer_norm: Norm, mlp: FeedForward, mlp_norm: Norm
+        before: Sequence[Norm | None] = (None, None),
+        after: Sequence[Norm | None] = (None, None),
     ) -> None:
         self.mixer = mixer
-        self.mixer_norm = mixer_norm
         self.mlp = mlp
-        self.mlp_norm = mlp_norm
+        self.first = before[0]
+        self.joins = Join(after[0], before[1]), Join(after[1], None)
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
-        x = x + self.mixer_norm(self.mixer(x, step))
-        return x + self.mlp_norm(self.mlp(x))
-
-
-class SandwichLayer:
-    """x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))): Gemma 2 and 3.
-
-    Args:
-        norms: before and after the mixer, before and after the feed-forward block.
-    """
-
-    __slots__ = ("mixer", "mlp", "norms")
-
-    def __init__(self, norms: Sequence[Norm], mixer: LayerMixer, mlp: FeedForward) -> None:
-        self.norms = tuple(norms)
-        self.mixer = mixer
-        self.mlp = mlp
-
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        before, after, before_mlp, after_mlp = self.norms
-        x = x + after(self.mixer(before(x), step))
-        return x + after_mlp(self.mlp(before_mlp(x)))
+        to_mlp, onward = self.joins
+        normed = x if self.first is None else step.normed(self.first, x)
+        x, normed = to_mlp(x, partial(self.mixer, normed, step))
+        x, normed = onward(x, partial(self.mlp, normed))
+        step.leave(x, onward.before, normed)
+        return x
 
 
 class ParallelLayer:
@@ -239,6 +210,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def joins(self) -> Sequence[Join]:
+        """As of `Model`."""
+        ...
+
+    @property
     def activation_dtype(self) -> mx.Dtype:
         """As of `Model`."""
         ...
@@ -299,6 +275,7 @@ class Model:
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
         choices: of experts, by routers, which a Metal kernel may replace.
+        joins: of blocks and the residual stream, which a Metal kernel may replace.
     """
 
     def __init__(
@@ -326,6 +303,8 @@ class Model:
         self.lm_head = lm_head
         self.activations = list(activations)
         self.choices = list(reachable(self.layers, ExpertChoice))
+        link_norms(self.layers, norm)
+        self.joins = list(reachable(self.layers, Join))
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
@@ -366,7 +345,7 @@ class Model:
             x = layer(x, step)
             if taps is not None:
                 taps.put(index, x)
-        x = self.norm(x)
+        x = step.normed(self.norm, x)
         if taps is not None:
             taps.put(FINAL, x)
         return x
@@ -410,6 +389,17 @@ class Model:
     def num_bytes(self) -> int:
         """Memory that the weights take."""
         return sum(array.nbytes for array in self.arrays())
+
+
+def link_norms(layers: Sequence[Layer], last: Norm) -> None:
+    """Tell each layer which norm reads its output: the next one's first, or the last of all."""
+    for layer, following in pairwise([*layers, None]):
+        if not isinstance(layer, ResidualLayer):
+            continue
+        if following is None:
+            layer.joins[1].before = last
+        elif isinstance(following, ResidualLayer):
+            layer.joins[1].before = following.first
 
 
 def keeping(mixer: LayerMixer | None) -> Sequence[Mixer]:

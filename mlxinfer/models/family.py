@@ -21,7 +21,7 @@ from ..layers.norm import Norm, WideQKNorm
 from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
 from ..layers.step import Rope
 from .config import ModelConfig
-from .decoder import Entry, Layer, Model, PreNormLayer, arrays
+from .decoder import Entry, Layer, Model, ResidualLayer, arrays
 from .feed_forward import FeedForwards
 from .jsonfields import Fields
 from .multimodal import language_name
@@ -215,12 +215,9 @@ class Family(FeedForwards):
     def layer(self, index: int) -> Layer:
         """Layer `index`: its blocks in their norm layout."""
         path = f"model.layers.{index}"
-        return PreNormLayer(
-            self.norm(f"{path}.input_layernorm"),
-            self.mixer(index),
-            self.norm(f"{path}.post_attention_layernorm"),
-            self.mlp(index),
-        )
+        names = ("input_layernorm", "post_attention_layernorm")
+        norms = [self.norm(f"{path}.{name}") for name in names]
+        return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""

@@ -10,7 +10,7 @@ from ..layers.attention import Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward, Gated
 from ..layers.moe import ExpertChoice
-from ..layers.norm import Norm
+from ..layers.norm import Join, Norm
 from ..layers.step import Rows, Step, Taps
 from .config import ModelConfig
 from .decoder import Layer, Model, arrays, keeping, reachable
@@ -140,6 +140,7 @@ class DraftHead:
         self.norm = norm
         self.activations = list(activations)
         self.choices = list(reachable(block, ExpertChoice))
+        self.joins = list(reachable(block, Join))
         self.activation_dtype = model.activation_dtype
         self.mixers = [block.mixer]
         self.cache_specs: list[CacheSpec] = [block.mixer.spec]

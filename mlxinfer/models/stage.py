@@ -18,6 +18,7 @@ from ..layers.attention import Mixer
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import Gated
 from ..layers.moe import ExpertChoice
+from ..layers.norm import Join
 from ..layers.ranks import AbsentLayer, AbsentTable, Link
 from ..layers.step import Rows, Step, Taps
 from .config import ModelConfig
@@ -158,6 +159,7 @@ class StageModel:
         self.cache_specs: Sequence[CacheSpec] = part.cache_specs
         self.activations: Sequence[Gated] = part.activations
         self.choices: Sequence[ExpertChoice] = part.choices
+        self.joins: Sequence[Join] = part.joins
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store

@@ -79,18 +79,28 @@ LAPTOP = Dense(hidden=512, inner=1536, layers=16, heads=8, kv_heads=4, head_dim=
 SMALL = Dense(hidden=128, inner=384, layers=4, heads=4, kv_heads=2, head_dim=32, vocab=512)
 
 
-def write_checkpoint(folder: Path, sizes: Dense, *, seed: int = 0) -> Path:
-    """Write config.json and model.safetensors; the same seed, the same weights."""
+def write_checkpoint(
+    folder: Path, sizes: Dense, *, seed: int = 0, quantize: dict[str, int] | None = None
+) -> Path:
+    """Write config.json and model.safetensors; the same seed, the same weights.
+
+    `quantize` ({"group_size", "bits"}): of the layers' matrices, as mlx-lm does; None: none is.
+    """
     rng = np.random.default_rng(seed)
-    arrays = {}
+    arrays: dict[str, mx.array] = {}
     for name, shape in sizes.shapes().items():
         if len(shape) == 1:
             values = np.ones(shape, dtype=np.float32)
         else:
             values = rng.standard_normal(shape, dtype=np.float32) / np.sqrt(shape[-1])
-        arrays[name] = mx.array(values)
+        weights = [mx.array(values)]
+        if quantize is not None and len(shape) == 2 and ".layers." in name:
+            weights = [*mx.quantize(weights[0], quantize["group_size"], quantize["bits"])]
+        named = [name, *(name.replace(".weight", end) for end in (".scales", ".biases"))]
+        arrays |= dict(zip(named, weights, strict=False))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(sizes.config()))
+    form = {} if quantize is None else {"quantization": quantize}
+    (folder / "config.json").write_text(json.dumps({**sizes.config(), **form}))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
     return folder
 

@@ -174,7 +174,13 @@ class Count:
     kinds: dict[str, int] = field(default_factory=dict)  # of a layer
 
 
-COUNTED = {"dense": MODEL, "experts": MIXTURE}
+FOUR_BITS = {"group_size": 64, "bits": 4}
+COUNTED: dict[str, tuple[Dense, dict[str, int] | None]] = {
+    "dense": (MODEL, None),
+    "dense, 4 bits": (MODEL, FOUR_BITS),
+    "experts": (MIXTURE, None),
+    "experts, 4 bits": (MIXTURE, FOUR_BITS),
+}
 Counts = dict[tuple[str, int | None], list[Count]]
 
 
@@ -184,9 +190,11 @@ def run(
     """Plain and quantised KV, ours and mlx-lm's."""
     with TemporaryDirectory() as scratch:
         counts: Counts = {}
-        for name, sizes in COUNTED.items():
+        for name, (sizes, quantize) in COUNTED.items():
             counted = [
-                write_checkpoint(Path(scratch) / name / str(n), replace(sizes, layers=n))
+                write_checkpoint(
+                    Path(scratch) / name / str(n), replace(sizes, layers=n), quantize=quantize
+                )
                 for n in (FEW, MORE)
             ]
             # Before the step mlx-lm must run, which its experts in 16 bits do not on a CPU.

@@ -11,15 +11,18 @@ def test_kernels_and_fused_operations_count_once() -> None:
     fused = mx.fast.rms_norm
     report = run(peer=False, requests=(1,), deep=MODEL, rounds=1)
     check(report)
-    plain, eight, *mixtures = (entry["counts"][0] for entry in report.data["dispatches"])
-    assert plain["kinds"]["CustomKernel"] == eight["kinds"]["CustomKernel"] == 3
-    for count in (plain, eight):  # keys and values go to the tails in one of the kernels
-        assert "ScatterAxis" not in count["kinds"]
-        assert count["per_layer"] == 9
-    assert plain["per_layer"] == sum(plain["kinds"].values())
-    for count in mixtures:  # and experts are chosen in one more
-        assert count["kinds"]["CustomKernel"] == 4
-        assert count["per_layer"] == 12
+    counts = {(e["model"], e["kv_bits"]): e["counts"][0] for e in report.data["dispatches"]}
+    for bits in (None, 8):  # keys and values go to the tails in one of the kernels
+        dense, small = counts["dense", bits], counts["dense, 4 bits", bits]
+        assert "ScatterAxis" not in dense["kinds"]
+        assert dense["kinds"]["CustomKernel"] == 3
+        assert dense["per_layer"] == sum(dense["kinds"].values()) == 9
+        # Products of codes add no residual: that and the norm are one kernel, twice a layer.
+        assert small["kinds"] == {"QuantizedMatmul": 4, "CustomKernel": 5}
+        # Experts are chosen in one more, and weighed in a product.
+        mixture, small = counts["experts", bits], counts["experts, 4 bits", bits]
+        assert (mixture["kinds"]["CustomKernel"], mixture["per_layer"]) == (4, 12)
+        assert (small["kinds"]["CustomKernel"], small["per_layer"]) == (6, 12)
     assert mx.fast.rms_norm is fused
 
 

@@ -28,6 +28,7 @@ KINDS = (
     "tail_write",
     "gated",
     "routing",
+    "add_norm",
     "sample",
     "bitmask",
 )
@@ -39,14 +40,17 @@ EIGHT, FOUR, ROTATING, ENDS = (
 )
 
 
-def wide_model(monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2) -> Model:
-    """A tiny model with a head dim that the kernels have."""
+def wide_model(
+    monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2, bits: int | None = None
+) -> Model:
+    """A tiny model with a head dim that the kernels have; its weights in so many bits."""
     sizes = {"head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
     types = CASES[case].get("layer_types")
     if types is not None:
         sizes["layer_types"] = types[-layers:]
     monkeypatch.setitem(CASES, "wide", {**CASES[case], **sizes})
-    return load(tiny_checkpoint(Path(mkdtemp()), "wide"))
+    form = None if bits is None else {"group_size": 32, "bits": bits}
+    return load(tiny_checkpoint(Path(mkdtemp()), "wide", quantize=form))
 
 
 def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
@@ -74,23 +78,23 @@ def choose_all(seen: set[str]) -> Chooser:
 
 @requires_compiler
 @pytest.mark.parametrize(
-    ("case", "kv"),
+    ("case", "kv", "bits"),
     [
-        ("qwen3-v4", KVOptions()),
-        ("qwen3-v4", FOUR),
-        ("qwen3-v4", ENDS),
-        ("llama-v4", ROTATING),
-        ("gemma2-v4", KVOptions()),
-        ("gemma3_text-v4", EIGHT),
-        ("gpt_oss-v4", KVOptions()),
-        ("qwen3_5_text-v4", EIGHT),
-        ("qwen3_moe-v4", EIGHT),
+        ("qwen3-v4", KVOptions(), 4),
+        ("qwen3-v4", FOUR, None),
+        ("qwen3-v4", ENDS, None),
+        ("llama-v4", ROTATING, None),
+        ("gemma2-v4", KVOptions(), None),
+        ("gemma3_text-v4", EIGHT, None),
+        ("gpt_oss-v4", KVOptions(), None),
+        ("qwen3_5_text-v4", EIGHT, None),
+        ("qwen3_moe-v4", EIGHT, 8),
     ],
 )
 def test_same_tokens_as_plain_mlx(
-    case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
+    case: str, kv: KVOptions, bits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = wide_model(monkeypatch, case, layers=3 if kv.plain_ends else 2)
+    model = wide_model(monkeypatch, case, layers=3 if kv.plain_ends else 2, bits=bits)
     plain = run(model, kv, choose_none)
     kinds: set[str] = set()
     machine = MetalCPU(seed=1)
@@ -103,6 +107,8 @@ def test_same_tokens_as_plain_mlx(
     missing = {"bitmask", *(() if has_prefill else ("prefill_attention",))}
     if not model.choices:
         missing.add("routing")
+    if bits is None and not any(join.after for join in model.joins):
+        missing.add("add_norm")  # a dense product adds the residual
     assert kinds == set(KINDS) - missing
     assert [o.error for o in outcomes] == [None] * 4
     assert [o.token_ids for o in outcomes] == [o.token_ids for o in plain]
@@ -110,9 +116,10 @@ def test_same_tokens_as_plain_mlx(
     assert {"kv_write", "tail_write", "gated", "sample"} <= ran
     assert "paged_attention" in ran
     assert ("tiled_attention" in ran) == has_prefill
+    assert ("add_norm" in ran) == ("add_norm" in kinds)
     if kv == KVOptions():  # the next loop over the model, without kernels
         again = run(model, kv, choose_none)
-        assert not any(activation.in_kernel for activation in model.activations)
+        assert not any(part.in_kernel for part in (*model.activations, *model.joins))
         assert [o.token_ids for o in again] == [o.token_ids for o in plain]
 
 
@@ -149,7 +156,7 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
 def wide() -> tuple[Model, list[Outcome]]:
     """A model and its answers in plain MLX."""
     with pytest.MonkeyPatch.context() as patch:
-        model = wide_model(patch, "qwen3_moe-v4")
+        model = wide_model(patch, "qwen3_moe-v4", bits=8)
     return model, run(model, EIGHT, choose_none)
 
 

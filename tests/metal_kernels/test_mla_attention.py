@@ -9,7 +9,6 @@ from mlxinfer.metal_kernels.mla_attention import (
     mla_attention_gathered,
     mla_attention_on_metal,
     row_blocks,
-    row_teams,
 )
 from tests.bench.kernel_scenes import Scene, build
 
@@ -17,8 +16,8 @@ DIMS = {"key_dim": 576, "value_dim": 8}  # the second plane is not used
 SCENES = {
     "one token": Scene([1], [1], group=16, **DIMS),
     "ragged": Scene([15, 33, 40], [1, 1, 1], group=16, **DIMS),
-    "8 bits, two teams": Scene([40, 17], [2, 1], group=20, bits=(8, None), **DIMS),
-    "split, three blocks": Scene([33], [1], group=70, item_blocks=1, **DIMS),
+    "8 bits, three blocks": Scene([40, 17], [2, 1], group=20, bits=(8, None), **DIMS),
+    "split, five blocks": Scene([33], [1], group=70, item_blocks=1, **DIMS),
     "float32, window": Scene([64], [1], group=5, window=20, sinks=2, dtype=mx.float32, **DIMS),
 }
 
@@ -65,11 +64,8 @@ def test_sweep(dtype: mx.Dtype, bits: int | None, rows: tuple[int, int]) -> None
     print(f"{dtype}, {bits}, {rows}: {len(shares)} clean, worst error {max(shares):.2f} of allowed")
 
 
-def test_teams_and_blocks_hold_all_rows() -> None:
-    for rows in range(1, 200):
-        assert row_teams(rows) * row_blocks(rows) * 16 >= rows
-    assert (row_teams(16), row_blocks(16)) == (1, 1)
-    assert (row_teams(128), row_blocks(128)) == (2, 4)
+def test_blocks_hold_all_rows() -> None:
+    assert [row_blocks(rows) for rows in (1, 16, 17, 128)] == [1, 1, 2, 8]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2
 from ...layers.mlp import MLP, FeedForward
 from ..config import ModelConfig
-from ..decoder import Layer, PreNormLayer
+from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..matrix import StoredMatrix, fused
@@ -88,12 +88,8 @@ class FalconH1(Family):
     def layer(self, index: int) -> Layer:
         """A pre-norm layer under other names."""
         path = f"model.layers.{index}"
-        return PreNormLayer(
-            self.norm(f"{path}.input_layernorm"),
-            self.mixer(index),
-            self.norm(f"{path}.pre_ff_layernorm"),
-            self.mlp(index),
-        )
+        norms = [self.norm(f"{path}.{name}") for name in ("input_layernorm", "pre_ff_layernorm")]
+        return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
 
     def mixer(self, index: int) -> LayerMixer:
         """Mamba-2 and attention."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ..config import ModelConfig
-from ..decoder import Layer, SandwichLayer
+from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 
@@ -72,7 +72,8 @@ class Gemma3(Family):
     def layer(self, index: int) -> Layer:
         """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
-        return SandwichLayer(norms, self.mixer(index), self.mlp(index))
+        blocks = self.mixer(index), self.mlp(index)
+        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
 
 
 class Gemma2(Family):
@@ -104,4 +105,5 @@ class Gemma2(Family):
     def layer(self, index: int) -> Layer:
         """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
-        return SandwichLayer(norms, self.mixer(index), self.mlp(index))
+        blocks = self.mixer(index), self.mlp(index)
+        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])

@@ -9,6 +9,7 @@ of earlier ones.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
 from ...layers.moe import ExpertProjection, MoE, top_k_softmax
-from ...layers.norm import Norm
+from ...layers.norm import Join, Norm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Step
@@ -111,7 +112,7 @@ class ScaledLayer:
         gate: adds what the layer makes of its per-layer input; None: there is none.
     """
 
-    __slots__ = ("gate", "mixer", "mlp", "norms", "scalar")
+    __slots__ = ("before", "gate", "joins", "mixer", "mlp", "scalar")
 
     def __init__(
         self,
@@ -121,7 +122,8 @@ class ScaledLayer:
         scalar: mx.array,
         gate: PerLayerGate | None = None,
     ) -> None:
-        self.norms = tuple(norms)
+        self.before, *behind = norms
+        self.joins = [Join(norm, None) for norm in behind]
         self.mixer = mixer
         self.mlp = mlp
         self.scalar = scalar
@@ -129,9 +131,9 @@ class ScaledLayer:
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
-        before, behind, behind_mlp = self.norms
-        x = x + behind(self.mixer(before(x), step))
-        x = x + behind_mlp(self.mlp(x))
+        to_mlp, onward = self.joins
+        x, _ = to_mlp(x, partial(self.mixer, self.before(x), step))
+        x, _ = onward(x, partial(self.mlp, x))
         return (x if self.gate is None else x + self.gate(x, step)) * self.scalar
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from ...errors import CheckpointError
 from ...layers.mlp import FeedForward
 from ..config import ModelConfig
-from ..decoder import Layer, SandwichLayer
+from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from .deepseek import DeepseekV3, biased_routing, shared_expert, with_experts
@@ -40,7 +40,8 @@ class Glm4(Family):
     def layer(self, index: int) -> Layer:
         """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
-        return SandwichLayer(norms, self.mixer(index), self.mlp(index))
+        blocks = self.mixer(index), self.mlp(index)
+        return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
 
     def mlp(self, index: int) -> FeedForward:
         """gate_up_proj, the gate first, and down_proj."""

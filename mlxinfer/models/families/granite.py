@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
+
+import mlx.core as mx
 
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
@@ -10,7 +13,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import top_k_softmax
 from ...layers.rope import RopeSpec
 from ..config import ModelConfig
-from ..decoder import Layer, PreNormLayer
+from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
@@ -55,13 +58,11 @@ class Granite(Family):
     def layer(self, index: int) -> Layer:
         """Both blocks' outputs are scaled before they are added to the residual stream."""
         path = f"model.layers.{index}"
-        return PreNormLayer(
-            self.norm(f"{path}.input_layernorm"),
-            self.mixer(index),
-            self.norm(f"{path}.post_attention_layernorm"),
-            self.mlp(index),
-            scale=self.config.fields.number("residual_multiplier"),
-        )
+        names = ("input_layernorm", "post_attention_layernorm")
+        norms = [self.norm(f"{path}.{name}") for name in names]
+        scaled = partial(mx.multiply, self.config.fields.number("residual_multiplier"))
+        blocks = self.mixer(index), self.mlp(index)
+        return ResidualLayer(*blocks, before=norms, after=(scaled, scaled))
 
 
 class GraniteHybrid(Granite):

@@ -13,7 +13,7 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import grouped_routing
 from ...layers.short_conv import ShortConv
 from ..config import ModelConfig
-from ..decoder import Layer, PreNormLayer
+from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
@@ -82,12 +82,8 @@ class Lfm2(Family):
     def layer(self, index: int) -> Layer:
         """A pre-norm layer under other names."""
         path = f"model.layers.{index}"
-        return PreNormLayer(
-            self.norm(f"{path}.operator_norm"),
-            self.mixer(index),
-            self.norm(f"{path}.ffn_norm"),
-            self.mlp(index),
-        )
+        norms = [self.norm(f"{path}.{name}") for name in ("operator_norm", "ffn_norm")]
+        return ResidualLayer(self.mixer(index), self.mlp(index), before=norms)
 
     def mlp(self, index: int) -> FeedForward:
         """w1 is the gate, w3 goes up, w2 down."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from ...layers.linear import Projection
 from ...layers.mlp import MLP
 from ...layers.norm import Norm
-from ..decoder import Layer, PreNormLayer
+from ..decoder import Layer, ResidualLayer
 from ..encoder import Encoder, SummedEmbeddings, identity
 from ..jsonfields import Fields
 from ..rope_config import FULL, SLIDING
@@ -88,7 +88,7 @@ class ModernBert(Encoder):
         path = f"model.layers.{index}"
         first: Norm = identity if index == 0 else self.norm(f"{path}.input_layernorm")
         norm = self.norm(f"{path}.post_attention_layernorm")
-        return PreNormLayer(first, self.mixer(index), norm, self.mlp(index))
+        return ResidualLayer(self.mixer(index), self.mlp(index), before=(first, norm))
 
     def mlp(self, index: int) -> MLP:
         """The gate first, both in one matrix."""

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
-from ..decoder import Layer, PostNormLayer
+from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..rope_config import SLIDING
@@ -18,12 +18,9 @@ class Olmo2(Family):
     def layer(self, index: int) -> Layer:
         """Each block's output is normalised before it is added to the residual stream."""
         path = f"model.layers.{index}"
-        return PostNormLayer(
-            self.mixer(index),
-            self.norm(f"{path}.post_attention_layernorm"),
-            self.mlp(index),
-            self.norm(f"{path}.post_feedforward_layernorm"),
-        )
+        names = ("post_attention_layernorm", "post_feedforward_layernorm")
+        norms = [self.norm(f"{path}.{name}") for name in names]
+        return ResidualLayer(self.mixer(index), self.mlp(index), after=norms)
 
     def qk_norm(self, index: int) -> Norm:
         """One norm over the whole of Q, and one over the whole of K."""

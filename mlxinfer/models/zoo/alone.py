@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from ...core import CacheSpec, OwnCacheSpec
 from ...layers.mlp import Gated
 from ...layers.moe import ExpertChoice
+from ...layers.norm import Join
 from ...layers.step import Rows, Taps
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
@@ -65,6 +66,7 @@ class AloneModel:
     expert_store: ClassVar[None] = None
     activations: ClassVar[Sequence[Gated]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
+    joins: ClassVar[Sequence[Join]] = ()
 
     def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
         self.config = config

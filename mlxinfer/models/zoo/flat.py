@@ -16,6 +16,7 @@ from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
 from ...layers.mlp import Gated
 from ...layers.moe import ExpertChoice
+from ...layers.norm import Join
 from ...layers.step import Rows, Taps
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
@@ -235,6 +236,7 @@ class FlatModel:
     expert_store: ClassVar[None] = None
     activations: ClassVar[Sequence[Gated]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
+    joins: ClassVar[Sequence[Join]] = ()
 
     def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
         self.config = config

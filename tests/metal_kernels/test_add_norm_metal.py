@@ -1,0 +1,171 @@
+"""The kernel of residual sums and norms, executed on the CPU: against its twin and in layers."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cpu import MetalCPU, requires_compiler
+
+from mlxinfer.layers.norm import Join, LayerNorm, Norm, RMSNorm
+from mlxinfer.layers.step import Step
+from mlxinfer.metal_kernels.add_norm import (
+    MAX_DIMS,
+    MAX_THREADS,
+    AddNorm,
+    add_norm,
+    add_norm_of,
+    add_norm_twin,
+    has_rows,
+    threads_of,
+)
+from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.models.decoder import ResidualLayer, link_norms, reachable
+
+ROUNDING = {mx.float32: 2e-5, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of max(1, |expected|)
+NORMS = ((None, 1e-6), (1e-5, 1e-6), (1e-5, None))  # of what is added, of the sum
+
+
+def inputs(form: AddNorm, *rows: int, seed: int = 0) -> list[mx.array]:
+    rng = np.random.default_rng(seed)
+    weights = sum(eps is not None for eps in (form.after_eps, form.before_eps))
+    shapes = [(*rows, form.dims)] * 2 + [(form.dims,)] * weights
+    return [
+        mx.array(rng.normal(size=shape).astype(np.float32)).astype(form.dtype) for shape in shapes
+    ]
+
+
+def on_machine(form: AddNorm, arrays: list[mx.array], **options: bool) -> list[mx.array]:
+    machine = MetalCPU(seed=3, **options)
+    with running_on(machine):
+        found = add_norm(*arrays[:2], form, *arrays[2:])
+    machine.assert_clean()
+    (report,) = machine.reports
+    assert report.bank_ways <= 2
+    assert np.prod(report.threadgroup) <= MAX_THREADS
+    return [array for array in found if array is not None]
+
+
+def check(found: list[mx.array], form: AddNorm, arrays: list[mx.array]) -> None:
+    expected = [a for a in add_norm_twin(*arrays[:2], form, *arrays[2:]) if a is not None]
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, form.dtype)
+        wide = [np.array(array.astype(mx.float32)) for array in (ours, theirs)]
+        error = np.abs(wide[0] - wide[1]) / np.maximum(1, np.abs(wide[1]))
+        assert error.max() <= ROUNDING[form.dtype], error.max()
+
+
+@requires_compiler
+@pytest.mark.parametrize("norms", NORMS)
+@pytest.mark.parametrize(
+    ("rows", "dims", "dtype"),
+    [((3,), 300, mx.float32), ((1,), 2560, mx.bfloat16), ((2, 1), 128, mx.float16)],
+)
+def test_agrees_with_its_twin(
+    norms: tuple[float | None, float | None], rows: tuple[int, ...], dims: int, dtype: mx.Dtype
+) -> None:
+    form = add_norm_of(dims, dtype, after_eps=norms[0], before_eps=norms[1])
+    arrays = inputs(form, *rows)
+    check(on_machine(form, arrays), form, arrays)
+
+
+@requires_compiler
+def test_a_zero_row_is_epsilons_alone() -> None:
+    form = add_norm_of(64, mx.float32, after_eps=1e-6, before_eps=1e-6)
+    arrays = [mx.zeros_like(array) for array in inputs(form, 2)]
+    assert all(not mx.any(array) for array in on_machine(form, arrays))
+
+
+@requires_compiler
+def test_rows_need_no_more_alignment_than_a_number() -> None:
+    form = add_norm_of(72, mx.float16, after_eps=None, before_eps=1e-6)
+    arrays = inputs(form, 3)
+    check(on_machine(form, arrays, least_alignment=True), form, arrays)
+
+
+@pytest.mark.parametrize("dims", [4, 128, 2048, 2052, 2560, 4096, 5120, 7168, 8192, MAX_DIMS])
+def test_threads_share_a_row(dims: int) -> None:
+    threads = threads_of(dims)
+    own = -(-dims // 4 // threads) if dims >= 4 * threads else 1
+    assert threads % 32 == 0
+    assert threads <= MAX_THREADS
+    assert own <= 8
+    assert threads * own * 4 >= dims
+    assert (threads - 32) * own * 4 < dims
+
+
+def test_rows_that_have_no_kernel() -> None:
+    for dims, taken in ((4096, True), (4098, False), (MAX_DIMS + 4, False)):
+        assert has_rows(add_norm_of(dims, mx.float16, after_eps=None, before_eps=1e-6)) is taken
+
+
+def layer(norms: Sequence[Norm | None]) -> ResidualLayer:
+    """Blocks that stand for a mixer and an MLP; norms before and after each."""
+
+    def mixer(x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        y = mx.sin(x) + step.positions[:, None]
+        return y if residual is None else residual + y
+
+    def mlp(x: mx.array, residual: mx.array | None = None) -> mx.array:
+        y = x * mx.sigmoid(x)
+        return y if residual is None else residual + y
+
+    made = ResidualLayer(mixer, mlp, before=norms[::2], after=norms[1::2])
+    assert list(reachable(made, Join)) == list(made.joins)[::-1]
+    return made
+
+
+LAYOUTS = {"pre": (1, 0, 1, 0), "post": (0, 1, 0, 1), "sandwich": (1, 1, 1, 1)}
+
+
+@requires_compiler
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_give_the_same_with_the_kernel(layout: str) -> None:
+    rng = np.random.default_rng(len(layout))
+
+    def norm() -> Norm:
+        return RMSNorm(mx.array(rng.normal(1, 0.2, 64).astype(np.float32)), 1e-6)
+
+    layers = [layer([norm() if has else None for has in LAYOUTS[layout]]) for _ in range(3)]
+    last = norm()
+    link_norms(layers, last)
+    x = mx.array(rng.normal(size=(5, 64)).astype(np.float32))
+
+    def run() -> list[mx.array]:
+        found, step = [x], Step(mx.arange(5), {})
+        for each in layers:
+            found.append(each(found[-1], step))
+        return [*found, step.normed(last, found[-1])]
+
+    plain, machine = run(), MetalCPU(seed=2)
+    for each in layers:
+        for join in each.joins:
+            join.in_kernel = join.form
+    with running_on(machine):
+        found = run()
+    machine.assert_clean()
+    assert len(machine.reports) == 2 * len(layers)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4).item()
+
+
+def test_only_rms_norms_have_a_form() -> None:
+    weight = mx.ones(64)
+    rms, layer_norm = RMSNorm(weight, 1e-6), LayerNorm(weight, 1e-6)
+    assert Join(None, rms).form is Join(None, RMSNorm(weight + 1, 1e-6)).form
+    assert Join(rms, RMSNorm(weight.astype(mx.float16), 1e-6)).form is None
+    for pair in ((None, None), (None, layer_norm), (layer_norm, rms)):
+        assert Join(*pair).form is None
+
+
+@requires_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [4, 96, 2048, 3072, 5120, 7168, MAX_DIMS])
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+def test_everywhere(dims: int, dtype: mx.Dtype) -> None:
+    for seed, (norms, rows) in enumerate(product(NORMS, (1, 5))):
+        form = add_norm_of(dims, dtype, after_eps=norms[0], before_eps=norms[1])
+        arrays = inputs(form, rows, seed=seed)
+        check(on_machine(form, arrays), form, arrays)

@@ -8,6 +8,7 @@ file`: version 1, and for each worker a URL and the model that it serves.
 import contextlib
 import errno
 import ipaddress
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -131,13 +132,16 @@ def advertised(
     anywhere = host in ("0.0.0.0", "::")
     addresses = _own_addresses() if anywhere else [host]
     name = socket.gethostname().partition(".")[0] or "mlxinfer"
+    # Addresses belong to the name of a host: servers at different ones, and machines that are
+    # called alike, would get each other's.
+    host_name = f"mlxinfer-{secrets.token_hex(6)}.local."
     info = zeroconf.ServiceInfo(
         SERVICE,
         f"{name}-{port}.{SERVICE}",
         port=port,
         parsed_addresses=addresses,
         properties={"scheme": "https" if tls else "http"},
-        server=f"{name}.local.",
+        server=host_name,
     )
     with contextlib.closing(_network(zeroconf, interfaces)) as network:
         network.register_service(info, allow_name_change=True)

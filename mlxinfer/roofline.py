@@ -16,49 +16,9 @@ from .core import StateSpec
 from .errors import InvalidRequestError
 from .fit import fit_of, kv_bytes
 from .memory import MODELS_SHARE, parse_bytes
+from .metal_kernels.chips import CHIPS, Chip
 from .models.decoder import LanguageConfig
 
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """One of Apple's chips, at its largest and at its smallest configuration of that name.
-
-    Attributes:
-        bandwidth: of unified memory, GB/s, least and most.
-        cores: of the GPU, least and most.
-        core_tflops: 16-bit multiply-adds of one core, in 10^12 operations a second.
-    """
-
-    bandwidth: tuple[float, float]
-    cores: tuple[int, int]
-    core_tflops: float
-
-
-# Bandwidth and cores: Apple's technical specifications, support.apple.com/specs, and the press
-# releases of the chips. Arithmetic of a core: 128 lanes x 2 operations x its clock, 1.28 to 1.8 GHz
-# by generation (github.com/philipturner/metal-benchmarks); the matrix units of M5 give 1.5 a core
-# at 16 bits, as measured on the A19 (github.com/tzakharko/apple-neural-accelerators-benchmark).
-M1, M2, M3, M4, M5 = 0.33, 0.36, 0.36, 0.46, 1.5
-CHIPS = {
-    "M1": Chip((68, 68), (7, 8), M1),
-    "M1 Pro": Chip((200, 200), (14, 16), M1),
-    "M1 Max": Chip((400, 400), (24, 32), M1),
-    "M1 Ultra": Chip((800, 800), (48, 64), M1),
-    "M2": Chip((100, 100), (8, 10), M2),
-    "M2 Pro": Chip((200, 200), (16, 19), M2),
-    "M2 Max": Chip((400, 400), (30, 38), M2),
-    "M2 Ultra": Chip((800, 800), (60, 76), M2),
-    "M3": Chip((100, 100), (8, 10), M3),
-    "M3 Pro": Chip((150, 150), (14, 18), M3),
-    "M3 Max": Chip((300, 400), (30, 40), M3),
-    "M3 Ultra": Chip((819, 819), (60, 80), M3),
-    "M4": Chip((120, 120), (8, 10), M4),
-    "M4 Pro": Chip((273, 273), (16, 20), M4),
-    "M4 Max": Chip((410, 546), (32, 40), M4),
-    "M5": Chip((153, 153), (8, 10), M5),
-    "M5 Pro": Chip((307, 307), (16, 20), M5),
-    "M5 Max": Chip((460, 614), (32, 40), M5),
-}
 MACHINE = re.compile(r"(?:apple\s+)?(m\d+(?:\s+(?:pro|max|ultra))?)[\s,]+(\d+)\s*(gb)?", re.I)
 
 

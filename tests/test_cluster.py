@@ -1,5 +1,6 @@
 """Workers of a router: addresses, the file, and servers that announce themselves."""
 
+import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -102,6 +103,20 @@ def test_an_announced_server_is_found() -> None:
     assert cluster.discover(0.3, LOOPBACK) == []
     with cluster.advertised("fd00::5", 8124, tls=False, interfaces=LOOPBACK):
         assert cluster.discover(1.5, LOOPBACK) == ["http://[fd00::5]:8124"]
+
+
+def test_servers_of_one_host_keep_their_addresses() -> None:
+    pytest.importorskip("zeroconf")
+    announced = [("127.0.0.1", 8125), ("fd00::5", 8126), ("192.168.7.9", 8127)]
+    with contextlib.ExitStack() as stack:
+        for host, port in announced:
+            stack.enter_context(cluster.advertised(host, port, tls=False, interfaces=LOOPBACK))
+        found = cluster.discover(2.0, LOOPBACK)
+    assert set(found) == {
+        "http://127.0.0.1:8125",
+        "http://[fd00::5]:8126",
+        "http://192.168.7.9:8127",
+    }
 
 
 def test_a_server_that_none_can_reach_is_not_announced() -> None:

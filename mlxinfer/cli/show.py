@@ -30,11 +30,12 @@ def command(name: str, context: int | None, on: str | None, as_json: bool) -> No
     from ._inspect import summarise
 
     summary = summarise(hub.resolve(name, download=False))
-    facts = describe(name, summary, context, machine(on) if on else None)
+    mac = machine(on) if on else None
+    facts = describe(name, summary, context, mac)
     if as_json:
         emit_json(facts)
     else:
-        click.echo(render(facts))
+        click.echo(render(facts, mac))
 
 
 def describe(
@@ -78,8 +79,8 @@ def describe(
     }
 
 
-def render(facts: dict[str, Any]) -> str:
-    """describe()'s data for people."""
+def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
+    """describe()'s data for people; `on`: the machine that was asked about."""
     rows = [("model", facts["name"]), ("path", facts["path"])]
     if facts["problem"]:
         rows.append(("cannot run", facts["problem"]))
@@ -112,6 +113,8 @@ def render(facts: dict[str, Any]) -> str:
         rows.append(("this machine", facts["fit"]["text"]))
     if facts["on"]:
         rows += _limits(facts["on"])
+    elif on:
+        rows.append((f"on {on.name}", "not known: the config or the weights cannot be read"))
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
     return table([(label, escaped(value)) for label, value in rows])
 

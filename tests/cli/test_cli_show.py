@@ -208,3 +208,10 @@ def test_an_unknown_mac_is_refused_with_those_that_are_known(text: str, outcome:
     assert seen.code == 1
     assert "M4 Max 64GB" in seen.err
     assert "M3 Ultra" in seen.err
+
+
+def test_another_machine_cannot_be_told_without_a_config(tmp_path: Path, outcome: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    text = outcome("show", str(tmp_path), "--on", "M1 8GB").out
+    assert "on M1 8 GB" in text
+    assert "not known" in text

@@ -28,12 +28,13 @@ TEXTS = [
     "Größe café naïve — “quotes” 日本語 русский 🙂👍🏽",
     "HTTPServer camelCase snake_case x/=y//z",
     "<|im_start|>user\nhi<|im_end|>",
+    "cased ﬁ Ⱥβ ＷＩＤＥ！\u3000ƻ ʔ ა ʰ K Ω 12345ab  ",
     "价格是 9999 元。カタカナと한국어 <tag>.method()\n\n\n  end ",
 ]
 TRAINING = [*TEXTS, Path(__file__).read_text(), Path(gguf.__file__).read_text()] * 2
 
 # As they stand in the tokenizer.json of Llama 3, Qwen 2.5 and 3.5, gpt-oss and Mistral Nemo, of
-# DeepSeek V3 and DeepSeek Coder, where several cut one after the other, and in Kimi K2's code.
+# DeepSeek V3, LLM and Coder, where several cut one after the other, and in Kimi K2's code.
 EXPRESSIONS = {
     "qwen35": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -58,6 +59,15 @@ EXPRESSIONS = {
         "[一-龥\u3040-ゟ゠-ヿ]+",
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ"
+        "Ḁ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ"
+        "\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲"
+        "𑢠-𑣟𞤀-𞥃]+",
+        "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        *(r"\s+$", "[一-龥\u0800-一가-\ud7ff]+", r"\p{N}+"),
     ),
     "deepseek-coder": (
         *(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+"),

@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..errors import CheckpointError, UnsupportedModelError
 from ..models.config import ModelConfig, normalise
 from ..models.registry import family
+from ..models.tensors import Tensor
 from ..models.weights import Rename, Weights
 from .read import MLXFormat, Source, TensorInfo, expert_groups
 
@@ -249,14 +250,13 @@ class _Shapes(Weights):
 
     label: str
 
-    def raw(
+    def _found(
         self,
         name: str,
         shape: Sequence[int],
-        *,
         dtype: mx.Dtype | None = None,
         parts: Sequence[int] | None = None,
-    ) -> mx.array:
+    ) -> Tensor:
         """The array, if it is there and has this shape."""
         if name not in self:
             raise CheckpointError(f"{self.label} has no tensor {name!r}, {tuple(shape)}.")
@@ -265,7 +265,7 @@ class _Shapes(Weights):
             raise CheckpointError(
                 f"Tensor {name!r} of {self.label} has shape {found}; expected {tuple(shape)}."
             )
-        return super().raw(name, shape, dtype=dtype)
+        return super()._found(name, shape, dtype)
 
     def same_matrix(self, path: str, other: str) -> bool:
         """Whether the matrices have one shape."""

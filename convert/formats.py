@@ -73,9 +73,12 @@ def fits(form: MLXFormat, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2 and shape[-1] % form.group_size == 0
 
 
-ROUTERS = re.compile(r"\.(gate|router|router\.(proj|layer)|modality_router|shared_expert_gate)$")
+ROUTERS = re.compile(
+    r"\.(gate|router|router\.(proj|layer)|modality_router|shared_expert_gate|indexer\.weights_proj)$"
+)
 _FLOORS: tuple[tuple[re.Pattern[str], int], ...] = (
     (ROUTERS, 8),
+    (re.compile(r"\.indexer\.(wq_b|wk)$"), 8),  # which tokens are seen is a choice, too
     (re.compile(r"\.(linear_attn|mamba|mixer)\.out_proj$"), 8),
     (re.compile(r"\.(linear_attn|mamba|mixer)\.in_proj\w*$"), 6),
     (re.compile(r"\.shared_experts?\."), 5),

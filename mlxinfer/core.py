@@ -358,11 +358,13 @@ class LatentSpec:
     rope_dim: int
     window: int | None = None  # as in `KVSpec`
     sinks: int = 0
+    index_dim: int = 0  # numbers of the key that an indexer ranks a token by; 0: there is none
+    num_ranked: int = 0  # tokens that one sees then, those of the highest rank
 
     @property
     def numbers(self) -> int:
         """Numbers kept per token."""
-        return self.latent_dim + self.rope_dim
+        return self.latent_dim + self.rope_dim + self.index_dim
 
 
 @dataclass(frozen=True, slots=True)

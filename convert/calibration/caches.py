@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
+from ...errors import ConversionError
 from ...layers.step import Advance, Arrays, LatentKeysValues
 
 
@@ -17,6 +18,11 @@ def whole_sequences(spec: CacheSpec, length: int) -> Any:
     if isinstance(spec, StateSpec):
         return WholeStates(spec, length)
     assert not isinstance(spec, OwnCacheSpec), "convert knows native families only"
+    if isinstance(spec, LatentSpec) and spec.index_dim and length > spec.num_ranked:
+        raise ConversionError(
+            f"This model sees {spec.num_ranked} tokens of a text, and measuring it takes texts of "
+            f"{length}, of which all are seen; convert it without calibration."
+        )
     return (WholeLatents if isinstance(spec, LatentSpec) else WholeSequences)(length, spec.window)
 
 
@@ -89,8 +95,9 @@ class WholeLatents:
         *,
         projection: LatentKeysValues,
         scale: float,
+        index: object = None,
     ) -> mx.array:
-        """As of LatentCache: -> (N * L, H, dv)."""
+        """As of LatentCache: -> (N * L, H, dv); no `index` leaves any of so few tokens out."""
         k_nope, values = projection.expand(latent)
         k_rope = mx.broadcast_to(k_rope[:, None], q_rope.shape)
         keys = mx.concatenate([k_nope, k_rope], axis=-1)

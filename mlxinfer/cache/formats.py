@@ -216,7 +216,8 @@ def layer_formats(spec: KVSpec, dtype: mx.Dtype, bits: Bits) -> tuple[KVFormat, 
 def token_bytes(spec: PagedSpec, dtype: mx.Dtype, bits: Bits) -> int:
     """Bytes that one layer keeps of one token."""
     if isinstance(spec, LatentSpec):
-        return vector_bytes(make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]))
+        vector = make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0])
+        return vector_bytes(vector) + spec.index_dim * dtype.size
     if spec.joint_dim:
         return spec.num_kv_heads * vector_bytes(make_format(spec.joint_dim, dtype, bits[0]))
     place_bytes = LessBias.place_bytes if stored_less_bias(spec, bits) else 0
@@ -258,6 +259,12 @@ def _windowed(spec: CacheSpec, options: KVOptions) -> CacheSpec:
         return spec
     if options.window is None or (spec.window is not None and spec.window <= options.window):
         return spec
+    if isinstance(spec, LatentSpec) and spec.index_dim:
+        raise InvalidRequestError(
+            f"kv_window is {options.window}, and this model chooses the tokens that it sees by "
+            "itself, among all. Leave kv_window out.",
+            param="kv_window",
+        )
     return replace(spec, window=options.window, sinks=options.sinks)
 
 

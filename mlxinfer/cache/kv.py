@@ -19,6 +19,7 @@ from .layer_groups import GroupMaker, LayerGroup
 from .own import OwnCachePool, OwnStep
 from .payload import read_pages, write_pages
 from .pool import LayerPool, Plane
+from .ranked import RankedPool
 from .state import StatePool, StateStep
 from .step import GroupPlan, StepKV, padded_positions, plan_group
 
@@ -166,16 +167,15 @@ class KVCache:
         """The empty pool of a layer."""
         place, bits = self._paged[layer], self.bits[layer]
         spec = self._paged_specs[place]
-        num_pages = self._first_pages(self.groups[self._group_of[place]])
         sizes: dict[str, Any] = {
             "page_size": self.page_size,
-            "num_pages": num_pages,
+            "num_pages": self._first_pages(self.groups[self._group_of[place]]),
             "num_slots": min(FIRST_SLOTS, self.max_batch),
             "dtype": self.dtype,
             "bits": bits,
         }
         if isinstance(spec, LatentSpec):
-            return LatentPool(spec, **sizes)
+            return (RankedPool if spec.index_dim else LatentPool)(spec, **sizes)
         if spec.turning:
             return JointPool(spec, **sizes)
         return LayerPool(spec, **sizes, key_bias=self._key_biases.get(layer))
@@ -439,7 +439,7 @@ class KVCache:
     def _step(self, layer: int, plan: GroupPlan) -> StepKV | LatentStep:
         pool = self.pools[self._paged[layer]]
         if isinstance(pool, LatentPool):
-            return LatentStep(pool, plan, tiles=layer in self._prefill_layers)
+            return pool.step(plan, tiles=layer in self._prefill_layers)
         return StepKV(
             pool,
             plan,

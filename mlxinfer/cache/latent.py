@@ -22,7 +22,7 @@ from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page
 from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
 from ..metal_kernels.prefill_blocks import attend_in_tiles
 from .chunk_attention import ChunkPlan, cut_runs
-from .formats import PLAIN, Bits, make_format
+from .formats import PLAIN, Bits, KVFormat, make_format
 from .groups import AttentionWindow
 from .inputs import Segments
 from .pool import PagePool, Runs, Stored
@@ -51,7 +51,7 @@ class LatentProjection(Protocol):
 
 
 class LatentPool(PagePool):
-    """Pages and tails of one latent attention layer: one plane under one head.
+    """Pages and tails of one latent attention layer: one plane under one head, or `more` of them.
 
     With 4 bits the latent part, not the rotary one, is multiplied by a Hadamard matrix before it is
     stored: outliers of single channels are spread over all. The matrix is its own inverse, as
@@ -67,9 +67,10 @@ class LatentPool(PagePool):
         num_slots: int,
         dtype: mx.Dtype,
         bits: Bits = PLAIN,
+        more: Sequence[KVFormat] = (),
     ) -> None:
         super().__init__(
-            [make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0])],
+            [make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]), *more],
             heads=1,
             joined=False,
             page_size=page_size,
@@ -85,6 +86,10 @@ class LatentPool(PagePool):
     def rotate(self, latents: mx.array) -> mx.array:
         """(..., r) to or from the basis in which latents are stored."""
         return mx.hadamard_transform(latents) if self._rotates else latents
+
+    def step(self, plan: GroupPlan, *, tiles: bool) -> "LatentStep":
+        """The layer's cache during one step; `tiles` as of `LatentStep`."""
+        return LatentStep(self, plan, tiles=tiles)
 
     def encode(self, latents: mx.array, k_rope: mx.array) -> Stored:
         """What is stored of latents (T, r) and rotary keys (T, dr)."""
@@ -142,6 +147,12 @@ class LatentStep:
             (T, H, dv).
         """
         write_step(self._pool, self.plan, self._pool.encode(latent, k_rope))
+        return self._read(q_nope, q_rope, projection, scale)
+
+    def _read(
+        self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float
+    ) -> mx.array:
+        """Attend over what is stored."""
         outputs = []
         if self.plan.short:
             own = slice(None, self.plan.num_short)

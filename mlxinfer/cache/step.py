@@ -49,6 +49,8 @@ class GroupPlan:
     long: Sequence[ChunkPlan]  # after the short segments in the flat list
     parts: Sequence[ShortPlan]  # how both attend
     tiled_parts: Sequence[ShortPlan]  # the same where prefill chunks have a kernel
+    segments: StepSegments
+    group: int  # which of the segments' page tables
     num_short: int  # rows of short segments
     order: mx.array | None  # (T,) from what the parts give, one after another, to flat order
     tail_rows: mx.array | None  # (N,) flat rows that go to tails; None: all of them, in order
@@ -98,6 +100,8 @@ def plan_group(
         long=long,
         parts=[*short, *long],
         tiled_parts=[*short, prefill(segments.long)] if prefill and long else [*short, *long],
+        segments=segments,
+        group=group,
         num_short=num_short,
         order=_order(rows_of, num_rows) if len(rows_of) > 1 else None,
         tail_rows=None if len(rows) == num_rows else mx.array(rows),

@@ -7,6 +7,7 @@ Source: DeepSeek-V2, arXiv 2405.04434.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -116,9 +117,12 @@ class LatentAttention:
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, H * dv)."""
         queries = x
-        for part in self.q_projs:
+        for part in self.q_projs[:-1]:
             queries = part(queries)
-        queries = queries.reshape(x.shape[0], self.num_heads, -1)  # (T, H, dn + dr)
+        more = self.more(x, queries, step)
+        queries = self.q_projs[-1](queries).reshape(
+            x.shape[0], self.num_heads, -1
+        )  # (T, H, dn + dr)
         if self.query_scale is not None:
             queries = self.query_scale(queries, step.prepared(self.query_scale))
         q_nope, q_rope = mx.split(queries, [queries.shape[-1] - self.spec.rope_dim], axis=-1)
@@ -137,9 +141,81 @@ class LatentAttention:
             k_rope[:, 0],
             projection=self.projection,
             scale=self.scale,
+            **more,
         )
         return outputs.flatten(1)
+
+    def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:
+        """What the layer's cache is given beside; `compressed`: the last projection's input."""
+        return {}
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         return self.o_proj(self.attend(x, step), residual)
+
+
+class Indexer:
+    """Ranks tokens by a few small heads, for a layer that sees the best of them.
+
+    Args:
+        q_proj: (T, q_lora_rank) -> (T, Hi * di), of the queries' compressed form.
+        k_proj: (T, hidden) -> (T, di).
+        k_norm: over keys.
+        weights_proj: (T, hidden) -> (T, Hi), a weight of each head.
+        num_heads: Hi.
+        rope: over the first numbers of queries and keys.
+        scale: multiplies the weights.
+    """
+
+    __slots__ = ("k_norm", "k_proj", "num_heads", "q_proj", "rope", "scale", "weights_proj")
+
+    def __init__(
+        self,
+        *,
+        q_proj: Projection,
+        k_proj: Projection,
+        k_norm: Norm,
+        weights_proj: Projection,
+        num_heads: int,
+        rope: Rope,
+        scale: float,
+    ) -> None:
+        self.q_proj = q_proj
+        self.k_proj = k_proj
+        self.k_norm = k_norm
+        self.weights_proj = weights_proj
+        self.num_heads = num_heads
+        self.rope = rope
+        self.scale = scale
+
+    def __call__(
+        self, x: mx.array, compressed: mx.array, step: Step
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Queries (T, Hi, di), weights (T, Hi) and keys (T, di) of x (T, hidden).
+
+        `compressed`: the queries' compressed form (T, q_lora_rank).
+        """
+        queries = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)  # (T, Hi, di)
+        both = mx.concatenate([queries, self.k_norm(self.k_proj(x))[:, None]], axis=1)
+        turned = self.rope(both, step.prepared(self.rope))
+        queries, keys = mx.split(turned, [self.num_heads], axis=1)
+        return queries, self.weights_proj(x) * self.scale, keys[:, 0]
+
+
+class RankedAttention(LatentAttention):
+    """Latent attention to the tokens that an indexer ranks highest (DeepSeek-V3.2, 2512.02556).
+
+    Args:
+        indexer: of the layer.
+        others: as of `LatentAttention`.
+    """
+
+    __slots__ = ("indexer",)
+
+    def __init__(self, indexer: Indexer, **others: Any) -> None:
+        super().__init__(**others)
+        self.indexer = indexer
+
+    def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:
+        """Queries, weights and keys of the indexer."""
+        return {"index": self.indexer(x, compressed, step)}

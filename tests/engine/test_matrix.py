@@ -29,18 +29,26 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.core import FinishReason, LatentSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "16"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
-LATENT = "deepseek_v3-v4"
 ALL_CASES = (
-    *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", LATENT, *HYBRIDS),
+    *(
+        "qwen3-v4",
+        "mistral-v4",
+        "gemma3_text-v4",
+        "gpt_oss-v4",
+        "qwen3_moe-v4",
+        "deepseek_v3-v4",
+        *HYBRIDS,
+    ),
     *("zoo mimo_v2_flash", "zoo minicpm3", "zoo jamba"),  # the last on caches of its own
     *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4"),
     *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4"),
+    "deepseek_v32-v4",
 )
 CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 
@@ -89,8 +97,11 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
         bits = (8, 4)
     if model_of(case).lacks:
         return KVOptions()
-    if case.endswith(LATENT):  # one plane, one number of bits
+    latent = [spec for spec in model_of(case).cache_specs if isinstance(spec, LatentSpec)]
+    if latent:  # one vector, one number of bits
         bits = (bits[0], bits[0])
+    if any(spec.index_dim for spec in latent):  # it chooses what it sees among all
+        return KVOptions(bits=bits, plain_ends=draw(st.booleans()))
     window = draw(st.sampled_from([None, None, 12, 40]))
     sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
     return KVOptions(bits=bits, window=window, sinks=sinks, plain_ends=draw(st.booleans()))

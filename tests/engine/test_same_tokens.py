@@ -37,7 +37,7 @@ CASES = (
         "gemma4_e-v5",
         "gemma3n_text-v5",
     ),
-    *("hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5"),
+    *("hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5", "glm_moe_dsa-v5"),
 )
 HYBRIDS = {  # places of recurrent layers among those of attention
     "hybrid qwen3-v4": (0, 2),

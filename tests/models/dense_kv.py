@@ -104,6 +104,34 @@ class DenseLatentCache:
         return masked_attention(queries, keys, values, scale=scale)
 
 
+class DenseRankedCache(DenseLatentCache):
+    """The same of a layer with an indexer: a token sees the tokens of the highest ranks."""
+
+    def __init__(self, spec: LatentSpec, max_short: int = 8) -> None:
+        super().__init__(spec, max_short)
+        self.index: dict[str, np.ndarray] = {}
+
+    def attend(self, q_nope, q_rope, latent, k_rope, *, projection, scale, index):
+        queries, weights, keys = (np.array(part) for part in index)
+        assert keys.shape == (len(latent), self.spec.index_dim)
+        new, outputs, start = mx.concatenate([latent, k_rope], axis=-1), [], 0
+        for name, count in self.segments:
+            rows = slice(start, start + count)
+            known = [self.index[name]] if name in self.index else []
+            self.index[name] = np.concatenate([*known, keys[rows]])
+            past = [self.past[name]] if name in self.past else []
+            self.past[name] = mx.concatenate([*past, new[rows]])
+            for row in range(start, start + count):
+                stop = len(self.index[name]) - (rows.stop - row) + 1
+                scores = np.maximum(queries[row] @ self.index[name][:stop].T, 0)  # (Hi, stop)
+                best = np.argsort(-(weights[row] @ scores), kind="stable")[: self.spec.num_ranked]
+                seen = self.past[name][mx.array(np.sort(best))]
+                one = slice(row, row + 1)
+                outputs.append(self._expanded(q_nope[one], q_rope[one], seen, projection, scale))
+            start += count
+        return mx.concatenate(outputs)
+
+
 class DenseStates:
     """States before a step, as they are."""
 
@@ -161,7 +189,9 @@ def dense_cache(spec: KVSpec | LatentSpec | StateSpec):
     """Of the kind that a layer needs."""
     if isinstance(spec, StateSpec):
         return DenseStateCache(spec)
-    return DenseLatentCache(spec) if isinstance(spec, LatentSpec) else DenseLayerKV(spec)
+    if not isinstance(spec, LatentSpec):
+        return DenseLayerKV(spec)
+    return DenseRankedCache(spec) if spec.index_dim else DenseLatentCache(spec)
 
 
 class DenseCache:

@@ -416,6 +416,24 @@ PUBLISHED: dict[str, Published] = {
         671.0,
         70_272,
     ),
+    "DeepSeek-V3.2": Published(
+        {
+            "model_type": "deepseek_v32",
+            **_sizes(61, 7168, 18432, 128, 128, 129_280),
+            "num_nextn_predict_layers": 0,
+        },
+        671.9,
+        61 * (576 + 128) * 2,
+    ),
+    "GLM-5": Published(
+        {
+            "model_type": "glm_moe_dsa",
+            **_sizes(78, 6144, 12288, 64, 64, 154_880),
+            "num_nextn_predict_layers": 0,
+        },
+        744.0,
+        78 * (576 + 128) * 2,
+    ),
     "Kimi-K2": Published(
         {
             "model_type": "kimi_k2",

@@ -44,6 +44,7 @@ def quantized(arrays: dict[str, mx.array], how: dict[str, Any]) -> dict[str, mx.
         if not name.endswith("weight") or array.ndim != 2 or array.shape[1] % how["group_size"]:
             result[name] = array
             continue
-        names = (name, name.replace("weight", "scales"), name.replace("weight", "biases"))
+        path = name.removesuffix("weight")
+        names = (name, f"{path}scales", f"{path}biases")
         result |= dict(zip(names, mx.quantize(array, **how), strict=False))
     return result

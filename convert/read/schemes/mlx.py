@@ -72,11 +72,10 @@ class _Asked(Weights):
     def __contains__(self, name: str) -> bool:
         return self._has_all
 
-    def raw(
+    def _found(
         self,
         name: str,
         shape: Sequence[int],
-        *,
         dtype: mx.Dtype | None = None,
         parts: Sequence[int] | None = None,
     ) -> mx.array:

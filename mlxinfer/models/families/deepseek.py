@@ -1,19 +1,24 @@
-"""DeepSeek V2 and V3: latent attention, and experts in groups beside shared ones."""
+"""DeepSeek V2, V3 and V3.2: latent attention, and experts in groups beside shared ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from ...core import LatentSpec
-from ...errors import UnsupportedModelError
+from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
-from ...layers.latent_attention import LatentAttention, LatentProjection
+from ...layers.latent_attention import (
+    Indexer,
+    LatentAttention,
+    LatentProjection,
+    RankedAttention,
+)
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice, grouped_routing
-from ...layers.norm import Norm
+from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
 from ..config import ModelConfig
 from ..family import Family
@@ -97,7 +102,8 @@ class DeepseekV3(Family):
         latent = config.latent
         assert latent is not None
         factor = 1.0 if spec is None else spec.attention_factor**2  # which the rope leaves to us
-        return LatentAttention(
+        return self.attention(
+            index,
             q_projs=self._query_projections(path, dims),
             kv_a_proj=weights.linear(
                 f"{path}.kv_a_proj_with_mqa",
@@ -121,6 +127,10 @@ class DeepseekV3(Family):
             rope_scale=None if factor == 1.0 else factor,
             query_scale=self.query_scale(index),
         )
+
+    def attention(self, index: int, **parts: Any) -> LatentAttention:
+        """Latent attention of its parts."""
+        return LatentAttention(**parts)
 
     def _query_projections(self, path: str, dims: LatentDims) -> Sequence[Projection | Norm]:
         config, weights = self.config, self.weights
@@ -216,6 +226,59 @@ class DeepseekV2(DeepseekV3):
             num_best=fields.integer("topk_group") if grouped else 1,
             factor=fields.number("routed_scaling_factor"),
         )
+
+
+class DeepseekV32(DeepseekV3):
+    """DeepSeek V3.2: a layer sees the tokens that an indexer of its own ranks highest."""
+
+    defaults: ClassVar = {
+        **DeepseekV3.defaults,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "indexer_rope_interleave": False,
+    }
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """What the indexer keeps of a token, and how many tokens one sees."""
+        config, fields = super().configure(config), config.fields
+        if LatentDims.of(fields).query_rank is None:
+            raise CheckpointError(
+                f"{fields.where} has no q_lora_rank; an indexer reads compressed queries."
+            )
+        latent = config.latent
+        assert latent is not None
+        width = fields.integer("index_head_dim", low=latent.rope_dim, high=2**14)
+        count = fields.integer("index_topk", high=2**31)
+        return replace(config, latent=replace(latent, index_dim=width, num_ranked=count))
+
+    def attention(self, index: int, **parts: Any) -> LatentAttention:
+        """With the layer's indexer, whose rope turns the first numbers of its heads."""
+        config, fields, weights = self.config, self.config.fields, self.weights
+        path, spec = f"model.layers.{index}.self_attn.indexer", config.ropes[index]
+        dims, heads = LatentDims.of(fields), fields.integer("index_n_heads", high=2**14)
+        width = fields.integer("index_head_dim", high=2**14)
+        assert dims.query_rank is not None
+        assert spec is not None, "positions are always encoded"
+        interleaved = fields.boolean("indexer_rope_interleave")
+        orders = [
+            rotary_order(count, 0, dims.rope, width) if interleaved else None
+            for count in (heads, 1)
+        ]
+        norm = [weights.take(f"{path}.k_norm.{part}", (width,)) for part in ("weight", "bias")]
+        if orders[1] is not None:
+            norm = [part[mx.array(orders[1])] for part in norm]
+        indexer = Indexer(
+            q_proj=weights.linear(f"{path}.wq_b", heads * width, dims.query_rank, order=orders[0]),
+            k_proj=weights.linear(f"{path}.wk", width, config.hidden_size, order=orders[1]),
+            k_norm=LayerNorm(norm[0], _INNER_EPS, norm[1]),
+            weights_proj=weights.linear(f"{path}.weights_proj", heads, config.hidden_size),
+            num_heads=heads,
+            rope=self.rope(spec, width),
+            scale=(heads * width) ** -0.5,
+        )
+        return RankedAttention(indexer, **parts)
 
 
 def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:

@@ -1,15 +1,15 @@
-"""GLM 4: the dense models, GLM 4.5 to 4.7 with experts, and GLM 4.7 Flash."""
+"""GLM 4 and 5: the dense models, GLM 4.5 to 4.7 with experts, GLM 4.7 Flash, and GLM 5."""
 
 from dataclasses import replace
 from typing import ClassVar
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.mlp import FeedForward
 from ..config import ModelConfig
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from .deepseek import DeepseekV3, biased_routing, shared_expert, with_experts
+from .deepseek import DeepseekV3, DeepseekV32, biased_routing, shared_expert, with_experts
 
 _NORMS = (
     "input_layernorm",
@@ -128,3 +128,37 @@ class Glm4MoELite(DeepseekV3):
                 "'dense' or 'sparse'."
             )
         return replace(config, sparse_layers=tuple(kind == "sparse" for kind in stated))
+
+
+class GlmMoeDsa(DeepseekV32, Glm4MoELite):
+    """GLM 5: as GLM 4.7 Flash, with the indexers of DeepSeek V3.2, which turn neighbours."""
+
+    defaults: ClassVar = {
+        **Glm4MoELite.defaults,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "indexer_rope_interleave": True,
+    }
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Refused where layers see what an earlier layer's indexer chose."""
+        fields = config.fields
+        types = {str(kind) for kind in fields.items("indexer_types") or ()}
+        pattern = str(fields.get("index_topk_pattern") or "")
+        often = fields.integer("index_topk_freq", high=2**16, default=1)
+        if types - {"full"} or "S" in pattern or often > 1:
+            raise UnsupportedModelError(
+                f"In {fields.where} some layers see the tokens that an earlier layer's indexer "
+                "chose (indexer_types, index_topk_pattern or index_topk_freq); models whose "
+                "layers all have indexers run."
+            )
+        return super().configure(config)

@@ -180,6 +180,19 @@ def adapters(**options: Any) -> Report:
 
 
 @reports(
+    number_option("--runs", 3, "Measurements of each; the median counts."),
+    click.option("--disk", type=float, metavar="X", help="Simulate a disk of X GB/s."),
+    click.option("--policies", "policy", is_flag=True, help="Which experts to keep, simulated."),
+    small_option,
+)
+def experts(**options: Any) -> Report:
+    """A mixture of experts larger than memory: hits, bytes and speed. mlx-lm has no such thing."""
+    from tests.bench.experts import run
+
+    return run(**options)
+
+
+@reports(
     model_option,
     number_option("--runs", 7, "Processes of each; the median counts."),
     peer_option,

@@ -1,0 +1,322 @@
+"""`bench experts`: a mixture of experts of which a part is in memory, beside the resident model.
+
+A random mixture (4 bits, skewed routers) is run resident, with a half and a quarter of its experts
+in memory, and with no more than one token needs, which reads nearly every expert for every token as
+a plain memory map of a model larger than memory does. The page cache of the machine would answer
+most reads, so a disk of a stated rate is simulated too: reads wait their turn. mlx-lm has nothing
+like it: it holds all experts.
+"""
+
+import json
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlxinfer import LLM, hub
+from mlxinfer.bench.report import Report, Table
+from mlxinfer.core import SamplingParams
+from mlxinfer.layers.streamed_moe import StreamedMoE
+from mlxinfer.memory import human_bytes
+from mlxinfer.models import expert_store
+from mlxinfer.models.decoder import reachable
+from tests.bench.expert_policies import policies
+from tests.bench.serve import TOKENIZER
+
+GROUP, BITS = 64, 4
+SKEW = 0.5  # of the logarithms of the lengths of routers' rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Sizes of a random Qwen3-MoE."""
+
+    hidden: int = 1024
+    inner: int = 512
+    layers: int = 8
+    experts: int = 64
+    per_token: int = 6
+    vocab: int = 2048
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "moe_intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.hidden // 64,
+            "num_key_value_heads": self.hidden // 128,
+            "head_dim": 64,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.per_token,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "torch_dtype": "float32",
+            "quantization": {"group_size": GROUP, "bits": BITS},
+        }
+
+    def tensors(self, *, split: bool) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Every tensor, in the order of the file; `split`: each expert by itself, in one piece."""
+        rng, hidden = np.random.default_rng(0), self.hidden
+        yield "model.embed_tokens.weight", rng.normal(size=(self.vocab, hidden)).astype("f4")
+        yield "lm_head.weight", rng.normal(size=(self.vocab, hidden)).astype("f4") * 0.05
+        yield "model.norm.weight", np.ones(hidden, "f4")
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{at}.{name}.weight", np.ones(hidden, "f4")
+            for name in ("q_norm", "k_norm"):
+                yield f"{at}.self_attn.{name}.weight", np.ones(64, "f4")
+            for name, rows in (
+                ("q", hidden),
+                ("k", hidden // 2),
+                ("v", hidden // 2),
+                ("o", hidden),
+            ):
+                matrix = rng.normal(size=(rows, hidden)) * 0.5 / hidden**0.5
+                yield f"{at}.self_attn.{name}_proj.weight", matrix.astype("f4")
+            lengths = np.exp(SKEW * rng.normal(size=(self.experts, 1)))
+            router = rng.normal(size=(self.experts, hidden)) * lengths / hidden**0.5
+            yield f"{at}.mlp.gate.weight", router.astype("f4")
+            yield from self._experts(f"{at}.mlp", rng, split=split)
+
+    def _experts(
+        self, at: str, rng: np.random.Generator, *, split: bool
+    ) -> Iterator[tuple[str, NDArray[Any]]]:
+        found: dict[str, NDArray[Any]] = {}
+        for name in ("gate", "up", "down"):
+            rows, columns = self.inner, self.hidden
+            if name == "down":
+                rows, columns = columns, rows
+            words = (self.experts, rows, columns * BITS // 32)
+            groups = (self.experts, rows, columns // GROUP)
+            step = (rng.random(groups) + 0.5) * 0.4 / (2**BITS * columns**0.5)
+            found[f"{name}_proj.weight"] = rng.integers(0, 2**32, words, np.uint32)
+            found[f"{name}_proj.scales"] = step.astype("f4")
+            found[f"{name}_proj.biases"] = (-(2**BITS - 1) / 2 * step).astype("f4")
+        if not split:
+            yield from ((f"{at}.switch_mlp.{name}", stack) for name, stack in found.items())
+            return
+        for expert in range(self.experts):
+            for name, stack in found.items():
+                yield f"{at}.experts.{expert}.{name}", stack[expert]
+
+    def write(self, folder: Path, *, split: bool) -> Path:
+        """A checkpoint of it."""
+        folder.mkdir(parents=True)
+        for file in TOKENIZER:
+            shutil.copyfile(hub.resolve("demo") / file, folder / file)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        tensors, header, at = list(self.tensors(split=split)), {}, 0
+        for name, array in tensors:
+            kind = "U32" if array.dtype == np.uint32 else "F32"
+            header[name] = {
+                "dtype": kind,
+                "shape": array.shape,
+                "data_offsets": [at, at := at + array.nbytes],
+            }
+        text = json.dumps(header).encode()
+        with (folder / "model.safetensors").open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for _, array in tensors:
+                out.write(np.ascontiguousarray(array).data)
+        return folder
+
+
+SMALL = Mixture(hidden=128, inner=64, layers=2, experts=16, per_token=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the model is run."""
+
+    name: str
+    share: float | None  # of the experts in memory; None: all, resident; 0: those of one token
+    guesses: bool = True
+    split: bool = False
+
+
+SETTINGS = (
+    Setting("resident", None),
+    Setting("half", 0.5),
+    Setting("half, no guess", 0.5, guesses=False),
+    Setting("half, split", 0.5, split=True),
+    Setting("quarter", 0.25),
+    Setting("quarter, no guess", 0.25, guesses=False),
+    Setting("one token's", 0.0, guesses=False),
+)
+
+
+def run(
+    *, runs: int = 3, small: bool = False, policy: bool = False, disk: float | None = None
+) -> Report:
+    """Tokens a second, hit rates and bytes; or how policies of the cache compare."""
+    if policy:
+        return policies(small=small)
+    sizes, tokens = (SMALL, 8) if small else (Mixture(), 32)
+    with TemporaryDirectory() as scratch:
+        folders = {
+            split: sizes.write(Path(scratch) / str(split), split=split) for split in (False, True)
+        }
+        with simulated_disk(disk):
+            found = measure(folders, sizes, runs, tokens)
+    return Report("experts", [_table(found, sizes, disk)], {"settings": found, **asdict(sizes)})
+
+
+def measure(
+    folders: Mapping[bool, Path], sizes: Mixture, runs: int, tokens: int
+) -> dict[str, dict[str, Any]]:
+    """By setting; they run in turn, so that what else the machine does meets all alike."""
+    models = {each.name: open_model(folders[each.split], each, sizes) for each in SETTINGS}
+    rates: dict[str, list[float]] = {name: [] for name in models}
+    answers: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    try:
+        for turn in range(runs + 1):
+            for name, llm in models.items():
+                if turn == 1:  # caches are warm
+                    before[name] = llm.stats().get("experts")
+                answers[name], rate = decode(llm, turn, sizes, tokens)
+                rates[name].append(rate)
+            assert len({str(answer) for answer in answers.values()}) == 1, "tokens differ"
+        return {
+            name: {"tokens_per_s": statistics.median(rates[name][1:]), **since(before[name], llm)}
+            for name, llm in models.items()
+        }
+    finally:
+        for llm in models.values():
+            llm.close()
+
+
+def open_model(folder: Path, setting: Setting, sizes: Mixture) -> LLM:
+    """The model as a setting has it."""
+    options: dict[str, Any] = {"prefix_cache": False, "speculate": "off", "progress": False}
+    if setting.share is None:
+        return LLM(folder, max_memory="256MB", **options)
+    one = 3 * sizes.hidden * sizes.inner * (BITS / 8 + 8 / GROUP)
+    slots = max(setting.share * sizes.experts, sizes.per_token)
+    memory = round(slots * sizes.layers * one)
+    llm = LLM(folder, expert_memory=memory, slow_experts=True, max_memory="256MB", **options)
+    if not setting.guesses:
+        llm._session.client.engine.call(lambda: _stop_guesses(llm))  # type: ignore[union-attr]
+    return llm
+
+
+def _stop_guesses(llm: LLM) -> None:
+    model = llm._session.client.engine._loop.model  # type: ignore[union-attr]
+    mixtures = [mixture for layer in model.layers for mixture in reachable(layer, StreamedMoE)]
+    for mixture in mixtures:
+        mixture.following = None
+
+
+def decode(llm: LLM, turn: int, sizes: Mixture, tokens: int) -> tuple[Any, float]:
+    """The token ids of an answer to a new prompt, and tokens a second of it without the prompt."""
+    rng = np.random.default_rng(turn)
+    ids = rng.integers(3, sizes.vocab, 24).tolist()
+    first = None
+    began = 0.0
+    for delta in llm.stream(ids, SamplingParams(max_tokens=tokens, ignore_eos=True)):
+        if first is None:
+            first, began = delta, time.perf_counter()
+        last = delta
+    took = time.perf_counter() - began
+    assert last.result is not None
+    return last.result.token_ids, (tokens - 1) / took
+
+
+def since(before: dict[str, Any] | None, llm: LLM) -> dict[str, Any]:
+    """What was counted since the caches were warm."""
+    if before is None:
+        return {}
+    now = llm.stats()["experts"]
+    new = {
+        key: now[key] - before[key]
+        for key in ("hits", "misses", "bytes_read", "tokens", "reads", "guessed", "guessed_right")
+    }
+    return {
+        "hit_rate": new["hits"] / (new["hits"] + new["misses"]),
+        "bytes_per_token": new["bytes_read"] / new["tokens"],
+        "reads_per_token": new["reads"] / new["tokens"],
+        "stall_ms_per_token": 1000 * (now["stall_s"] - before["stall_s"]) / new["tokens"],
+        "guessed": new["guessed"],
+        "guessed_right": new["guessed_right"],
+        "all_bytes": now["all_bytes"],
+        "active_bytes_per_token": now["active_bytes_per_token"],
+    }
+
+
+@contextmanager
+def simulated_disk(rate: float | None) -> Iterator[None]:
+    """Reads as of a disk of `rate` GB/s that answers in 0.1 ms; None: this machine's page cache."""
+    if rate is None:
+        yield
+        return
+    lock, free_at, read = threading.Lock(), 0.0, expert_store.read_runs
+
+    def slow(runs: Sequence[Sequence[expert_store.Target]]) -> None:
+        nonlocal free_at
+        for one in runs:
+            size = sum(target.span.size for target in one)
+            with lock:
+                began = time.monotonic()
+                free_at = max(free_at, began) + size / (rate * 1e9)
+                ready = max(free_at, began + 1e-4)
+            read([one])
+            time.sleep(max(ready - time.monotonic(), 0.0))
+
+    expert_store.read_runs = slow
+    try:
+        yield
+    finally:
+        expert_store.read_runs = read
+
+
+def _table(found: dict[str, dict[str, Any]], sizes: Mixture, disk: float | None) -> Table:
+    resident = found["resident"]["tokens_per_s"]
+    rows = []
+    for name, one in found.items():
+        row = [name, f"{one['tokens_per_s']:.1f}", f"{one['tokens_per_s'] / resident:.2f}"]
+        if "hit_rate" in one:
+            right = f"{one['guessed_right'] / one['guessed']:.0%}" if one["guessed"] else "-"
+            row += [
+                f"{one['hit_rate']:.1%}",
+                human_bytes(one["bytes_per_token"]),
+                f"{one['reads_per_token']:.1f}",
+                f"{one['stall_ms_per_token']:.2f}",
+                f"{one['guessed']:,} ({right})",
+            ]
+        rows.append(row + ["-"] * (8 - len(row)))
+    some = next(one for one in found.values() if "hit_rate" in one)
+    where = "the page cache" if disk is None else f"a simulated disk of {disk:g} GB/s"
+    return Table(
+        f"{human_bytes(some['all_bytes'])} of experts, {sizes.experts} in each of {sizes.layers} "
+        f"layers, {sizes.per_token} a token ({human_bytes(some['active_bytes_per_token'])}), read "
+        f"from {where}",
+        [
+            *("experts in memory", "tokens/s", "of resident", "in memory", "read a token"),
+            *("reads", "stall (ms)", "guessed (right)"),
+        ],
+        rows,
+        "One request, decoding; prompts of 24 tokens count in all but the rates. The tokens are "
+        "the same in all rows. mlx-lm holds all experts.",
+    )

@@ -13,7 +13,7 @@ from ..models import load_any_config
 from ..models.decoder import LanguageConfig
 from ..models.jsonfields import read_json
 from ..models.multimodal import language_name
-from ..models.safetensors import TensorInfo, read_headers
+from ..models.safetensors import TensorInfo, is_expert, read_headers
 from ..roofline import Work
 from ..text import Tokenizer
 from ._model import has_chat_template
@@ -28,6 +28,8 @@ class Weights:
     parameters: int
     num_bytes: int
     work: Work  # of one token
+    expert_bytes: int = 0  # of experts that a router chooses from
+    active_expert_bytes: int = 0  # of those that one token goes to
 
     @property
     def bits_per_weight(self) -> float:
@@ -74,7 +76,7 @@ def _model_type(folder: Path) -> str | None:
 
 def count_weights(folder: Path, config: LanguageConfig | None) -> Weights:
     """Return parameters and bytes of the checkpoint; packed weights count unpacked."""
-    parameters = num_bytes = 0
+    parameters = num_bytes = expert_bytes = 0
     token_bytes = token_weights = 0.0
     for tensors in read_headers(folder).values():
         for name, info in tensors.items():
@@ -82,9 +84,14 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> Weights:
             share = share_of_token(name, info.shape, config)
             num_bytes += size
             parameters += count
+            expert_bytes += size if is_expert(name) else 0
             token_bytes += share * size
             token_weights += share * count
-    return Weights(parameters, num_bytes, Work(round(token_bytes), round(token_weights)))
+    work = Work(round(token_bytes), round(token_weights))
+    chosen = 0.0
+    if config is not None and config.num_experts:
+        chosen = config.experts_per_token / config.num_experts
+    return Weights(parameters, num_bytes, work, expert_bytes, round(expert_bytes * chosen))
 
 
 def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:

@@ -69,6 +69,8 @@ def describe(
         "hidden_size": config.hidden_size if config else None,
         "vocab_size": config.vocab_size if config else None,
         "experts": config.num_experts if config else None,
+        "expert_bytes": weights.expert_bytes if weights else None,
+        "active_expert_bytes": weights.active_expert_bytes if weights else None,
         "context": config.max_context if config else None,
         "chat_template": summary.chat_template,
         "kv_bytes_per_token": _kv_bytes(summary) if pooling is None else None,
@@ -93,6 +95,8 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
         ("context", f"{facts['context']:,} tokens" if facts["context"] else "?"),
         ("chat template", "yes" if facts["chat_template"] else "no"),
     ]
+    if facts["active_expert_bytes"]:
+        rows.append(("experts", _experts(facts)))
     if per_token := facts["kv_bytes_per_token"]:
         kept = KV_BITS[:1] if facts["alone_because"] else KV_BITS
         sizes = ", ".join(f"{human_bytes(per_token[str(bits)])} at {bits} bit" for bits in kept)
@@ -135,6 +139,15 @@ def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:
         }
         for length in sorted(lengths | ({context} if context else set()))
     ]
+
+
+def _experts(facts: dict[str, Any]) -> str:
+    whole, active = facts["expert_bytes"], facts["active_expert_bytes"]
+    rest = facts["weight_bytes"] - whole
+    return (
+        f"{human_bytes(whole)}, of which a token reads {human_bytes(active)}; with --expert-memory "
+        f"SIZE weights take {human_bytes(rest)} + SIZE, from {human_bytes(rest + active)} on"
+    )
 
 
 def _runs(facts: dict[str, Any]) -> str:

@@ -128,8 +128,13 @@ def expert_bytes(folder: Path) -> int:
         info.end - info.start
         for tensors in read_headers(folder).values()
         for name, info in tensors.items()
-        if _OF_EXPERT.search(name)
+        if is_expert(name)
     )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is a stack of experts that a router chooses from, or one of them."""
+    return _OF_EXPERT.search(name) is not None
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

@@ -211,7 +211,7 @@ class StreamedWeights(Weights):
         raise InsufficientMemoryError(
             f"expert_memory is {human_bytes(num_bytes)}, which holds {min(slots)} of the "
             f"{min(counts)} experts of a layer, and a token goes to {per_token}: give it "
-            f"{human_bytes(needed)} or more.",
+            f"{human_bytes(1.05 * needed)} or more.",
             param="expert_memory",
         )
 

@@ -16,6 +16,7 @@ from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.factory import Origin
 from ..decoder import Model
 from ..registry import family
+from ..safetensors import is_expert
 from .folder import AdapterFolder, AdapterModule
 
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
@@ -163,6 +164,12 @@ class Targets:
             return UnsupportedModelError(
                 f"The adapter in {adapter.folder} changes {module.path!r}, which is folded into "
                 "attention when the model is loaded and takes no adapter; merge it instead "
+                "(`mlxinfer fuse`)."
+            )
+        if self.model.expert_store is not None and is_expert(f"{path}."):
+            return UnsupportedModelError(
+                f"The adapter in {adapter.folder} changes {module.path[:200]!r}, and experts that "
+                "are read from the disk (expert_memory) take no adapter; merge it instead "
                 "(`mlxinfer fuse`)."
             )
         return CheckpointError(

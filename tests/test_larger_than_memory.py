@@ -1,0 +1,184 @@
+"""docs/larger_than_memory.md: its recipe as written, what is refused, and what works together."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from adapters.cases import base, folders
+from engine.harness import Harness, prompt
+from engine.test_same_tokens import model_of
+
+from mlxinfer import LLM, SamplingParams
+from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError, UnsupportedModelError
+from mlxinfer.models import ExpertOptions, load, streamed_weights
+from mlxinfer.models.safetensors import expert_bytes
+from tests.bench.experts import SMALL, run
+from tests.bench.servers import free_port
+
+PAGE = (Path(__file__).parents[1] / "docs" / "larger_than_memory.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SMALL.write(tmp_path_factory.mktemp("experts") / "model", split=False)
+
+
+def lines(language: str) -> str:
+    (block,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return str(block)
+
+
+def as_here(text: str, folder: Path) -> str:
+    """With the tiny model, and half of its experts."""
+    return text.replace("org/name", str(folder)).replace("64GB", str(expert_bytes(folder) // 2))
+
+
+def command(line: str) -> list[str]:
+    program, *arguments = shlex.split(line)
+    assert program == "mlxinfer"
+    return [sys.executable, "-m", "mlxinfer.cli", *arguments]
+
+
+def test_the_recipe_works_as_written(folder: Path) -> None:
+    show, ask, serve = as_here(lines("sh"), folder).splitlines()
+    said = subprocess.run(command(show), capture_output=True, text=True, timeout=120)
+    assert "of which a token reads" in said.stdout, said.stderr
+    short = ["--max-tokens", "8", "--temperature", "0"]
+    answer = subprocess.run([*command(ask), *short], capture_output=True, text=True, timeout=120)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.strip()
+    assert served_answer(command(serve)) == answer.stdout.strip()
+
+
+def served_answer(serve: list[str]) -> str:
+    """Of a server that is started by this command."""
+    port = free_port()
+    command = [*serve, "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "http://" not in (line := process.stderr.readline()):
+            assert line, "the server ended"
+        body = {
+            "messages": [{"role": "user", "content": "What is a list?"}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        request = urllib.request.Request(
+            url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                content = json.load(response)["choices"][0]["message"]["content"]
+        finally:
+            process.terminate()
+            process.communicate(timeout=20)
+        return str(content).strip()
+
+
+def test_the_program_prints_an_answer_and_what_was_read(folder: Path) -> None:
+    code = "from mlxinfer import LLM\n" + as_here(lines("python"), folder)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    stats = done.stdout.splitlines()[-1].replace("'", '"')
+    found = json.loads(stats)
+    assert found["slots"] == SMALL.layers * SMALL.experts // 2
+    assert found["slot_bytes"] * 2 == found["all_bytes"] == expert_bytes(folder)
+    assert 0 < found["hit_rate"] < 1
+    assert found["bytes_read"] > 0
+    named = set(re.findall(r"`(\w+)`", PAGE))
+    assert set(found) - {"hits", "misses", "tokens"} <= named
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"expert_memory": "30kB"}, InsufficientMemoryError, "a token goes to 4: give it"),
+        ({"expert_memory": "all"}, InvalidRequestError, "expected a number of bytes"),
+        ({"slow_experts": True}, InvalidRequestError, "goes with expert_memory"),
+        ({"expert_memory": "1GB", "slow_experts": 1}, InvalidRequestError, "slow_experts"),
+        ({"expert_memory": "1GB", "ranks": 2}, InvalidRequestError, "ranks"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    folder: Path, options: dict[str, object], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        LLM(folder, progress=False, **options)  # type: ignore[arg-type]
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    with pytest.raises(UnsupportedModelError, match="this model has none"):
+        LLM("demo", expert_memory="1GB", progress=False)
+
+
+def test_a_disk_that_is_too_slow_is_refused_with_the_numbers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_weights, "disk_rate", lambda spans: 20_000.0)
+    half = expert_bytes(folder) // 2
+    with pytest.raises(InsufficientMemoryError) as refused:
+        load(folder, experts=ExpertOptions(half))
+    active = expert_bytes(folder) * SMALL.per_token // SMALL.experts
+    rate = 20_000 / (active / 2)
+    assert f"{rate:.2f} tokens/s" in str(refused.value)
+    assert "50%" in str(refused.value)
+    assert "20.0 kB/s" in str(refused.value)
+    assert load(folder, experts=ExpertOptions(half, slow=True)).expert_store is not None
+
+
+def test_stacks_with_inputs_first_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="convert it first"):
+        load(base("gpt_oss-v4"), experts=ExpertOptions(1 << 30))
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-v4", "deepseek_v3-v4"])
+def test_adapters_of_other_projections_work(case: str) -> None:
+    names = ("second", "third")
+    own = {name: folders(case)[name] for name in names}
+    experts = load(base(case), experts=ExpertOptions(1 << 30)).expert_store
+    assert experts is not None
+    half = load(base(case), experts=ExpertOptions(experts.num_bytes * 3 // 4, slow=True))
+    answers = []
+    for model in (model_of(case), half):
+        harness = Harness(model, adapters=own)
+        for name in names:
+            harness.add(name, prompt(30, 1), SamplingParams(max_tokens=12), adapter=name)
+        harness.add("none", prompt(30, 1), SamplingParams(max_tokens=12))
+        answers.append({name: one.token_ids for name, one in harness.drain().items()})
+        harness.loop.close()
+    assert answers[0] == answers[1]
+    assert len({tuple(ids) for ids in answers[0].values()}) > 1
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    case = "qwen3_moe-v4"
+    model = load(base(case), experts=ExpertOptions(1 << 30))
+    with pytest.raises(UnsupportedModelError, match="read from the disk"):
+        Harness(model, adapters={"first": folders(case)["first"]})
+
+
+def test_the_bench_counts() -> None:
+    found = run(small=True, runs=1).data["settings"]
+    half, quarter = found["half"], found["quarter"]
+    assert half["bytes_per_token"] < quarter["bytes_per_token"]
+    assert half["hit_rate"] > quarter["hit_rate"]
+    assert found["half, split"]["reads_per_token"] < half["reads_per_token"] / 3
+    table = run(small=True, policy=True).data
+    place = {name: i for i, name in enumerate(table["policies"])}
+    for one in table["rates"]:
+        rates = one["hit_rates"]
+        assert rates[place["by use, 0.97"]] > rates[place["least recently used"]]
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
+    yield

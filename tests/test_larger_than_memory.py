@@ -1,13 +1,11 @@
 """docs/larger_than_memory.md: its recipe as written, what is refused, and what works together."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -179,6 +177,5 @@ def test_the_bench_counts() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "1")
-    yield
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,8 +1,7 @@
 """Which experts a cache should keep: policies over simulated routing. Knows no model.
 
-A token goes to k of E experts of each layer. Some are popular, some fit a topic that changes now and
-then, and some come again because the last token had them. Popularity differs by layer; experts in
-memory are a share of all.
+A token goes to k of E experts of each layer. Some are popular, some fit a topic that changes now
+and then, and some come again because the last token had them. Experts in memory are a share of all.
 """
 
 from dataclasses import dataclass

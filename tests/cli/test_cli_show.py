@@ -121,6 +121,8 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "hidden_size",
         "vocab_size",
         "experts",
+        "expert_bytes",
+        "active_expert_bytes",
         "context",
         "chat_template",
         "kv_bytes_per_token",

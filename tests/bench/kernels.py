@@ -344,7 +344,7 @@ def _latent_table(found: list[tuple[int, tuple[int, int], Moved]], tokens: int) 
         f"The same for a latent cache of 576 numbers, {tokens:,} tokens",
         ["bits, heads", "ours"],
         [[f"{bits} bits, {rows[0]}", _pair(ours)] for bits, rows, ours in found],
-        "Keys and values are the same bytes. A threadgroup has 32 heads at most; each reads them.",
+        "Keys and values are the same bytes. A threadgroup has 16 heads at most; each reads them.",
     )
 
 

@@ -102,6 +102,9 @@ def command(
                 service, endpoints, results, on_done=lambda: show(len(results.done), total)
             )
             asyncio.run(_run(service, default, lambda: run.run(rows_of(input_path))))
+    except KeyboardInterrupt:
+        note(f"interrupted; {len(results.done)} of {total} are done, the same command goes on")
+        raise
     finally:
         results.close()
         service.close()

@@ -111,6 +111,10 @@ def _from_file(path: Path) -> tokenizers.Tokenizer:
 def _from_transformers(folder: Path) -> tokenizers.Tokenizer:
     if not any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)):
         # transformers would make a tokenizer without tokens
+        if not (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{folder} holds no model; expected config.json, tokenizer.json and safetensors."
+            )
         raise CheckpointError(f"{folder} has no tokenizer; add the model's tokenizer.json.")
     os.environ.setdefault(
         "TRANSFORMERS_VERBOSITY", "error"

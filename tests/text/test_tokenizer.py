@@ -257,6 +257,9 @@ def test_ids_that_are_no_ids(tokenizer):
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no model; expected"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no tokenizer; add"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")  # which says things of one, and is none

@@ -82,13 +82,19 @@ def load_pooling(
     )
     del tensors
     model: Model = builder.build(config, weights)
-    if pooling.head is None:
-        behind, dim = _modules(folder, pooling, config, head)
-        pooler = Pooler(pooling.modes, behind)
-    else:
-        pooler, dim = _scorer(pooling, model, head), 1
+    pooler, dim = _pooler(folder, pooling, model, head)
     mx.eval(list(arrays([each for each in pooler.behind if isinstance(each, Projected)])))
     return PoolingModel(model, pooler, pooling, dim)
+
+
+def _pooler(
+    folder: Path, pooling: PoolingConfig, model: Model, head: Weights
+) -> tuple[Pooler, int]:
+    """What makes vectors or scores of hidden states, and the length of its results."""
+    if pooling.head is not None:
+        return _scorer(pooling, model, head), 1
+    behind, dim = _modules(folder, pooling, model.config, head)
+    return Pooler(pooling.modes, behind), dim
 
 
 def load_pooling_config(folder: Path, pooling: PoolingConfig) -> ModelConfig:

@@ -154,7 +154,7 @@ def _inputs(variant: Variant, rows: int) -> tuple[AddNorm, list[mx.array]]:
     rng = np.random.default_rng(rows)
     shapes = [(rows, form.dims)] * 2 + [(form.dims,)] * sum(value is not None for value in eps)
     drawn = [rng.uniform(-2, 2, shape).astype(np.float32) for shape in shapes]
-    drawn[1][0, :] = 0  # a row whose norm is epsilon's alone
+    drawn[1][0, :] = 0  # a row with the norm of epsilon alone
     return form, [mx.array(numbers).astype(form.dtype) for numbers in drawn]
 
 

@@ -32,9 +32,8 @@ from ._options import (
     rank_options,
     served_adapter_options,
 )
-from ._page import page_routes
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
-from ._stores import file_store, response_store, tracing
+from ._serve_parts import file_store, page_routes, response_store, tracing
 
 if TYPE_CHECKING:
     from ..server.calls.service import Fetch

@@ -1,5 +1,6 @@
-"""What the page of `mlxinfer serve` needs of the rest: history, models, settings."""
+"""What `mlxinfer serve` hands to its server: the page, stored answers, files, spans of answers."""
 
+import sqlite3
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,15 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..configfile import ModelEntry
-from ..errors import HistoryError
+from ..configfile import ModelEntry, parse_duration
+from ..errors import HistoryError, InvalidRequestError
 from ..history import PLACE, History, data_folder, default_place
+from ..memory import parse_bytes
 from ._configuration import RequestedModel, entry_of, origin_of
+from ._output import note
 
 if TYPE_CHECKING:
+    from ..server.files import FileStore
     from ..server.page.library import Library
     from ..server.page.routes import PageRoutes, Setting
     from ..server.registry.slots import Entry
+    from ..server.store import ResponseStore
+    from ..server.watch.tracing import Tracing
 
 
 def page_routes(
@@ -78,3 +84,49 @@ def settings(ctx: click.Context) -> "list[Setting]":
         label = parameter.opts[-1].lstrip("-")
         found.append(Setting(name=label, value=value, origin=origin_of(ctx, parameter)))
     return found
+
+
+def response_store(options: dict[str, Any]) -> "ResponseStore | None":
+    """Return the store of responses, or None; a value or a place that is wrong is wrong usage."""
+    from ..server.store import ResponseStore
+
+    keeps, size, age = options.pop("store"), options.pop("store_size"), options.pop("store_age")
+    if not keeps:
+        return None
+    path = data_folder() / "responses.db"
+    try:
+        return ResponseStore(path, max_bytes=parse_bytes(size), max_age_s=parse_duration(age))
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+    except (OSError, sqlite3.Error) as error:
+        raise click.UsageError(
+            f"Responses cannot be stored in {path}: {error}. Say --no-store, or set XDG_DATA_HOME."
+        ) from error
+
+
+def tracing(options: dict[str, Any]) -> "Tracing | None":
+    """Return where spans of answers go, or None; without the extra it is wrong usage."""
+    from ..server.watch.tracing import Tracing
+
+    url = options.pop("otlp_traces_endpoint")
+    try:
+        return None if url is None else Tracing.to(url)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def file_store(options: dict[str, Any]) -> "FileStore | None":
+    """Return the store of files, or None; a value or a place that is wrong is wrong usage."""
+    from ..server.files import FilesInUseError, FileStore
+
+    keeps, size = options.pop("files"), options.pop("files_size")
+    folder = data_folder() / "files"
+    try:
+        return FileStore(folder, max_bytes=parse_bytes(size)) if keeps else None
+    except FilesInUseError:
+        note(f"Another server takes files in {folder}, so this one takes none.")
+        return None
+    except (OSError, sqlite3.Error) as error:
+        raise click.UsageError(
+            f"Files cannot be kept in {folder}: {error}. Say --no-files, or set XDG_DATA_HOME."
+        ) from error

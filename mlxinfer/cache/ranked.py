@@ -2,7 +2,7 @@
 
 n = queries of one sequence, S = its tokens, H and Hi = heads of attention and of the indexer, di =
 numbers of an index key. A token ranks by the sum over heads of weight * max(query · key, 0). Of
-equal ranks the earlier token counts: references leave that to their top-k, whose order among equals
+equal ranks the earlier token counts: references leave that to their top-k: its order among equals
 is not defined, and here it must not depend on how a step was cut.
 Source: DeepSeek-V3.2, arXiv 2512.02556.
 """

@@ -1,4 +1,4 @@
-"""Write the reference logits of the cases whose reference is mlx-lm's definition.
+"""Write the reference logits of the cases with mlx-lm's definition as their reference.
 
     python tests/data/parity/from_mlx_lm.py
 

@@ -29,14 +29,14 @@ class AdapterTable:
     Args:
         model: that they change.
         reserve: makes room for so many bytes of all adapters together; False: there is none.
-        changed: called when requests may name others, or when memory was given back.
+        renamed: called when requests may name others.
     """
 
     def __init__(
-        self, model: LanguageModel, reserve: Callable[[int], bool], changed: Callable[[], None]
+        self, model: LanguageModel, reserve: Callable[[int], bool], renamed: Callable[[], None]
     ) -> None:
         self._reserve = reserve
-        self._changed = changed
+        self._renamed = renamed
         self._loaded = ModelAdapters(model)
         self._by_name: dict[str, LoadedAdapter] = {}
         self._in_use: dict[int, LoadedAdapter] = {}  # by number, until its memory is given back
@@ -92,7 +92,7 @@ class AdapterTable:
         loaded.num_bytes = self._loaded.bytes_of(loaded.number)
         self._reserve(self.num_bytes)
         self._by_name[name] = loaded
-        self._changed()
+        self._renamed()
 
     def unload(self, name: str) -> Generator[None]:
         """Refuse an adapter to new requests; its memory is freed when its last request has ended.
@@ -102,7 +102,7 @@ class AdapterTable:
         """
         self.of(name).leaving = self.are_leaving = True
         del self._by_name[name]
-        self._changed()
+        self._renamed()
         yield from ()  # in one piece
 
     def free_unused(self, unfinished: Iterable[Sequence]) -> None:
@@ -144,4 +144,3 @@ class AdapterTable:
             return  # `close` took all of them off meanwhile
         self._loaded.remove(loaded.number)
         self._reserve(self.num_bytes)
-        self._changed()

@@ -203,10 +203,10 @@ class Loop:
 
     def _reserve(self, num_bytes: int) -> bool:
         """Keep memory for adapters, out of what the KV cache has not grown into."""
-        unfinished = self.scheduler.queues.unfinished()
-        return self.cache.reserve(
-            self._beyond(num_bytes), [sequence.max_known for sequence in unfinished]
-        )
+        lengths = [sequence.max_known for sequence in self.scheduler.queues.unfinished()]
+        is_there = self.cache.reserve(self._beyond(num_bytes), lengths)
+        self._state_limits()
+        return is_there
 
     def _beyond(self, num_bytes: int) -> int:
         """Of so many bytes of adapters, those for which no memory is kept anyway."""

@@ -181,8 +181,12 @@ def test_a_request_that_was_checked_before_an_adapter_took_its_room(
     loop, room = harness.loop, harness.loop.cache.max_tokens
     long = Request("long", prompt(room - 1), SamplingParams(max_tokens=1), frozenset())
     assert loop.check(long) == 1
-    list(loop.adapters.load("first", read_adapter(folders["first"])))
+    loading = loop.adapters.load("first", read_adapter(folders["first"]))
+    next(loading)
     left = loop.cache.max_tokens
+    assert loop.limits.groups[0].num_pages == loop.cache.groups[0].allocator.num_pages
+    list(loading)
+    assert left == loop.cache.max_tokens
     assert PAGE < left < room
     answers = Request("answers", prompt(left - 5), SamplingParams(max_tokens=9), frozenset())
     for request, max_output in ((long, 1), (answers, 9)):

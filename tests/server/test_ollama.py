@@ -126,6 +126,12 @@ def test_models_that_are_not_here_are_404(demo: ollama.Client) -> None:
         assert caught.value.status_code == 404
 
 
+def test_what_is_not_served_is_said_in_ollamas_words(demo: ollama.Client) -> None:
+    for ask in (lambda: demo.copy("demo", "x"), lambda: demo.delete("demo")):
+        with pytest.raises(ollama.ResponseError, match="^Nothing is served at this path"):
+            ask()
+
+
 def test_models_are_listed_shown_loaded_and_unloaded() -> None:
     kv = {"kv_bytes": 8 * MB}
     with LazyServer(fields={"big": kv, "small": kv}) as server, ollama_client(server) as client:

@@ -89,7 +89,9 @@ class Guard:
         self._public = frozenset(e.path for e in endpoints if not e.needs_key and "{" not in e.path)
         self._exact = frozenset(e.path for e in endpoints if "{" not in e.path)
         self._begins = tuple(e.path.partition("{")[0] for e in endpoints if "{" in e.path)
-        self._styles = [(e.path.partition("{")[0], e.if_header, e.style) for e in endpoints]
+        starts = [(e.path.partition("{")[0], e) for e in endpoints]
+        folders = [(start.rpartition("/")[0] + "/", e) for start, e in starts]
+        self._styles = [(start, e.if_header, e.style) for start, e in starts + folders]
         self._media_types = {
             e.path: e.media_type for e in endpoints if e.method == "POST" and "{" not in e.path
         }
@@ -132,7 +134,10 @@ class Guard:
         return path in self._exact or path.startswith(self._begins)
 
     def _style_of(self, scope: Scope) -> ErrorStyle:
-        """The style of the endpoint with the longest matching path, one with a header first."""
+        """The style of the endpoint with the longest matching path, one with a header first.
+
+        Where nothing is served it is that of the first endpoint in the same folder.
+        """
         path, headers = scope["path"], {name for name, _ in scope["headers"]}
         fitting = [
             (len(start), header is not None, style)

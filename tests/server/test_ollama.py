@@ -128,7 +128,7 @@ def test_models_that_are_not_here_are_404(demo: ollama.Client) -> None:
 
 def test_what_is_not_served_is_said_in_ollamas_words(demo: ollama.Client) -> None:
     for ask in (lambda: demo.copy("demo", "x"), lambda: demo.delete("demo")):
-        with pytest.raises(ollama.ResponseError, match="^Nothing is served at this path"):
+        with pytest.raises(ollama.ResponseError, match=r"^Nothing is served at this path"):
             ask()
 
 

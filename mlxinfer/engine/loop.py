@@ -15,7 +15,7 @@ from ..cache.formats import lay_out
 from ..cache.kv import KVCache
 from ..config import DiskOptions, EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, RanksFailedError
 from ..models.decoder import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
@@ -377,6 +377,8 @@ class Loop:
             [failed_event(sequence, error) for sequence in self.scheduler.queues.unfinished()]
         )
         self._counters.step_failures += 1
+        if isinstance(error, RanksFailedError):  # no other loop would work; MLX may raise late
+            raise error
         self.assemble()
 
     def close(self, *, save: bool = True) -> None:

@@ -7,6 +7,7 @@ private networks, and public addresses are refused (hosts.py).
 
 import contextlib
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -21,7 +22,8 @@ from ..errors import RanksFailedError
 T = TypeVar("T")
 NONCE = 32  # bytes
 MAX_FRAME = 1 << 28  # bytes
-HANDSHAKE_S = 10.0  # that a connection may take to prove itself
+MAX_UNPROVEN = 1 << 12  # bytes of a frame, before the other side has proved itself
+HANDSHAKE_S = 10.0  # that a connection may take to prove itself, all in all
 RETRY_S = 0.2
 
 
@@ -31,6 +33,8 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        self._deadline_s = time.monotonic() + HANDSHAKE_S
+        self._max_frame = MAX_UNPROVEN
 
     def send(self, frame: bytes) -> None:
         """Send a frame; OSError where the other side has left."""
@@ -39,7 +43,7 @@ class Connection:
     def receive(self) -> bytes:
         """The next frame; EOFError or OSError where the other side has left."""
         (length,) = struct.unpack("<I", self._exactly(4))
-        if length > MAX_FRAME:
+        if length > self._max_frame:
             raise EOFError(f"a frame of {length} bytes")
         return self._exactly(length)
 
@@ -53,13 +57,16 @@ class Connection:
         """Of the socket."""
         return self._socket.fileno()
 
-    def limit(self, timeout_s: float | None) -> None:
-        """How long anything may take from now on; None: as long as it does."""
-        self._socket.settimeout(timeout_s)
+    def trust(self) -> None:
+        """The other side has proved itself: frames may be large, and may take their time."""
+        self._max_frame, self._deadline_s = MAX_FRAME, math.inf
+        self._socket.settimeout(None)
 
     def _exactly(self, count: int) -> bytes:
         parts, missing = [], count
         while missing:
+            if self._deadline_s < math.inf:  # of all parts together, however slowly they drip
+                self._socket.settimeout(max(self._deadline_s - time.monotonic(), 0.001))
             part = self._socket.recv(min(missing, 1 << 20))
             if not part:
                 raise EOFError("the connection was closed")
@@ -113,7 +120,6 @@ def accept(
         return None
     connection = Connection(sock)
     try:
-        connection.limit(HANDSHAKE_S)
         nonce = secrets.token_bytes(NONCE)
         connection.send(nonce)
         proof, theirs, said = msgspec.msgpack.decode(
@@ -132,7 +138,7 @@ def accept(
             f"Rank {hello.rank} of {hello.size} runs {hello.version}; expected a rank of "
             f"{own.size} with {own.version}."
         )
-    connection.limit(None)
+    connection.trust()
     return connection, hello
 
 
@@ -162,7 +168,7 @@ def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: flo
                 f"Rank 0 at {address[0]} port {address[1]} did not take this rank: {error}. All "
                 "ranks need the same secret and version."
             ) from None
-        connection.limit(None)
+        connection.trust()
         return connection
     raise RanksFailedError(f"Rank 0 is not at {address[0]} port {address[1]}: {problem}.")
 

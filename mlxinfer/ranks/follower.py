@@ -24,28 +24,12 @@ from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share
 from ..models.decoder import LanguageModel
+from . import messages
 from .control import Connection, Hello, connect
 from .group import FORM_S
 from .hosts import Place
 from .join import join_group, version
 from .link import GroupLink
-from .messages import (
-    Assemble,
-    Checked,
-    Commit,
-    Failed,
-    Form,
-    Load,
-    Loaded,
-    Ping,
-    Pong,
-    Release,
-    Reset,
-    digest_of,
-    orders,
-    ready,
-    replies,
-)
 from .wire import Reader, StepMessage, checksum
 
 END_S = 2.0
@@ -87,7 +71,7 @@ class Follower:
         self._place = place
         self._connection = connection
         self._find = find
-        self._orders, self._encode = orders(), replies().encode
+        self._orders, self._encode = messages.orders(), messages.replies().encode
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._link: GroupLink
@@ -101,13 +85,13 @@ class Follower:
         """Follow until the connection ends, which ends the process; with MPI this returns."""
         threading.Thread(target=self._read, name="mlxinfer-control", daemon=True).start()
         obey: dict[type, Callable[[Any], None]] = {
-            Form: self._form,
-            Load: self._load,
-            Assemble: self._assemble,
+            messages.Form: self._form,
+            messages.Load: self._load,
+            messages.Assemble: self._assemble,
             StepMessage: self._step,
-            Commit: self._commit,
-            Reset: self._reset,
-            Release: self._release,
+            messages.Commit: self._commit,
+            messages.Reset: self._reset,
+            messages.Release: self._release,
         }
         while True:
             message = self._inbox.get()
@@ -120,7 +104,7 @@ class Follower:
                 obey[type(message)](message)
             except BaseException as error:  # rank 0 hears of it, and the group ends
                 log.exception("rank %d ends", self._place.rank)
-                self._say(Failed(f"{type(error).__name__}: {error}"))
+                self._say(messages.Failed(f"{type(error).__name__}: {error}"))
                 time.sleep(0.5)  # until rank 0 has read it
                 self._ended()
 
@@ -128,8 +112,8 @@ class Follower:
         try:
             while True:
                 message = self._orders.decode(self._connection.receive())
-                if isinstance(message, Ping):
-                    self._say(Pong())
+                if isinstance(message, messages.Ping):
+                    self._say(messages.Pong())
                 else:
                     self._inbox.put(message)
         except (OSError, EOFError, msgspec.MsgspecError):
@@ -143,10 +127,10 @@ class Follower:
 
     # -- on the thread that owns MLX ------------------------------------------------------------
 
-    def _form(self, _: Form) -> None:
+    def _form(self, _: messages.Form) -> None:
         self._link = GroupLink(join_group(self._place))
 
-    def _load(self, message: Load) -> None:
+    def _load(self, message: messages.Load) -> None:
         rank, problem, reads = self._place.rank, None, list[int]()
         try:
             self._model = load_share(
@@ -163,20 +147,20 @@ class Follower:
         self._sums_tokens = not message.pipeline
         num_bytes = 0 if self._model is None else self._model.num_bytes
         facts = num_bytes, sum(reads), total_memory_bytes()
-        self._say(Loaded(rank, message.number, problem, *facts))
+        self._say(messages.Loaded(rank, message.number, problem, *facts))
 
-    def _folder(self, message: Load) -> Path:
+    def _folder(self, message: messages.Load) -> Path:
         """Where the checkpoint lies here; MlxinferError where it is another one."""
         folder = Path(message.folder)
         if not (folder / "config.json").is_file():
             folder = self._find(message.name)
-        if digest_of(folder) != message.digest:
+        if messages.digest_of(folder) != message.digest:
             raise MlxinferError(
                 f"{folder} is not the checkpoint that rank 0 has; copy or download the same one."
             )
         return folder
 
-    def _assemble(self, message: Assemble) -> None:
+    def _assemble(self, message: messages.Assemble) -> None:
         assert self._model is not None
         page_size, max_batch, chunk, budget, num_pages, *kv = msgspec.structs.astuple(message)
         config = EngineConfig(
@@ -195,7 +179,7 @@ class Follower:
         self._forward = Forward(self._model, cache, link=link)
         self._reader = Reader(page_size)
         self._in_flight = None
-        self._say(ready(cache))
+        self._say(messages.ready(cache))
 
     def _step(self, message: StepMessage) -> None:
         forward, before = self._forward, self._in_flight
@@ -204,7 +188,7 @@ class Follower:
         for group, extent in zip(forward.cache.groups, message.extents, strict=True):
             group.allocator.extent = extent
         if message.checked:
-            self._say(Checked(message.number, checksum(step)))
+            self._say(messages.Checked(message.number, checksum(step)))
         forward.prepare(step, before)
         tokens = None if before is None else mx.zeros((before.num_rows,), mx.int32)
         computed = forward.run(step, tokens)
@@ -213,16 +197,16 @@ class Follower:
         mx.async_eval(arrays)
         self._in_flight = _InFlight(computed, arrays)
 
-    def _commit(self, message: Commit) -> None:
+    def _commit(self, message: messages.Commit) -> None:
         assert self._forward is not None
         self._forward.cache.commit(message.num_kept)
 
-    def _reset(self, _: Reset) -> None:
+    def _reset(self, _: messages.Reset) -> None:
         assert self._forward is not None
         self._in_flight = None
         self._forward.cache.reset()
 
-    def _release(self, _: Release) -> None:
+    def _release(self, _: messages.Release) -> None:
         self._model = self._forward = self._in_flight = None
         gc.collect()
         mx.clear_cache()

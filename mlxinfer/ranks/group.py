@@ -27,29 +27,12 @@ from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksF
 from ..memory import default_kv_bytes
 from ..models import load_share
 from ..models.decoder import LanguageModel
+from . import messages
 from .control import Connection, Hello, accept, listen
 from .hosts import Place
 from .join import join_group, version
 from .link import GroupLink
 from .local import LocalRanks
-from .messages import (
-    Assemble,
-    Checked,
-    Commit,
-    Failed,
-    Form,
-    Load,
-    Loaded,
-    Ping,
-    Pong,
-    Ready,
-    Release,
-    Reset,
-    digest_of,
-    orders,
-    ready,
-    replies,
-)
 from .wire import Writer, checksum
 
 PING_S = 1.0
@@ -89,24 +72,29 @@ class RankGroup:
         self.failure: RanksFailedError | None = None
         self.on_failure: Callable[[RanksFailedError], None] = lambda error: None
         self.on_end: Callable[[], None] = lambda: None
-        self.loaded: list[Loaded] = []  # by the others, of the present model
+        self.loaded: list[messages.Loaded] = []  # by the others, of the present model
         self._local = local
         self._pipeline = False
         self._num_loads = 0
         self._claimed: str | None = None  # the model that they run, or will
         self._step_s = step_s
-        self._orders, self._replies = orders(), replies()
+        self._orders, self._replies = messages.orders(), messages.replies()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._problems: dict[int, str] = {}  # by rank: why it cannot load its part
         self._lock = threading.Lock()  # of sending, and of what follows
         self._sums: dict[tuple[int, int], int] = {}  # checksums that others will say: rank, step
         self._sent_s: list[float] = []  # when the steps that were not read yet were sent
         self._closed = False
-        self._ranks = self._gather(place, secret)
+        try:
+            self._ranks = self._gather(place, secret)
+        except BaseException:  # Ctrl-C too: they would wait for as long as a group may take
+            if local is not None:
+                local.end()
+            raise
         self._heard_s = dict.fromkeys(self._ranks, time.monotonic())
         self._watcher = threading.Thread(target=self._watch, name="mlxinfer-ranks", daemon=True)
         self._watcher.start()
-        self._tell(Form())
+        self._tell(messages.Form())
         try:
             self._group_link = GroupLink(join_group(place))
         except RuntimeError as error:
@@ -152,7 +140,8 @@ class RankGroup:
         """
         self._pipeline = pipeline
         self._num_loads += 1
-        order = Load(self._num_loads, name, str(folder), dtype, pipeline, digest_of(folder))
+        digest = messages.digest_of(folder)
+        order = messages.Load(self._num_loads, name, str(folder), dtype, pipeline, digest)
         self._problems.clear()
         self._answers = queue.SimpleQueue()  # what is left there is of a model that was given up
         self._tell(order)
@@ -166,10 +155,10 @@ class RankGroup:
             model = load_share(
                 folder, 0, self._group_link, dtype=dtype, pipeline=pipeline, watch=watched
             )
-            self.loaded = self._await(Loaded, LOAD_S)
+            self.loaded = self._await(messages.Loaded, LOAD_S)
             self._check_loading(order)
         except MlxinferError:  # the others are there for the next model
-            self._tell(Release())
+            self._tell(messages.Release())
             raise
         model.lacks = {
             "disk_cache": "its pages lie on several ranks",
@@ -178,7 +167,7 @@ class RankGroup:
         }
         return model
 
-    def _check_loading(self, order: Load) -> None:
+    def _check_loading(self, order: messages.Load) -> None:
         """Raise CheckpointError where a rank has said that it cannot load its part."""
         for rank, problem in sorted(self._problems.items()):
             raise CheckpointError(f"Rank {rank} cannot load {order.name}: {problem}")
@@ -208,7 +197,7 @@ class RankGroup:
         self._writer = Writer()
         self._groups = cache.groups
         self._tell(
-            Assemble(
+            messages.Assemble(
                 config.page_size,
                 config.max_batch,
                 config.prefill_chunk,
@@ -221,8 +210,8 @@ class RankGroup:
                 kv.plain_windows,
             )
         )
-        own = ready(cache)
-        others = self._await(Ready, FORM_S)
+        own = messages.ready(cache)
+        others = self._await(messages.Ready, FORM_S)
         if self._pipeline:  # layers differ, and so does what they take
             every = [own, *others]
             cache.lower(
@@ -238,7 +227,7 @@ class RankGroup:
     def release(self) -> None:
         """The model is not used any more; another may be loaded."""
         with contextlib.suppress(RanksFailedError):
-            self._tell(Release())
+            self._tell(messages.Release())
         self._claimed = None
 
     def close(self) -> None:
@@ -270,7 +259,7 @@ class RankGroup:
         if self._sent_s:
             self._sent_s.pop(0)
         if num_kept:
-            self._tell(Commit(dict(num_kept)))
+            self._tell(messages.Commit(dict(num_kept)))
 
     def reset(self, error: BaseException) -> None:
         """A step failed by this error: what is in the caches is forgotten.
@@ -282,7 +271,7 @@ class RankGroup:
         if isinstance(error, RuntimeError):
             raise self.fail(error) from error
         self._sent_s.clear()
-        self._tell(Reset())
+        self._tell(messages.Reset())
 
     def fail(self, error: BaseException) -> RanksFailedError:
         """Nothing is to be trusted any more: the error that says so."""
@@ -388,7 +377,7 @@ class RankGroup:
                         self._hear(key.data)
                     now_s = time.monotonic()
                     if now_s > pinged_s + PING_S:
-                        self._tell(Ping())
+                        self._tell(messages.Ping())
                         pinged_s = now_s
                     self._check_time(now_s)
                 except RanksFailedError:
@@ -403,15 +392,15 @@ class RankGroup:
                 return
             raise self.fail(RuntimeError(self._obituary(rank, error))) from error
         self._heard_s[rank] = time.monotonic()
-        if isinstance(reply, Failed):
+        if isinstance(reply, messages.Failed):
             raise self.fail(RuntimeError(f"rank {rank} says: {reply.reason}"))
-        if isinstance(reply, Checked):
+        if isinstance(reply, messages.Checked):
             if self._sums.pop((rank, reply.number), reply.value) != reply.value:
                 raise self.fail(RuntimeError(f"rank {rank} disagrees about step {reply.number}"))
-        elif isinstance(reply, Loaded) and reply.number != self._num_loads:
+        elif isinstance(reply, messages.Loaded) and reply.number != self._num_loads:
             pass  # of a model that was given up
-        elif not isinstance(reply, Pong):
-            if isinstance(reply, Loaded) and reply.problem is not None:
+        elif not isinstance(reply, messages.Pong):
+            if isinstance(reply, messages.Loaded) and reply.problem is not None:
                 self._problems[reply.rank] = reply.problem
             self._answers.put(reply)
 

@@ -156,6 +156,19 @@ def streams(**options: Any) -> Report:
 
 @reports(
     number_option("--runs", 3, "Measurements of each; the median counts."),
+    number_option("--size", 2, "Processes."),
+    small_option,
+    peer_option,
+)
+def ranks(**options: Any) -> Report:
+    """One model over processes of this machine, beside mlx-lm's sharded_load."""
+    from tests.bench.ranks import run
+
+    return run(**options)
+
+
+@reports(
+    number_option("--runs", 3, "Measurements of each; the median counts."),
     small_option,
     peer_option,
 )

@@ -19,7 +19,7 @@ from mlxinfer.core import Request, SamplingParams
 from mlxinfer.ranks import group, open as opened
 from mlxinfer.session.engine_factory import EngineOptions, open_engine
 
-folder, when, how = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, when, how, pipeline = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "stages"
 group.SILENCE_S = 3.0
 
 
@@ -27,7 +27,9 @@ class Owner:
     pass
 
 
-owner, options = Owner(), EngineOptions.of({"ranks": 2, "max_memory": "64MB"}, Path)
+owner, options = Owner(), EngineOptions.of(
+    {"ranks": 2, "max_memory": "64MB", "pipeline": pipeline}, Path
+)
 engine, _ = open_engine("tiny", folder, options, owner=owner)
 events = queue.SimpleQueue()
 params = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -61,14 +63,15 @@ print(json.dumps(found))
     ("when", "how"),
     [("prefill", "SIGKILL"), ("decode", "SIGKILL"), ("idle", "SIGKILL"), ("decode", "SIGSTOP")],
 )
+@pytest.mark.parametrize("form", ["parts", "stages"])
 def test_requests_of_a_failed_group_end_with_a_clear_error(
-    when: str, how: str, tmp_path: Path
+    form: str, when: str, how: str, tmp_path: Path
 ) -> None:
     folder = tiny_checkpoint(tmp_path, "llama-v4")
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(config))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), when, how],
+        [sys.executable, "-c", SCRIPT, str(folder), when, how, form],
         capture_output=True,
         text=True,
         timeout=120,

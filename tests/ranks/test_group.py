@@ -2,18 +2,22 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from ranks.test_wire import PAGE, step_of
 
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.errors import InvalidRequestError
+from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.ranks import group as group_module
+from mlxinfer.ranks import messages
 from mlxinfer.ranks.control import Connection
 from mlxinfer.ranks.group import RankGroup
-from mlxinfer.ranks.hosts import Place
-from mlxinfer.ranks.messages import Checked, replies
+from mlxinfer.ranks.hosts import Place, local_place
+from mlxinfer.ranks.local import LocalRanks
+from mlxinfer.ranks.messages import Checked, Loaded, replies
 from mlxinfer.ranks.wire import Writer, checksum
 
 Group = tuple[RankGroup, dict[int, Connection]]
@@ -29,13 +33,21 @@ class NoLink:
         return 3
 
 
+def proven(sock: socket.socket) -> Connection:
+    """A connection as it is behind the handshake; this one has no delays to switch off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "IPPROTO_TCP", socket.SOL_SOCKET)
+        patch.setattr(socket, "TCP_NODELAY", socket.SO_KEEPALIVE)
+        connection = Connection(sock)
+    connection.trust()
+    return connection
+
+
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     """A group of three, and the ends of the other two."""
     pairs = {rank: socket.socketpair(socket.AF_UNIX) for rank in (1, 2)}
-    monkeypatch.setattr(Connection, "__init__", lambda self, sock: setattr(self, "_socket", sock))
-    ours = {rank: Connection(pair[0]) for rank, pair in pairs.items()}
-    theirs = {rank: Connection(pair[1]) for rank, pair in pairs.items()}
+    ours, theirs = ({rank: proven(pair[end]) for rank, pair in pairs.items()} for end in (0, 1))
     monkeypatch.setattr(RankGroup, "_gather", lambda self, place, secret: ours)
     monkeypatch.setattr(group_module, "join_group", lambda place: NoLink())
     made = RankGroup(Place(0, 3, [], ("127.0.0.1", 1)), b"")
@@ -59,6 +71,46 @@ def test_the_checksum_of_every_rank_is_compared(three: Group) -> None:
     theirs[2].send(say(Checked(1, checksum(step) ^ 1)))
     group._watcher.join(10)
     assert "rank 2 disagrees about step 1" in str(group.failure)
+
+
+def test_a_rank_that_cannot_load_says_so_and_the_group_lives_on(
+    three: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, theirs = three
+    say, orders = replies().encode, messages.orders()
+    monkeypatch.setattr(messages, "digest_of", lambda folder: 7)
+
+    def load(*_: object, watch: Callable[[int, int], None], **__: object) -> object:
+        """A long one, which reports how far it is."""
+        theirs[2].send(say(Loaded(2, group._num_loads, "no such folder", 0, 0, 0)))
+        for done in range(500):
+            watch(done, 500)
+            time.sleep(0.01)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(group_module, "load_share", load)
+    for _ in range(2):  # what the other one says too late is not taken for the next model's
+        with pytest.raises(CheckpointError, match="Rank 2 cannot load tiny: no such folder"):
+            group.load("tiny", Path(), dtype="auto", watch=None)
+        theirs[1].send(say(Loaded(1, group._num_loads, None, 1, 1, 1)))
+    assert group.failure is None
+    received = [type(orders.decode(theirs[1].receive())) for _ in range(4)]
+    assert [kind for kind in received if kind is not messages.Ping][:2] == [
+        messages.Load,
+        messages.Release,
+    ]
+
+
+def test_an_interrupt_while_ranks_are_awaited_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(group_module, "accept", interrupted)
+    local = LocalRanks()
+    with pytest.raises(KeyboardInterrupt):
+        RankGroup(local_place(3), b"0123456789abcdef", local=local)
+    assert local.ended() is not None
+    assert all(process.poll() is not None for process in local._processes.values())
 
 
 def test_ranks_run_one_model_at_a_time(three: Group) -> None:

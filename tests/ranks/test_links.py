@@ -1,5 +1,6 @@
 """Which processes may connect, and where ranks may be."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -8,6 +9,7 @@ import time
 import pytest
 
 from mlxinfer.errors import InvalidRequestError, RanksFailedError
+from mlxinfer.ranks import control
 from mlxinfer.ranks.control import Hello, accept, connect, listen
 from mlxinfer.ranks.hosts import free_ports, launched, read_hosts, require_private, shared_secret
 from mlxinfer.ranks.options import RankOptions
@@ -70,6 +72,38 @@ def test_noise_is_refused():
         stranger.shutdown(socket.SHUT_WR)
         found = accept(listener, SECRET, Hello(0, 2, "v", 1), time.monotonic() + 5)
     assert found is None
+
+
+def test_a_stranger_that_drips_has_as_long_as_others(monkeypatch):
+    """The deadline is one of the whole handshake, not of each byte."""
+    monkeypatch.setattr(control, "HANDSHAKE_S", 0.5)
+    address, ends = ("127.0.0.1", free_ports(1)[0]), threading.Event()
+
+    def drip(stranger: socket.socket) -> None:
+        while not ends.wait(0.1):
+            with contextlib.suppress(OSError):
+                stranger.sendall(b"\x00")
+
+    with listen(address) as listener, socket.create_connection(address) as stranger:
+        stranger.sendall(b"\xff\x0f\x00\x00")  # a frame of 4,095 bytes follows
+        dripping = threading.Thread(target=drip, args=(stranger,))
+        dripping.start()
+        began_s = time.monotonic()
+        found = accept(listener, SECRET, Hello(0, 2, "v", 1), began_s + 5)
+        ends.set()
+        dripping.join()
+    assert found is None
+    assert time.monotonic() - began_s < 3
+
+
+def test_a_stranger_cannot_have_large_frames_kept(monkeypatch):
+    """The length of a frame is not believed before the secret is proven."""
+    address = ("127.0.0.1", free_ports(1)[0])
+    with listen(address) as listener, socket.create_connection(address) as stranger:
+        stranger.sendall(b"\x00\x00\x00\x01" + b"x" * 64)  # 16 MiB
+        began_s = time.monotonic()
+        assert accept(listener, SECRET, Hello(0, 2, "v", 1), began_s + 5) is None
+    assert time.monotonic() - began_s < 3, "refused at once: nothing waits for the rest"
 
 
 @pytest.mark.parametrize(

@@ -124,18 +124,17 @@ def divide(
             tables += tensor.nbytes
 
     @cache
-    def best(first: int, rank: int) -> tuple[int, tuple[int, ...]]:
-        """The largest part from a layer and rank on, and where each of these ends."""
-        own = 0 if rank else tables
-        if rank == size - 1:
-            return own + sum(layer_bytes[first:]), (num_layers,)
+    def best(first: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
+        """Of layers and ranks from here on: the largest part, the squares, where each one ends."""
         found = []
-        for stop in range(first + 1, num_layers - (size - rank - 1) + 1):
-            most, stops = best(stop, rank + 1)
-            found.append((max(own + sum(layer_bytes[first:stop]), most), (stop, *stops)))
+        last = rank == size - 1
+        for stop in range(num_layers if last else first + 1, num_layers - (size - rank - 1) + 1):
+            most, squares, stops = (0, 0, ()) if last else best(stop, rank + 1)
+            own = sum(layer_bytes[first:stop], 0 if rank else tables)
+            found.append((max(own, most), own * own + squares, (stop, *stops)))
         return min(found)
 
-    stops = best(0, 0)[1]
+    stops = best(0, 0)[2]
     return [range(a, b) for a, b in zip((0, *stops), stops, strict=False)]
 
 

@@ -33,6 +33,12 @@ class RankOptions:
         if self.rank is not None and self.hostfile is None:
             raise InvalidRequestError("rank goes with hostfile.", param="rank")
         check_switch("pipeline", self.pipeline)
+        if self.pipeline and self.is_alone:
+            raise InvalidRequestError(
+                "pipeline divides the layers among ranks, and there is one; say how many with "
+                "ranks, or hostfile.",
+                param="pipeline",
+            )
         if not self.rank_deadline > 0:
             raise InvalidRequestError(
                 f"rank_deadline is {self.rank_deadline}; expected seconds above 0.",

@@ -146,7 +146,13 @@ def test_launchers_say_which_rank_it_is(tmp_path):
 
 
 def test_options_are_checked():
-    for wrong in ({"ranks": 0}, {"ranks": 65}, {"rank": 1}, {"rank_deadline": 0.0}):
+    for wrong in (
+        {"ranks": 0},
+        {"ranks": 65},
+        {"rank": 1},
+        {"rank_deadline": 0.0},
+        {"pipeline": True},
+    ):
         with pytest.raises(InvalidRequestError):
             RankOptions(**wrong)
     with pytest.raises(InvalidRequestError, match="MLXINFER_RANKS_SECRET"):

@@ -10,12 +10,14 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
+from engine.harness import Harness, prompt
 from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 from ranks.threads import ThreadLink, run_ranks
 
 from mlxinfer import hub
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load, load_share
 from mlxinfer.models.cut_weights import CutWeights
@@ -153,3 +155,33 @@ def test_layers_that_need_more_than_hidden_states_are_no_stages(tmp_path):
     folder = tiny_checkpoint(tmp_path, "gemma3n_text-v4")
     with pytest.raises(UnsupportedModelError, match="come from elsewhere"):
         run_ranks(2, lambda link: load_share(folder, link.rank, link, pipeline=True))
+
+
+class FirstLink:
+    """Of rank 0 of two; what the other one would send is zeros."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def send(self, x: mx.array) -> mx.array:
+        self.calls.append(("send", len(x)))
+        return x
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        self.calls.append(("receive", shape[0]))
+        return mx.zeros(shape, dtype)
+
+
+def test_chunks_of_a_prompt_stream_through_stages(tmp_path):
+    """Rank 0 goes on to the next chunk without a word from the last rank, but for the last one.
+
+    And of that, one row comes back.
+    """
+    link = FirstLink()
+    model = load_share(tiny_checkpoint(tmp_path, "llama-v4"), 0, link, pipeline=True)
+    harness = Harness(model, prefill_chunk=16)
+    harness.add("a", prompt(80), SamplingParams(max_tokens=1))
+    harness.drain()
+    assert link.calls == [("send", 16)] * 5 + [("receive", 1)]

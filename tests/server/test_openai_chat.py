@@ -235,13 +235,16 @@ def test_models_are_listed(server: LiveServer) -> None:
 
 def test_timings_are_there_on_request(server: LiveServer) -> None:
     body = chat("Hello", max_tokens=4, timings=True)
-    (choice,) = server.post(CHAT, body).json()["choices"]
+    answer = server.post(CHAT, body).json()
+    (choice,) = answer["choices"]
+    assert answer["timings"] == choice["timings"]  # where llama.cpp has them
     assert choice["timings"]["predicted_n"] == 4
     assert choice["timings"]["prompt_n"] + choice["timings"]["cache_n"] == 12
     assert choice["timings"]["predicted_per_second"] > 0
     events = server.events(CHAT, chat("Hello", max_tokens=4, timings_per_token=True))[:-1]
     timed = [e for e in events if "timings" in e["choices"][0]]
     assert [e["choices"][0]["finish_reason"] for e in timed] == ["length"]
+    assert [e["timings"]["predicted_n"] for e in events if "timings" in e] == [4]
     whole = {"prompt": "Hello", "timings": True, "ignore_eos": True}
     (text,) = server.post("/v1/completions", whole).json()["choices"]
     assert text["timings"]["predicted_n"] == 16

@@ -134,6 +134,7 @@ def _completion(
         model=generation.model.name,
         choices=choices,
         usage=usage,
+        timings=choices[0].timings,
     )
 
 
@@ -150,7 +151,7 @@ async def _events(
         choice = ChunkChoice(index=index, delta=delta, **rest)
         running = body.wants_running_usage
         counts = usage_of(generation, choices_a_prompt=count) if running else usage
-        return sse.data(chunk(choices=[choice], usage=counts))
+        return sse.data(chunk(choices=[choice], usage=counts, timings=choice.timings))
 
     def chunk(**rest: Any) -> ChatChunk:
         return ChatChunk(id=f"chatcmpl-{call.id}", created=call.created_s, model=model.name, **rest)

@@ -186,6 +186,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    timings: Timings | UnsetType = UNSET  # of the first choice, where llama.cpp has them
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -218,3 +219,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET  # of the choice that ends with this event

@@ -171,6 +171,7 @@ class ConversionOptions:
     max_memory: int | None = None  # bytes
     shard_bytes: int = SHARD_BYTES
     figures: bool = True  # in the model card
+    split_experts: bool = False  # what of an expert lies side by side (split_experts.py)
 
     def __post_init__(self) -> None:
         if self.targeted and self.calibration is None:
@@ -221,6 +222,7 @@ def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
         "learning": options.learn_minutes,
         "shards": options.shard_bytes,
         "figures": options.figures,
+        "split experts": options.split_experts,
         "check": [options.check_tensors, comparing],
     }
 

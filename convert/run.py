@@ -31,6 +31,7 @@ from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
 from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
 from .sizes import SizePoint, predicted_sizes, size_of
+from .split_experts import check_splits, split_experts
 from .verify import Progress
 from .workplace import Workplace, check_target, disk_failures, working
 from .write import (
@@ -182,6 +183,8 @@ class Conversion:
         unloadable = self._check_side_files(place)
         texts, found = self._measure(place)
         plan = self.plan(self._formats(found))
+        if self.options.split_experts:
+            check_splits(plan)
         check_same_plan(place, plan)
         write_json(
             place.model / "config.json", config_json(self.source, self.arranged.config, plan)
@@ -194,6 +197,8 @@ class Conversion:
         report.notes += self._notes(plan, journal, unloadable)
         if self.open_model is not None and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
+        if self.options.split_experts:
+            split_experts(place.model, plan)
         write_json(place.model / "report.json", report.as_dict())
         sizes = self._sizes(found, plan)
         write_card(place.model, report, self.source, sizes, draw=self.options.figures)

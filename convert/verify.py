@@ -260,9 +260,13 @@ def check_folder(
     formats = load_config(folder).quantization
     report = read_report(folder)
     said = {tensor["name"]: tensor for tensor in report["tensors"]}
-    missing = {output.name for output in arranged.outputs} - {
-        name for header in headers.values() for name in header
-    }
+    names = {name for header in headers.values() for name in header}
+    missing = {output.name for output in arranged.outputs} - names
+    if apart := [name for name in missing if name.replace(".switch_mlp.", ".experts.0.") in names]:
+        raise CheckpointError(
+            f"{folder} has the experts of {min(apart)!r} apart (--split-experts): they were "
+            "compared before that, and are not again."
+        )
     if missing:
         raise CheckpointError(f"{folder} has no tensor {min(missing)!r}.")
     found: list[dict[str, Any]] = []

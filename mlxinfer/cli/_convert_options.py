@@ -87,6 +87,11 @@ RUN_OPTIONS = (
         metavar="SIZE",
         help="Of a file of weights, at most.",
     ),
+    click.option(
+        "--split-experts",
+        is_flag=True,
+        help="What of an expert lies side by side in a file, for --expert-memory.",
+    ),
     click.option("--resume", is_flag=True, help="Go on with what was interrupted."),
     click.option("--restart", is_flag=True, help="Throw away what was interrupted."),
     click.option("--dry-run", is_flag=True, help="Only say what would be done."),
@@ -141,6 +146,7 @@ def _shape(given: dict[str, Any]) -> "ConversionOptions":
         max_memory=None if memory is None else parse_bytes(memory),
         figures=not given["fast"],
         shard_bytes=parse_bytes(given["shard_size"]),
+        split_experts=given["split_experts"],
     )
 
 

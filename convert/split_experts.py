@@ -1,0 +1,88 @@
+"""Stacks of experts in finished files, taken apart: all matrices of an expert lie side by side.
+
+A model that is larger than memory reads experts one by one. Of a stack, an expert's part is in one
+piece, and a layer has nine stacks (gate, up and down, each with words, scales and biases): nine
+reads, of which six are small. Apart, in the order of the experts, it is one read. The tensors are
+named as the hub names single experts, `experts.7.gate_proj.weight`; their bytes are the same.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidRequestError
+from ..models.safetensors import TensorInfo, read_header
+from .files import ShardFile
+from .plan import ConversionPlan, PlannedArray
+from .sidefiles import write_json
+
+_STACK = re.compile(r"(.+)\.switch_mlp\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
+Piece = tuple[PlannedArray, int]  # what is written, and where its bytes are in the old file
+
+
+def check_splits(plan: ConversionPlan) -> None:
+    """Raise InvalidRequestError where the experts of a model cannot stand by themselves."""
+    if not any(_STACK.fullmatch(array.name) for t in plan.tensors for array in t.arrays):
+        raise InvalidRequestError(
+            "This model has no experts that are stored one by one; leave --split-experts out.",
+            param="split_experts",
+        )
+
+
+def split_experts(folder: Path, plan: ConversionPlan) -> None:
+    """Take the stacks of all files apart; files that were, before an interruption, stay."""
+    weight_map: dict[str, str] = {}
+    for name, _ in plan.shards():
+        path = folder / name
+        if any(_STACK.fullmatch(tensor) for tensor in read_header(path)):
+            _split(path)
+        weight_map |= dict.fromkeys(read_header(path), name)
+    sizes = {"total_size": plan.num_bytes, "total_parameters": plan.num_weights}
+    index: dict[str, Any] = {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / "model.safetensors.index.json", index)
+
+
+def _split(path: Path) -> None:
+    """One file; until the new one is complete on the disk, the old one has its name."""
+    header = read_header(path)
+    old = os.open(path, os.O_RDONLY)
+    try:
+        start = 8 + int.from_bytes(os.pread(old, 8, 0), "little")
+        pieces = list(_pieces(header))
+        with ShardFile(path, [array for array, _ in pieces]) as new:
+            for array, at in pieces:
+                data = os.pread(old, array.num_bytes, start + at)
+                new.write(array.name, 0, np.frombuffer(data, np.uint8))
+            new.finish()
+    finally:
+        os.close(old)
+
+
+def _pieces(header: dict[str, TensorInfo]) -> Iterator[Piece]:
+    """Every tensor of the new file, in order; a mixture stands where its first stack stood."""
+    mixtures: dict[str, list[tuple[str, TensorInfo]]] = {}
+    for name, info in header.items():
+        if found := _STACK.fullmatch(name):
+            mixtures.setdefault(found[1], []).append((name, info))
+    for name, info in header.items():
+        found = _STACK.fullmatch(name)
+        if found is None:
+            size = info.end - info.start
+            yield PlannedArray(name, info.dtype, info.shape, size), info.start
+        elif found[1] in mixtures:
+            yield from _singles(mixtures.pop(found[1]))
+
+
+def _singles(stacks: Sequence[tuple[str, TensorInfo]]) -> Iterator[Piece]:
+    for expert in range(stacks[0][1].shape[0]):
+        for name, info in stacks:
+            found = _STACK.fullmatch(name)
+            assert found is not None
+            size = (info.end - info.start) // info.shape[0]
+            own = f"{found[1]}.experts.{expert}.{found[2]}"
+            array = PlannedArray(own, info.dtype, info.shape[1:], size)
+            yield array, info.start + expert * size

@@ -1,0 +1,67 @@
+"""Experts taken apart in the files of a conversion: the same model, one read for an expert."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from convert_cases import Outcome, convert, write_source
+
+from mlxinfer import LLM
+from mlxinfer.models import ExpertOptions, load
+from mlxinfer.models.safetensors import read_headers
+
+IDS = [5, 17, 3, 80, 41, 9, 22, 64]
+
+
+def logits(folder: Path, **options: object) -> np.ndarray:
+    with LLM(folder, progress=False, dtype="float32", **options) as llm:  # type: ignore[arg-type]
+        return llm.logits(IDS)
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe-v4", "deepseek_v3-v4", "mixtral-v4"])
+def test_the_same_model_with_one_read_for_an_expert(case: str, tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", case)
+    for name, split in (("whole", False), ("split", True)):
+        convert(source, tmp_path / name, recipe="8bit-g32", split_experts=split)
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    assert (logits(whole) == logits(split)).all()
+    names = [name for header in read_headers(split).values() for name in header]
+    assert not [name for name in names if ".switch_mlp." in name]
+    stores = {}
+    for folder in (whole, split):
+        store = load(folder, experts=ExpertOptions(1 << 30)).expert_store
+        assert store is not None
+        first = store.layers[0]
+        wanted = np.arange(2, dtype=np.int32)
+        first.begin(wanted, wanted[:0])
+        first.finish(wanted)
+        stores[folder] = store.reader.counters
+    assert stores[split].bytes_read == stores[whole].bytes_read
+    assert stores[split].reads == 2 < stores[whole].reads
+
+
+def test_mlx_lm_reads_them_where_it_stacks_quantised_experts(tmp_path: Path) -> None:
+    utils = pytest.importorskip("mlx_lm.utils")
+    source = write_source(tmp_path / "source", "glm4_moe-v4")
+    convert(source, tmp_path / "split", recipe="8bit-g32", split_experts=True)
+    model, _ = utils.load_model(tmp_path / "split")
+    model.set_dtype(mx.float32)
+    theirs = np.array(model(mx.array([IDS]))[0].astype(mx.float32))
+    assert np.allclose(theirs, logits(tmp_path / "split"), atol=1e-3)
+
+
+def test_check_only_says_that_experts_are_apart(tmp_path: Path, outcome: Outcome) -> None:
+    source = write_source(tmp_path / "source", "qwen3_moe-v4")
+    arguments = ("--fast", "--bits", "8", "--group-size", "32", "--split-experts")
+    assert outcome(source, tmp_path / "out", *arguments).code == 0
+    again = outcome(source, tmp_path / "out", "--check-only")
+    assert again.code != 0
+    assert "apart (--split-experts)" in again.err
+
+
+def test_a_model_without_single_experts_is_refused(tmp_path: Path, outcome: Outcome) -> None:
+    source = write_source(tmp_path / "source", "qwen3-v4")
+    done = outcome(source, tmp_path / "out", "--fast", "--split-experts")
+    assert done.code != 0
+    assert "leave --split-experts out" in done.err

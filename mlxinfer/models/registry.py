@@ -19,6 +19,8 @@ FAMILIES = {  # model_type -> module in families/, class
     "gemma3_text": ("gemma", "Gemma3"),
     "gemma4": ("gemma4", "Gemma4"),
     "gemma4_text": ("gemma4", "Gemma4"),
+    "gemma4_unified": ("gemma4", "Gemma4Unified"),
+    "gemma4_unified_text": ("gemma4", "Gemma4Unified"),
     "gemma3n": ("gemma3n", "Gemma3n"),
     "gemma3n_text": ("gemma3n", "Gemma3n"),
     "gpt_oss": ("gpt_oss", "GptOss"),

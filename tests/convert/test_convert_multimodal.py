@@ -24,6 +24,7 @@ CASES = {  # model_type -> that of the text, a case, changes of its config
     "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_text-v4", SPELLED),
     "gemma3n": ("gemma3n_text", "gemma3n_text-v4", {"altup_coef_clip": 120.0}),
     "gemma4": ("gemma4_text", "gemma4_e-v4", {}),
+    "gemma4_unified": ("gemma4_unified_text", "gemma4_text-v4", {"enable_moe_block": False}),
     "llama4": ("llama4_text", "llama4_text-v4", {"attention_bias": False, "use_qk_norm": True}),
 }
 STACKED = {"qwen3_5_moe": False, "qwen3_vl_moe": True}  # whether inputs come before outputs

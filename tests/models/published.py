@@ -286,6 +286,24 @@ PUBLISHED: dict[str, Published] = {
         7.5,
         (20 * 256 + 4 * 512) * 2 * 2 * 2,
     ),
+    "Gemma-4-12B": Published(
+        {
+            **_gemma4(
+                48,
+                6,
+                hidden_size=3840,
+                intermediate_size=15360,
+                num_attention_heads=16,
+                num_key_value_heads=8,
+                num_global_key_value_heads=1,
+                attention_k_eq_v=True,
+                sliding_window=1024,
+            ),
+            "model_type": "gemma4_unified_text",
+        },
+        11.9,
+        (40 * 8 * 256 * 2 + 8 * 640) * 2,
+    ),
     "Gemma-4-26B-A4B": Published(
         _gemma4(
             30,

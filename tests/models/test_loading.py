@@ -158,6 +158,7 @@ def test_gemma_inside_a_multimodal_checkpoint(tmp_path, prefixes):
         ("qwen3_vl_moe", "qwen3_moe", "qwen3_vl_moe_text"),
         ("gemma3n", "gemma3n_text", "gemma3n_text"),
         ("gemma4", "gemma4_e-v4", "gemma4_text"),
+        ("gemma4_unified", "gemma4_text-v5", "gemma4_unified_text"),
         ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text"),
     ],
 )
@@ -184,6 +185,17 @@ def test_a_text_model_inside_a_multimodal_checkpoint(tmp_path, outer, case, inne
                 value
             )
         assert (logits(load(write(tmp_path, config, wrapped))) == plain).all()
+
+
+def test_gemma_4_unified_has_no_per_layer_inputs_where_its_config_is_silent(tmp_path):
+    text, tensors = tiny_config("gemma4_text-v5"), tiny_tensors(tiny_config("gemma4_text-v5"))
+    plain = logits(load(write(tmp_path, text, tensors)))
+    silent = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
+    config = {key: value for key, value in text.items() if key not in silent}
+    config["model_type"] = "gemma4_unified_text"
+    model = load(write(tmp_path, config, tensors))
+    assert model.config.model_type == "gemma4_text"  # what a conversion is called
+    assert (logits(model) == plain).all()
 
 
 def test_a_text_model_that_is_not_known_inside_another_is_refused(tmp_path):

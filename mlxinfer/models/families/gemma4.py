@@ -159,6 +159,7 @@ class Gemma4(Family):
         "use_double_wide_mlp": False,
         "tie_word_embeddings": True,
     }
+    outer_type: ClassVar = "gemma4"  # of the multimodal model
     fits_float16 = False
     head_norms = True
     norms_values = True
@@ -166,13 +167,13 @@ class Gemma4(Family):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """The text_config of a multimodal model. Its images would see each other; text does not."""
-        fields = language_fields(config, "gemma4")
+        fields = language_fields(config, cls.outer_type)
         values = dict(fields.values)
         if values.get("use_bidirectional_attention") == "vision":
             del values["use_bidirectional_attention"]
         if values.get("top_k_experts") is not None:
             values["num_experts_per_tok"] = values["top_k_experts"]
-        return Fields(values, fields.where)
+        return Fields({**values, "model_type": "gemma4_text"}, fields.where)
 
     @classmethod
     def rename(cls, name: str) -> str | None:
@@ -324,6 +325,18 @@ class Gemma4(Family):
         both = weights.matrix(f"{path}.gate_up_proj", (count, 2 * inner, hidden))
         down = weights.matrix(f"{path}.down_proj", (count, hidden, inner))
         return both.expert_projection(self.make), down.expert_projection(self.make)
+
+
+class Gemma4Unified(Gemma4):
+    """Gemma 4 12B, whose images and sounds have no encoders: dense, without per-layer inputs."""
+
+    defaults: ClassVar = {
+        **Gemma4.defaults,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    }
+    outer_type = "gemma4_unified"
 
 
 def _turning(config: ModelConfig, index: int, head_dim: int) -> int:

@@ -328,7 +328,7 @@ class Gemma4(Family):
 
 
 class Gemma4Unified(Gemma4):
-    """Gemma 4 12B, whose images and sounds have no encoders: dense, without per-layer inputs."""
+    """Gemma 4 12B, where images and sounds have no encoders: dense, without per-layer inputs."""
 
     defaults: ClassVar = {
         **Gemma4.defaults,

@@ -82,8 +82,8 @@ class CutWeights(Weights):
         weight = super().norm(path, dims, offset=offset)
         if f"{path}.weight" in self._cut:
             raise UnsupportedModelError(
-                f"{path} is one norm over what several ranks would have: run this model with "
-                "ranks=1."
+                f"{path} is one norm over what several ranks would have: divide this model by "
+                "layers (pipeline), or run it with ranks=1."
             )
         return weight
 
@@ -195,8 +195,8 @@ class CutWeights(Weights):
         if len(axes) > 1 or spans is None:
             raise UnsupportedModelError(
                 f"Rank {self._share.rank} of {self._share.size} would have {wanted} of the tensor "
-                f"{self._original[name]!r} {tensor.shape}, which is no part of it: run this model "
-                "with ranks=1."
+                f"{self._original[name]!r} {tensor.shape}, which is no part of it: divide this "
+                "model by layers (pipeline), or run it with ranks=1."
             )
         axis = axes[0]
         self._cut.add(name)

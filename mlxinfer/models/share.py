@@ -96,8 +96,8 @@ class Share:
         """
         if model_type not in SPLITTABLE:
             raise UnsupportedModelError(
-                f"Models of type {model_type!r} cannot be spread over ranks: run this one with "
-                "ranks=1."
+                f"Layers of models of type {model_type!r} cannot be spread over ranks: divide "
+                "this one by layers (pipeline), or run it with ranks=1."
             )
         values = dict(fields.values)
         for key in HEADS:
@@ -133,8 +133,8 @@ class Share:
 
     def _indivisible(self, key: str, count: int) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{key} is {count}, which {self.size} ranks cannot share; use fewer ranks, a number "
-            "that divides it."
+            f"{key} is {count}, which {self.size} ranks cannot share; use a number of ranks that "
+            "divides it, or divide the model by layers (pipeline)."
         )
 
 

@@ -66,6 +66,14 @@ def test_hybrid_beside_mlx_lm() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_beside_mlx_lm() -> None:
+    found = json.loads(bench("ranks", "--small", "--runs", "1", "--json"))
+    shares = {name: max(found[name]["weights"]) for name in found if ", 2" in name}
+    assert found["mlxinfer, 2, stages"]["bytes"] < found["mlxinfer, 2"]["bytes"]
+    assert shares["mlxinfer, 2"] < shares["mlx-lm, 2"], "it keeps tables on every rank"
+
+
+@pytest.mark.slow
 def test_latency_beside_mlx_lm() -> None:
     found = json.loads(bench("latency", "--small", "--long", "512", "--json"))
     found = found["without_cpu_layers"]["median"]

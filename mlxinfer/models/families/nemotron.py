@@ -224,7 +224,8 @@ class NemotronH(Family):
         if weights.share is not None:
             raise UnsupportedModelError(
                 f"The experts of {path} work on fewer numbers than the hidden state has, which "
-                "ranks cannot share yet: run this model with ranks=1."
+                "ranks cannot share: divide this model by layers (pipeline), or run it with "
+                "ranks=1."
             )
         return LatentExperts(
             weights.linear(f"{path}.fc1_latent_proj", latent, hidden, bias=bias),

@@ -1,8 +1,8 @@
 // The second pass over split sequences: the partials of a sequence's items become its outputs.
 //
 // One threadgroup serves one query head of one query token. Its threads read the items' peaks and
-// totals side by side; then each of its SIMD groups adds up every so many items, whose numbers its
-// lanes share, and what they found is added in threadgroup memory, 256 numbers at a time (8 KB).
+// totals side by side; then each of its SIMD groups adds up every so many items: its lanes share
+// their numbers, and what they found is added in threadgroup memory, 256 numbers at a time (8 KB).
 
 constant constexpr int REDUCERS = 8;    // SIMD groups
 constant constexpr int ROUND_CHUNKS = 8;  // of 32 numbers that are brought together at a time

@@ -206,8 +206,8 @@ METAL_FUNC void add_values(
   }
 }
 
-// The same of codes in groups of 64: two spans of 32. `column_seen` of a lane's two columns, whose
-// scales its weights take.
+// The same of codes in groups of 64: two spans of 32. `column_seen` of a lane's two columns: their
+// scales go to its weights.
 template <int D, int ROWS, int GROUPS, int CHUNKS, typename Values>
 METAL_FUNC void add_values(
     thread RunningSoftmax<ROWS, CHUNKS, true>& state,

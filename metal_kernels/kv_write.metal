@@ -125,7 +125,7 @@ struct ByToken {
   uint place(uint token, uint head, uint heads) const { return token * heads + head; }
 };
 
-// One head of one token: vector `vector` of qkv, whose heads are queries, then keys, then values.
+// One head of one token: vector `vector` of qkv: its heads are queries, then keys, then values.
 // JOINED: keys and values go to the same place, a token's keys before its values.
 // constants: epsilon of the norm, magnitude of what turns, scale of the Hadamard transform; then,
 // each only where it is used, weights (QUERY_HEADS + KV_HEADS, D), DIMS / 2 frequencies and M * M

@@ -5,7 +5,7 @@
 // rows (query token and head). Each SIMD group owns an eighth of the numbers: VD / 8 that are key
 // and value, and an eighth of the rest, which is key only. So it reads each of its numbers once, 16
 // bytes at a time where it can, into fragments (token, number) that serve twice: as the left side
-// of keys . queries, whose partial sums the team adds up in threadgroup memory, and as the right
+// of keys . queries, for partial sums that the team adds up in threadgroup memory, and as the right
 // side of weights . values. In between each thread has one (row, token).
 //
 // Registers of a lane at 576 numbers, in floats: outputs 32, queries 18 (36 where they are

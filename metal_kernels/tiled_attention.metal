@@ -11,7 +11,7 @@
 //
 // The members of a team differ in one of two ways. PARTNERS 2: each takes 8 tokens of a tile, and
 // they merge at the end (few rows). HALVES 2: each has one half of the numbers of keys and values,
-// and they add up their scores of each tile (head dims above 256, whose outputs do not fit the
+// and they add up their scores of each tile (head dims above 256: their outputs do not fit the
 // registers of one); then keys and values take turns in one place.
 //
 // Registers of a lane, in floats: outputs 2 * ROWS * VD / 8 / HALVES, queries as they come half as

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .launch import Launch, MetalKernel
+from .launch import MIN_NUMBERS, Launch, MetalKernel
 from .variants import Case, Kind, Variant, dtype_name
 
 LANES, MAX_THREADS = 32, 512
@@ -54,7 +54,7 @@ def add_norm_of(
 
 def has_rows(form: AddNorm) -> bool:
     """Whether the kernel takes rows of so many numbers."""
-    return form.dims % 4 == 0 and form.dims <= MAX_DIMS
+    return form.dims % 4 == 0 and MIN_NUMBERS <= form.dims <= MAX_DIMS
 
 
 def add_norm(

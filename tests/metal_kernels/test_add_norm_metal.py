@@ -23,7 +23,8 @@ from mlxinfer.metal_kernels.add_norm import (
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.models.decoder import ResidualLayer, link_norms, reachable
 
-ROUNDING = {mx.float32: 2e-5, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of max(1, |expected|)
+# Of max(1, |expected|); in 16 bits the twin rounds four times, the kernel three times.
+ROUNDING = {mx.float32: 2e-5, mx.float16: 2**-8, mx.bfloat16: 2**-5}
 NORMS = ((None, 1e-6), (1e-5, 1e-6), (1e-5, None))  # of what is added, of the sum
 
 
@@ -85,7 +86,7 @@ def test_rows_need_no_more_alignment_than_a_number() -> None:
     check(on_machine(form, arrays, least_alignment=True), form, arrays)
 
 
-@pytest.mark.parametrize("dims", [4, 128, 2048, 2052, 2560, 4096, 5120, 7168, 8192, MAX_DIMS])
+@pytest.mark.parametrize("dims", [8, 128, 2048, 2052, 2560, 4096, 5120, 7168, 8192, MAX_DIMS])
 def test_threads_share_a_row(dims: int) -> None:
     threads = threads_of(dims)
     own = -(-dims // 4 // threads) if dims >= 4 * threads else 1
@@ -97,7 +98,7 @@ def test_threads_share_a_row(dims: int) -> None:
 
 
 def test_rows_that_have_no_kernel() -> None:
-    for dims, taken in ((4096, True), (4098, False), (MAX_DIMS + 4, False)):
+    for dims, taken in ((4096, True), (4098, False), (4, False), (MAX_DIMS + 4, False)):
         assert has_rows(add_norm_of(dims, mx.float16, after_eps=None, before_eps=1e-6)) is taken
 
 
@@ -162,7 +163,7 @@ def test_only_rms_norms_have_a_form() -> None:
 
 @requires_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [4, 96, 2048, 3072, 5120, 7168, MAX_DIMS])
+@pytest.mark.parametrize("dims", [8, 96, 2048, 3072, 5120, 7168, MAX_DIMS])
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_everywhere(dims: int, dtype: mx.Dtype) -> None:
     for seed, (norms, rows) in enumerate(product(NORMS, (1, 5))):

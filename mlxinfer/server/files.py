@@ -87,8 +87,7 @@ class FileStore:
         (folder / "files.db").chmod(0o600)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.executescript(_SCHEMA)
-        for left in folder.glob("*.part"):  # of uploads that were cut off
-            left.unlink()
+        self._drop_unlisted()
         self.drop_old()
 
     @staticmethod
@@ -176,6 +175,18 @@ class FileStore:
         for (id,) in old:
             self._unlink(id)
 
+    def _drop_unlisted(self) -> None:
+        """Remove what processes that were killed left: contents that no list has.
+
+        The answers of a batch that goes on are listed when it ends; its number is in their names.
+        """
+        known = {id for (id,) in self._db.execute("SELECT id FROM files")}
+        running = self._db.execute("SELECT id FROM batches WHERE NOT ended").fetchall()
+        kept = tuple(f"file-{id.removeprefix('batch_')}-" for (id,) in running)
+        for path in self._folder.glob("file-*"):
+            if path.name not in known and not path.name.startswith(kept):
+                path.unlink()
+
     def _unlink(self, id: str) -> None:
         with suppress(FileNotFoundError):
             self.path(id).unlink()
@@ -208,13 +219,13 @@ class FileStore:
             ).fetchall()
         return [batch for (batch,) in rows]
 
-    def next_batch(self) -> tuple[str, bytes] | None:
-        """Owner and JSON of the oldest batch that has not ended."""
+    def next_batches(self) -> list[tuple[str, bytes]]:
+        """Each owner with the JSON of its oldest batch that has not ended."""
         with self._lock:
-            row: tuple[str, bytes] | None = self._db.execute(
-                "SELECT owner, batch FROM batches WHERE NOT ended ORDER BY rowid LIMIT 1"
-            ).fetchone()
-        return row
+            rows = self._db.execute(  # SQLite takes the other columns from the row of the minimum
+                "SELECT owner, batch, min(rowid) FROM batches WHERE NOT ended GROUP BY owner"
+            ).fetchall()
+        return [(owner, batch) for owner, batch, _ in rows]
 
     def close(self) -> None:
         """Close the database."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mlxinfer.cli.batch import command
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.batches import types as batch_types
 from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
+from mlxinfer.server.batches.run import BatchRun
 from mlxinfer.server.batches.upload import read_upload
 from mlxinfer.server.errors import BodyTooLargeError
 from mlxinfer.server.files import FileStore
@@ -264,7 +266,7 @@ def test_live_requests_do_not_wait_for_a_batch(batches: BatchServer, client: ope
     quiet = batches.post(CHAT, chat("Hello")).json()
     body = chat("Count", ignore_eos=True, max_tokens=1900)
     batch = batches.begin(client, [line(number, body) for number in range(40)])
-    wait_until(lambda: batches.stats()["background"] == 40)
+    wait_until(lambda: batches.stats()["background"] == 40, 60)
     for _ in range(5):
         assert batches.post(CHAT, chat("Hello")).json()["choices"] == quiet["choices"]
     assert client.batches.retrieve(batch.id).status == "in_progress"
@@ -294,6 +296,49 @@ def test_what_is_not_answered_in_time_expires(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} <= {
             *("files.db", "files.db-wal", "files.db-shm", "lock"),
         }
+
+
+def test_a_number_of_many_digits_fails_its_own_line_only(
+    batches: BatchServer, client: openai.OpenAI
+) -> None:
+    """Python refuses to read more than 4,300 digits with an error that is none of JSON's."""
+    digits = "1" * 5000
+    raw = as_file(
+        [line(0), line(1, chat("Hi", seed=7777)), line(2, chat("Hi", logit_bias={"8888": 1}))]
+    )
+    raw = raw.replace(b"7777", digits.encode()).replace(b"8888", digits.encode())
+    file = client.files.create(file=("in.jsonl", raw), purpose="batch")
+    batch = client.batches.create(completion_window="24h", endpoint=CHAT, input_file_id=file.id)
+    batch = batches.ended_batch(client, batch.id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 3, "completed": 1, "failed": 2}
+    assert batch.error_file_id
+    failed = results_of(client.files.content(batch.error_file_id).read())
+    assert {each["response"]["status_code"] for each in failed.values()} == {400}
+    for path in (f"/v1/files?limit={digits}", f"/v1/batches?limit={digits}"):
+        assert batches.get(path).status_code == 400
+
+
+def test_no_key_waits_for_the_batch_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxinfer.server.batches.jobs.BatchRun", partial(BatchRun, at_once=2))
+    keys = ApiKeys.from_plain(["sk-a", "sk-b"])
+    with BatchServer(tmp_path, keys=keys, engine={"max_batch": 2}) as server:
+        anna, bert = (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+            for key in ("sk-a", "sk-b")
+        )
+        with anna, bert:
+            slow = chat("Count", ignore_eos=True, max_tokens=100)
+            first = server.begin(anna, [line(number, slow) for number in range(100)])
+            second = server.begin(anna, [line(1)])
+            wait_until(lambda: anna.batches.retrieve(first.id).status == "in_progress")
+            assert server.run(bert, [line(1)]).status == "completed"
+            assert anna.batches.retrieve(first.id).status == "in_progress"
+            assert anna.batches.retrieve(second.id).status == "validating"
+            anna.batches.cancel(first.id)
+            assert server.ended_batch(anna, second.id).status == "completed"
 
 
 def test_each_key_has_its_own_files_and_batches(tmp_path: Path) -> None:
@@ -373,6 +418,27 @@ def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
         assert found.keys() == {each["custom_id"] for each in lines}
 
 
+def test_what_a_killed_server_left_unlisted_is_removed(tmp_path: Path) -> None:
+    """But for the answers of a batch that goes on."""
+    store = FileStore(tmp_path)
+    for id in ("file-1", "file-2", "file-ab-output", "file-cd-output"):
+        store.path(id).write_bytes(b"{}\n")
+    store.put("file-1", "", "in.jsonl", "batch")
+    store.put_batch("", "batch_ab", "file-1", b"{}", ended=False)
+    store.put_batch("", "batch_cd", "file-1", b"{}", ended=True)
+    store.close()
+    FileStore(tmp_path).close()
+    left = sorted(path.name for path in tmp_path.glob("file-*"))
+    assert left == ["file-1", "file-ab-output"]
+
+
+def test_files_without_a_line_are_not_kept(tmp_path: Path) -> None:
+    with BatchServer(tmp_path) as server, openai_client(server) as client:
+        batch = server.run(client, [line(1, {})])
+        assert (batch.output_file_id, batch.status) == (None, "completed")
+        assert not list(tmp_path.glob("*-output"))
+
+
 def grown(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size > size
 
@@ -425,6 +491,18 @@ def test_what_a_file_of_answers_holds(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="holds no answers"):
             ResultFiles(output, errors)
         assert output.read_bytes() == given
+
+
+def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    first = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    first.write(ResultLine(id="1", custom_id="x"))
+    before = (tmp_path / "errors").read_bytes()
+    for output, errors in (("out", "other"), ("other", "errors")):
+        with pytest.raises(InvalidRequestError, match="Another run"):
+            ResultFiles(tmp_path / output, tmp_path / errors)
+    first.close()
+    assert (tmp_path / "errors").read_bytes() == before
+    ResultFiles(tmp_path / "out", tmp_path / "errors").close()
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""The batches of a server: run one after the other, beside live requests, from start to start."""
+"""The batches of a server, beside live requests, from start to start: one of each key at a time."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,20 +44,24 @@ class BatchJobs:
         self.files = files
         self.endpoints: Mapping[str, Endpoint] = batch_endpoints(endpoints)
         self._service = service
-        self._changed = asyncio.Event()
-        self._job: _Job | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # a batch was added or cancelled, or one has ended
+        self._running: dict[str, _Job] = {}  # by owner
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Go on with what an earlier server left, then with what comes."""
-        self._task = asyncio.get_running_loop().create_task(self._work())
+        self._begin(self._work())
 
     async def stop(self) -> None:
         """End what runs; its requests without an answer are answered after the next start."""
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of answers that no list has yet."""
+        return sum(job.num_bytes for job in self._running.values())
 
     def add(self, owner: str, batch: Batch) -> None:
         """Take in a new batch."""
@@ -69,8 +73,10 @@ class BatchJobs:
         batch = self.find(owner, id)
         if batch is None or batch.ended or batch.status == "cancelling":
             return batch
-        if self._job is not None and self._job.batch.id == id:
-            batch = self._job.batch
+        job = self._running.get(owner)
+        if job is not None and job.batch.id == id:
+            batch = job.batch
+            job.cancelled.set()
         batch.move("cancelling", self.files.clock())
         self.save(owner, batch)
         self._changed.set()
@@ -90,29 +96,43 @@ class BatchJobs:
         raw = msgspec.json.encode(batch)
         self.files.put_batch(owner, batch.id, batch.input_file_id, raw, ended=batch.ended)
 
-    async def changed(self, limit_s: float) -> None:
-        """Wait until a batch is added or cancelled, at most so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), limit_s)
-        self._changed.clear()
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _work(self) -> None:
+        """Begin the oldest batch of each key that has none running: no key waits for another."""
         while True:
+            self._changed.clear()
             try:
                 self.files.drop_old()
-                found = self.files.next_batch()
-                if found is None:
-                    await self.changed(DROP_S)
-                    continue
-                owner, raw = found
-                batch = msgspec.json.decode(raw, type=Batch)
-                self._job = _Job(self, self._service, owner, batch)
-                await self._job.run()
-            except Exception as error:  # the fault boundary of a batch: it is tried again
-                log.error("batch stopped", exc_info=error)
+                for owner, raw in self.files.next_batches():
+                    if owner not in self._running:
+                        batch = msgspec.json.decode(raw, type=Batch)
+                        self._running[owner] = _Job(self, self._service, owner, batch)
+                        self._begin(self._run(owner))
+            except Exception as error:  # such as of the disk
+                log.error("batches wait", exc_info=error)
                 await asyncio.sleep(PAUSE_S)
-            finally:
-                self._job = None
+                continue
+            await set_within(self._changed, DROP_S)
+
+    async def _run(self, owner: str) -> None:
+        try:
+            await self._running[owner].run()
+        except Exception as error:  # the fault boundary of a batch: it is tried again
+            log.error("batch stopped", exc_info=error)
+            await asyncio.sleep(PAUSE_S)
+        finally:
+            del self._running[owner]
+            self._changed.set()
+
+
+async def set_within(event: asyncio.Event, limit_s: float) -> None:
+    """Wait until an event is set, at most so long."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), limit_s)
 
 
 class _Job:
@@ -122,6 +142,13 @@ class _Job:
         self.batch = batch
         self._jobs, self._service, self._owner = jobs, service, owner
         self._files = jobs.files
+        self.cancelled = asyncio.Event()
+        self._results: ResultFiles | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of answers, which are listed at the end."""
+        return 0 if self._results is None else self._results.num_bytes
 
     async def run(self) -> None:
         """From where it is to its end."""
@@ -136,7 +163,8 @@ class _Job:
         if batch.ended:
             return
         output, errors = batch.file_ids
-        results = ResultFiles(self._files.path(output), self._files.path(errors))
+        paths = self._files.path(output), self._files.path(errors)
+        self._results = results = await _aside(lambda: ResultFiles(*paths))
         try:
             outcome = await self._answered(results)
             if outcome in REASONS:
@@ -176,11 +204,11 @@ class _Job:
                     return "cancelled"
                 if self._files.clock() >= batch.expires_at:
                     return "expired"
-                if results.num_bytes > self._files.room():
+                if self._jobs.num_bytes > self._files.room():
                     return "failed"
-                changed = asyncio.ensure_future(self._jobs.changed(SAVE_S))
-                await asyncio.wait({running, changed}, return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
+                cancelled = asyncio.ensure_future(set_within(self.cancelled, SAVE_S))
+                await asyncio.wait({running, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+                cancelled.cancel()
                 self._count(results)
                 self._save()
             await running
@@ -205,10 +233,12 @@ class _Job:
             batch.output_file_id = output
         if batch.request_counts.failed:
             batch.error_file_id = errors
-        for id, kind in ((batch.output_file_id, "output"), (batch.error_file_id, "error")):
-            if id is not None:
+        for id, kind in ((output, "output"), (errors, "error")):
+            if id in (batch.output_file_id, batch.error_file_id):
                 name = f"{batch.id}_{kind}.jsonl"
                 self._files.put(id, self._owner, name, "batch_output")
+            else:  # without a line
+                self._files.path(id).unlink(missing_ok=True)
         if outcome == "completed":
             batch.finalizing_at = int(self._files.clock())
         batch.move(outcome, self._files.clock())

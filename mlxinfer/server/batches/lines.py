@@ -5,6 +5,7 @@ what is cut off is dropped when they are opened again. So a run that was killed 
 was: no line is answered twice in them, and none is lost.
 """
 
+import fcntl
 import os
 import time
 from collections.abc import Collection, Iterator
@@ -171,7 +172,8 @@ class ResultFiles:
         num_failed: of these, in `errors`.
 
     Raises:
-        InvalidRequestError: a file is there that was not written by a batch.
+        InvalidRequestError: a file is there that was not written by a batch, or another process
+            writes it.
         OSError: one cannot be written.
     """
 
@@ -179,11 +181,14 @@ class ResultFiles:
         self._paths = {False: output, True: errors}
         self._files: dict[bool, BinaryIO] = {}
         self._synced_s = time.monotonic()
-        self.done = _repair(output)
-        failed = _repair(errors)
+        try:
+            self.done = _repair(output, self._file(failed=False))
+            failed = _repair(errors, self._file(failed=True)) if errors.exists() else set()
+        except BaseException:
+            self.close()
+            raise
         self.num_failed = len(failed - self.done)
         self.done |= failed
-        self._file(failed=False)
 
     @property
     def num_bytes(self) -> int:
@@ -211,7 +216,7 @@ class ResultFiles:
 
     def _file(self, *, failed: bool) -> BinaryIO:
         if failed not in self._files:
-            self._files[failed] = self._paths[failed].open("ab")
+            self._files[failed] = _opened(self._paths[failed])
         return self._files[failed]
 
     def _sync(self) -> None:
@@ -221,27 +226,40 @@ class ResultFiles:
         self._synced_s = time.monotonic()
 
 
-def _repair(path: Path) -> set[str]:
+def _opened(path: Path) -> BinaryIO:
+    """A file to be read, and written at its end, by this process alone."""
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+    except BlockingIOError:
+        file.close()
+        raise InvalidRequestError(
+            f"Another run writes answers to {path}; wait for its end, or name another file.",
+            param="output",
+        ) from None
+    return file
+
+
+def _repair(path: Path, file: BinaryIO) -> set[str]:
     """The ids of the whole lines of a file of answers; what follows the last one is cut off."""
-    if not path.exists():
-        return set()
     done: set[str] = set()
     end = 0
-    with path.open("r+b") as file:
-        for line in file:
-            custom_id = _id_of(line)
-            if custom_id is None:
-                break
-            done.add(custom_id)
-            end += len(line)
-        else:
-            return done
-        if not end and (line.endswith(b"\n") or line[: len(START)] != START[: len(line)]):
-            raise InvalidRequestError(
-                f"{path} is there, and holds no answers of a batch; name another file.",
-                param="output",
-            )
-        file.truncate(end)
+    file.seek(0)
+    for line in file:
+        custom_id = _id_of(line)
+        if custom_id is None:
+            break
+        done.add(custom_id)
+        end += len(line)
+    else:
+        return done
+    if not end and (line.endswith(b"\n") or line[: len(START)] != START[: len(line)]):
+        raise InvalidRequestError(
+            f"{path} is there, and holds no answers of a batch; name another file.",
+            param="output",
+        )
+    file.truncate(end)
+    file.seek(end)
     return done
 
 

@@ -190,7 +190,7 @@ def _age_s(fields: Mapping[str, str]) -> float | None:
     given = fields.get("expires_after[seconds]")
     if given is None:
         return None
-    if not given.isdecimal() or not 3600 <= int(given) <= MAX_WINDOW_S:
+    if not re.fullmatch(r"\d{1,9}", given) or not 3600 <= int(given) <= MAX_WINDOW_S:
         raise InvalidRequestError(
             f"expires_after[seconds] is {given[:50]!r}; expected 3600 to {MAX_WINDOW_S}.",
             param="expires_after",
@@ -213,7 +213,7 @@ def _window_s(given: str) -> int:
 def _page(found: Sequence[Any], query: Mapping[str, str], what: str) -> Page:
     """The part of a list that the query asks for: `limit` after the id `after`."""
     limit, most = query.get("limit", str(DEFAULT_PAGE[what])), MAX_PAGE[what]
-    if not limit.isdecimal() or not 1 <= int(limit) <= most:
+    if not re.fullmatch(r"\d{1,9}", limit) or not 1 <= int(limit) <= most:
         raise InvalidRequestError(f"limit is a number from 1 to {most}.", param="limit")
     ids = [each.id for each in found]
     begin = 0

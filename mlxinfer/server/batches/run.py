@@ -6,12 +6,14 @@ They are background requests: the engine gives them the slots, pages and time th
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from ...errors import EngineClosedError, OverloadedError
+from ..background import in_background
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.service import LARGE_BODY, Service
@@ -22,6 +24,7 @@ from ..http.replies import Body, error_reply, logged
 from .lines import ResultFiles, ResultLine, Row, RowError, RowResponse
 
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
+AHEAD_BYTES = 1 << 20  # of requests that are read together, one at least
 RETRY_S = 1.0
 MAX_RETRY_S = 30.0
 PATHS = (
@@ -60,6 +63,8 @@ class BatchRun:
     ) -> None:
         self._service, self._endpoints, self._results = service, endpoints, results
         self._owner, self._on_done, self._at_once = owner, on_done, at_once
+        self._ahead: deque[Row] = deque()
+        self._reading = asyncio.Lock()
 
     async def run(self, rows: Iterable[Row]) -> None:
         """Answer all that have no answer yet; cancelled, it leaves the others for another run.
@@ -76,10 +81,20 @@ class BatchRun:
             raise errors.exceptions[0] from None
 
     async def _answer_each(self, rows: Iterator[Row]) -> None:
-        for row in rows:
+        while (row := await self._next(rows)) is not None:
             line = await self._answered(row)
             self._results.write(line)
             self._on_done()
+
+    async def _next(self, rows: Iterator[Row]) -> Row | None:
+        """The next request; a thread reads the file, as a resumed one begins with many to skip."""
+        async with self._reading:
+            if not self._ahead:
+                some = await asyncio.wrap_future(
+                    in_background(lambda: _some(rows), "mlxinfer-batch")
+                )
+                self._ahead.extend(some)
+            return self._ahead.popleft() if self._ahead else None
 
     async def _answered(self, row: Row) -> ResultLine:
         """The answer to a request, tried again for as long as there is no room for it."""
@@ -143,6 +158,17 @@ class BatchRun:
             "mlxinfer.id": secrets.token_hex(12),
             "mlxinfer.log": {} if self._owner is None else {"key": self._owner},
         }
+
+
+def _some(rows: Iterator[Row]) -> list[Row]:
+    """The next rows, AHEAD_BYTES of them together or one; at the end none."""
+    found, num_bytes = [], 0
+    for row in rows:
+        found.append(row)
+        num_bytes += len(row.body)
+        if num_bytes >= AHEAD_BYTES:
+            break
+    return found
 
 
 def unanswered(rows: Iterable[Row], results: ResultFiles, code: str, message: str) -> None:

@@ -198,7 +198,7 @@ def _tokens(text: str) -> Iterator[Token]:
 
 
 def _number(rest: list[Token]) -> int:
-    if not rest or rest[-1][0] != "number":
+    if not rest or rest[-1][0] != "number" or len(rest[-1][1]) > 9:
         raise NotRegularError("a number was expected after '~' or '..'")
     return int(rest.pop()[1])
 

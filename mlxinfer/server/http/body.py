@@ -32,7 +32,7 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
         ClientGoneError: the client disconnected.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"0")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout_s):

@@ -130,7 +130,7 @@ async def input_items(call: Call, _: None) -> Reply:
 
 def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> ItemList:
     limit, order = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_PAGE:
+    if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidRequestError(f"limit is a number from 1 to {MAX_PAGE}.", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequestError("order is asc or desc.", param="order")

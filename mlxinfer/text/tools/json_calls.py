@@ -115,7 +115,10 @@ class _CallObject:
 
 def _unwrapped(text: str) -> str:
     """Return the object within a JSON string, {} for none; raise Malformed for anything else."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:  # a number of more digits than Python reads
+        raise Malformed("the arguments are no object") from None
     if value is None or value == "":
         return "{}"
     if isinstance(value, str):

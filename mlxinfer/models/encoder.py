@@ -46,12 +46,15 @@ class SummedEmbeddings:
         positions: (max_positions, hidden), or None.
         first: row of a text's first token.
         token_types: (types, hidden), or None.
-        num_types: rows of that table. Where there is one (RoBERTa), every token is of type 0,
-            whatever the tokenizer says of pairs.
+        num_types: rows of that table.
+
+    Attributes:
+        num_read_types: types that tokens may be of. 0: the table has one row at most (RoBERTa), and
+            every token is of type 0, whatever the tokenizer says of pairs.
         norm: over the sum.
     """
 
-    __slots__ = ("first", "norm", "num_types", "positions", "token_types")
+    __slots__ = ("first", "norm", "num_read_types", "positions", "token_types")
 
     def __init__(
         self,
@@ -66,14 +69,14 @@ class SummedEmbeddings:
         self.positions = positions
         self.first = first
         self.token_types = token_types
-        self.num_types = num_types
+        self.num_read_types = num_types if num_types > 1 else 0
 
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """Token ids (T,) and their rows (T, hidden) -> (T, hidden)."""
         if self.positions is not None:
             x = x + self.positions(step.positions + self.first)
         if self.token_types is not None:
-            types = step.token_types if self.num_types > 1 else None
+            types = step.token_types if self.num_read_types else None
             x = x + self.token_types(mx.zeros((1,), mx.int32) if types is None else types)
         return self.norm(x)
 
@@ -155,15 +158,15 @@ class Encoder(Family):
         return LayerNorm(weight, self.config.rms_norm_eps if eps is None else eps, bias)
 
     def entry(self) -> SummedEmbeddings:
-        """Tables beside that of tokens, where the checkpoint has them."""
-        types = "model.token_type_embeddings"
-        stored = f"{types}.weight"
+        """Tables beside that of tokens, as large as the config says: no token reads behind one."""
+        num_types = self.config.fields.integer("type_vocab_size", low=0, high=2**16, default=0)
+        positions = 0 if self.rotary else self.first_position + self.config.max_context
         return SummedEmbeddings(
             self.norm("model.embeddings_norm"),
-            positions=self._table("model.position_embeddings"),
+            positions=self._table("model.position_embeddings", positions),
             first=self.first_position,
-            num_types=self.weights.shape(stored)[0] if stored in self.weights else 0,
-            token_types=self._table(types),
+            num_types=num_types,
+            token_types=self._table("model.token_type_embeddings", num_types),
         )
 
     @property
@@ -171,11 +174,10 @@ class Encoder(Family):
         """Row of the table of positions that a text's first token takes."""
         return 0
 
-    def _table(self, path: str) -> Embedding | None:
-        """The table at `path`, None where there is none."""
-        if f"{path}.weight" not in self.weights:
+    def _table(self, path: str, rows: int) -> Embedding | None:
+        """The table at `path`, (rows, hidden); None for one without rows."""
+        if not rows:
             return None
-        rows = self.weights.shape(f"{path}.weight")[0]
         return self.weights.embedding(path, (rows, self.config.hidden_size), shared=False)
 
     def layer(self, index: int) -> Layer:

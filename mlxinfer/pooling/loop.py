@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..core import FinishReason, TokenEvent
 from ..errors import MlxinferError, RequestFailedError
 from ..layers.step import Step
+from ..models.encoder import SummedEmbeddings
 from .model import PoolingModel
 from .passes import MOST, MOST_ON_CPU, PassQueue, PassSizer, WaitingRow
 from .request import PoolingLimits, PoolingRequest
@@ -93,7 +94,9 @@ class PoolingLoop:
         pass_tokens: int | None = None,
     ) -> None:
         self.model = model
-        self.limits = PoolingLimits(model.model.config.vocab_size, max_context)
+        entry = model.model.entry
+        num_types = entry.num_read_types if isinstance(entry, SummedEmbeddings) else 0
+        self.limits = PoolingLimits(model.model.config.vocab_size, max_context, num_types)
         self.counters = PoolingCounters()
         self._emit = emit
         self._pass_tokens = pass_tokens
@@ -170,16 +173,17 @@ class PoolingLoop:
         if self._long is None or self._wanted(self._long) == 0:
             row = queue.take_long()
             self._long = None if row is None else self._begin([row])
-        if self._long is not None and (self._long_is_next or not queue.num_waiting):
-            self._long_is_next = False
-            launched = self._advance(self._long, most)
-            if launched is None or launched.vectors is not None:
-                self._long = None
-            return launched
-        self._long_is_next = True
-        rows = queue.take(most)
-        made = self._begin(rows) if rows else None
-        return None if made is None else self._advance(made, made.num_tokens)
+        rows = [] if self._long is not None and self._long_is_next else queue.take(most)
+        self._long_is_next = bool(rows)
+        if rows:
+            made = self._begin(rows)
+            return None if made is None else self._advance(made, made.num_tokens)
+        if self._long is None:
+            return None
+        launched = self._advance(self._long, most)
+        if launched is None or launched.vectors is not None:
+            self._long = None
+        return launched
 
     def _wanted(self, computed: Pass) -> int:
         """Rows of a pass of requests that still wait."""

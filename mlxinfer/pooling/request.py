@@ -41,12 +41,13 @@ class PoolingLimits:
 
     vocab_size: int
     max_context: int  # tokens of a row
+    num_token_types: int = 0  # that tokens may be of; 0: no row's types are read
 
     def check(self, request: PoolingRequest) -> None:
         """Raise for a request that can never run.
 
         Raises:
-            InvalidRequestError: it has no rows, an empty one, or tokens that there are not.
+            InvalidRequestError: it has no rows, an empty one, or tokens or types that are none.
             ContextLengthError: a row is too long.
         """
         if not request.rows:
@@ -57,9 +58,19 @@ class PoolingLimits:
                     f"input {index} has no tokens; give at least one.", param="input"
                 )
             check_token_ids(row.ids, self.vocab_size, param="input")
+            self._check_types(index, row)
             if len(row.ids) > self.max_context:
                 raise ContextLengthError(
                     f"input {index} has {len(row.ids)} tokens, and the model reads at most "
                     f"{self.max_context}; shorten it, or ask for it to be truncated.",
                     param="input",
                 )
+
+    def _check_types(self, index: int, row: TokenRow) -> None:
+        most = max(row.token_types or [0])
+        if self.num_token_types and most >= self.num_token_types:
+            raise InvalidRequestError(
+                f"input {index} has tokens of type {most}, and the model's types are 0 to "
+                f"{self.num_token_types - 1}: its tokenizer.json is of another model.",
+                param="input",
+            )

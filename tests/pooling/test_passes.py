@@ -117,6 +117,17 @@ def test_a_short_text_is_not_behind_a_long_one(model):
     assert set(watched.events) == {"long", *(f"short{n}" for n in range(4))}
 
 
+def test_every_turn_launches_while_only_long_rows_wait(model):
+    rng = random.Random(5)
+    watched = Watched.of(model, 6)
+    watched.add("a", [row(rng, MOST_TOKENS) for _ in range(3)])
+    turns = 0
+    while not watched.loop.idle:
+        watched.loop.turn()
+        turns += 1
+    assert turns == watched.loop.stats()["steps"] + 1, "the last turn only reads"
+
+
 def waiting(lengths: list[int], name: str = "a") -> list[WaitingRow]:
     request = PoolingRequest(name, [TokenRow([5] * length) for length in lengths])
     return [WaitingRow(request, index) for index in range(len(lengths))]

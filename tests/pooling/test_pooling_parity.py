@@ -11,6 +11,7 @@ from pooling.cases import CASES
 from pooling.tiny_pooling import pooling_folder, reference
 
 from mlxinfer.core import TokenEvent
+from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.pooling.config import read_pooling
 from mlxinfer.pooling.loop import PoolingLoop
 from mlxinfer.pooling.model import PoolingModel, load_pooling
@@ -128,6 +129,37 @@ def test_quantised_weights_stay_close(name, tmp_path):
     rows, expected = rows_of(name)
     ours = results(model_in(folder), rows, None)
     assert np.abs(ours - expected).max() <= 0.1 * max(1.0, np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "rows"),
+    [
+        ("bert", "embeddings.position_embeddings.weight", (39, 41, None)),
+        ("bert", "embeddings.token_type_embeddings.weight", (1, 3, None)),
+        ("xlm-roberta-scores", "roberta.embeddings.position_embeddings.weight", (39, None)),
+        ("distilbert", "embeddings.position_embeddings.weight", (39, None)),
+        ("nomic_bert", "embeddings.token_type_embeddings.weight", (1, None)),
+    ],
+)
+def test_tables_of_a_wrong_size_are_refused_by_name(name, tensor, rows, tmp_path):
+    """A shorter one than the config says would be read behind its end."""
+    for number in rows:
+        folder = pooling_folder(tmp_path / str(number), name)
+        arrays = mx.load(str(folder / "model.safetensors"))
+        stored = next(key for key in arrays if tensor.endswith(key) or key.endswith(tensor))
+        table = arrays.pop(stored)
+        if number is not None:
+            arrays[stored] = mx.zeros((number, table.shape[1]))
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+        with pytest.raises(CheckpointError, match="_embeddings"):
+            model_in(folder)
+
+
+def test_token_types_that_there_are_not_are_refused(tmp_path):
+    limits = PoolingLoop(model_in(pooling_folder(tmp_path, "bert")), print, max_context=9).limits
+    limits.check(PoolingRequest("a", [TokenRow([5, 6], [0, 1])]))
+    with pytest.raises(InvalidRequestError, match="input 1 has tokens of type 2"):
+        limits.check(PoolingRequest("a", [TokenRow([5]), TokenRow([5, 6], [0, 2])]))
 
 
 def test_a_table_of_one_token_type_serves_pairs(tmp_path):

@@ -32,6 +32,7 @@ class Bert(Encoder):
         "intermediate_size": 3072,
         "hidden_act": "gelu",
         "max_position_embeddings": 512,
+        "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
     }
     prefixes = ("bert.", "roberta.", "xlm_roberta.")
@@ -92,7 +93,7 @@ class Roberta(Bert):
 class DistilBert(Encoder):
     """BERT without token types, under names of its own."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {**Bert.defaults}
+    defaults: ClassVar[Mapping[str, Any]] = {**Bert.defaults, "type_vocab_size": 0}
     prefixes = ("distilbert.",)
     left_out = (
         "pre_classifier.",

@@ -47,6 +47,7 @@ class NomicBert(Encoder):
         "intermediate_size": 3072,
         "hidden_act": "silu",
         "max_position_embeddings": 2048,
+        "type_vocab_size": 2,
         "layer_norm_eps": 1e-12,
         "rope_theta": 1000.0,
     }

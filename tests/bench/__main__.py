@@ -424,6 +424,35 @@ def load(**options: Any) -> Report:
 
 
 @reports(
+    model_option,
+    number_option("--requests", 192, "Requests of a round."),
+    number_option("--tokens", 32, "Tokens of an answer."),
+    number_option("--runs", 5, "Rounds of each side; the median counts."),
+    small_option,
+    layers="own",
+)
+def batch(**options: Any) -> Report:
+    """A batch beside the same requests handed to the engine at once."""
+    from tests.bench.batch import run
+
+    return run(**options)
+
+
+@reports(
+    number_option("--prefix", 2000, "Words before the cursor."),
+    number_option("--suffix", 60, "Words behind it."),
+    number_option("--runs", 5, "Prefixes, new and cached; the median counts."),
+    small_option,
+    layers="own",
+)
+def infill(**options: Any) -> Report:
+    """First token of a completion at the cursor, behind a new prefix and a cached one."""
+    from tests.bench.infill import run
+
+    return run(**options)
+
+
+@reports(
     counts_option("--sizes", "10,100,1000", "Replicas; several, with commas."),
     number_option("--seed", 1, "Of the conversations.", least=0),
     click.option("--plot", type=click.Path(path_type=Path), help="Draw it here too."),

@@ -186,13 +186,19 @@ def run(*, small: bool = False, peer: bool = True) -> Report:
     return Report("serve", [_table(figures, small)], data)
 
 
-def write_served(folder: Path, dense: Dense) -> Path:
-    """A random checkpoint that speaks the demo model's tokens."""
+def write_served(folder: Path, dense: Dense, *, marks: Sequence[str] = ()) -> Path:
+    """A random checkpoint that speaks the demo model's tokens, and these special ones."""
     demo = hub.resolve("demo")
     config = json.loads((demo / "config.json").read_text())
-    write_checkpoint(folder, replace(dense, vocab=config["vocab_size"]))
+    write_checkpoint(folder, replace(dense, vocab=config["vocab_size"] + len(marks)))
     for name in TOKENIZER:
         shutil.copyfile(demo / name, folder / name)
+    if marks:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_special_tokens(list(marks))
+        tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -108,3 +108,16 @@ def test_embed_measures_a_model(tmp_path: Path) -> None:
     assert found["tokens"] > 9 * 5
     assert found["mlxinfer"]["cpu_s"] > 0
     assert "sentence-transformers" not in found
+
+
+def test_infill_measures_new_and_cached_prefixes() -> None:
+    found = json.loads(bench("infill", "--small", "--prefix", "200", "--runs", "1", "--json"))
+    for route in ("/infill", "/v1/completions"):
+        assert found[route]["cached_cpu_ms"] <= found[route]["new_cpu_ms"]
+        assert min(found[route].values()) > 0
+
+
+def test_batch_stands_beside_the_engine() -> None:
+    sizes = ["--requests", "4", "--tokens", "3", "--runs", "1"]
+    found = json.loads(bench("batch", "--small", *sizes, "--json"))
+    assert min(found["engine"]["cpu_s"], found["batch"]["cpu_s"]) > 0

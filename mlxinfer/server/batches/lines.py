@@ -184,7 +184,7 @@ class ResultFiles:
         try:
             self.done = _repair(output, self._file(failed=False))
             failed = _repair(errors, self._file(failed=True)) if errors.exists() else set()
-        except BaseException:
+        except BaseException:  # no file stays locked
             self.close()
             raise
         self.num_failed = len(failed - self.done)

@@ -3,9 +3,11 @@
 from itertools import product
 
 import pytest
-from metal_cpu import requires_compiler
+from metal_cpu import MetalCPU, requires_compiler
 
-from tests.bench.kernel_scenes import Scene
+from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from tests.bench.kernel_scenes import Scene, build
 from tests.bench.kernels import (
     BITS,
     ROWS,
@@ -93,3 +95,25 @@ def test_latents_are_read_once_for_16_heads(heads: int) -> None:
     scene = Scene([100], [1], group=heads, key_dim=576, value_dim=8, bits=(8, None))
     ours = moved_latents(scene)
     assert ours.unique == ours.dequantised == -(-heads // 16)  # by each threadgroup
+
+
+@requires_compiler
+def test_the_second_pass_reads_partials_once_and_shares_them_among_simd_groups() -> None:
+    barriers = set()
+    for items in (8, 40):
+        inputs = build(Scene([16 * items], [1], group=2, item_blocks=1))
+        machine = MetalCPU()
+        with running_on(machine):
+            paged_attention_on_metal(
+                inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=1.0
+            )
+        machine.assert_clean()
+        first, reduce = machine.reports
+        assert (reduce.kernel, inputs.plan.num_items) == ("attention_reduce", items)
+        partials, figures = (reduce.buffers[name] for name in ("partials", "figures"))
+        assert partials.requested_bytes == partials.unique_bytes
+        assert partials.unique_bytes == first.buffers["outputs"].stored_bytes
+        # Peaks, then peaks and totals by one thread each; peaks again by the 32 lanes of one group.
+        assert figures.num_loads == 2 * items * (3 + 32)
+        barriers.add(reduce.num_threadgroup_barriers)
+    assert len(barriers) == 1

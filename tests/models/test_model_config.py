@@ -367,6 +367,28 @@ def test_a_bidirectional_window_counts_both_sides():
     assert set(config.windows) == {None, tiny_config("gemma3_text")["sliding_window"] // 2 + 1}
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"indexer_types": ["full", "shared", "full"]},
+        {"index_topk_pattern": "FSF"},
+        {"index_topk_freq": 2},
+    ],
+)
+def test_layers_that_take_another_layers_choice_of_tokens_are_refused(stated):
+    config = tiny_config("glm_moe_dsa-v5")
+    assert normalise(
+        config | {"indexer_types": ["full"] * 3, "index_topk_freq": 1}
+    ).latent.index_dim
+    with pytest.raises(UnsupportedModelError, match="earlier layer's indexer"):
+        normalise(config | stated)
+
+
+def test_an_indexer_needs_compressed_queries():
+    with pytest.raises(CheckpointError, match="q_lora_rank"):
+        normalise(tiny_config("deepseek_v32-v4") | {"q_lora_rank": None})
+
+
 def test_an_unknown_architecture_lists_the_known_ones():
     with pytest.raises(UnsupportedModelError, match=r"'mamba9'.*llama.*gpt_oss"):
         normalise({"model_type": "mamba9"})

@@ -158,7 +158,7 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
         if types - {"full"} or "S" in pattern or often > 1:
             raise UnsupportedModelError(
                 f"In {fields.where} some layers see the tokens that an earlier layer's indexer "
-                "chose (indexer_types, index_topk_pattern or index_topk_freq); models whose "
-                "layers all have indexers run."
+                "chose (indexer_types, index_topk_pattern or index_topk_freq); models where all "
+                "layers have indexers run."
             )
         return super().configure(config)

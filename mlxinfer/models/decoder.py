@@ -57,12 +57,12 @@ class ResidualLayer:
         after: norms over the output of each, before it is added; None: there is none.
 
     Attributes:
-        first: `before` of the mixer.
+        mixer_norm: `before` of the mixer.
         joins: of the mixer's output, and of the other block's: there the next layer's first norm
             is known to `Model`, which puts it in.
     """
 
-    __slots__ = ("first", "joins", "mixer", "mlp")
+    __slots__ = ("joins", "mixer", "mixer_norm", "mlp")
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class ResidualLayer:
     ) -> None:
         self.mixer = mixer
         self.mlp = mlp
-        self.first = before[0]
+        self.mixer_norm = before[0]
         self.joins = Join(after[0], before[1]), Join(after[1], None)
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> (T, hidden)."""
         to_mlp, onward = self.joins
-        normed = x if self.first is None else step.normed(self.first, x)
+        normed = x if self.mixer_norm is None else step.normed(self.mixer_norm, x)
         x, normed = to_mlp(x, partial(self.mixer, normed, step))
         x, normed = onward(x, partial(self.mlp, normed))
         step.leave(x, onward.before, normed)
@@ -399,7 +399,7 @@ def link_norms(layers: Sequence[Layer], last: Norm) -> None:
         if following is None:
             layer.joins[1].before = last
         elif isinstance(following, ResidualLayer):
-            layer.joins[1].before = following.first
+            layer.joins[1].before = following.mixer_norm
 
 
 def keeping(mixer: LayerMixer | None) -> Sequence[Mixer]:

@@ -52,7 +52,8 @@ def read(folder: Path) -> Callable[[], int]:
         sizes = [(path, path.stat().st_size) for path in _files(folder)]
         reads = []
         for path, size in sizes:
-            view, fd = memoryview(mmap.mmap(-1, size)), os.open(path, os.O_RDONLY)
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as arrays are allocated
+            view, fd = memoryview(mmap.mmap(-1, size, private)), os.open(path, os.O_RDONLY)
             starts = range(0, size, CHUNK_BYTES)
             reads += [(fd, view[at : at + CHUNK_BYTES], at) for at in starts]
         with ThreadPoolExecutor(THREADS) as pool:

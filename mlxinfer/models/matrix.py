@@ -17,7 +17,7 @@ from ..layers.linear import (
 )
 from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat
-from .tensors import Tensor, loaded, side_by_side
+from .tensors import Tensor, load_together, loaded, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class StoredMatrix:
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
         """Words, scales and biases of a matrix that has a format, read."""
         assert self.scales is not None
+        load_together([self.weight, self.scales, self.biases])
         biases = None if self.biases is None else loaded(self.biases)
         return loaded(self.weight), loaded(self.scales), biases
 

@@ -88,8 +88,12 @@ class FileTensor:
             CheckpointError: a file became shorter, or its disk fails.
         """
         if self._array is None:
-            self._array = _read(self)
+            (self._array,) = _read([self])
         return self._array
+
+    def keep(self, array: mx.array) -> None:
+        """Note what was read with others."""
+        self._array = array
 
     def cut(self, axis: int, start: int, stop: int) -> "FileTensor":
         """What lies at [start, stop) of an axis."""
@@ -189,10 +193,18 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     return found
 
 
-def _read(tensor: FileTensor) -> mx.array:
-    if not tensor.nbytes:
-        return mx.zeros(tensor.shape, tensor.dtype)
-    source = _Source(tensor)
+def load_together(tensors: Sequence[Tensor | None]) -> None:
+    """Read those that are in files and not read yet; small ones beside each other cost less."""
+    unread = [t for t in tensors if isinstance(t, FileTensor) and not t.is_read]
+    for tensor, array in zip(unread, _read(unread), strict=True):
+        tensor.keep(array)
+
+
+def _read(tensors: Sequence[FileTensor]) -> list[mx.array]:
+    some = [tensor for tensor in tensors if tensor.nbytes]
+    if not some:
+        return [mx.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
+    source = _Source(some)
     failures, left = source.failures, Lock()
     left.acquire()
     weakref.finalize(source, left.release)
@@ -206,27 +218,32 @@ def _read(tensor: FileTensor) -> mx.array:
         del source
         left.acquire(timeout=LEAVE_S)
     assert isinstance(found, dict)
-    return found["x"]
+    arrays = iter([found[f"{i}"] for i in range(len(some))])
+    return [next(arrays) if t.nbytes else mx.zeros(t.shape, t.dtype) for t in tensors]
 
 
 class _Source:
-    """A file of one tensor, as MLX reads it: `readinto` gets the memory of the array itself."""
+    """A file of tensors, as MLX reads it: `readinto` gets the memory of each array itself."""
 
     name, closed = "weights.safetensors", False
 
-    def __init__(self, tensor: FileTensor) -> None:
-        dtype = "U8" if tensor.stored.startswith("F8_") else tensor.stored
-        entry = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [0, tensor.nbytes]}
-        header = json.dumps({"x": entry}).encode()
+    def __init__(self, tensors: Sequence[FileTensor]) -> None:
+        entries, end = {}, 0
+        self._places: dict[int, FileTensor] = {}  # by their first byte behind the header
+        for index, tensor in enumerate(tensors):
+            self._places[end] = tensor
+            dtype = "U8" if tensor.stored.startswith("F8_") else tensor.stored
+            offsets = [end, end := end + tensor.nbytes]
+            entries[f"{index}"] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": offsets}
+        header = json.dumps(entries).encode()
         self._head = len(header).to_bytes(8, "little") + header
-        self._tensor = tensor
+        self._end = len(self._head) + end
         self._at = 0
         self.failures: list[CheckpointError] = []
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Go to a place, from the beginning or, with 2, from the end."""
-        end = len(self._head) + self._tensor.nbytes
-        self._at = offset + (end if whence == 2 else self._at if whence == 1 else 0)
+        self._at = offset + (self._end if whence == 2 else self._at if whence == 1 else 0)
         return self._at
 
     def tell(self) -> int:
@@ -234,12 +251,12 @@ class _Source:
         return self._at
 
     def readinto(self, view: memoryview) -> int:
-        """The header, a part at a time; or all data."""
+        """The header, a part at a time; or all data of the tensor at this place."""
         if self._at < len(self._head):
             view[:] = self._head[self._at : self._at + len(view)]
         else:
             try:
-                read_spans(self._tensor.spans, view.cast("B"))
+                read_spans(self._places[self._at - len(self._head)].spans, view.cast("B"))
             except CheckpointError as error:
                 self.failures.append(error.with_traceback(None))  # which would hold this object
                 return 0

@@ -163,8 +163,8 @@ def test_no_thread_of_mlx_keeps_what_it_read_from(tmp_path, monkeypatch):
     left: list[weakref.ref[Any]] = []
     plain = tensors._Source.__init__
 
-    def remember(source: Any, tensor: FileTensor) -> None:
-        plain(source, tensor)
+    def remember(source: Any, some: list[FileTensor]) -> None:
+        plain(source, some)
         left.append(weakref.ref(source))
 
     monkeypatch.setattr(tensors._Source, "__init__", remember)

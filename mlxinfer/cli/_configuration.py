@@ -267,6 +267,9 @@ def own_settings(requested: RequestedModel) -> dict[str, Any]:
     arguments = []
     for name, value in requested.entry.options.items():
         flag = f"--{name.replace('_', '-')}"
+        if type(value) is bool and flag == "--slow-experts":  # the one switch of a model
+            arguments += [flag] * value
+            continue
         if type(value) not in (str, int):
             raise click.UsageError(
                 f"{requested.place}.{flag[2:]}: expected a text or a whole number."

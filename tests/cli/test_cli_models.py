@@ -10,8 +10,11 @@ from mlxinfer.cli._configuration import RequestedModel, requested_models
 from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
-from mlxinfer.server.registry.slots import Entry
+from mlxinfer.models import ExpertOptions
+from mlxinfer.models.safetensors import expert_bytes
+from mlxinfer.server.registry.slots import Entry, weights_bytes
 from mlxinfer.session.engine_factory import EngineOptions
+from tests.bench.experts import SMALL as MIXTURE
 
 FILE = """
 [serve]
@@ -69,6 +72,17 @@ def test_everything_in_the_file_counts(config: Path) -> None:
     assert (second.kv.bits, second.kv.window, hermes) == ((8, 8), None, "hermes")
     assert second.max_memory == "30MB"
     assert options.max_memory is None
+
+
+def test_experts_in_memory_are_said_by_model(tmp_path: Path) -> None:
+    folder = MIXTURE.write(tmp_path / "mixture", split=True)
+    half = expert_bytes(folder) // 2
+    file = tmp_path / "config.toml"
+    table = f'[models.mixture]\nsource = "{folder}"\nexpert-memory = {half}\nslow-experts = true\n'
+    file.write_text(table)
+    (entry,), _ = entries(file)
+    assert engine(entry)[0].experts == ExpertOptions(half, slow=True)
+    assert entry.weights_bytes == weights_bytes(folder) - half
 
 
 def test_what_m_names_comes_first_and_is_loaded(config: Path) -> None:

@@ -140,7 +140,7 @@ class MeteredModel:
         self.activations = model.activations
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.choices, self.lacks = model.choices, model.lacks
+        self.choices, self.joins, self.lacks = model.choices, model.joins, model.lacks
         self.work = Work()
         self.storing = False
         self._hidden: mx.array | None = None

@@ -49,7 +49,7 @@ class LastChunkModel:
         self.mixers = model.mixers
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.choices, self.lacks = model.choices, model.lacks
+        self.choices, self.joins, self.lacks = model.choices, model.joins, model.lacks
         self.logits = model.logits
         self._model = model
         self._left = start

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from .. import cluster, hub
 from ..configfile import ModelEntry, parse_duration
-from ..errors import InvalidRequestError
+from ..errors import InsufficientMemoryError, InvalidRequestError
 from ._configuration import (
     PREFIX,
     RequestedModel,
@@ -406,10 +406,15 @@ def _require_fit(entry: "Entry", limit_bytes: int) -> None:
     if entry.kv_bytes is None:
         folder = hub.resolve(entry.source, download=False)
         bits = max(16 if each is None else each for each in entry.kv_bits)
-        require_fit(
-            entry.name,
-            folder,
-            weights_bytes=entry.weights_bytes,
-            limit_bytes=limit_bytes,
-            kv_bits=bits,
-        )
+        try:
+            require_fit(
+                entry.name,
+                folder,
+                weights_bytes=entry.weights_bytes,
+                limit_bytes=limit_bytes,
+                kv_bits=bits,
+            )
+        except InsufficientMemoryError as error:
+            raise InsufficientMemoryError(
+                f"{error} --max-memory sets the limit.", param="max_memory"
+            ) from None

@@ -179,8 +179,8 @@ def run(
         "Loading the weights of cached files",
         ["model", "side", "GB/s", "of reading", "bytes read", "peak memory"],
         rows,
-        f"The quickest of each by {time_of} time; bytes and memory in parts of what is stored. MLX's "
-        "CPU backend gets experts of 16 bits widened to 32.",
+        f"The quickest of each by {time_of} time; bytes and memory in parts of what is stored. "
+        "MLX's CPU backend gets experts of 16 bits widened to 32.",
     )
     return Report("load", [table], {"loads": data})
 

@@ -283,20 +283,28 @@ def read_spans(spans: Sequence[Span], view: memoryview) -> None:
     Raises:
         CheckpointError: as of `WeightFile.read_into`.
     """
-    at, reads = 0, []
+    at, held, tasks = 0, 0, [list[tuple[WeightFile, memoryview, int]]()]
     for span in spans:
         for first in range(0, span.size, CHUNK_BYTES):
             size = min(CHUNK_BYTES, span.size - first)
-            reads.append((span.file, view[at : at + size], span.start + first))
-            at += size
-    if len(reads) == 1 or at <= CHUNK_BYTES:  # handing over would take longer
-        for file, part, start in reads:
-            file.read_into(part, start)
+            if held + size > CHUNK_BYTES:  # short spans share a task
+                tasks.append([])
+                held = 0
+            tasks[-1].append((span.file, view[at : at + size], span.start + first))
+            at, held = at + size, held + size
+    if len(tasks) == 1:  # handing it over would take longer
+        _read_in_turn(tasks[0])
         return
-    futures = [file.readers.submit(file.read_into, part, start) for file, part, start in reads]
+    readers = spans[0].file.readers
+    futures = [readers.submit(_read_in_turn, task) for task in tasks]
     wait(futures)
     for future in futures:
         future.result()
+
+
+def _read_in_turn(reads: Sequence[tuple[WeightFile, memoryview, int]]) -> None:
+    for file, part, start in reads:
+        file.read_into(part, start)
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

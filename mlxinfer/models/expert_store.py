@@ -75,7 +75,8 @@ class SlotArray:
 
     Args:
         source: (E, ...) of all experts.
-        dtype: of the slots; numbers of another one are rounded to it when they are read.
+        dtype: what numbers are rounded to when they are read.
+        held: dtype of the slots, which holds all of those.
         num_slots: how many.
 
     Attributes:
@@ -83,17 +84,17 @@ class SlotArray:
         spans: where each expert's numbers lie; none where `source` is in memory.
     """
 
-    def __init__(self, source: Tensor, dtype: mx.Dtype, num_slots: int) -> None:
-        self.array = mx.zeros((num_slots, *source.shape[1:]), dtype)
+    def __init__(self, source: Tensor, dtype: mx.Dtype, held: mx.Dtype, num_slots: int) -> None:
+        self.array = mx.zeros((num_slots, *source.shape[1:]), held)
         mx.eval(self.array)
         # MLX's memory is also the host's. Readers write to it while no product reads the slot.
         self._slots = host_bytes(self.array)
         self.spans: list[list[Span]] = []
-        self._stored, self._dtype, self._memory = source.dtype, dtype, None
+        self._dtypes, self._memory = (source.dtype, dtype, held), None
         if isinstance(source, FileTensor):
             self.spans = source.rows()
         else:
-            self._memory = source.astype(dtype)
+            self._memory = source.astype(dtype).astype(held)
             mx.eval(self._memory)
 
     @property
@@ -107,10 +108,10 @@ class SlotArray:
             self._slots[slot] = host_bytes(self._memory)[expert]
             return []
         at, found = 0, []
-        ratio = self._dtype.size / self._stored.size
+        ratio = self.array.dtype.size / self._dtypes[0].size
         for span in self.spans[expert]:
             end = at + int(span.size * ratio)
-            found.append(Target(span, self._slots[slot, at:end], self._stored, self._dtype))
+            found.append(Target(span, self._slots[slot, at:end], self._dtypes))
             at = end
         return found
 
@@ -127,23 +128,25 @@ class Target:
 
     span: Span
     memory: Bytes
-    stored: mx.Dtype
-    dtype: mx.Dtype
+    dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]  # stored, rounded to, held
 
     def buffer(self) -> Bytes:
         """What the file's bytes are read into."""
-        if self.stored == self.dtype:
+        if len(set(self.dtypes)) == 1:
             return self.memory
         return np.empty(self.span.size, np.uint8)
 
     def take(self, buffer: Bytes) -> None:
         """The bytes are in the buffer."""
-        if self.stored != self.dtype:
-            self.memory[:] = rounded(buffer, self.stored, self.dtype)
+        stored, dtype, held = self.dtypes
+        if len(set(self.dtypes)) > 1:
+            self.memory[:] = rounded(rounded(buffer, stored, dtype), dtype, held)
 
 
 def rounded(numbers: Bytes, stored: mx.Dtype, dtype: mx.Dtype) -> Bytes:
     """Bytes of floats of one dtype as bytes of another, rounded to the nearest, ties to even."""
+    if stored == dtype:
+        return numbers
     if stored == mx.bfloat16:
         wide = (numbers.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:

@@ -20,7 +20,7 @@ from ..memory import human_bytes
 from .decoder import reachable
 from .expert_store import ExpertStore, LayerExperts, Reader, SlotArray, disk_rate
 from .matrix import StoredMatrix
-from .tensors import FileTensor, Tensor
+from .tensors import FLOATS, FileTensor, Tensor
 from .weights import Weights
 
 LEAST_RATE = 0.5  # tokens/s below which a model is refused
@@ -157,17 +157,22 @@ class StreamedWeights(Weights):
         self._deferred.clear()
         return ExpertStore(layers, reader, used, all_bytes, active, rate)
 
-    def _slot_dtype(self, tensor: Tensor) -> mx.Dtype:
-        """Of a field in slots: floats are as the activations are."""
-        if tensor.dtype not in (mx.float32, mx.bfloat16, mx.float16):
-            return tensor.dtype
-        return self.dtype if mx.metal.is_available() else mx.float32
+    def _slot_dtypes(self, tensor: Tensor, stored: StoredMatrix) -> tuple[mx.Dtype, mx.Dtype]:
+        """What a field's numbers are rounded to, and are held as: floats as the activations are.
+
+        MLX's CPU backend has products of dense experts in float32 alone.
+        """
+        if tensor.dtype not in FLOATS:
+            return tensor.dtype, tensor.dtype
+        wide = stored.form is None and not mx.metal.is_available()
+        return self.dtype, mx.float32 if wide else self.dtype
 
     def _expert_bytes(self, projection: SlotProjection) -> int:
         """Memory of one expert's part of a projection."""
-        fields = [getattr(self._deferred[projection], name) for name in FIELDS]
+        stored = self._deferred[projection]
+        fields = [getattr(stored, name) for name in FIELDS]
         return sum(
-            prod(tensor.shape[1:]) * self._slot_dtype(tensor).size
+            prod(tensor.shape[1:]) * self._slot_dtypes(tensor, stored)[1].size
             for tensor in fields
             if tensor is not None
         )
@@ -178,7 +183,8 @@ class StreamedWeights(Weights):
         for name in FIELDS:
             tensor = getattr(stored, name)
             if tensor is not None:
-                arrays[name] = SlotArray(tensor, self._slot_dtype(tensor), num_slots)
+                dtypes = self._slot_dtypes(tensor, stored)
+                arrays[name] = SlotArray(tensor, *dtypes, num_slots)
         slots = {name: array.array for name, array in arrays.items()}
         over = StoredMatrix(
             slots["weight"],

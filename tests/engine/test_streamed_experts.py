@@ -54,13 +54,13 @@ def checkpoint(case: str, *, stacks: bool) -> Path:
     return with_stacks(folder) if stacks else folder
 
 
-def streamed(folder: Path, num_slots: int) -> Model:
+def streamed(folder: Path, num_slots: int, dtype: str = "auto") -> Model:
     """A model with so many of each layer's experts in memory."""
-    whole = load(folder, experts=ExpertOptions(1 << 40)).expert_store
+    whole = load(folder, dtype=dtype, experts=ExpertOptions(1 << 40)).expert_store
     assert whole is not None
     count = whole.layers[0].num_slots
     num_bytes = -(-whole.num_bytes * min(num_slots, count) // count)
-    return load(folder, experts=ExpertOptions(num_bytes, slow=True))
+    return load(folder, dtype=dtype, experts=ExpertOptions(num_bytes, slow=True))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -124,6 +124,19 @@ def test_logits_are_bit_for_bit_the_resident_ones(
     for num_slots in (k, k + 1, 2 * k):
         model = streamed(checkpoint(case, stacks=case in STORED_ALONE), num_slots)
         assert (logits_of(model, ids) == expected).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_numbers_are_rounded_as_in_the_resident_model(
+    dtype: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
+    how = None if bits is None else {"group_size": 32, "bits": bits}
+    folder = tiny_checkpoint(tmp_path, "deepseek_v3-v4", quantize=how)  # scales, too, in float32
+    models = streamed(folder, 4, dtype=dtype), load(folder, dtype=dtype)
+    some, all_of_them = (logits_of(model, prompt(60, 3)) for model in models)
+    assert (some == all_of_them).all()
 
 
 def logits_of(model: Model, ids: list[int]) -> mx.array:

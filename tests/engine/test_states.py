@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import Harness, Outcome, alone, prompt
+from engine.harness import Harness, Outcome, alone, prompt, tiny_model
 from engine.oracle import Oracle
 from engine.recurrent import Recurrence, hybrid_model
 
@@ -80,6 +80,24 @@ def test_a_conversation_resumes_at_the_exact_end_of_the_answer(model: Model) -> 
     edited = [*longer[:84], *prompt(12, seed=8)]  # the first turn's snapshot outlives the second's
     assert answer(harness, edited) == alone(model, edited, TEN).token_ids
     assert cached(harness) == 84
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "nemotron_h-v4", "lfm2-v4"])
+def test_conversations_in_turn_reuse_what_they_share(case: str) -> None:
+    """16 of three turns, their last messages edited then: counted in prompt tokens."""
+    harness = Harness(tiny_model(case, quantized=True), num_pages=2000, max_batch=4)
+    talks = [prompt(200) + prompt(60, seed=100 + i) for i in range(16)]
+    asked = found = 0
+    for turn in range(4):
+        for i, ids in enumerate(talks):
+            harness.add(f"{turn}.{i}", ids, TEN)
+        outcomes = harness.drain()
+        asked += sum(map(len, talks))
+        found += sum(outcomes[f"{turn}.{i}"].cached_tokens for i in range(16))
+        for i, ids in enumerate(talks):
+            kept = ids[:-24] if turn == 2 else [*ids, *outcomes[f"{turn}.{i}"].token_ids]
+            talks[i] = [*kept, *prompt(24, seed=1000 * turn + i)]
+    assert found >= 0.85 * asked
 
 
 def test_a_snapshot_is_taken_where_prompts_turn_out_to_part(model: Model) -> None:

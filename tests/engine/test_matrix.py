@@ -55,9 +55,6 @@ CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or 
 # Where codes are stored, a last bit that differs between two ways of adding up can move one by a
 # step, and a choice between two tokens that are this close (in log-probability) may turn.
 NEAR_TIE = 0.1
-# The same where such a step changes which of a dozen tokens are seen: of models with indexers,
-# beside an adapter, where the two ways always differ.
-NEAR_CHOICE = 0.5
 # A matrix with an adapter merged into it is rounded otherwise than the two products.
 NEAREST_TIE = 1e-3
 
@@ -158,7 +155,9 @@ def assert_same(outcome: Outcome, plain: Outcome, *, near_tie: float) -> None:
 def test_everything_at_once(data: st.DataObject) -> None:
     case = data.draw(st.sampled_from(CASES))
     options = data.draw(kv_options(case))
-    adapters = folders(case)
+    # A merged adapter is rounded otherwise: a code that moves by a step for that can change which
+    # tokens an indexer chooses, and with that anything.
+    adapters = {} if options.bits != (None, None) and ranked_specs(case) else folders(case)
     runs = [data.draw(programs(adapters)) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
     longest = max(len(a.prompt_ids) + a.max_tokens for run in runs for a in run)
     changes = {
@@ -194,9 +193,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
             play(harness, run, preempt_every)
             for name, plain in plains.items():
                 near_tie = NEAREST_TIE if run[int(name)].adapter else 0.0
-                if options.bits != (None, None):
-                    chooses = near_tie and ranked_specs(case)
-                    near_tie = NEAR_CHOICE if chooses else NEAR_TIE
+                near_tie = near_tie if options.bits == (None, None) else NEAR_TIE
                 assert_same(harness.outcomes[name], plain, near_tie=near_tie)
             harness.loop.close()
 

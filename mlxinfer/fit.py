@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from .core import LatentSpec
 from .errors import InsufficientMemoryError, UnsupportedModelError
 from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
 from .models import load_any_config
@@ -118,11 +119,13 @@ def models_limit_bytes() -> int:
 def kv_bytes(config: LanguageConfig, context: int, bits: int = 16) -> int:
     """Return the KV cache's bytes for one sequence; a window holds at most its length."""
     bits_each = bits if bits == 16 else bits + 32 / KV_GROUP
-    numbers = sum(
-        config.cache_spec(layer).numbers * min(context, window or context)
-        for layer, window in enumerate(config.windows)
-    )
-    return round(numbers * bits_each / 8)
+    stored_bits = 0.0
+    for layer, window in enumerate(config.windows):
+        spec = config.cache_spec(layer)
+        plain = spec.index_dim if isinstance(spec, LatentSpec) else 0  # index keys stay in 16 bits
+        token_bits = (spec.numbers - plain) * bits_each + plain * 16
+        stored_bits += token_bits * min(context, window or context)
+    return round(stored_bits / 8)
 
 
 def fit_of(

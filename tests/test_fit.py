@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from models.published import PUBLISHED
 
 from mlxinfer import LLM, InsufficientMemoryError, hub
+from mlxinfer.cache.formats import token_bytes
 from mlxinfer.fit import (
     ENOUGH_CONTEXT,
     Verdict,
@@ -21,7 +24,7 @@ from mlxinfer.fit import (
 )
 from mlxinfer.memory import MODELS_SHARE, human_bytes
 from mlxinfer.models import load_any_config
-from mlxinfer.models.config import ModelConfig, load_config
+from mlxinfer.models.config import ModelConfig, load_config, normalise
 from mlxinfer.models.safetensors import expert_bytes
 from mlxinfer.roofline import CHIPS, Machine, Work, estimate
 from tests.bench.checkpoints import Experts, write_checkpoint
@@ -194,6 +197,16 @@ def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
         LLM("demo")
     with LLM("demo", max_memory="3MB") as llm:  # of all the memory there is
         assert llm.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_index_keys_count_as_they_are_stored(bits: int) -> None:
+    """A cache of fewer bits leaves those of DeepSeek V3.2 in 16."""
+    model = normalise(PUBLISHED["DeepSeek-V3.2"].config)
+    stored = (None, None) if bits == 16 else (bits, bits)
+    layers = range(model.num_layers)
+    of_token = sum(token_bytes(model.cache_spec(i), mx.bfloat16, stored) for i in layers)
+    assert kv_bytes(model, 1000, bits) == 1000 * of_token
 
 
 def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:

@@ -162,6 +162,10 @@ def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: flo
             connection.send(msgspec.msgpack.encode((prove(secret, nonce, mine, said), mine, said)))
             if not hmac.compare_digest(connection.receive(), prove(secret, mine, nonce)):
                 raise EOFError("a wrong secret")
+        except TimeoutError as error:  # rank 0 hears another connection first
+            connection.close()
+            problem = error
+            continue
         except (OSError, EOFError) as error:
             connection.close()
             raise RanksFailedError(

@@ -96,6 +96,31 @@ def test_a_stranger_that_drips_has_as_long_as_others(monkeypatch):
     assert time.monotonic() - began_s < 3
 
 
+def test_a_rank_behind_a_silent_stranger_tries_again(monkeypatch):
+    """Rank 0 hears one connection at a time: a rank that waits for long is not refused."""
+    monkeypatch.setattr(control, "HANDSHAKE_S", 0.4)
+    address, results = ("127.0.0.1", free_ports(1)[0]), []
+    deadline_s = time.monotonic() + 10
+
+    def come() -> None:
+        try:
+            results.append(connect(address, SECRET, Hello(1, 2, "v", 7), deadline_s))
+        except RanksFailedError as error:
+            results.append(error)
+
+    with listen(address) as listener, socket.create_connection(address):
+        thread = threading.Thread(target=come)
+        thread.start()
+        time.sleep(0.2)
+        found = None
+        while found is None and time.monotonic() < deadline_s and not results:
+            found = accept(listener, SECRET, Hello(0, 2, "v", 1), time.monotonic() + 0.2)
+        thread.join()
+    assert found is not None, results
+    for connection in (found[0], results[0]):
+        connection.close()
+
+
 def test_a_stranger_cannot_have_large_frames_kept(monkeypatch):
     """The length of a frame is not believed before the secret is proven."""
     address = ("127.0.0.1", free_ports(1)[0])

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InvalidRequestError
+from ..errors import ConversionError, InvalidRequestError
 from ..models.safetensors import TensorInfo, read_header
 from .files import ShardFile
 from .plan import ConversionPlan, PlannedArray
 from .sidefiles import write_json
 
 _STACK = re.compile(r"(.+)\.switch_mlp\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
+BLOCK = 64 << 20  # bytes that are read and written at once
 Piece = tuple[PlannedArray, int]  # what is written, and where its bytes are in the old file
 
 
@@ -55,11 +56,20 @@ def _split(path: Path) -> None:
         pieces = list(_pieces(header))
         with ShardFile(path, [array for array, _ in pieces]) as new:
             for array, at in pieces:
-                data = os.pread(old, array.num_bytes, start + at)
-                new.write(array.name, 0, np.frombuffer(data, np.uint8))
+                _copy(old, start + at, new, array)
             new.finish()
     finally:
         os.close(old)
+
+
+def _copy(old: int, start: int, new: ShardFile, array: PlannedArray) -> None:
+    """Write the bytes of a file from `start` on; one read gives less than 2 GB, or less still."""
+    done = 0
+    while done < array.num_bytes:
+        data = os.pread(old, min(BLOCK, array.num_bytes - done), start + done)
+        if not data:
+            raise ConversionError(f"{new.path} became shorter while it was read; convert again.")
+        done += new.write(array.name, done, np.frombuffer(data, np.uint8))
 
 
 def _pieces(header: dict[str, TensorInfo]) -> Iterator[Piece]:

@@ -135,12 +135,15 @@ def fit_of(
     *,
     folder: Path | None = None,
     context: int | None = None,
+    stored_bytes: int | None = None,
 ) -> Fit:
     """The verdict of a model with known config and weights.
 
     Args:
+        weights_bytes: that are to be in memory.
         folder: of its config.json, which says how many ranks can share it; None: that is left out.
         context: tokens for which there must be room; None: ENOUGH_CONTEXT, or all that it has.
+        stored_bytes: of all weights, from which follows what would fit; None: all are in memory.
     """
     needed = min(context or ENOUGH_CONTEXT, config.max_context)
     contexts = {
@@ -159,13 +162,16 @@ def fit_of(
         return replace(fit, verdict=Verdict.FITS)
     if contexts[8] >= needed:
         return replace(fit, verdict=Verdict.SHORT)
-    bits = _conversion(config, fit, kv_bytes(config, needed, 8))
+    whole = replace(fit, weights_bytes=stored_bytes or weights_bytes)
+    bits = _conversion(config, whole, kv_bytes(config, needed, 8))
     return replace(
         fit,
         converted_bits=bits,
-        converted_bytes=None if bits is None else _converted_bytes(config, weights_bytes, bits),
-        ranks=None if folder is None else _ranks(folder, fit),
-        expert_memory=None if folder is None else _expert_memory(config, folder, fit),
+        converted_bytes=None
+        if bits is None
+        else _converted_bytes(config, whole.weights_bytes, bits),
+        ranks=None if folder is None else _ranks(folder, whole),
+        expert_memory=None if folder is None else _expert_memory(config, folder, whole),
     )
 
 
@@ -242,7 +248,8 @@ def require_fit(
         return
     config = load_any_config(folder)
     needed = min(context or ENOUGH_CONTEXT, ENOUGH_CONTEXT)
-    fit = fit_of(config, weights_bytes, limit, folder=folder, context=needed)
+    stored = held_bytes(folder)
+    fit = fit_of(config, weights_bytes, limit, folder=folder, context=needed, stored_bytes=stored)
     assert fit.contexts is not None
     if fit.verdict is Verdict.TOO_LARGE and fit.contexts[min(kv_bits, 8)] < fit.needed_context:
         raise InsufficientMemoryError(f"{name} d{fit.text[1:]}", param="model")

@@ -182,6 +182,31 @@ def test_experts_could_be_read_from_the_disk(
         assert ("--expert-memory 5.5GB" in found.text) == (expected is not None)
 
 
+def test_too_much_expert_memory_is_refused_with_what_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would fit follows from the files, not from what was to be in memory of them."""
+    sizes = Experts(
+        **{"hidden": 64, "inner": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
+        **{"vocab": 64, "experts": 8, "chosen": 2},
+    )
+    folder, rest, experts = write_checkpoint(tmp_path, sizes), 10 * 10**9, 200 * 10**9
+
+    def held(folder: Path, expert_memory: int | None = None) -> int:
+        return rest + (experts if expert_memory is None else expert_memory)
+
+    monkeypatch.setattr("mlxinfer.fit.held_bytes", held)
+    monkeypatch.setattr("mlxinfer.fit.expert_bytes", lambda folder: experts)
+    for expert_memory in (80 * 10**9, None):
+        weights = held(folder, expert_memory)
+        with pytest.raises(InsufficientMemoryError) as caught:
+            require_fit("m", folder, weights_bytes=weights, limit_bytes=64 * 10**9)
+        assert f"{human_bytes(weights)} of weights and" in str(caught.value)
+        assert "--expert-memory 53.9GB" in str(caught.value)
+        assert "--bits 4, about 59.1 GB" in str(caught.value)
+    require_fit("m", folder, weights_bytes=held(folder, 53_900_000_000), limit_bytes=64 * 10**9)
+
+
 def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
     """A shorter context, fewer bits of KV cache, or a budget of its own for it."""
     folder, weights = hub.resolve("demo"), weights_of_demo()

@@ -164,12 +164,19 @@ class Reader:
 
     Attributes:
         counters: of what was read, and for what.
+        unread: computed from the slots of the layer that ran last, perhaps not yet; None: nothing.
     """
 
     def __init__(self) -> None:
         # Its threads end when the last layer goes that has it.
         self._threads = ThreadPoolExecutor(READS_AT_ONCE, "mlxinfer-experts")
         self.counters = Counters()
+        self.unread: mx.array | None = None
+
+    def settle(self) -> None:
+        """Return when what was made of slots is computed, and let go of it."""
+        unread, self.unread = self.unread, None
+        mx.eval(unread)
 
     def begin(self, reading: "Reading", targets: Sequence[Target], num_experts: int) -> None:
         """Read the targets of one of `num_experts` experts that are needed together."""
@@ -247,7 +254,6 @@ class LayerExperts:
         self._per_token = per_token
         self._reader = reader
         self._counts_tokens = counts_tokens
-        self._unread: mx.array | None = None  # computed from slots, perhaps not yet
         self._reading: dict[int, Reading] = {}
         self._step = 0
         self._slot_of = np.full(num_experts, -1, np.int32)
@@ -262,6 +268,8 @@ class LayerExperts:
 
     def route(self, experts: Ints) -> Ints:
         """Note which experts (N, k) rows go to; returns them, those in memory first."""
+        # Routers read what earlier layers gave: that is computed by now, and not held any longer.
+        self._reader.settle()
         num_tokens = experts.size // self._per_token
         counts = np.bincount(experts.ravel(), minlength=len(self._rate))
         past = FORGET**num_tokens
@@ -269,23 +277,24 @@ class LayerExperts:
         self._step += 1
         self._last_step[counts > 0] = self._step
         wanted = np.flatnonzero(counts).astype(np.int32)
+        self._drop_wrong_guesses(set(wanted.tolist()))
         missing = self._slot_of[wanted] < 0
         counters = self._reader.counters
         counters.tokens += num_tokens * self._counts_tokens
-        counters.misses += (count := int(missing.sum()))
-        counters.hits += len(wanted) - count
+        counters.misses += int(missing.sum())
+        counters.hits += int((~missing).sum())
         counters.waves += len(wanted) > self.num_slots
-        self._drop_wrong_guesses(set(wanted.tolist()))
         return wanted[np.argsort(missing, kind="stable")]
 
     def _drop_wrong_guesses(self, wanted: set[int]) -> None:
-        """Reads that nothing needs and that have not begun would only be waited for."""
+        """Drop reads that would only be waited for, and those that failed: they begin again."""
         for expert, reading in list(self._reading.items()):
-            if expert in wanted:
-                self._reader.counters.guessed_right += reading.guessed
-            elif not reading.has_begun:
+            failed = any(future.done() and future.exception() for future in reading.futures)
+            if failed or (expert not in wanted and not reading.has_begun):
                 reading.stop()
                 self._forget(expert)
+            elif expert in wanted:
+                self._reader.counters.guessed_right += reading.guessed
             reading.guessed = False
 
     def begin(self, wanted: Ints, keep: Ints) -> None:
@@ -317,7 +326,7 @@ class LayerExperts:
 
     def read_by(self, y: mx.array) -> None:
         """Nothing is written to slots from now on until `y` is computed."""
-        self._unread = y
+        self._reader.unread = y
 
     def expect(self, experts: Ints) -> None:
         """Read what a guess (N, k) names into slots of experts that the last step did not need."""
@@ -333,9 +342,7 @@ class LayerExperts:
 
     def _fill(self, missing: Ints, keep: NDArray[Any], *, guessed: bool) -> None:
         """Begin to read experts into slots of others than `keep`."""
-        unread, self._unread = self._unread, None
-        if unread is not None:
-            mx.eval(unread)
+        self._reader.settle()
         victims = self._victims(len(missing), keep)
         for expert, slot in zip(missing.tolist(), victims, strict=True):
             if (before := int(self._expert_in[slot])) >= 0:

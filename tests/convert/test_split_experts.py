@@ -1,5 +1,6 @@
 """Experts taken apart in the files of a conversion: the same model, one read for an expert."""
 
+import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -39,6 +40,17 @@ def test_the_same_model_with_one_read_for_an_expert(case: str, tmp_path: Path) -
         stores[folder] = store.reader.counters
     assert stores[split].bytes_read == stores[whole].bytes_read
     assert stores[split].reads == 2 < stores[whole].reads
+
+
+def test_reads_that_give_less_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of more than 2 GB do."""
+    source, plain = write_source(tmp_path / "source", "qwen3_moe-v4"), os.pread
+    convert(source, tmp_path / "whole", recipe="8bit-g32", split_experts=True)
+    monkeypatch.setattr(os, "pread", lambda file, size, at: plain(file, min(size, 1000), at))
+    convert(source, tmp_path / "split", recipe="8bit-g32", split_experts=True)
+    found = [mx.load(str(tmp_path / name / "model.safetensors")) for name in ("whole", "split")]
+    assert set(found[0]) == set(found[1])
+    assert all(mx.array_equal(found[1][name], array) for name, array in found[0].items())
 
 
 def test_mlx_lm_reads_them_where_it_stacks_quantised_experts(tmp_path: Path) -> None:

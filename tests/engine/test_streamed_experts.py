@@ -22,6 +22,7 @@ from typing import Any
 
 import hypothesis
 import mlx.core as mx
+import numpy as np
 import pytest
 from engine.harness import PAGE, Harness, alone, prompt
 from engine.proposers import some_proposer
@@ -32,11 +33,13 @@ from hypothesis import strategies as st
 from models.expert_layouts import with_stacks
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.bench.speed import cpu_layers
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.moe import MoE
 from mlxinfer.models import ExpertOptions, expert_store, load
 from mlxinfer.models.decoder import Model, reachable
+from tests.bench.checkpoints import Experts, write_checkpoint
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -44,6 +47,10 @@ CASES = (
     *("qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "gemma4_text-v4"),
     *("qwen3_next-v4", "nemotron_h-v5", "lfm2_moe-v4", "minimax_m2-v4", "kimi_linear-v4"),
     *("qwen3_5_moe_text-v4", "mistral4-v4", "granitemoehybrid-v4"),
+)
+WIDE = Experts(
+    **{"hidden": 256, "inner": 96, "layers": 10, "heads": 4, "kv_heads": 2, "head_dim": 64},
+    **{"vocab": 512, "experts": 8, "chosen": 2},
 )
 STORED_ALONE = ("qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "minimax_m2-v4")
 
@@ -191,6 +198,46 @@ def test_a_read_that_cannot_begin_leaves_no_slot_with_other_numbers(
     harness.add("after", ids, params)
     assert harness.drain()["after"].token_ids == alone(model_of(case), ids, params).token_ids
     harness.loop.close()
+
+
+def test_a_guess_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made for none; the disk may answer by the time that a router asks."""
+    store = streamed(checkpoint("mixtral-v4", stacks=True), 3).expert_store
+    assert store is not None
+    layer, chosen = store.layers[0], np.array([[0, 1]], np.int32)
+    done = threading.Event()
+
+    def failing(runs: list[list[expert_store.Target]]) -> None:
+        done.set()
+        raise CheckpointError("the disk fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(expert_store, "read_runs", failing)
+        layer.expect(chosen)
+        assert done.wait(5)
+    store.reader._threads.shutdown()
+    store.reader._threads = ThreadPoolExecutor(1)
+    wanted = layer.route(chosen)
+    layer.begin(wanted, wanted[:0])
+    assert (layer.finish(wanted)[chosen] >= 0).all()
+
+
+def test_a_prompt_takes_no_more_memory_than_in_the_resident_model(tmp_path: Path) -> None:
+    """What a layer's experts make of all its rows is let go of when the next layer has run."""
+    folder, peaks = write_checkpoint(tmp_path, WIDE), []
+    with cpu_layers(False):
+        for experts in (None, ExpertOptions(1 << 40)):
+            model = load(folder, dtype="float32", experts=experts)
+            harness = Harness(model, prefill_chunk=1024, prefix_cache=False)
+            for turn in range(2):  # in the first, memory that stays is taken
+                mx.clear_cache()
+                mx.reset_peak_memory()
+                before = mx.get_active_memory()
+                harness.add(f"{turn}", [5 + turn] * 1024, SamplingParams(max_tokens=2))
+                assert harness.drain()[f"{turn}"].error is None
+            peaks.append(mx.get_peak_memory() - before)
+            harness.loop.close()
+    assert peaks[1] <= 1.1 * peaks[0]
 
 
 def test_close_gives_back_threads_and_files() -> None:

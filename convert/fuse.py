@@ -4,7 +4,7 @@ A matrix W becomes W + B A; with DoRA its rows are then brought to their learned
 quantised is dequantised, merged and quantised again in its own format, unless it is to stay dense.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import CheckpointError
 from ..layers.factory import Place
-from ..models.adapters.folder import AdapterFolder, AdapterModule
+from ..models.adapters.folder import AdapterFolder, AdapterModule, in_layer
 from ..models.adapters.loaded import oriented
 from ..models.config import normalise
 from ..models.registry import family
@@ -191,21 +191,27 @@ def _changes(
             )
         for name, expert, change in places:
             found.setdefault(name, {})[expert] = change
-    _check_complete(
-        source, adapter, {ours: name for ours, name in names.items() if name not in found}
-    )
+    _check_complete(source, adapter, names, found)
     yield from found.items()
 
 
-def _check_complete(source: Source, adapter: AdapterFolder, rest: Mapping[str | None, str]) -> None:
+def _check_complete(
+    source: Source, adapter: AdapterFolder, names: Mapping[str | None, str], found: Collection[str]
+) -> None:
     """Raise CheckpointError where the adapter should change more of the base than it does.
 
+    That is a matrix of the kind that it changes in other layers: configs that mean all linear
+    modules, or say by an expression what they mean, fit norms and biases, too.
+
     Args:
-        rest: our names and the source's of the tensors that it does not change.
+        names: our names and the source's of its tensors.
+        found: the source's names of those that the adapter changes.
     """
     count = normalise(source.config).num_layers
-    for ours, name in rest.items():
-        if ours is not None and adapter.wants(ours.removesuffix(".weight"), count):
+    paths = {ours.removesuffix(".weight"): name for ours, name in names.items() if ours}
+    kinds = {in_layer(path) for path, name in paths.items() if name in found}
+    for path, name in paths.items():
+        if name not in found and in_layer(path) in kinds and adapter.wants(path, count):
             raise CheckpointError(
                 f"The adapter in {adapter.folder} has no matrices for {name!r} of {source.label}, "
                 "which its config means: it was made for another model."

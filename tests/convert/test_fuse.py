@@ -104,6 +104,20 @@ def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
             FusedSource(open_source(base), adapter, dense=False)
 
 
+@pytest.mark.parametrize("means", ["all-linear", r".*\.(self_attn|mlp)\..*"])
+def test_a_config_that_fits_norms_and_scales_means_matrices_alone(
+    tmp_path: Path, means: str
+) -> None:
+    base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
+    drawn = draw(dense_tensors(base), 1)
+    adapter = read_adapter(write_peft(tmp_path / "whole", drawn, target_modules=means))
+    FusedSource(open_source(base), adapter, dense=False)
+    del drawn.a["model.layers.2.mlp.up_proj"]
+    adapter = read_adapter(write_peft(tmp_path / "less", drawn, target_modules=means))
+    with pytest.raises(CheckpointError, match=r"no matrices for 'model\.layers\.2\.mlp\.up_proj"):
+        FusedSource(open_source(base), adapter, dense=False)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
     drawn = draw(dense_tensors(base), 1)

@@ -1,6 +1,7 @@
 """Batches: OpenAI's files and batches, beside live requests, each key its own, through kills."""
 
 import asyncio
+import io
 import json
 import os
 import random
@@ -503,6 +504,43 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
     first.close()
     assert (tmp_path / "errors").read_bytes() == before
     ResultFiles(tmp_path / "out", tmp_path / "errors").close()
+
+
+def test_bytes_are_counted_while_a_thread_opens_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches of other keys count them while what is left of a batch is written."""
+
+    class Watched(io.BufferedRandom):
+        def tell(self) -> int:
+            results.write(ResultLine(id="1", custom_id="x"))
+            return super().tell()
+
+    with monkeypatch.context() as patch:
+        opened = "mlxinfer.server.batches.lines._opened"
+        patch.setattr(opened, lambda path: Watched(io.FileIO(path, "a+")))
+        results = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    assert results.num_bytes == 0
+    assert results.num_bytes > 0
+    results.close()
+
+
+def test_a_disk_that_fails_leaves_no_file_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError("no space")
+
+    results = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    results.write(ResultLine(id="1", custom_id="x"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="no space"):
+            results.close()
+    again = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    assert again.done == {"x"}
+    assert results.num_bytes == 0
+    again.close()
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

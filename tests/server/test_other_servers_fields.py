@@ -136,6 +136,7 @@ def test_a_field_without_a_meaning_here_is_named(
         {"reasoning_budget": 0},
         {"thinking_budget_tokens": 10},
         {"guided_regex": "a"},
+        {"ebnf": 'root ::= "a"'},
         {"stop": ["x"]},
         {"n": 2},
         {"response_format": {"type": "json_object"}},
@@ -147,6 +148,22 @@ def test_fields_of_chat_are_named_in_other_apis(
     answer = scripted.post(path, with_fields(path, **fields))
     assert answer.status_code == 400
     assert next(iter(fields)) in answer.json()["error"]["message"]
+
+
+def test_responses_name_stop_sequences(scripted: ScriptedServer) -> None:
+    answer = scripted.post(RESPONSES, with_fields(RESPONSES, stop_sequences=["x"]))
+    assert answer.json()["error"]["param"] == "stop_sequences"
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize(
+    "fields", [{"n": 1}, {"stop": []}, {"logprobs": False}, {"response_format": {"type": "text"}}]
+)
+def test_fields_of_chat_that_ask_for_nothing_are_skipped(
+    scripted: ScriptedServer, path: str, fields: dict[str, Any]
+) -> None:
+    with scripted.says("x"):
+        assert scripted.post(path, with_fields(path, **fields)).status_code == 200
 
 
 @pytest.mark.parametrize("window", ["repeat_last_n", "penalty_last_n", "repetition_context_size"])

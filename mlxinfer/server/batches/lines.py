@@ -9,6 +9,7 @@ import fcntl
 import os
 import time
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -193,7 +194,7 @@ class ResultFiles:
     @property
     def num_bytes(self) -> int:
         """Of both files."""
-        return sum(file.tell() for file in self._files.values())
+        return sum(file.tell() for file in list(self._files.values()))  # a thread may add one
 
     def write(self, line: ResultLine) -> None:
         """Add the answer to a request, once."""
@@ -208,11 +209,15 @@ class ResultFiles:
             self._sync()
 
     def close(self) -> None:
-        """Write all to the disk."""
-        self._sync()
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        """Write all to the disk; no file stays open or locked, also where that fails."""
+        files = list(self._files.values())
+        try:
+            self._sync()
+        finally:
+            self._files = {}
+            with ExitStack() as closing:
+                for file in files:
+                    closing.callback(file.close)
 
     def _file(self, *, failed: bool) -> BinaryIO:
         if failed not in self._files:

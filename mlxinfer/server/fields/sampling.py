@@ -185,6 +185,7 @@ class OtherServersFields(SamplerFields, kw_only=True):
     guided_grammar: Any = None
     json_schema: Any = None
     grammar: Any = None
+    ebnf: Any = None
     regex: Any = None
 
     def refuse(self) -> None:

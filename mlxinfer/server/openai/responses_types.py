@@ -13,10 +13,16 @@ from .logprobs import TokenLogprob
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 Status = Literal["in_progress", "completed", "incomplete"]
-_NOT_OF_THIS_API = (
-    *("stop", "n", "logprobs"),
-    *("messages", "max_tokens", "max_completion_tokens", "response_format"),
-)
+_NOT_OF_THIS_API: dict[str, tuple[Any, ...]] = {  # and the values that change nothing
+    "stop": ([],),
+    "stop_sequences": ([],),
+    "n": (1,),
+    "logprobs": (False,),
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "response_format": ({"type": "text"},),
+}
 
 
 class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -92,6 +98,7 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     moderation: Any = None
     context_management: Any = None
     stop: Any = None
+    stop_sequences: Any = None
     n: Any = None
     logprobs: Any = None
     messages: Any = None
@@ -111,8 +118,8 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
         for name in self.include or ():
             if name != LOGPROBS:
                 refuse("include", name, ("reasoning.encrypted_content",))
-        for name in _NOT_OF_THIS_API:
-            refuse(name, getattr(self, name))
+        for name, neutral in _NOT_OF_THIS_API.items():
+            refuse(name, getattr(self, name), neutral)
 
     @property
     def num_logprobs(self) -> int | None:

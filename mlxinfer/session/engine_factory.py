@@ -428,5 +428,6 @@ def add_speculation(
             param="speculate",
         )
     budget = options.kv_bytes(model.num_bytes + network.num_bytes)
+    budget = min(budget, config.kv_budget_bytes)  # other ranks may have less room
     config, draft = share_budget(config, budget, model, network, kind)
     return config, make_speculation(speculation, model, draft)

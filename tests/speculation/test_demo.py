@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mlxinfer import LLM, SamplingParams, hub
 from mlxinfer.bench.speculate import PROMPTS, answers_of, run
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.engine_factory import EngineOptions, add_speculation
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.ngram import NgramProposer
 from mlxinfer.speculation.options import SpeculationOptions
@@ -112,6 +113,16 @@ def test_the_draft_takes_its_share_of_the_memory() -> None:
     with LLM("demo", draft="demo-draft", max_memory="24MB") as llm:
         rest = sum(g["pages"] * g["page_bytes"] for g in llm.stats()["groups"])
     assert 0.7 * whole < rest < 0.9 * whole  # the draft's tokens are an eighth of the model's
+
+
+def test_a_draft_takes_no_more_than_the_rank_of_least_room_has() -> None:
+    """The budget of ranks, which the config has, is below what this machine alone would give."""
+    options, folder = EngineOptions.of({"draft": "demo-draft"}, hub.resolve), hub.resolve("demo")
+    model = load(folder)
+    config = replace(options.config(model, None), kv_budget_bytes=10_000_000)
+    rest, proposer = add_speculation(options, folder, model, config)
+    assert proposer is not None
+    assert 7_000_000 < rest.kv_budget_bytes < 9_000_000
 
 
 def test_a_model_that_takes_no_proposals_is_left_alone_by_default(

@@ -69,13 +69,13 @@ struct Bins {
 
 // Numbers that order as floats do; of 16-bit floats without the bits that are always equal.
 template <typename T>
-uint key_of(float x) {
+METAL_FUNC uint key_of(float x) {
   const uint bits = as_type<uint>(x);
   return ((bits & 0x80000000u) ? ~bits : (bits | 0x80000000u)) >> (sizeof(T) == 2 ? 13 : 0);
 }
 
 template <typename T>
-float value_of(uint key) {
+METAL_FUNC float value_of(uint key) {
   const uint bits = sizeof(T) == 2 ? (key << 13) : key;
   const uint filled = sizeof(T) == 2 ? (bits | 0x1fffu) : bits;
   return as_type<float>((bits & 0x80000000u) ? (bits & 0x7fffffffu) : ~filled);

@@ -91,7 +91,7 @@ struct Ranges {
   }
 };
 
-Ranges ranges_of(float lowest, float highest) {
+METAL_FUNC Ranges ranges_of(float lowest, float highest) {
   const float span = highest - lowest;
   const bool linear = span > 1e-30f && span < 1e30f;  // else the scale would overflow or vanish
   return {lowest, highest, linear ? float(BINS) / span : 0.0f};

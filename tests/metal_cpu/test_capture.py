@@ -1,8 +1,10 @@
 """What MLX hands to Metal is what runs: signatures, address spaces, shapes, files and lines."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -11,7 +13,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.build import CompileError
 from metal_cpu.capture import capture
 from metal_cpu.inline import Example
-from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue
+from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue, compiled
 
 pytestmark = requires_compiler
 
@@ -205,3 +207,30 @@ def test_files_of_a_kernel_keep_their_lines() -> None:
     assert len(kept) == len(written)
     for there, left in zip(written, kept, strict=True):
         assert left == there.strip() if "//" not in there else there.strip().startswith(left)
+
+
+def test_rounding_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX's own default may change; twins are compared under "safe" mathematics."""
+    options: list[object] = []
+
+    def metal_kernel(**arguments: object) -> object:
+        options.append(arguments["compile_options"])
+        return object()
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    compiled.__wrapped__(MetalKernel("sample", ("x",), ("out",), "out[0] = x[0];"), (), 32)
+    assert options == [{"math_mode": "safe"}]
+
+
+def test_helpers_of_kernels_are_inlined() -> None:
+    """Metal calls what is not: arrays of threads would leave registers. Templates are inlined."""
+    defined = re.compile(r"^(?:[\w:]+(?:<.*>)? )+(\w+)\(", re.MULTILINE)
+    seen = 0
+    for path in sorted(Path(str(files("mlxinfer.metal_kernels"))).glob("*.[mh]*")):
+        text = path.read_text() if path.suffix in (".metal", ".h") else ""
+        for match in defined.finditer(text):
+            before = text[: match.start()].rstrip()  # a template's arguments may take lines
+            stated = match[0].startswith(("METAL_FUNC ", "constexpr "))
+            assert stated or before.endswith(">"), (path.name, match[1])
+            seen += 1
+    assert seen > 20

@@ -12,7 +12,7 @@ from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
 from .models import load_any_config
 from .models.config import load_config
 from .models.decoder import LanguageConfig
-from .models.safetensors import expert_bytes
+from .models.safetensors import expert_bytes, weights_bytes
 from .models.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
@@ -215,7 +215,7 @@ def _ranks(folder: Path, fit: Fit) -> int | None:
 
 def held_bytes(folder: Path, expert_memory: int | None = None) -> int:
     """Bytes of a checkpoint's weights in memory; `expert_memory`: of experts, None: all of them."""
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    weights = weights_bytes(folder)
     left_out = 0 if expert_memory is None else max(expert_bytes(folder) - expert_memory, 0)
     return weights - left_out
 

@@ -207,6 +207,15 @@ def test_too_much_expert_memory_is_refused_with_what_would_fit(
     require_fit("m", folder, weights_bytes=held(folder, 53_900_000_000), limit_bytes=64 * 10**9)
 
 
+def test_the_same_weights_in_another_layout_count_once(tmp_path: Path) -> None:
+    """As downloads of some repositories have them; only the first are loaded."""
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(1000))
+    assert held_bytes(tmp_path) == 1000
+    for name in ("model-00001-of-00002", "model-00002-of-00002"):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(600))
+    assert held_bytes(tmp_path) == 1200
+
+
 def test_what_the_user_states_counts(memory: Callable[[float], int]) -> None:
     """A shorter context, fewer bits of KV cache, or a budget of its own for it."""
     folder, weights = hub.resolve("demo"), weights_of_demo()

@@ -192,7 +192,8 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
         ttl_s: for models without one of their own.
     """
     from ..memory import parse_bytes
-    from ..server.registry.slots import Entry, weights_bytes
+    from ..models.safetensors import weights_bytes
+    from ..server.registry.slots import Entry
 
     options, tool_format = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)

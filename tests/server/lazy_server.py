@@ -6,9 +6,10 @@ from typing import Any
 from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
+from mlxinfer.models.safetensors import weights_bytes
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.server.registry.slots import Entry, weights_bytes
+from mlxinfer.server.registry.slots import Entry
 from mlxinfer.session.engine_factory import EngineOptions
 
 MB = 10**6

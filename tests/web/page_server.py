@@ -14,11 +14,12 @@ from mlxinfer import hub
 from mlxinfer.cli._inspect import fit_of_repository
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.history import History
+from mlxinfer.models.safetensors import weights_bytes
 from mlxinfer.server.app import ENDPOINTS
 from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting
 from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.server.registry.slots import Entry, weights_bytes
+from mlxinfer.server.registry.slots import Entry
 from mlxinfer.session.engine_factory import EngineOptions
 
 LIMIT_BYTES = 8_000_000_000

@@ -48,11 +48,6 @@ class Entry:
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
-def weights_bytes(folder: Path) -> int:
-    """Bytes of the weight files in a checkpoint's folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 @dataclass(slots=True)
 class Brake:
     """How long a model that cannot be loaded is not tried again.

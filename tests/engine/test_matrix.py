@@ -97,8 +97,11 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
         bits = (8, 4)
     if model_of(case).lacks:
         return KVOptions()
-    if any(isinstance(spec, LatentSpec) for spec in model_of(case).cache_specs):
+    latent = [spec for spec in model_of(case).cache_specs if isinstance(spec, LatentSpec)]
+    if latent:
         bits = (bits[0], bits[0])  # one vector, one number of bits
+    if any((spec.latent_dim + spec.rope_dim) % 8 for spec in latent):
+        bits = (None, None)  # refused
     if ranked_specs(case):  # it chooses what it sees among all
         return KVOptions(bits=bits, plain_ends=draw(st.booleans()))
     window = draw(st.sampled_from([None, None, 12, 40]))

@@ -1,4 +1,4 @@
-"""The registry with models that take no time: loads, unloads, and what callers are told."""
+"""The registry with models that take no time: loads, unloads, and what callers get."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -255,7 +255,7 @@ def neighbours_behind(server: LiveServer) -> Iterator[None]:
 
 
 def test_a_step_fails_all_requests_in_it(live: LiveServer) -> None:
-    """It cannot be told which request was at fault; the next one is answered as ever."""
+    """Which request was at fault is not known; the next one is answered as ever."""
     alone = ask(live, QUESTIONS[0])
     long = chat("Count", ignore_eos=True, max_tokens=1500, n=3)
 

@@ -5,6 +5,14 @@ using namespace metal;
 constant constexpr uint THREADS = 512;
 constant constexpr uint BINS = 1024;
 
+// There is no simd_sum of 64 bits; sums of 22 bits fit into words.
+METAL_FUNC ulong sum_of_lanes(ulong x) {
+  const uint low = simd_sum(uint(x) & 0x3fffffu);
+  const uint middle = simd_sum(uint(x >> 22) & 0x3fffffu);
+  const uint high = simd_sum(uint(x >> 44));
+  return (ulong(high) << 44) + (ulong(middle) << 22) + low;
+}
+
 // 64-bit sums in two words each: threadgroup memory has no wider atomics.
 struct Bins {
   threadgroup atomic_uint* low;
@@ -38,16 +46,14 @@ struct Bins {
   // The sum of all bins; to be called before find().
   ulong total() {
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (thread_id < 32) {
-      ulong sum = 0;
-      for (uint i = 0; i < BINS / 32; i++) {
-        sum += at(thread_id * (BINS / 32) + i);
-      }
-      parts[thread_id] = sum;
+    const uint lane = thread_id % 32;
+    for (uint part = thread_id / 32; part < BINS / 32; part += THREADS / 32) {
+      const ulong sum = sum_of_lanes(at(part * 32 + lane));  // lanes load neighbours
+      if (lane == 0) parts[part] = sum;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     ulong sum = 0;
-    for (uint i = 0; i < 32; i++) {
+    for (uint i = 0; i < BINS / 32; i++) {
       sum += parts[i];
     }
     return sum;
@@ -56,10 +62,10 @@ struct Bins {
   // The first bin at which the sum exceeds `target`, which becomes what is left of it there.
   uint find(thread ulong& target) {
     uint part = 0;
-    while (part < 31 && parts[part] <= target) {
+    while (part < BINS / 32 - 1 && parts[part] <= target) {
       target -= parts[part++];
     }
-    uint bin = part * (BINS / 32);
+    uint bin = part * 32;
     while (bin < BINS - 1 && at(bin) <= target) {
       target -= at(bin++);
     }

@@ -116,9 +116,9 @@ def _case(variant: Variant) -> Case:
 def _timed(variant: Variant, sequences: int, context: int) -> Case:
     """A chunk at the end of one long sequence, beside MLX's attention over one view of it."""
     assert sequences == 1
-    stops = (context,)
-    scene = _scene(variant, stops, TIMED_QUERIES, 4)
-    chunks = _chunks(scene, stops, TIMED_QUERIES, None, 0)
+    stops, queries = (context,), min(TIMED_QUERIES, context)
+    scene = _scene(variant, stops, queries, 4)
+    chunks = _chunks(scene, stops, queries, None, 0)
     dims = variant.number("key_dim"), variant.number("value_dim")
 
     def kernel() -> list[mx.array]:

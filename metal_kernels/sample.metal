@@ -268,22 +268,40 @@ struct Candidates {
   uint count;
 };
 
-// Takes the tokens of ranges up to `last` down.
-struct Collector {
-  Candidates to;
-  threadgroup atomic_uint* count;
-  Ranges ranges;
-  uint last;
-
-  void see(uint id, float x) {
-    if (x < ranges.lowest || ranges.of(x) > last) return;
-    const uint place = atomic_fetch_add_explicit(count, 1u, memory_order_relaxed);
-    if (place < MAX_CANDIDATES) {
-      to.ids[place] = id;
-      to.values[place] = x;
+// Takes the tokens of ranges up to `last` down. Lanes that have one at the same time share one count
+// and write to neighbouring places: no bank of the memory is asked twice.
+template <typename Tokens>
+void collect(
+    Tokens row, Candidates to, threadgroup atomic_uint* count, Ranges ranges, uint last,
+    uint thread_id) {
+  constexpr uint STEP = 32 * Tokens::WIDE;  // tokens of a SIMD group at a time
+  const uint lane = thread_id % 32;
+  for (uint start = thread_id / 32 * STEP; start < row.vocab_size; start += SIMDGROUPS * STEP) {
+    const uint id = start + lane * Tokens::WIDE;
+    float x[Tokens::WIDE];
+    uint taken[Tokens::WIDE] = {};
+    uint num_taken = 0;
+    if (id < row.vocab_size) {
+      row.read(id, x);
+      for (uint i = 0; i < Tokens::WIDE; i++) {
+        taken[i] = x[i] >= ranges.lowest && ranges.of(x[i]) <= last ? 1 : 0;
+        num_taken += taken[i];
+      }
+    }
+    if (!simd_any(num_taken != 0)) continue;
+    for (uint i = 0; i < Tokens::WIDE; i++) {
+      const uint before = simd_prefix_exclusive_sum(taken[i]);
+      const uint all = simd_sum(taken[i]);
+      uint first = 0;
+      if (lane == 0) first = atomic_fetch_add_explicit(count, all, memory_order_relaxed);
+      const uint place = simd_broadcast_first(first) + before;
+      if (taken[i] != 0 && place < MAX_CANDIDATES) {
+        to.ids[place] = id + i;
+        to.values[place] = x[i];
+      }
     }
   }
-};
+}
 
 // Sums over candidates. `mine` is this thread's; others are read by all lanes at once.
 METAL_FUNC uint number_above(Candidates all, float mine) {
@@ -373,8 +391,7 @@ uint draw_of_few(Tokens row, Bins bins, Shared shared, Mass mass, Asked asked, f
   threadgroup uint* const low = (threadgroup uint*)bins.low;
   Candidates all = {
       low, (threadgroup float*)(low + MAX_CANDIDATES), (threadgroup ulong*)bins.high, 0};
-  Collector collector = {all, shared.count, ranges, last};
-  visit(row, collector, bins.thread_id);
+  collect(row, all, shared.count, ranges, last, bins.thread_id);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   all.count = atomic_load_explicit(shared.count, memory_order_relaxed);
   uint token = row.vocab_size;

@@ -113,8 +113,10 @@ def _report(kernel: Kernel, grid: Size, threadgroup: Size, call: "NativeDispatch
         num_simdgroup_barriers=call.num_simdgroup_barriers,
         num_threadgroup_barriers=call.num_threadgroup_barriers,
         threadgroup_memory=call.threadgroup_memory.as_traffic(),
-        bank_ways=call.bank_ways,
-        bank_place=f"{call.bank_file.decode()}:{call.bank_line}",
+        bank_ways=call.banks[0].ways,
+        bank_place=call.banks[0].place,
+        atomic_ways=call.banks[1].ways,
+        atomic_place=call.banks[1].place,
     )
 
 

@@ -46,6 +46,18 @@ class NativeFault(ctypes.Structure):
         return Fault(kind, message, file, self.line, self.times)
 
 
+class NativeBankUse(ctypes.Structure):
+    _fields_ = [
+        ("file", ctypes.c_char * 96),
+        ("line", ctypes.c_uint32),
+        ("ways", ctypes.c_uint32),
+    ]
+
+    @property
+    def place(self) -> str:
+        return f"{self.file.decode()}:{self.line}"
+
+
 class NativeDispatch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint32 * 3),
@@ -57,7 +69,7 @@ class NativeDispatch(ctypes.Structure):
         ("num_buffers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("num_faults", ctypes.c_uint32),
-        ("bank_ways", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("faults", NativeFault * MAX_FAULTS),
         ("threadgroup_bytes", ctypes.c_uint64),
         ("num_threadgroups", ctypes.c_uint64),
@@ -66,7 +78,5 @@ class NativeDispatch(ctypes.Structure):
         ("num_simdgroup_barriers", ctypes.c_uint64),
         ("num_threadgroup_barriers", ctypes.c_uint64),
         ("threadgroup_memory", NativeTraffic),
-        ("bank_file", ctypes.c_char * 96),
-        ("bank_line", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("banks", NativeBankUse * 2),
     ]

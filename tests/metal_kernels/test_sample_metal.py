@@ -127,6 +127,7 @@ def check_batch(
     tokens = on_machine(machine, logits, rows, mask)
     machine.assert_clean()
     assert machine.reports[0].threadgroup_bytes <= 16_384
+    assert machine.reports[0].bank_ways <= 2, machine.reports[0].bank_place
     twin = np.array(sample_twin(logits, settings_array(rows), mask))
     for place, row in enumerate(rows):
         possible = possible_tokens(seen[place], row)
@@ -285,6 +286,8 @@ def test_a_large_vocabulary_is_read_three_times() -> None:
         ("target = asked.top_k - 1;", "target = asked.top_k / 2;"),
         ("asked.top_k > 0 ? sum : total", "sum"),
         ("all.ids[i] < mine", "all.ids[i] <= mine"),
+        ("simd_broadcast_first(first) + before;", "simd_broadcast_first(first) + before / 2;"),
+        ("simd_sum(uint(x >> 44));", "0u;"),
     ],
 )
 def test_mistakes_are_noticed(right: str, wrong: str) -> None:

@@ -262,6 +262,7 @@ def test_every_sample_passes_on_the_cpu(variant: Variant) -> None:
     verdict = examine(variant, machine)
     assert verdict.status == OK, verdict
     machine.assert_clean()
+    assert max(report.bank_ways for report in machine.reports) <= 2
     size = launch_size(variant, machine)
     assert size.fits, size
 
@@ -294,10 +295,11 @@ def test_every_launch_has_registers_on_the_smallest_chip(variant: Variant) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 def test_what_kernels_are_timed_against_runs(kind: Kind) -> None:
+    """On short contexts: a prompt's attention at full length is a minute of these processors."""
     for variant in kind.samples:
-        for load in kind.loads[:2]:
-            outputs = kind.timed(variant, *load).twin()
-            assert sum(output.size for output in outputs) >= load[0]
+        for sequences, context in {(number, min(length, 256)) for number, length in kind.loads[:2]}:
+            outputs = kind.timed(variant, sequences, context).twin()
+            assert sum(output.size for output in outputs) >= sequences
             assert not any(mx.isnan(output).any().item() for output in outputs)
 
 

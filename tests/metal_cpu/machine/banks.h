@@ -3,6 +3,10 @@
 // Memory of 32 banks, each a word of 4 bytes wide, as it is on GPUs of this kind; Apple documents
 // none. Lanes that ask for one word ask once. An access takes as many turns as its busiest bank has
 // words; the least for so many words would be all of them over 32. The quotient is what is counted.
+//
+// Atomic operations that read and write are another figure: where they go is in the data (a
+// histogram), and lanes that meet in one word wait for each other as well. Of them the most lanes
+// that meet in one bank are counted. Atomic loads and stores are plain accesses.
 #pragma once
 
 #include "fault.h"
@@ -16,7 +20,15 @@ struct BankAccess {
   const void* instruction;
   uint32_t turn;
   uint16_t first, last; // words of the variable
+  bool atomic; // reads and writes
+  Site at; // where that is known: atomic operations of several places share an instruction
 };
+
+// A number for each place in the source, in place of an instruction's address.
+inline const void* identity(const Site& at) {
+  uintptr_t place = (uintptr_t)at.line << 12 | at.column;
+  return (const void*)((uintptr_t)at.file ^ place << 20);
+}
 
 inline int compare_bank_accesses(const void* left, const void* right) {
   const BankAccess &a = *(const BankAccess*)left, &b = *(const BankAccess*)right;
@@ -29,7 +41,10 @@ inline int compare_bank_accesses(const void* left, const void* right) {
 // The accesses of one SIMD-group since its lanes last met.
 class Banks {
  public:
-  void add(const void* instruction, size_t offset, unsigned size, unsigned lane, uint32_t phase) {
+  void add(
+      const void* instruction, Site at, size_t offset, unsigned size, bool atomic, unsigned lane,
+      uint32_t phase) {
+    instruction = at.file ? identity(at) : instruction;
     if (phase != phase_) {
       count();
       phase_ = phase;
@@ -39,7 +54,8 @@ class Banks {
       accesses_ = (BankAccess*)realloc(accesses_, capacity_ * sizeof(BankAccess));
     }
     uint16_t first = offset / kWord, last = (offset + size - 1) / kWord;
-    accesses_[used_++] = {instruction, turns_.turn(instruction, lane, phase), first, last};
+    uint32_t turn = turns_.turn(instruction, lane, phase);
+    accesses_[used_++] = {instruction, turn, first, last, atomic, at};
   }
 
   // Looks at what there is, instruction by instruction, and forgets it.
@@ -64,10 +80,11 @@ class Banks {
   void look_at(const BankAccess* some, unsigned num) {
     static uint32_t stamps[kThreadgroupBytes / kWord], stamp = 0;
     unsigned words[kBanks] = {}, all = 0, busiest = 0;
+    bool atomic = some[0].atomic;
     stamp++;
     for (unsigned i = 0; i < num; i++) {
       for (unsigned word = some[i].first; word <= some[i].last; word++) {
-        if (stamps[word] != stamp) {
+        if (atomic || stamps[word] != stamp) {
           stamps[word] = stamp;
           all++;
           unsigned in_bank = ++words[word % kBanks];
@@ -75,14 +92,16 @@ class Banks {
         }
       }
     }
-    unsigned least = (all + kBanks - 1) / kBanks;
-    unsigned ways = (busiest + least - 1) / least;
-    Dispatch& d = *m.dispatch;
-    if (ways > d.bank_ways) {
-      d.bank_ways = ways;
-      Site at = site_of(some[0].instruction);
-      snprintf(d.bank_file, sizeof d.bank_file, "%s", at.file ? at.file : "");
-      d.bank_line = at.line;
+    unsigned least = atomic ? 1 : (all + kBanks - 1) / kBanks;
+    note_ways(m.dispatch->banks[atomic], (busiest + least - 1) / least, some[0]);
+  }
+
+  static void note_ways(BankUse& worst, unsigned ways, const BankAccess& access) {
+    if (ways > worst.ways) {
+      Site at = access.at.file ? access.at : site_of(access.instruction);
+      worst.ways = ways;
+      worst.line = at.line;
+      snprintf(worst.file, sizeof worst.file, "%s", base_name(at.file));
     }
   }
 };

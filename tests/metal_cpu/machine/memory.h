@@ -135,11 +135,10 @@ inline void touch_arena(uintptr_t address, const AccessKind& kind, const Place& 
     size_t offset = address - (uintptr_t)v.address;
     if (offset < v.size && offset + kind.size <= v.size) {
       check_alignment(v.name, offset, address, kind, at);
-      if (!kind.atomic) {
-        const Thread& t = *m.current;
-        uint32_t phase = m.simdgroups[t.simdgroup].phase;
-        banks[t.simdgroup].add(at.instruction, offset, kind.size, t.lane, phase);
-      }
+      const Thread& t = *m.current;
+      banks[t.simdgroup].add(
+          at.instruction, at.known, offset, kind.size, kind.loads && kind.stores, t.lane,
+          m.simdgroups[t.simdgroup].phase);
       check_bytes(
           v.name, offset, kind, kThreadgroup, arena_cells + place, arena_written + place, at);
       return;

@@ -45,6 +45,12 @@ struct Fault {
   uint32_t line, times;
 };
 
+// The access to threadgroup memory that takes the most turns, and where it is.
+struct BankUse {
+  char file[96];
+  uint32_t line, ways;
+};
+
 struct Dispatch {
   uint32_t grid[3], threadgroup[3]; // threads
   uint64_t seed;
@@ -54,13 +60,12 @@ struct Dispatch {
   uint32_t num_buffers;
   uint32_t checked; // 0: memory is not watched
   // results
-  uint32_t num_faults, bank_ways; // the worst access to threadgroup memory, and where it is
+  uint32_t num_faults, unused;
   Fault faults[kMaxFaults];
   uint64_t threadgroup_bytes, num_threadgroups, num_threads;
   uint64_t num_simd_ops, num_simdgroup_barriers, num_threadgroup_barriers;
   Traffic threadgroup_memory;
-  char bank_file[96];
-  uint32_t bank_line, unused;
+  BankUse banks[2]; // loads and stores; atomic operations that read and write
 };
 
 // --- threads

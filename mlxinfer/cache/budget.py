@@ -11,6 +11,8 @@ from ..errors import InsufficientMemoryError
 from ..memory import human_bytes, total_memory_bytes
 
 MAX_BARE_PAGES = 1 << 16  # where nothing lies in pages, and they are numbers alone
+# Where some groups, or all, have their layers on other ranks, which say what there is room for.
+MAX_ABSENT_PAGES = 1 << 20
 
 
 def page_counts(
@@ -43,10 +45,10 @@ def page_counts(
         return counts(num_pages)
     least = min(filter(None, costs), default=0)
     if not least:  # layers that would have pages are all on other ranks
-        return counts(MAX_BARE_PAGES)
+        return counts(MAX_ABSENT_PAGES)
     low, high = 0, budget_bytes // least if budget_bytes > 0 else 0
     if not all(costs):
-        high = min(high, MAX_BARE_PAGES * 16)
+        high = min(high, MAX_ABSENT_PAGES)
     while low < high:
         middle = (low + high + 1) // 2
         if sum(c * n for c, n in zip(costs, counts(middle), strict=True)) <= budget_bytes:

@@ -48,7 +48,7 @@ class Computed:
     ids: mx.array  # (T,)
     logits: mx.array | None  # (R, vocab)
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
-    taps: mx.array | None  # (T, n * hidden) of the layers that are wanted
+    taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
     outputs: list[mx.array] = field(default_factory=list)  # what the cache needs beside logits
 
 
@@ -68,8 +68,12 @@ class Followers(Protocol):
         """The link by which every rank gets the tokens of a step; None: only this one does."""
         ...
 
-    def assembled(self, cache: KVCache, config: EngineConfig) -> None:
-        """Let them make a cache like this; raises RanksFailedError where one of them cannot."""
+    def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
+        """Let them make a cache like this; every step gives the outputs of the layers `taps`.
+
+        Raises:
+            RanksFailedError: one of them cannot.
+        """
         ...
 
     def send(self, step: StepInputs) -> None:
@@ -169,8 +173,7 @@ class Forward:
                 adapters = adapters[step.rows]
             logits = self.model.logits(wanted, adapters)  # (R, vocab)
         outputs = [] if step.num_rows else [hidden]
-        joined = None if taps is None else taps.joined()
-        return Computed(ids, logits, prompt, joined, [*outputs, *self.cache.step_outputs()])
+        return Computed(ids, logits, prompt, taps, [*outputs, *self.cache.step_outputs()])
 
     def _ids(self, step: StepInputs, tokens: mx.array | None) -> mx.array:
         """(T,) token ids; those that are pending are taken from the step in flight."""
@@ -192,12 +195,17 @@ class Forward:
 Layout = tuple[list[CacheSpec], list[Bits]]  # what each layer keeps, and in which format
 
 
+def absent_layers(model: LanguageModel) -> set[int]:
+    """Which of `cache_specs` are of other ranks, and take no memory here."""
+    return {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
+
+
 def make_cache(
     model: LanguageModel, config: EngineConfig, layout: Layout, kernels: Kernels
 ) -> KVCache:
     """The KV cache of a model, as an engine of this config has it."""
     specs, bits = layout
-    absent = {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
+    absent = absent_layers(model)
     return KVCache(
         specs,
         bits=bits,

@@ -87,8 +87,9 @@ class Loop:
         config = self.config
         self.cache = make_cache(self.model, config, self._layout, self.kernels)
         self.cache.reserve(self._beyond(self.adapters.num_bytes), ())
+        taps = () if self._proposer is None else self._proposer.taps
         if self._followers is not None:
-            self._followers.assembled(self.cache, config)
+            self._followers.assembled(self.cache, config, taps)
         if config.disk is not None and self.store is None:
             self.store = _make_store(config.disk, self.cache)
             self._open_tier(OPEN_WAIT_S)
@@ -98,7 +99,6 @@ class Loop:
             kernels=self.kernels,
             choice=None if self._proposer is None else self._proposer.choice,
         )
-        taps = () if self._proposer is None else self._proposer.taps
         self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight = None

@@ -150,8 +150,8 @@ class Runner:
         computed = self.forward.run(step, tokens)
         launched = self._sampled(batch, step, computed)
         if computed.taps is not None:
-            launched.hidden = computed.taps
-            launched.outputs.append(computed.taps)
+            launched.hidden = computed.taps.joined()
+            launched.outputs.append(launched.hidden)
         launched.outputs += computed.outputs
         launched.spilled = spilled
         mx.async_eval(launched.outputs)

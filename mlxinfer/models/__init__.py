@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .decoder import LanguageConfig, LanguageModel, Model
     from .stage import StageModel
 
-__all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable"]
+__all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable", "whole_tables"]
 
 Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all of them
 
@@ -162,6 +162,39 @@ def load_share(
     read(bytes_read)
     model.lacks = {**model.lacks, "adapters": "it is spread over ranks"}
     return model
+
+
+def whole_tables(
+    model: "Model | StageModel", folder: Path, *, has_logits: bool
+) -> tuple["Model", int]:
+    """What a head on rank 0 shares with a model, and the bytes that it takes beside the model's.
+
+    Embedding and output projection in one piece: a head is not spread, and runs without a word from
+    other ranks. Where each rank has some of their rows, rank 0 reads them whole.
+
+    Args:
+        model: or this rank's part.
+        folder: that it was loaded from.
+        has_logits: the head has no output projection of its own.
+    """
+    from dataclasses import replace
+
+    from ..layers.ranks import SplitEmbedding
+    from .config import load_config
+    from .registry import family
+    from .stage import StageModel, load_tables
+    from .tensors import FLOATS, load_tensors
+
+    if isinstance(model, StageModel):
+        return model.part, 0
+    if not isinstance(model.embed_tokens, SplitEmbedding):
+        return model, 0
+    config = replace(load_config(folder), headless=not has_logits)
+    builder = family(config.model_type)
+    options = {"quantization": config.quantization, "rename": builder.tensor_name}
+    dtype = FLOATS[model.activation_dtype]
+    tables = load_tables(load_tensors(folder), config, builder, dtype=dtype, **options)
+    return tables, tables.num_bytes
 
 
 def require_native(folder: Path) -> None:

@@ -2,8 +2,9 @@
 
 Rank 0 has the embedding, the first layers, the last norm and the output projection; the others have
 layers only. Hidden states go from each rank to the next, and the rows that logits are wanted of go
-from the last rank back to rank 0. Any model will do of which a layer needs hidden states alone.
-Source: GPipe, arXiv:1811.06965.
+from the last rank back to rank 0. Where hidden states are wanted beside logits (`Taps`), all rows
+come back, with the outputs of those layers side by side. Any model will do of which a layer needs
+hidden states alone. Source: GPipe, arXiv:1811.06965.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from ..layers.mlp import Gated
 from ..layers.moe import ExpertChoice
 from ..layers.norm import Join
 from ..layers.ranks import AbsentLayer, AbsentTable, Link
-from ..layers.step import Rows, Step, Taps
+from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
 from .decoder import Layer, Model, keeping
 from .tensors import FileTensor, Tensor
@@ -147,11 +148,14 @@ class StageModel:
     Args:
         part: the model with `AbsentLayer` in place of other ranks' layers.
         link: to the others.
+        layers: of each rank.
     """
 
-    def __init__(self, part: Model, link: Link) -> None:
+    def __init__(self, part: Model, link: Link, layers: Sequence[range]) -> None:
         self.part = part
         self._link = link
+        self._layers = layers
+        self._rows_are_back = False  # all of the step that is being built, on rank 0
         self._is_first, self._is_last = link.rank == 0, link.rank == link.size - 1
         self.config: ModelConfig = part.config
         self.mixers: Sequence[Mixer] = part.mixers
@@ -176,26 +180,56 @@ class StageModel:
         taps: Taps | None = None,
     ) -> mx.array:
         """As of `Model`; what this rank's layers give, (T, hidden_size)."""
-        assert (adapters, taps) == (None, None), "refused before"
+        assert adapters is None, "refused before"
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants)
+        rank, num_rows = self._link.rank, positions.shape[0]
+        tapped: list[mx.array] = []  # of layers of ranks 1 and on, in their order
         if self._is_first:
             x = self.part.enter(ids, step)
         else:
-            shape = positions.shape[0], self.config.hidden_size
-            x = self._link.receive(shape, self.activation_dtype)
-        for layer in self.part.layers:
-            x = layer(x, step)
-        if not self._is_last:
-            x = self._link.send(x)
+            x, *tapped = self._receive(num_rows, self._tapped(taps, rank))
+        for index in self._layers[rank]:
+            x = self.part.layers[index](x, step)
+            if taps is not None:
+                taps.put(index, x)
+                tapped += [x] if index in taps.layers and rank else []
+        self._rows_are_back = taps is not None
+        if self._rows_are_back or not self._is_last:
+            x = self._link.send(mx.concatenate([x, *tapped], axis=-1) if tapped else x)
         mx.async_eval(x)
+        return self._all_rows(num_rows, taps) if taps is not None and self._is_first else x
+
+    def _all_rows(self, num_rows: int, taps: Taps) -> mx.array:
+        """(T, hidden_size) of all rows behind the last norm, from the last rank to rank 0."""
+        wanted = self._tapped(taps, self._link.size)
+        x, *outputs = self._receive(num_rows, wanted)
+        for index, output in zip(wanted, outputs, strict=True):
+            taps.put(index, output)
+        x = self.part.norm(x)
+        taps.put(FINAL, x)
         return x
+
+    def _tapped(self, taps: Taps | None, rank: int) -> list[int]:
+        """Layers with outputs that are wanted, of ranks from 1 up to before this one."""
+        behind = range(self._layers[0].stop, self._layers[rank - 1].stop)
+        return [] if taps is None else [index for index in behind if index in taps.layers]
+
+    def _receive(self, num_rows: int, tapped: Sequence[int]) -> list[mx.array]:
+        """(T, hidden_size) from the rank before: what its last layer gave, and each of `tapped`."""
+        count = 1 + len(tapped)
+        shape = num_rows, count * self.config.hidden_size
+        joined = self._link.receive(shape, self.activation_dtype)
+        mx.async_eval(joined)
+        return [*mx.split(joined, count, axis=-1)] if tapped else [joined]
 
     def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
         """hidden (R, hidden_size): rows of what `__call__` gave -> (R, vocab_size) on rank 0.
 
         On the others it returns rows that have no meaning there.
         """
+        if self._rows_are_back:
+            return self.part.logits(hidden) if self._is_first else hidden
         if self._is_last:
             hidden = self._link.send(hidden)
         elif self._is_first:
@@ -224,6 +258,15 @@ def load_stage(
             f"Models of type {config.model_type!r} cannot be divided into pipeline stages: inputs "
             "or keys of layers come from elsewhere. Run this one with ranks=1."
         )
-    layers = divide(tensors, builder.tensor_name, config.num_layers, link.size)[link.rank]
-    weights = StageWeights(tensors, layers=layers, has_tables=link.rank == 0, **others)
-    return StageModel(builder.build(config, weights), link), weights.bytes_read
+    layers = divide(tensors, builder.tensor_name, config.num_layers, link.size)
+    weights = StageWeights(tensors, layers=layers[link.rank], has_tables=link.rank == 0, **others)
+    return StageModel(builder.build(config, weights), link, layers), weights.bytes_read
+
+
+def load_tables(
+    tensors: dict[str, FileTensor], config: ModelConfig, builder: Any, **others: Any
+) -> Model:
+    """A model without its layers: what a head shares with it, in one piece. Arguments as above."""
+    weights = StageWeights(tensors, layers=range(0), has_tables=True, **others)
+    model: Model = builder.build(config, weights)
+    return model

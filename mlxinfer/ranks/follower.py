@@ -162,7 +162,7 @@ class Follower:
 
     def _assemble(self, message: messages.Assemble) -> None:
         assert self._model is not None
-        page_size, max_batch, chunk, budget, num_pages, *kv = msgspec.structs.astuple(message)
+        page_size, max_batch, chunk, budget, num_pages, *kv, taps = msgspec.structs.astuple(message)
         config = EngineConfig(
             page_size=page_size,
             max_batch=max_batch,
@@ -176,7 +176,7 @@ class Follower:
         )
         cache = cache_of(self._model, config, choose_on_this_machine())
         link = self._link if self._sums_tokens else None
-        self._forward = Forward(self._model, cache, link=link)
+        self._forward = Forward(self._model, cache, taps=taps, link=link)
         self._reader = Reader(page_size)
         self._in_flight = None
         self._say(messages.ready(cache))

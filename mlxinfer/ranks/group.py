@@ -187,8 +187,8 @@ class RankGroup:
             [own, *[default_kv_bytes(one.memory_bytes, one.weights_bytes) for one in self.loaded]]
         )
 
-    def assembled(self, cache: KVCache, config: EngineConfig) -> None:
-        """Every rank makes a cache like this.
+    def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
+        """Every rank makes a cache like this; `taps` as of `Forward`.
 
         Raises:
             RanksFailedError: the group has failed, or another's cache is different.
@@ -208,6 +208,7 @@ class RankGroup:
                 kv.sinks,
                 kv.plain_ends,
                 kv.plain_windows,
+                list(taps),
             )
         )
         own = messages.ready(cache)

@@ -35,6 +35,7 @@ class Assemble(msgspec.Struct, array_like=True, tag="assemble"):
     kv_sinks: int
     kv_plain_ends: bool
     kv_plain_windows: bool
+    taps: list[int]  # layers of which rank 0 wants the outputs
 
 
 class Commit(msgspec.Struct, array_like=True, tag="commit"):

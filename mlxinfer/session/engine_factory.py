@@ -420,14 +420,7 @@ def add_speculation(
     found = load_network(speculation, folder, model, dtype=options.dtype)
     if found is None:
         return config, make_speculation(speculation)
-    kind, network = found
-    if kind != "draft" and not options.spread.is_alone:
-        raise InvalidRequestError(
-            f"{kind} proposes tokens from hidden states, on one rank only; with ranks use "
-            "speculate='ngram', or a draft model.",
-            param="speculate",
-        )
-    budget = options.kv_bytes(model.num_bytes + network.num_bytes)
+    budget = options.kv_bytes(model.num_bytes + found.num_bytes)
     budget = min(budget, config.kv_budget_bytes)  # other ranks may have less room
-    config, draft = share_budget(config, budget, model, network, kind)
+    config, draft = share_budget(config, budget, model, found)
     return config, make_speculation(speculation, model, draft)

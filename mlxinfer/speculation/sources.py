@@ -1,17 +1,23 @@
 """Options to drafts, sources, controller and proposer: the one place that assembles them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mlx.core as mx
+
 from ..config import EngineConfig
+from ..core import CacheSpec
+from ..engine.forward import absent_layers
 from ..engine.kernels import choose_on_this_machine
 from ..errors import InvalidRequestError
-from ..models import load
+from ..models import load, whole_tables
 from ..models.decoder import LanguageModel, Model
 from ..models.dflash import BlockDraft, load_dflash
 from ..models.eagle import load_eagle
 from ..models.heads import DraftHead
 from ..models.prediction import load_prediction_head
+from ..models.stage import StageModel
 from ..sampling.rejection import DrawnProposals, RejectionChoice
 from ..sampling.sampler import Choice
 from .block import BlockProposer
@@ -27,18 +33,26 @@ Network = LanguageModel | DraftHead | BlockDraft
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A network that proposes tokens, and the sizes of its cache."""
+class Drafter:
+    """A network that proposes tokens."""
 
     kind: str  # "draft", "mtp", "eagle" or "dflash"
     network: Network
+    num_bytes: int  # of its weights, and of tables that were read for it
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The same, and the sizes of its cache."""
+
+    drafter: Drafter
     config: EngineConfig
 
 
 def load_network(
     options: SpeculationOptions, folder: Path, model: LanguageModel, *, dtype: str
-) -> tuple[str, Network] | None:
-    """What the options name, and its kind; None: no network proposes.
+) -> Drafter | None:
+    """What the options name; None: no network proposes.
 
     Args:
         options: not off.
@@ -63,28 +77,36 @@ def load_network(
         return None
     if kind == "draft":
         assert options.draft is not None
-        return kind, load(options.draft, dtype=dtype)
-    if not isinstance(model, Model):
+        network = load(options.draft, dtype=dtype)
+        return Drafter(kind, network, network.num_bytes)
+    if not isinstance(model, Model | StageModel):
         raise InvalidRequestError(
             f"speculate={kind!r} reads hidden states, which mlx-lm's definition of this model does "
             "not give; use 'ngram', or 'draft' with a draft model.",
             param="speculate",
         )
+    tables, num_bytes = whole_tables(model, folder, has_logits=kind != "eagle")
+    head: DraftHead | BlockDraft
     if kind == "mtp":
-        return kind, load_prediction_head(folder, model)
-    assert options.draft is not None
-    load_head = load_eagle if kind == "eagle" else load_dflash
-    return kind, load_head(options.draft, model)
+        head = load_prediction_head(folder, tables)
+    else:
+        assert options.draft is not None
+        load_head = load_eagle if kind == "eagle" else load_dflash
+        head = load_head(options.draft, tables)
+    return Drafter(kind, head, head.num_bytes + num_bytes)
 
 
 def share_budget(
-    config: EngineConfig, budget: int, model: LanguageModel, network: Network, kind: str
+    config: EngineConfig, budget: int, model: LanguageModel, drafter: Drafter
 ) -> tuple[EngineConfig, Draft]:
     """The config of a model's engine and the draft, which share a budget of so many bytes.
 
     The draft's KV cache is for as many tokens as the model's, as they are computed.
     """
-    ours, its = _bytes_per_token(model), _bytes_per_token(network)
+    network, absent = drafter.network, absent_layers(model)
+    own = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
+    ours = _bytes_per_token(own, model.activation_dtype)
+    its = _bytes_per_token(network.cache_specs, network.activation_dtype)
     draft_config = replace(
         config,
         kv_budget_bytes=int(budget * its / (ours + its)),
@@ -93,12 +115,12 @@ def share_budget(
         disk=None,
     )
     rest = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
-    return rest, Draft(kind, network, draft_config)
+    return rest, Draft(drafter, draft_config)
 
 
-def _bytes_per_token(model: Network) -> int:
-    """Of keys and values as they are computed, in all layers."""
-    return max(sum(s.numbers for s in model.cache_specs) * model.activation_dtype.size, 1)
+def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
+    """Of keys and values as they are computed, in some layers."""
+    return max(sum(spec.numbers for spec in specs) * dtype.size, 1)
 
 
 def make_speculation(
@@ -138,7 +160,8 @@ def make_speculation(
 
 def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | None) -> Source:
     """What runs a network for proposals."""
-    network, config, vocab_size = draft.network, draft.config, model.config.vocab_size
+    network, config = draft.drafter.network, draft.config
+    vocab_size = model.config.vocab_size
     if isinstance(network, BlockDraft):
         cost = network.bytes_read / model.num_bytes / MAX_PROPOSALS  # a pass proposes them all
         return BlockProposer(network, config, vocab_size=vocab_size, cost=cost)
@@ -146,7 +169,7 @@ def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | No
         return HeadProposer(
             network,
             config,
-            name=draft.kind,
+            name=draft.drafter.kind,
             vocab_size=vocab_size,
             cost=network.bytes_read / model.num_bytes,
             kernels=choose_on_this_machine(),

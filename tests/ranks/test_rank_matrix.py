@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import hypothesis
 import pytest
@@ -64,16 +63,6 @@ def whole(case: str) -> Model:
     return load(folder_of(case))
 
 
-class WithoutHeads:
-    """A model that no head is made for: heads propose on one rank alone, and are refused."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
 @given(data=st.data())
 @settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate], deadline=None)
@@ -113,7 +102,7 @@ def test_everything_at_once_over_ranks(
     }
     model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
     answers = {name: plain.token_ids for name, plain in plains.items()}
-    proposer = some_proposer(guess_seed, WithoutHeads(whole(case)), answers)
+    proposer = some_proposer(guess_seed, whole(case), answers)
     harness = Harness(model, proposer=proposer, followers=group, **changes)
     play(harness, program, preempt_every)
     for name, plain in plains.items():

@@ -19,9 +19,10 @@ from ranks.threads import ThreadLink, run_ranks
 from mlxinfer import hub
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import UnsupportedModelError
-from mlxinfer.models import load, load_share
+from mlxinfer.layers.step import FINAL, Taps
+from mlxinfer.models import load, load_share, whole_tables
 from mlxinfer.models.cut_weights import CutWeights
-from mlxinfer.models.decoder import LanguageModel, Model
+from mlxinfer.models.decoder import LanguageModel, Model, arrays
 from mlxinfer.models.share import SPLITTABLE, Share
 from mlxinfer.models.stage import divide
 from mlxinfer.models.tensors import FileTensor
@@ -101,6 +102,54 @@ def test_stages_give_the_logits_of_the_whole_model(case, size, tmp_path):
     twice = sum(held) - whole.num_bytes  # the last norm, and frequencies of ropes
     assert 0 <= twice <= 2000 * (size - 1)
     assert sum(read) <= 1.01 * sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_hidden_states_of_any_layer_come_back_from_stages(size, tmp_path):
+    """Bit for bit, in one array that goes round; ranks but the first send it, and nothing else."""
+    folder = tiny_checkpoint(tmp_path, "lfm2-v4")
+    whole = load(folder)
+    last = whole.config.num_layers - 1
+
+    def tapped(model: LanguageModel, wanted: list[int]) -> tuple[np.ndarray, Taps]:
+        taps, positions = Taps(wanted), mx.arange(len(IDS), dtype=mx.int32)
+        caches = DenseCache(model).step([("a", len(IDS))])
+        hidden = model(mx.array(IDS), positions, caches, taps=taps)
+        return np.array(model.logits(hidden[5:8])), taps
+
+    for wanted in [[FINAL], [*range(last + 1), FINAL], [last, 0, 1], [0]]:
+        logits, taps = tapped(whole, wanted)
+
+        def work(
+            link: ThreadLink, wanted: list[int] = wanted
+        ) -> tuple[np.ndarray, Taps, list[str]]:
+            found = tapped(load_share(folder, link.rank, link, pipeline=True), wanted)
+            return *found, link.calls
+
+        results = run_ranks(size, work)
+        assert (results[0][0] == logits).all()
+        assert mx.array_equal(results[0][1].joined(), taps.joined())
+        assert all(calls == ["send"] for *_, calls in results)
+
+
+@pytest.mark.parametrize("case", ["qwen3-v4", "gemma2-v4", "deepseek_v3-v4", "demo"])
+def test_rank_0_reads_whole_tables_for_a_head(case, tmp_path):
+    """What a head shares with a model of which each rank has a part of every layer."""
+    folder = hub.resolve("demo") if case == "demo" else tiny_checkpoint(tmp_path, case)
+    whole = load(folder)
+    part = run_ranks(2, lambda link: load_share(folder, link.rank, link))[0]
+    tables, num_bytes = whole_tables(part, folder, has_logits=True)
+    hidden = mx.array(np.random.default_rng(0).normal(size=(3, whole.config.hidden_size)))
+    hidden = hidden.astype(whole.activation_dtype)
+    assert mx.array_equal(tables.embed(mx.array(IDS)), whole.embed(mx.array(IDS)))
+    assert mx.array_equal(tables.logits(hidden), whole.logits(hidden))
+    shared = [whole.embed_tokens, whole.norm]
+    shared += [] if whole.config.tie_word_embeddings else [whole.lm_head]
+    assert num_bytes == sum(array.nbytes for array in arrays(shared))
+    bare, fewer = whole_tables(part, folder, has_logits=False)
+    assert bare.lm_head is None
+    assert fewer <= num_bytes
+    assert whole_tables(whole, folder, has_logits=True) == (whole, 0)
 
 
 def test_layers_are_divided_by_their_bytes():

@@ -1,0 +1,116 @@
+"""Heads that propose from hidden states, over several ranks: rank 0 runs them, and every request
+gets the tokens that one rank gives it. Ranks are processes here, joined by MLX's ring.
+
+    MLXINFER_RANKS=4 pytest tests/ranks/test_rank_heads.py
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from engine.harness import Harness, alone, config, prompt
+from ranks.test_rank_matrix import SIZE, group  # noqa: F401 - a fixture
+from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mtp_checkpoint
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.engine.forward import StepInputs
+from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+from mlxinfer.ranks.group import RankGroup
+from mlxinfer.speculation.options import SpeculationOptions
+from mlxinfer.speculation.sources import load_network, make_speculation, share_budget
+
+GREEDY = SamplingParams(max_tokens=14)
+DRAWN = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=11)
+HEADS = ("mtp", "mtp latent", "eagle", "dflash")
+CASES = {"mtp": "qwen3_5_text-v4", "mtp latent": "glm4_moe_lite-v4"}
+
+
+@cache
+def folders(kind: str) -> tuple[Path, Path | None]:
+    """Of a model, and of its head where that is a checkpoint of its own."""
+    folder, model = Path(mkdtemp()), CASES.get(kind, "deepseek_v3-v4")
+    mtp_checkpoint(folder, model, right=kind in CASES)
+    sizes = json.loads((folder / "config.json").read_text())
+    if kind == "eagle":
+        sizes = {name: sizes[name] for name in ("hidden_size", "vocab_size")}
+        return folder, eagle_checkpoint(Path(mkdtemp()), sizes, drafted=40)
+    if kind == "dflash":
+        taps = [0, sizes["num_hidden_layers"] - 1]
+        return folder, dflash_checkpoint(Path(mkdtemp()), sizes, taps=taps)
+    return folder, None
+
+
+@cache
+def whole(kind: str) -> Model:
+    return load(folders(kind)[0])
+
+
+@pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_answers_are_those_of_one_rank(
+    group: RankGroup,  # noqa: F811
+    kind: str,
+    pipeline: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy and drawn, after a preemption, from a cached prefix, and on a cache made anew."""
+    folder, head = folders(kind)
+    if pipeline and whole(kind).config.num_layers < SIZE:
+        pytest.skip(f"{whole(kind).config.num_layers} layers for {SIZE} stages")
+    try:
+        model = group.load(kind, folder, dtype="auto", pipeline=pipeline, watch=None)
+    except UnsupportedModelError as error:  # so many ranks cannot share this model's heads
+        assert SIZE > 2
+        pytest.skip(str(error))
+    method = kind.partition(" ")[0]
+    options = SpeculationOptions(method=method, draft=head, max_draft=4, fixed=True)
+    found = load_network(options, folder, model, dtype="auto")
+    assert found is not None
+    rest, draft = share_budget(config(), 1 << 26, model, found)
+    speculation = make_speculation(options, model, draft)
+    sizes = {"kv_budget_bytes": rest.kv_budget_bytes, "max_batch": 3}
+    harness = Harness(model, proposer=speculation, followers=group, **sizes)
+    positions = counted_positions(group, monkeypatch)
+    sent = group.stats()["bytes_sent"]
+    rows = {"0": (prompt(12, 0), GREEDY), "1": (prompt(72, 1), DRAWN), "2": (prompt(40, 2), GREEDY)}
+    for name, (ids, params) in rows.items():
+        harness.add(name, ids, params)
+        harness.turn(2)
+    queues = harness.loop.scheduler.queues
+    queues.preempt(queues.running[-1])
+    harness.drain()
+    rows["cached"] = rows["1"][0] + rows["0"][0], DRAWN
+    harness.add("cached", *rows["cached"])
+    harness.drain()
+    harness.loop.assemble()
+    rows["anew"] = rows["cached"]
+    harness.add("anew", *rows["anew"])
+    outcomes = harness.drain()
+    harness.loop.close()
+    for name, (ids, params) in rows.items():
+        assert outcomes[name].token_ids == alone(whole(kind), ids, params).token_ids, name
+    assert outcomes["cached"].cached_tokens > outcomes["anew"].cached_tokens == 0
+    stats = speculation.stats()
+    assert stats["drafted"] > 20
+    if kind in CASES:
+        assert stats["accepted"] == stats["drafted"], "the head is made to be right"
+    if pipeline:
+        width = model.config.hidden_size * model.activation_dtype.size
+        assert group.stats()["bytes_sent"] - sent == sum(positions) * width
+
+
+def counted_positions(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa: F811
+    """Of each step that is sent from now on."""
+    found: list[int] = []
+    send = group.send
+
+    def counted(step: StepInputs) -> None:
+        found.append(len(step.segments.positions))
+        send(step)
+
+    monkeypatch.setattr(group, "send", counted)
+    return found

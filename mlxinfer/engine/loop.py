@@ -268,7 +268,7 @@ class Loop:
         ended_s = min(launched.ended_s, time.monotonic())
         seconds = ended_s - max(launched.began_s, self._ended_s)  # steps run one after the other
         self._ended_s = ended_s
-        self.scheduler.prefill.observe(launched.batch, seconds)
+        self.scheduler.prefill.observe(launched.batch, seconds, goes_on=launched.goes_on)
         if self.store is not None:
             self._store_spilled(self.store, launched)
         for sequence, start, logits in prompt_logits:

@@ -43,6 +43,7 @@ class PrefillSizer:
         self._size = min(FIRST, most)  # of steps while none decodes
         self._times: dict[int, float] = {}  # such a size -> seconds a token
         self._context = LONGER  # up to which these hold
+        self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
     def shares(
         self, prefilling: Seq[Sequence], num_running: int, *, gives_way: bool = False
@@ -72,19 +73,34 @@ class PrefillSizer:
         left_s = min(left_s, self.most * min(costs.values()))
         return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)
 
-    def observe(self, batch: Batch, seconds: float) -> None:
-        """Take in how long a step took."""
+    def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
+        """Take in how long a step took.
+
+        Args:
+            batch: what was computed.
+            seconds: until this rank had done its part.
+            goes_on: others had not, as pipeline stages behind this one, and nothing comes back:
+                what the step takes there shows in the time of the next one that gives tokens.
+        """
         if self._slice_s is None or not batch.num_tokens:
             return
         prompts = [segment for segment in batch.ragged if not segment.proposals]
-        if not prompts:
-            self._decode_s = _blended(self._decode_s, seconds)
-            return
         num_tokens = sum([segment.num_tokens for segment in prompts])
+        unseen, unseen_s = self._unseen
+        self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
+        if goes_on:
+            return
+        if not prompts:
+            if not unseen:  # else it waited for prompts, too
+                self._decode_s = _blended(self._decode_s, seconds)
+            return
         beside = num_tokens < batch.num_tokens
         context = max([segment.stop for segment in prompts])
         if not beside:
-            self._time_size(num_tokens, context, seconds / num_tokens)
+            tokens = num_tokens + unseen
+            self._time_size(tokens, context, (seconds + unseen_s) / tokens)
+        if unseen:  # ranks worked at the same time: a step beside others passes through all of them
+            return
         spent_s = seconds - (self._decode_s or 0.0) if beside else seconds
         cost = max(spent_s, seconds / 8) / num_tokens
         place = _half_octave(context)

@@ -41,6 +41,7 @@ class Launched:
     began_s: float = 0.0  # when its launch began
     ended_s: float = inf  # by when it had ended, where the step after it waited for that
     committed: bool = False  # its tokens were passed on
+    goes_on: bool = False  # on other ranks behind this one, from which nothing comes back
 
     def wait(self) -> None:
         """Return when the step is done and MLX holds none of its inputs."""
@@ -91,6 +92,7 @@ class Runner:
         link = None if followers is None else followers.link
         self.forward = Forward(model, cache, taps=taps, link=link)
         self._followers = followers
+        self._streams = followers is not None and link is None and not taps
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
@@ -154,6 +156,7 @@ class Runner:
             launched.outputs.append(launched.hidden)
         launched.outputs += computed.outputs
         launched.spilled = spilled
+        launched.goes_on = self._streams and not step.num_rows and not step.prompt_rows
         mx.async_eval(launched.outputs)
         if runs_ahead:
             self.cache.count_copies()

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from engine.harness import PAGE, Harness, prompt, tiny_model
 
-from mlxinfer.cache.budget import FIRST_PAGES
+from mlxinfer.cache.budget import FIRST_PAGES, page_counts
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InsufficientMemoryError
@@ -212,3 +212,11 @@ def test_a_budget_too_small_says_so() -> None:
 def test_few_tails_where_memory_is_small() -> None:
     kv = cache(2_000_000, max_batch=64)
     assert 1 <= kv.max_batch < 64
+
+
+def test_a_rank_without_paged_layers_does_not_limit_the_others() -> None:
+    """All ranks have as many pages as the one with the least: 4 KB a token in 64 GB here."""
+    some = page_counts([64 << 10], 64 << 30, max_held=[None], num_pages=None)
+    none = page_counts([0], 64 << 30, max_held=[None], num_pages=None)
+    assert some == [1 << 20]
+    assert none >= some

@@ -4,18 +4,20 @@ gets the tokens that one rank gives it. Ranks are processes here, joined by MLX'
     MLXINFER_RANKS=4 pytest tests/ranks/test_rank_heads.py
 """
 
-import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
 from engine.harness import Harness, alone, config, prompt
+from models.tiny import tiny_checkpoint, tiny_config
 from ranks.test_rank_matrix import SIZE, group  # noqa: F401 - a fixture
 from speculation.head_checkpoints import dflash_checkpoint, eagle_checkpoint, mtp_checkpoint
 
 from mlxinfer.core import SamplingParams
+from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.forward import StepInputs
+from mlxinfer.engine.prefill import PrefillSizer
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
@@ -32,16 +34,14 @@ CASES = {"mtp": "qwen3_5_text-v4", "mtp latent": "glm4_moe_lite-v4"}
 @cache
 def folders(kind: str) -> tuple[Path, Path | None]:
     """Of a model, and of its head where that is a checkpoint of its own."""
-    folder, model = Path(mkdtemp()), CASES.get(kind, "deepseek_v3-v4")
-    mtp_checkpoint(folder, model, right=kind in CASES)
-    sizes = json.loads((folder / "config.json").read_text())
+    folder, head = Path(mkdtemp()), Path(mkdtemp())
+    if kind in CASES:
+        return mtp_checkpoint(folder, CASES[kind], right=True), None
+    tiny_checkpoint(folder, "qwen3_moe-v4")
+    sizes = tiny_config("qwen3_moe-v4")
     if kind == "eagle":
-        sizes = {name: sizes[name] for name in ("hidden_size", "vocab_size")}
-        return folder, eagle_checkpoint(Path(mkdtemp()), sizes, drafted=40)
-    if kind == "dflash":
-        taps = [0, sizes["num_hidden_layers"] - 1]
-        return folder, dflash_checkpoint(Path(mkdtemp()), sizes, taps=taps)
-    return folder, None
+        return folder, eagle_checkpoint(head, sizes, drafted=40)
+    return folder, dflash_checkpoint(head, sizes, taps=[0, sizes["num_hidden_layers"] - 1])
 
 
 @cache
@@ -114,3 +114,30 @@ def counted_positions(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> list
 
     monkeypatch.setattr(group, "send", counted)
     return found
+
+
+def test_rank_0_knows_which_steps_other_stages_still_work_on(
+    group: RankGroup,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of a prompt stream on, and the last one gives a token; with a head all come back."""
+    folder, head = folders("eagle")
+    assert head is not None
+    model = group.load("eagle", folder, dtype="auto", pipeline=True, watch=None)
+    options = SpeculationOptions(method="eagle", draft=head)
+    found = load_network(options, folder, model, dtype="auto")
+    assert found is not None
+    _, draft = share_budget(config(), 1 << 26, model, found)
+    seen: list[bool] = []
+
+    def observe(self: PrefillSizer, batch: Batch, seconds: float, *, goes_on: bool) -> None:
+        seen.append(goes_on)
+
+    monkeypatch.setattr(PrefillSizer, "observe", observe)
+    for proposer in (None, make_speculation(options, model, draft)):
+        harness = Harness(model, proposer=proposer, followers=group, prefill_chunk=16)
+        harness.add("a", prompt(80), SamplingParams(max_tokens=1))
+        harness.drain()
+        harness.loop.close()
+        group.load("eagle", folder, dtype="auto", pipeline=True, watch=None)
+    assert seen == [True] * 4 + [False] * 6

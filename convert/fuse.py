@@ -151,7 +151,7 @@ class FusedSource:
         """A (inputs, r) and B (r, outputs) of a change, the scale in B."""
         module = change.module
         count = normalise(self.config).num_experts or None
-        place = Place(None, (), in_dims, count)  # type: ignore[arg-type]  # of sizes alone
+        place = Place(None, (), in_dims, count)  # of sizes alone
         left, right = (self._matrices[each].astype(mx.float32) for each in (module.a, module.b))
         a, b = (each[change.expert] for each in oriented(left, right, module, place))
         if change.half is not None:

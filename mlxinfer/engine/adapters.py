@@ -7,8 +7,10 @@ from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import human_bytes
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters
+from ..models.adapters.targets import Placement
 from ..models.decoder import LanguageModel
 from .batch import Sequence
+from .forward import OtherAdapters
 from .limits import no_adapter
 
 
@@ -30,11 +32,17 @@ class AdapterTable:
         model: that they change.
         reserve: makes room for so many bytes of all adapters together; False: there is none.
         renamed: called when requests may name others.
+        others: what other ranks load of each; None: there are none.
     """
 
     def __init__(
-        self, model: LanguageModel, reserve: Callable[[int], bool], renamed: Callable[[], None]
+        self,
+        model: LanguageModel,
+        reserve: Callable[[int], bool],
+        renamed: Callable[[], None],
+        others: OtherAdapters | None = None,
     ) -> None:
+        self._others = others
         self._reserve = reserve
         self._renamed = renamed
         self._loaded = ModelAdapters(model)
@@ -68,31 +76,55 @@ class AdapterTable:
         Raises:
             InvalidRequestError: the name is taken.
             InsufficientMemoryError: there is no room beside the others.
-            ModelError: it is not one for this model.
+            ModelError: it is not one for this model, or one of several ranks cannot load it.
         """
         self._check_name(name)
         placements = self._loaded.check(adapter)
         needed = self._loaded.estimate(placements)
-        if not self._reserve(self.num_bytes + needed):
-            beside = f" beside {human_bytes(self.num_bytes)} of others" if self._in_use else ""
-            raise InsufficientMemoryError(
-                f"There is no room for the adapter {name}: it takes {human_bytes(needed)}{beside}, "
-                "and the KV cache has grown into the rest of max_memory. Unload another, or start "
-                "with adapter_memory, which keeps room for adapters.",
-                param="adapter_memory",
-            )
         loaded = LoadedAdapter(name, self._loaded.new_number(), adapter, num_bytes=needed)
-        self._in_use[loaded.number] = loaded
         try:
-            yield from self._loaded.load(loaded.number, adapter, placements)
+            if self._others is not None:
+                others = yield from self._others.check(loaded.number, adapter)
+                loaded.num_bytes = max(needed, others)
+            self._hold(loaded)
+            yield from self._load_pieces(loaded, placements)
             self._check_name(name)  # another may have come first
         except BaseException:  # what was loaded of it goes, whatever ended it
             self._free(loaded)
             raise
-        loaded.num_bytes = self._loaded.bytes_of(loaded.number)
-        self._reserve(self.num_bytes)
         self._by_name[name] = loaded
         self._renamed()
+
+    def _hold(self, loaded: LoadedAdapter) -> None:
+        """Take memory for an adapter, or raise InsufficientMemoryError."""
+        needed = loaded.num_bytes
+        if not self._reserve(self.num_bytes + needed):
+            beside = f" beside {human_bytes(self.num_bytes)} of others" if self._in_use else ""
+            raise InsufficientMemoryError(
+                f"There is no room for the adapter {loaded.name}: it takes {human_bytes(needed)}"
+                f"{beside}, and the KV cache has grown into the rest of max_memory. Unload "
+                "another, or start with adapter_memory, which keeps room for adapters.",
+                param="adapter_memory",
+            )
+        self._in_use[loaded.number] = loaded
+
+    def _load_pieces(self, loaded: LoadedAdapter, placements: list[Placement]) -> Generator[None]:
+        """Load the matrices, on all ranks at the same time."""
+        number, adapter = loaded.number, loaded.adapter
+        pieces = self._loaded.load(number, adapter, placements)
+        if self._others is None:
+            yield from pieces
+            loaded.num_bytes = self._loaded.bytes_of(number)
+            self._reserve(self.num_bytes)
+            return
+        ended = False
+        while not ended:
+            self._others.begin_piece(number)
+            try:
+                ended = bool(next(pieces, True))
+            finally:  # they have done theirs, whatever came of this one
+                ended &= self._others.end_piece(number, adapter)
+            yield
 
     def unload(self, name: str) -> Generator[None]:
         """Refuse an adapter to new requests; its memory is freed when its last request has ended.
@@ -140,7 +172,9 @@ class AdapterTable:
             )
 
     def _free(self, loaded: LoadedAdapter) -> None:
+        if self._others is not None:
+            self._others.remove(loaded.number)
         if self._in_use.pop(loaded.number, None) is None:
-            return  # `close` took all of them off meanwhile
+            return  # there was no room for it, or `close` took all of them off meanwhile
         self._loaded.remove(loaded.number)
         self._reserve(self.num_bytes)

@@ -4,7 +4,7 @@ Where a model is spread over ranks all of them run the same steps: one of them s
 samples, and sends what a step is to the others before it runs it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ..core import CacheSpec, KVSpec
 from ..errors import RanksFailedError
 from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Taps
+from ..models.adapters.folder import AdapterFolder
 from ..models.decoder import LanguageModel
 from .kernels import Chooser, Kernels, choose_kernels
 
@@ -60,8 +61,33 @@ class InFlight(Protocol):
         ...
 
 
+class OtherAdapters(Protocol):
+    """The adapters on the other ranks, each of which loads its part of them."""
+
+    def check(self, number: int, adapter: AdapterFolder) -> Generator[None, None, int]:
+        """Let them read an adapter; the most bytes on one of them. Raises CheckpointError."""
+        ...
+
+    def begin_piece(self, number: int) -> None:
+        """Let them load the next piece of it."""
+        ...
+
+    def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
+        """Wait until they have; whether that was all. Raises CheckpointError."""
+        ...
+
+    def remove(self, number: int) -> None:
+        """Let them take an adapter off."""
+        ...
+
+
 class Followers(Protocol):
     """The other ranks, which run every step that is sent to them."""
+
+    @property
+    def adapters(self) -> OtherAdapters:
+        """Theirs."""
+        ...
 
     @property
     def link(self) -> Link | None:
@@ -82,6 +108,10 @@ class Followers(Protocol):
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
+        ...
+
+    def resize(self, num_pages: Sequence[int]) -> None:
+        """So many pages of each layer group may be in use from now on."""
         ...
 
     def reset(self, error: BaseException) -> None:

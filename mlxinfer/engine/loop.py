@@ -78,7 +78,8 @@ class Loop:
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
         self._proposer = proposer
-        self.adapters = AdapterTable(model, self._reserve, self._state_limits)
+        others = None if followers is None else followers.adapters
+        self.adapters = AdapterTable(model, self._reserve, self._state_limits, others)
         self._counters = Counters()  # kept where the loop starts afresh
         self.assemble()
 
@@ -86,10 +87,10 @@ class Loop:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
         self.cache = make_cache(self.model, config, self._layout, self.kernels)
-        self.cache.reserve(self._beyond(self.adapters.num_bytes), ())
         taps = () if self._proposer is None else self._proposer.taps
         if self._followers is not None:
             self._followers.assembled(self.cache, config, taps)
+        self._keep_for_adapters(self.adapters.num_bytes, [])
         if config.disk is not None and self.store is None:
             self.store = _make_store(config.disk, self.cache)
             self._open_tier(OPEN_WAIT_S)
@@ -204,8 +205,15 @@ class Loop:
     def _reserve(self, num_bytes: int) -> bool:
         """Keep memory for adapters, out of what the KV cache has not grown into."""
         lengths = [sequence.max_known for sequence in self.scheduler.queues.unfinished()]
-        is_there = self.cache.reserve(self._beyond(num_bytes), lengths)
+        is_there = self._keep_for_adapters(num_bytes, lengths)
         self._state_limits()
+        return is_there
+
+    def _keep_for_adapters(self, num_bytes: int, lengths: list[int]) -> bool:
+        """Let pages leave room for so many bytes of adapters, on every rank; see `reserve`."""
+        is_there = self.cache.reserve(self._beyond(num_bytes), lengths)
+        if self._followers is not None:
+            self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
         return is_there
 
     def _beyond(self, num_bytes: int) -> int:

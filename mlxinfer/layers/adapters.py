@@ -157,6 +157,12 @@ class LowRank:
         """Adapters of one kind share a stack: the rank, and whether there are gains."""
         return self.a.shape[2], self.gain is not None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether there is no NaN or infinity in it."""
+        arrays = [x for x in (self.a, self.b, self.gain) if x is not None]
+        return bool(mx.stack([mx.isfinite(x).all() for x in arrays]).all())
+
 
 class Stack:
     """The matrices of several adapters of one kind, for one projection. Never changed.

@@ -28,6 +28,7 @@ class Origin:
 
     path: str  # of that matrix, as the decoder has it
     num_rows: int  # outputs, here
+    total: int  # outputs of that matrix
     rows: NDArray[np.int32] | None = None  # which outputs of that matrix; None: all, in order
     factor: mx.array | None = None  # () or (num_rows,), what the matrix is multiplied with here
 
@@ -36,22 +37,37 @@ class Origin:
         factor = self.factor
         if factor is not None and factor.ndim:
             factor = factor[mx.array(rows)]
-        return Origin(self.path, len(rows), rows if self.rows is None else self.rows[rows], factor)
+        rows = rows if self.rows is None else self.rows[rows]
+        return Origin(self.path, len(rows), self.total, rows, factor)
 
     def scaled(self, factor: mx.array) -> "Origin":
         """The same, multiplied once more."""
         whole = factor if self.factor is None else self.factor * factor
-        return Origin(self.path, self.num_rows, self.rows, whole)
+        return Origin(self.path, self.num_rows, self.total, self.rows, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Those of all inputs of the checkpoint's matrix that a rank has, side by side."""
+
+    start: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """A projection of a model, and the checkpoint's matrices that it was made of."""
 
-    projection: Projection | ExpertProjection
+    projection: Projection | ExpertProjection | None  # None: another rank has its layer
     origins: tuple[Origin, ...]  # of its outputs, side by side
     in_dims: int
     num_experts: int | None  # None: it is no projection of experts
+    inputs: Inputs | None = None  # where its outputs are summed over ranks; None: it has all
+
+    @property
+    def all_inputs(self) -> int:
+        """Inputs of the checkpoint's matrices."""
+        return self.in_dims if self.inputs is None else self.inputs.total
 
 
 class LayerFactory:

@@ -151,6 +151,7 @@ def load_share(
         "fits_float16": builder.fits_float16,
         "rename": builder.tensor_name,
         "watch": watch,
+        "adaptable": True,
     }
     tensors = load_tensors(folder)
     model: Model | StageModel
@@ -158,9 +159,10 @@ def load_share(
         model, bytes_read = load_stage(tensors, config, builder, link, **options)
     else:
         weights = CutWeights(tensors, share=share, link=link, **options)
-        model, bytes_read = builder.build(config, weights), weights.bytes_read
+        part = builder.build(config, weights)
+        part.link = link
+        model, bytes_read = part, weights.bytes_read
     read(bytes_read)
-    model.lacks = {**model.lacks, "adapters": "it is spread over ranks"}
     return model
 
 

@@ -6,12 +6,14 @@ gives summands: its projection sums them over the ranks.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 
 import mlx.core as mx
 import numpy as np
 
 from ..errors import CheckpointError, UnsupportedModelError
+from ..layers.factory import Inputs, Origin
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.ranks import Link, SplitEmbedding, SplitHead, Summed, SummedBlock, Sums
@@ -21,8 +23,17 @@ from .share import Share
 from .tensors import FileTensor, Tensor, loaded, side_by_side
 from .weights import Rename, Weights
 
-Index = tuple[slice, ...]
 MIN_RUN = 1 << 14  # bytes: of shorter runs each read costs more than what it brings
+BLOCK = 1 << 24  # bytes that are read at once to take short runs of them
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which part of a tensor a rank has."""
+
+    axis: int  # from behind
+    spans: list[tuple[int, int]]  # along it
+    stored: int  # numbers along it, in the file
 
 
 class CutWeights(Weights):
@@ -49,6 +60,7 @@ class CutWeights(Weights):
         fits_float16: bool = True,
         rename: Rename | None = None,
         watch: Callable[[int, int], None] | None = None,
+        adaptable: bool = False,
     ) -> None:
         self._files = tensors
         super().__init__(
@@ -58,11 +70,12 @@ class CutWeights(Weights):
             fits_float16=fits_float16,
             rename=rename,
             watch=watch,
+            adaptable=adaptable,
         )
         self.share = self._share = share
         self._link = link
         self._sums = Sums(link)
-        self._cut: set[str] = set()
+        self._cut: dict[str, Cut] = {}
         self._summands: set[str] = set()  # matrices with cut inputs
         self.bytes_read = 0
 
@@ -121,13 +134,29 @@ class CutWeights(Weights):
         found = super().matrix(path, shape, bias=bias, parts=parts)
         if path not in self._summands or found.bias is None:
             return found
-        return StoredMatrix(
-            found.weight, self.once(found.bias), found.scales, found.biases, found.form
-        )
+        return replace(found, bias=self.once(found.bias))
+
+    def named(
+        self, stored: StoredMatrix, path: str, tensor: str, *, outputs_axis: int = -2
+    ) -> StoredMatrix:
+        """As of `Weights`, with the outputs or inputs that this rank has of it."""
+        found = super().named(stored, path, tensor, outputs_axis=outputs_axis)
+        cut = self._cut.get(tensor)
+        if cut is None:
+            return found
+        if cut.axis == outputs_axis:
+            rows = np.concatenate([np.arange(*span, dtype=np.int32) for span in cut.spans])
+            return replace(found, origins=(Origin(path, len(rows), cut.stored, rows),))
+        ((start, stop),) = cut.spans
+        each = found.in_dims // (stop - start)  # inputs of a word, or of a group
+        return replace(found, inputs=Inputs(start * each, cut.stored * each))
 
     def head(self, path: str, shape: tuple[int, int]) -> Projection:
         """The output projection, of which each rank has some of the rows."""
-        part = self._rows(path, shape)
+        part, count = self._rows(path, shape), self._num_rows(shape[0])
+        rows = np.arange(count, dtype=np.int32) + self._share.rank * count
+        origin = Origin(path, count, shape[0], rows.clip(max=shape[0] - 1))  # what is more is cut
+        part = replace(part, origins=(origin,))
         return SplitHead(part.projection(self.make), shape[0], self._link)
 
     def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
@@ -199,7 +228,7 @@ class CutWeights(Weights):
                 "model by layers (pipeline), or run it with ranks=1."
             )
         axis = axes[0]
-        self._cut.add(name)
+        self._cut[name] = Cut(axis - tensor.ndim, spans, tensor.shape[axis])
         if axis == tensor.ndim - 1 and axis > 0:
             self._summands.add(name.rpartition(".")[0])
         found = [self._cut_at(tensor, axis, span) for span in spans]
@@ -248,9 +277,9 @@ class CutWeights(Weights):
     def _cut_at(self, tensor: FileTensor, axis: int, span: tuple[int, int]) -> Tensor:
         """What lies at a span of an axis: in its file where that is a few long runs, else read."""
         part = self._counted(tensor.cut(axis, *span))
-        if part.nbytes >= MIN_RUN * len(part.spans):
+        if axis == 0 or part.nbytes >= MIN_RUN * len(part.spans):
             return part
-        return _columns(tensor, (slice(None),) * axis + (slice(*span),))
+        return _read_short_runs(tensor, (slice(None),) * axis + (slice(*span),))
 
     def _counted(self, tensor: FileTensor) -> FileTensor:
         self.bytes_read += tensor.nbytes
@@ -287,7 +316,6 @@ class CutWeights(Weights):
                 )
             part = self._own_rows(full).read()
             self.drop(full)
-            self._cut.add(full)
             return mx.pad(part, [(0, count - len(part)), (0, 0)])
 
         form = self._format_of(path, width) if f"{path}.scales" in self else None
@@ -301,10 +329,12 @@ class CutWeights(Weights):
         return StoredMatrix(weight, None, scales, biases, form)
 
 
-def _columns(tensor: FileTensor, index: Index) -> mx.array:
-    """A part of a tensor of a file that lies in many short runs; pages of the file are mapped."""
-    (span,) = tensor.spans
-    bits = f"<u{tensor.dtype.size}"  # numpy has no bfloat16
-    path, shape = span.file.path, tensor.shape
-    whole = np.memmap(path, bits, mode="r", offset=span.start, shape=shape)
-    return mx.array(np.ascontiguousarray(whole[index])).view(tensor.dtype)
+def _read_short_runs(tensor: FileTensor, index: tuple[slice, ...]) -> mx.array:
+    """A part of a tensor that lies in many short runs: what is around them is read, by blocks."""
+    num_rows, row_bytes = tensor.shape[0], tensor.nbytes // tensor.shape[0]
+    step, parts = max(BLOCK // row_bytes, 1), []
+    for start in range(0, num_rows, step):
+        block = tensor.cut(0, start, min(start + step, num_rows)).read()
+        parts.append(mx.contiguous(block[index]))
+        mx.eval(parts[-1])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

@@ -24,6 +24,7 @@ from .config import ModelConfig
 from .quantization import Quantization
 
 if TYPE_CHECKING:
+    from ..layers.ranks import Link
     from .expert_store import ExpertStore
 
 
@@ -308,6 +309,7 @@ class Model:
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
+        self.link: Link | None = None  # to ranks that have the other parts of each layer
         self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self._long_ropes = {rope for rope in config.ropes if rope and rope.long}
@@ -336,8 +338,7 @@ class Model:
         Returns:
             (T, hidden_size) after the final norm.
         """
-        if self.active_adapters.last_number:  # else the model never had one
-            self.active_adapters.begin(adapters)
+        self.begin_adapters(adapters)
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants)
         x = self.enter(ids, step)
@@ -366,9 +367,13 @@ class Model:
         `adapters`: (R,) of each row's sequence; None: none for all.
         """
         assert self.lm_head is not None, "a model without logits"
-        if self.active_adapters.last_number:
-            self.active_adapters.begin(adapters)
+        self.begin_adapters(adapters)
         return scaled_logits(self.lm_head(hidden), self.config)
+
+    def begin_adapters(self, adapters: Rows | None) -> None:
+        """Let layers know the adapter of each row (T,) that they are called with next."""
+        if self.active_adapters.last_number:  # else the model never had one
+            self.active_adapters.begin(adapters)
 
     def rope_variant(self, max_tokens: int) -> int:
         """Which frequencies a sequence uses that may grow to `max_tokens`; 0 for most models.

@@ -7,7 +7,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ..errors import UnsupportedModelError
-from ..layers.factory import LayerFactory, Origin
+from ..layers.factory import LayerFactory
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from .config import ModelConfig
@@ -129,5 +129,5 @@ class FeedForwards:
             return self.weights.matrix(name, shape, parts=parts)
         count, out_dims, in_dims = shape
         weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)
-        origins = (Origin(name, out_dims),)
-        return StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)), origins=origins)
+        stored = StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
+        return self.weights.named(stored, name, f"{name}.weight", outputs_axis=-1)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import UnsupportedModelError
-from ..layers.factory import LayerFactory, Origin, Place
+from ..layers.factory import Inputs, LayerFactory, Origin, Place
 from ..layers.linear import (
     DenseHeadLinear,
     HeadLinear,
@@ -33,6 +33,13 @@ class StoredMatrix:
     biases: Tensor | None = None  # as scales; affine formats only
     form: QuantFormat | None = None  # None: dense
     origins: tuple[Origin, ...] = ()  # of its outputs, where adapters may ask for them
+    inputs: Inputs | None = None  # that a rank has of a matrix with cut inputs
+
+    @property
+    def in_dims(self) -> int:
+        """Inputs that are here."""
+        words = self.weight.shape[-1]
+        return words if self.form is None else words * 32 // self.form.bits
 
     def reordered(self, order: Sequence[int]) -> "StoredMatrix":
         """The same with outputs in another order, or some of them."""
@@ -75,7 +82,7 @@ class StoredMatrix:
         scales, biases = product(self.scales, columns), product(self.biases, columns)
         offset = product(self.bias, factors) if bias else self.bias
         origins = tuple(origin.scaled(factors) for origin in self.origins)
-        return StoredMatrix(weight, offset, scales, biases, self.form, origins)
+        return StoredMatrix(weight, offset, scales, biases, self.form, origins, self.inputs)
 
     def _each(
         self, change: Callable[[mx.array, int], mx.array], origins: tuple[Origin, ...]
@@ -88,6 +95,7 @@ class StoredMatrix:
             None if self.biases is None else change(loaded(self.biases), -2),
             self.form,
             origins,
+            self.inputs,
         )
 
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -127,10 +135,8 @@ class StoredMatrix:
     ) -> None:
         """Say which matrices of the checkpoint a layer was made of, if all of it is known."""
         if make.places is not None and self.origins:
-            in_dims = self.weight.shape[-1]
-            if self.form is not None:
-                in_dims = in_dims * 32 // self.form.bits
-            make.places.append(Place(made, self.origins, in_dims, num_experts))
+            place = Place(made, self.origins, self.in_dims, num_experts, self.inputs)
+            make.places.append(place)
 
 
 def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:

@@ -8,6 +8,7 @@ hidden states alone. Source: GPipe, arXiv:1811.06965.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 from ..core import CacheSpec
 from ..errors import UnsupportedModelError
 from ..layers.attention import Mixer
+from ..layers.factory import Origin, Place
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import Gated
 from ..layers.moe import ExpertChoice
@@ -54,9 +56,11 @@ class StageWeights(Weights):
         """The layer if it is this rank's, else what stands for it."""
         if index in self._layers:
             return super().layer(index, build)
-        self._reads = False
+        places = self.make.places if self.make.places is not None else []
+        first, self._reads = len(places), False
         layer = build(index)  # of arrays that are never evaluated
         self._reads = True
+        places[first:] = [replace(place, projection=None) for place in places[first:]]
         return AbsentLayer(keeping(layer.mixer))
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
@@ -76,6 +80,9 @@ class StageWeights(Weights):
         if self._has_tables:
             return super().head(path, shape)
         self.drop_below([f"{path}."])
+        if self.make.places is not None:
+            origin = Origin(path, shape[0], shape[0])
+            self.make.places.append(Place(None, (origin,), shape[1], None))
         return AbsentTable()
 
     def same_matrix(self, path: str, other: str) -> bool:
@@ -180,7 +187,7 @@ class StageModel:
         taps: Taps | None = None,
     ) -> mx.array:
         """As of `Model`; what this rank's layers give, (T, hidden_size)."""
-        assert adapters is None, "refused before"
+        self.part.begin_adapters(adapters)
         by_mixer = dict(zip(self.mixers, caches, strict=True))
         step = Step(positions, by_mixer, rope_variants=rope_variants)
         rank, num_rows = self._link.rank, positions.shape[0]
@@ -229,13 +236,13 @@ class StageModel:
         On the others it returns rows that have no meaning there.
         """
         if self._rows_are_back:
-            return self.part.logits(hidden) if self._is_first else hidden
+            return self.part.logits(hidden, adapters) if self._is_first else hidden
         if self._is_last:
             hidden = self._link.send(hidden)
         elif self._is_first:
             hidden = self._link.receive(hidden.shape, hidden.dtype)
         mx.async_eval(hidden)
-        return self.part.logits(self.part.norm(hidden)) if self._is_first else hidden
+        return self.part.logits(self.part.norm(hidden), adapters) if self._is_first else hidden
 
 
 def load_stage(

@@ -206,11 +206,26 @@ class Weights:
     ) -> StoredMatrix:
         """One matrix (out_dims, in_dims), or (E, out_dims, in_dims); `parts` as of `linear`."""
         offset = self.take(f"{path}.bias", shape[:-1], parts=parts) if bias else None
-        origins = (Origin(path, shape[-2]),)
         if f"{path}.scales" in self:
-            return replace(self._quantized(path, shape, offset, parts), origins=origins)
-        weight = self._taken(f"{path}.weight", shape, parts)
-        return StoredMatrix(self._cast(weight), offset, origins=origins)
+            stored = self._quantized(path, shape, offset, parts)
+        else:
+            weight = self._taken(f"{path}.weight", shape, parts)
+            stored = StoredMatrix(self._cast(weight), offset)
+        return self.named(stored, path, f"{path}.weight")
+
+    def named(
+        self, stored: StoredMatrix, path: str, tensor: str, *, outputs_axis: int = -2
+    ) -> StoredMatrix:
+        """A matrix that knows which one of the checkpoint it is, for adapters.
+
+        Args:
+            stored: the matrix, with all of its outputs in order.
+            path: its name, as adapters have it.
+            tensor: the one that it was taken from.
+            outputs_axis: of that tensor, from behind.
+        """
+        num_rows = stored.weight.shape[-2]
+        return replace(stored, origins=(Origin(path, num_rows, num_rows),))
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """A part of a matrix in the activations' dtype."""
@@ -251,9 +266,9 @@ class Weights:
         parts = [self.matrix(each.format(i), (one[0], one[1])) for i in range(count)]
         if len({part.form for part in parts}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        return replace(
-            combined(parts, lambda arrays, _: stacked(arrays)), origins=(Origin(stack, one[0]),)
-        )
+        (origin,) = parts[0].origins
+        whole = combined(parts, lambda arrays, _: stacked(arrays))
+        return replace(whole, origins=(replace(origin, path=stack),))
 
     def head(self, path: str, shape: tuple[int, int]) -> Projection:
         """The output projection (vocab_size, hidden_size)."""

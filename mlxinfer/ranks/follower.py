@@ -25,6 +25,7 @@ from ..memory import total_memory_bytes
 from ..models import load_share
 from ..models.decoder import LanguageModel
 from . import messages
+from .adapters import OwnAdapters
 from .control import Connection, Hello, connect
 from .group import FORM_S
 from .hosts import Place
@@ -78,6 +79,7 @@ class Follower:
         self._sums_tokens = True
         self._reader: Reader
         self._model: LanguageModel | None = None
+        self._adapters: OwnAdapters | None = None
         self._forward: Forward | None = None
         self._in_flight: _InFlight | None = None
 
@@ -92,6 +94,10 @@ class Follower:
             messages.Commit: self._commit,
             messages.Reset: self._reset,
             messages.Release: self._release,
+            messages.Resize: self._resize,
+            messages.AdapterCheck: lambda order: self._own_adapters.check(order),
+            messages.AdapterPiece: lambda order: self._own_adapters.piece(order),
+            messages.AdapterRemove: lambda order: self._own_adapters.remove(order),
         }
         while True:
             message = self._inbox.get()
@@ -144,10 +150,17 @@ class Follower:
         except (MlxinferError, OSError) as error:  # rank 0 says so, and may load another model
             log.exception("rank %d cannot load %s", rank, message.name)
             problem = str(error)
+        if self._model is not None and problem is None:
+            self._adapters = OwnAdapters(rank, self._model, self._say)
         self._sums_tokens = not message.pipeline
         num_bytes = 0 if self._model is None else self._model.num_bytes
         facts = num_bytes, sum(reads), total_memory_bytes()
         self._say(messages.Loaded(rank, message.number, problem, *facts))
+
+    @property
+    def _own_adapters(self) -> OwnAdapters:
+        assert self._adapters is not None, "a model is loaded before its adapters are"
+        return self._adapters
 
     def _folder(self, message: messages.Load) -> Path:
         """Where the checkpoint lies here; MlxinferError where it is another one."""
@@ -206,8 +219,13 @@ class Follower:
         self._in_flight = None
         self._forward.cache.reset()
 
+    def _resize(self, message: messages.Resize) -> None:
+        assert self._forward is not None
+        for group, count in zip(self._forward.cache.groups, message.num_pages, strict=True):
+            group.allocator.resize(count)
+
     def _release(self, _: messages.Release) -> None:
-        self._model = self._forward = self._in_flight = None
+        self._model = self._forward = self._in_flight = self._adapters = None
         gc.collect()
         mx.clear_cache()
 

@@ -28,6 +28,7 @@ from ..memory import default_kv_bytes
 from ..models import load_share
 from ..models.decoder import LanguageModel
 from . import messages
+from .adapters import OtherAdapters
 from .control import Connection, Hello, accept, listen
 from .hosts import Place
 from .join import join_group, version
@@ -74,6 +75,7 @@ class RankGroup:
         self.on_end: Callable[[], None] = lambda: None
         self.loaded: list[messages.Loaded] = []  # by the others, of the present model
         self._local = local
+        self.adapters: OtherAdapters  # of the model that is loaded
         self._pipeline = False
         self._num_loads = 0
         self._claimed: str | None = None  # the model that they run, or will
@@ -160,11 +162,10 @@ class RankGroup:
         except MlxinferError:  # the others are there for the next model
             self._tell(messages.Release())
             raise
-        model.lacks = {
-            "disk_cache": "its pages lie on several ranks",
-            "adapters": "its matrices lie on several ranks",
-            **model.lacks,
-        }
+        model.lacks = {"disk_cache": "its pages lie on several ranks", **model.lacks}
+        self.adapters = OtherAdapters(
+            len(self._ranks), self._tell, self._next_answer, self.fail, self._step_s
+        )
         return model
 
     def _check_loading(self, order: messages.Load) -> None:
@@ -262,6 +263,10 @@ class RankGroup:
         if num_kept:
             self._tell(messages.Commit(dict(num_kept)))
 
+    def resize(self, num_pages: Sequence[int]) -> None:
+        """Every rank may have so many pages of each layer group from now on."""
+        self._tell(messages.Resize(list(num_pages)))
+
     def reset(self, error: BaseException) -> None:
         """A step failed by this error: what is in the caches is forgotten.
 
@@ -347,16 +352,23 @@ class RankGroup:
         """An answer of this kind from each."""
         found: list[Any] = []
         while len(found) < len(self._ranks):
-            try:
-                answer = self._answers.get(timeout=timeout_s)
-            except queue.Empty:
-                raise self.fail(TimeoutError(f"no {kind.__name__} in {timeout_s:g} s")) from None
+            answer = self._next_answer(timeout_s)
             if answer is None:
-                assert self.failure is not None
-                raise self.failure
+                raise self.fail(TimeoutError(f"no {kind.__name__} in {timeout_s:g} s"))
             if isinstance(answer, kind):
                 found.append(answer)
         return found
+
+    def _next_answer(self, timeout_s: float) -> Any:
+        """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if answer is None:
+            assert self.failure is not None
+            raise self.failure
+        return answer
 
     # -- on the watcher's thread ----------------------------------------------------------------
 

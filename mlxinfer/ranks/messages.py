@@ -48,6 +48,32 @@ class Reset(msgspec.Struct, array_like=True, tag="reset"):
     """Forget what is in the cache."""
 
 
+class Resize(msgspec.Struct, array_like=True, tag="resize"):
+    """Pages that each layer group may have from now on: adapters take memory, or give it back."""
+
+    num_pages: list[int]
+
+
+class AdapterCheck(msgspec.Struct, array_like=True, tag="adapter"):
+    """Read an adapter's files, which must be these. To be answered by `AdapterDone`."""
+
+    number: int  # of its rows in steps
+    folder: str
+    identity: str
+
+
+class AdapterPiece(msgspec.Struct, array_like=True, tag="piece"):
+    """Load the next piece of it. To be answered by `AdapterDone`."""
+
+    number: int
+
+
+class AdapterRemove(msgspec.Struct, array_like=True, tag="remove"):
+    """Take an adapter off the model, whatever of it is there."""
+
+    number: int
+
+
 class Release(msgspec.Struct, array_like=True, tag="release"):
     """Forget the model and its cache; another may follow."""
 
@@ -79,6 +105,16 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     max_snapshots: int  # of states
 
 
+class AdapterDone(msgspec.Struct, array_like=True, tag="adapted"):
+    """An adapter was read, or a piece of it loaded, or why not."""
+
+    rank: int
+    number: int
+    problem: str | None
+    num_bytes: int  # that it will take here; of pieces 0
+    ended: bool  # there is no further piece
+
+
 class Checked(msgspec.Struct, array_like=True, tag="checked"):
     """The checksum of a step."""
 
@@ -96,8 +132,11 @@ class Pong(msgspec.Struct, array_like=True, tag="pong"):
     """It lives."""
 
 
-ORDERS = (Load, Assemble, StepMessage, Commit, Reset, Release, Form, Ping)
-REPLIES = (Loaded, Ready, Checked, Failed, Pong)
+ORDERS = (
+    *(Load, Assemble, StepMessage, Commit, Reset, Release, Form, Ping),
+    *(Resize, AdapterCheck, AdapterPiece, AdapterRemove),
+)
+REPLIES = (Loaded, Ready, Checked, Failed, Pong, AdapterDone)
 
 
 def ready(cache: KVCache) -> Ready:

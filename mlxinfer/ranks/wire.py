@@ -60,6 +60,7 @@ class StepMessage(msgspec.Struct, array_like=True, tag="step"):
     num_rows: int
     prompt_rows: list[tuple[int, int]]
     rope_variants: bytes | None
+    adapters: bytes | None
     checked: bool  # a checksum of it is expected
 
 
@@ -137,6 +138,7 @@ class Writer:
             step.num_rows,
             step.prompt_rows,
             None if step.rope_variants is None else _bytes(step.rope_variants),
+            None if step.adapters is None else _bytes(step.adapters),
             self.num_steps % CHECK_EVERY == 1,
         )
 
@@ -222,6 +224,7 @@ class Reader:
             num_rows=message.num_rows,
             prompt_rows=message.prompt_rows,
             rope_variants=None if message.rope_variants is None else _ints(message.rope_variants),
+            adapters=None if message.adapters is None else _ints(message.adapters),
         )
         for number in message.dropped:
             del self._tables[number]
@@ -272,7 +275,7 @@ def checksum(step: StepInputs) -> int:
             add_segment(tables)
     for segment in step.segments.long:
         add_segment(segment.tables, *_places(segment))
-    for one in (step.known_ids, step.pending, step.rows):
+    for one in (step.known_ids, step.pending, step.rows, step.adapters):
         add(b"" if one is None else _bytes(one))
     for move in step.work.seal:
         add_segment(move.tables, move.slot, move.start, move.stop)

@@ -12,17 +12,23 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import hypothesis
+import numpy as np
 import pytest
-from engine.harness import PAGE, Harness, alone, prompt
+from adapters.cases import drawn, folders
+from adapters.drawn import write_mlx
+from engine.harness import PAGE, Harness, Outcome, alone, prompt
 from engine.proposers import some_proposer
-from engine.test_matrix import NEAR_TIE, assert_same, kv_options, play, programs
+from engine.test_matrix import NEAR_TIE, Asked, assert_same, kv_options, play, programs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.engine import kv_manager
+from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
+from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
 from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.open import open_group
@@ -63,6 +69,20 @@ def whole(case: str) -> Model:
     return load(folder_of(case))
 
 
+def plain_run(case: str, options: KVOptions, asked: Asked) -> Outcome:
+    """A request by itself on one rank, with its adapter."""
+    params, ids = SamplingParams(max_tokens=asked.max_tokens, logprobs=2), list(asked.prompt_ids)
+    if asked.adapter is None:
+        return alone(whole(case), ids, params, kv=options)
+    plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
+    own = {asked.adapter: folders(case)[asked.adapter]}
+    harness = Harness(whole(case), adapters=own, kv=options, **plain)
+    harness.add("alone", ids, params, adapter=asked.adapter)
+    outcome = harness.drain()["alone"]
+    harness.loop.close()
+    return outcome
+
+
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
 @given(data=st.data())
 @settings(max_examples=NUM_PROGRAMS, phases=[Phase.generate], deadline=None)
@@ -79,7 +99,8 @@ def test_everything_at_once_over_ranks(
     if case.startswith("kimi_linear"):  # the tiny one's latent vectors suit no codes
         options = replace(options, bits=(None, None))
     hypothesis.assume(not pipeline or whole(case).config.num_layers >= SIZE)
-    program = data.draw(programs(()))
+    adapters = data.draw(st.sampled_from([{}, folders(case)]))
+    program = data.draw(programs(adapters))
     longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in program)
     changes = {
         "kv": options,
@@ -91,23 +112,53 @@ def test_everything_at_once_over_ranks(
     }
     preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
     guess_seed = data.draw(st.none() | st.integers(0, 2**20))
-    plains = {
-        str(i): alone(
-            whole(case),
-            list(asked.prompt_ids),
-            SamplingParams(max_tokens=asked.max_tokens, logprobs=2),
-            kv=options,
-        )
-        for i, asked in enumerate(program)
-    }
+    plains = {str(i): plain_run(case, options, asked) for i, asked in enumerate(program)}
     model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
     answers = {name: plain.token_ids for name, plain in plains.items()}
     proposer = some_proposer(guess_seed, whole(case), answers)
-    harness = Harness(model, proposer=proposer, followers=group, **changes)
+    harness = Harness(model, proposer=proposer, followers=group, adapters=adapters, **changes)
     play(harness, program, preempt_every)
     for name, plain in plains.items():
         near_tie = 0.0 if options.bits == (None, None) else NEAR_TIE
         assert_same(harness.outcomes[name], plain, near_tie=near_tie)
+    harness.loop.close()
+
+
+@pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
+def test_adapters_come_and_go_while_requests_run(
+    group: RankGroup, pipeline: bool, tmp_path: Path
+) -> None:
+    """And one that is broken in another rank's part ends its load alone, with the reason."""
+    case, names = "qwen3-v4", ("first", "second")
+    broken = drawn.__wrapped__(case, "second")  # a fresh one, of lengths that ranks sum
+    last = max(path for path in broken.b if path.endswith(".gate_proj"))
+    broken.b[last][-1] = np.nan  # of the last layer, the last column: the last rank's
+    bad = write_mlx(tmp_path, broken)
+    asked = [Asked(0, tuple(prompt(20 + i, i)), 60, None, (None, *names)[i]) for i in range(3)]
+    model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+    harness = Harness(model, followers=group)
+    table = harness.loop.adapters
+
+    def add(i: int) -> None:
+        params = SamplingParams(max_tokens=60, logprobs=2)
+        harness.add(str(i), list(asked[i].prompt_ids), params, adapter=asked[i].adapter)
+
+    add(0)
+    for i, name in enumerate(names, 1):
+        for _ in table.load(name, read_adapter(folders(case)[name])):
+            harness.turn()
+        add(i)
+    harness.turn(3)
+    with pytest.raises(CheckpointError, match=rf"Rank {SIZE - 1} cannot load .*NaN or infinity"):
+        list(table.load("bad", read_adapter(bad)))
+    for name in names:
+        list(table.unload(name))
+    assert not harness.loop.idle, "requests go on with what new ones cannot name"
+    outcomes = harness.drain()
+    for i, one in enumerate(asked):
+        assert_same(outcomes[str(i)], plain_run(case, KVOptions(), one), near_tie=0.0)
+    assert table.num_bytes == 0
+    assert not model.adapted if not pipeline else not model.part.adapted
     harness.loop.close()
 
 

@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 
 from ....errors import ModelError
-from ....layers.factory import Origin
 from ....models.config import normalise
 from ....models.matrix import StoredMatrix
 from ....models.quantization import QuantFormat, Quantization, format_of_shapes
@@ -93,7 +92,7 @@ class _Asked(Weights):
         """Dense, and noted."""
         self._widths[path] = shape[-1]
         offset = self.raw(path, shape[:-1]) if bias else None
-        return StoredMatrix(self.raw(path, shape), offset, origins=(Origin(path, shape[-2]),))
+        return self.named(StoredMatrix(self.raw(path, shape), offset), path, f"{path}.weight")
 
     def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """In one and one by one."""

@@ -14,6 +14,7 @@ from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank
 from ...layers.factory import Origin, Place
 from ..decoder import LanguageModel, Model
 from ..jsonfields import Fields
+from ..stage import StageModel
 from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of
 from .mlx_lm import read_mlx_lm
 from .peft import read_peft
@@ -56,7 +57,8 @@ class ModelAdapters:
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        self._model = model if isinstance(model, Model) else None
+        part = model.part if isinstance(model, StageModel) else model
+        self._model = part if isinstance(part, Model) else None
         self._why_not = model.lacks.get("adapters")
         self._targets: Targets | None = None
         self._adapted: dict[int, Adapted] = {} if self._model is None else self._model.adapted
@@ -74,7 +76,7 @@ class ModelAdapters:
         """Bytes that the matrices will take, what stacks pad them by and DoRA's gains included."""
         assert self._model is not None
         size, total = _dtype_of(self._model).size, 0
-        for index, own in by_place(placements).items():
+        for index, own in self._own(placements).items():
             place = self._model.places[index]
             rank, parts = _rank_of(own), len(place.origins)
             outputs = sum(origin.num_rows for origin in place.origins)
@@ -82,6 +84,13 @@ class ModelAdapters:
             if any(placement.module.magnitude is not None for placement in own):
                 total += outputs * size
         return total
+
+    def _own(self, placements: Sequence[Placement]) -> dict[int, list[Placement]]:
+        """Placements of each projection, of those that are not another rank's."""
+        assert self._model is not None
+        places = self._model.places
+        own = [each for each in placements if places[each.place].projection is not None]
+        return by_place(own)
 
     def new_number(self) -> int:
         """For an adapter that is to be loaded."""
@@ -95,22 +104,31 @@ class ModelAdapters:
         """Put an adapter on the model, yielding after each layer: other work may go on meanwhile.
 
         No row of a step may have its number before the end. Where it is not carried through, the
-        number is to be removed.
+        number is to be removed. All ranks that have a part of each layer do the same pieces at the
+        same time: lengths of DoRA are sums over them.
 
         Raises:
             CheckpointError: NaN or infinity.
         """
         assert self._model is not None
+        self._model.active_adapters.last_number = max(
+            number, self._model.active_adapters.last_number
+        )
         tensors = mx.load(str(adapter.file))
         assert isinstance(tensors, dict)
-        wanted, layer = by_place(placements), None
+        wanted, layer, broken = self._own(placements), None, list[str]()
         self._make_room(wanted)
         for index, own in wanted.items():
             place = self._model.places[index]
             if layer not in (None, layer := layer_of(place.origins[0].path)):
+                _require_finite(broken, adapter)
                 yield
                 self._make_room(wanted)  # `remove` of another takes away those that are empty
-            self._adapted[index].add(number, self._low_rank(index, place, own, tensors, adapter))
+            made = self._low_rank(index, place, own, tensors, adapter)
+            if not made.is_finite:
+                broken += [placement.module.path for placement in own]
+            self._adapted[index].add(number, made)
+        _require_finite(broken, adapter)  # of a layer at its end: until then, ranks go together
 
     def remove(self, number: int) -> None:
         """Take an adapter off the model; what of it is there."""
@@ -148,6 +166,7 @@ class ModelAdapters:
         active, dtype = self._model.active_adapters, _dtype_of(self._model)
         widths = [origin.num_rows for origin in place.origins]
         base = place.projection
+        assert base is not None, "another rank's"
         if place.num_experts is not None:
             return AdaptedExperts(base, place.num_experts, active, widths, dtype)  # type: ignore[arg-type]  # of experts, as the place says
         zeros = mx.zeros((1, place.in_dims), self._model.activation_dtype)
@@ -186,12 +205,7 @@ class ModelAdapters:
             matrices.append(b * (1 + gain[-1]) if pairs else None)
         b = self._adapted[index].outputs.pieces(matrices, rank)
         has_gain = any(placement.module.magnitude is not None for placement in own)
-        made = LowRank(mx.concatenate(sides, axis=2), b, mx.concatenate(gain) if has_gain else None)
-        finite = [mx.isfinite(x).all() for x in (made.a, made.b, made.gain) if x is not None]
-        if not all(bool(each) for each in finite):
-            names = ", ".join(placement.module.path for placement in own[:3])
-            raise CheckpointError(f"{adapter.file} holds NaN or infinity for {names}.")
-        return made
+        return LowRank(mx.concatenate(sides, axis=2), b, mx.concatenate(gain) if has_gain else None)
 
     def _gain(
         self,
@@ -225,6 +239,9 @@ class ModelAdapters:
             product = product - bias
         square = self._squares(index)[rows] + 2 * (b * product[:, rows]).sum(axis=0)
         square = square + (b * ((a.T @ a) @ b)).sum(axis=0)
+        if place.inputs is not None and self._model.link is not None:  # of some of the inputs
+            square = self._model.link.sum(square)
+            mx.eval(square)  # now: all ranks do their sums in one order
         length = _outputs(tensors[name].reshape(-1).astype(mx.float32), placement, origin, axis=0)
         return length / mx.sqrt(mx.maximum(square, 1e-30)) - 1
 
@@ -251,6 +268,13 @@ class ModelAdapters:
                 mx.eval(total)
             self._norms[index] = total
         return self._norms[index]
+
+
+def _require_finite(broken: Sequence[str], adapter: AdapterFolder) -> None:
+    """Raise CheckpointError where matrices of some modules hold NaN or infinity."""
+    if broken:
+        names = ", ".join(broken[:3])
+        raise CheckpointError(f"{adapter.file} holds NaN or infinity for {names}.")
 
 
 def _dtype_of(model: Model) -> mx.Dtype:
@@ -290,6 +314,8 @@ def _pair(
     module = placement.module
     a, b = (tensors[name].astype(mx.float32) for name in (module.a, module.b))
     a, b = oriented(a, b, module, place)
+    if place.inputs is not None:
+        a = a[:, place.inputs.start : place.inputs.start + place.in_dims]
     b = _outputs(b * module.scale, placement, origin, axis=2)
     return a, b, placement.expert
 
@@ -307,7 +333,7 @@ def oriented(
     count = place.num_experts or 1
     first = mx.unflatten(a, 0, (count, -1))  # (E, r, ...)
     second = mx.unflatten(b, 1, (-1, count)).transpose(2, 0, 1)  # (E, ..., r)
-    if first.shape[2] == place.in_dims:
+    if first.shape[2] == place.all_inputs:
         return first.swapaxes(1, 2), second.swapaxes(1, 2)
     return second, first  # PEFT before 0.18 took the outputs of such stacks for inputs
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.factory import Origin
 from ..decoder import Model
 from ..registry import family
 from ..safetensors import is_expert
@@ -63,13 +62,9 @@ class Targets:
         self.model = model
         self._family = family(model.config.model_type)
         self._spots: dict[str, list[_Spot]] = {}
-        totals: dict[str, int] = {}
-        for place in model.places:
-            for origin in place.origins:
-                totals[origin.path] = max(totals.get(origin.path, 0), _rows_seen(origin))
         for index, place in enumerate(model.places):
             for part, origin in enumerate(place.origins):
-                spot = _Spot(index, part, totals[origin.path])
+                spot = _Spot(index, part, origin.total)
                 self._spots.setdefault(origin.path, []).append(spot)
 
     @cached_property
@@ -183,7 +178,7 @@ class Targets:
         outputs = placement.total if placement.put is None else len(placement.put)
         if placement.taken is not None:
             outputs = 2 * len(placement.taken)
-        wanted = _shapes(module, place.in_dims, outputs, place.num_experts, placement.expert)
+        wanted = _shapes(module, place.all_inputs, outputs, place.num_experts, placement.expert)
         if not wanted[0]:
             kind = "a projection" if place.num_experts is None else f"{place.num_experts} experts"
             raise CheckpointError(
@@ -221,11 +216,6 @@ class Targets:
 def _made_for(adapter: AdapterFolder) -> str:
     base = "" if adapter.base is None else f" ({adapter.base[:100]})"
     return f": it was made for another model{base}"
-
-
-def _rows_seen(origin: Origin) -> int:
-    """How many outputs the checkpoint's matrix has at least."""
-    return origin.num_rows if origin.rows is None else int(origin.rows.max()) + 1
 
 
 def _shapes(

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...layers.factory import Origin
 from ...layers.mlp import FeedForward, Gated, clamped_swiglu
 from ...layers.moe import ExpertProjection, top_k_softmax
 from ..family import Family
@@ -91,12 +90,14 @@ class GptOss(Family):
     def _published(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """As on the hub: dense and transposed, or 16 bytes of two numbers each per exponent."""
         weights, (count, rows, in_dims) = self.weights, shape
-        bias, origins = weights.take(f"{path}_bias", (count, rows)), (Origin(path, rows),)
+        bias = weights.take(f"{path}_bias", (count, rows))
         if path in weights:
             weight = weights.take(path, (count, in_dims, rows)).swapaxes(1, 2)
-            return StoredMatrix(mx.contiguous(weight), bias, origins=origins)
+            stored = StoredMatrix(mx.contiguous(weight), bias)
+            return weights.named(stored, path, path, outputs_axis=-1)
         groups = in_dims // MXFP4.group_size
         blocks = weights.raw(f"{path}_blocks", (count, rows, groups, 16), dtype=mx.uint8)
         scales = weights.raw(f"{path}_scales", (count, rows, groups), dtype=mx.uint8)
         packed = blocks.reshape(count, rows, -1).view(mx.uint32)
-        return StoredMatrix(packed, bias, scales, None, MXFP4, origins)
+        stored = StoredMatrix(packed, bias, scales, None, MXFP4)
+        return weights.named(stored, path, f"{path}_blocks", outputs_axis=-3)

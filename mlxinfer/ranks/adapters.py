@@ -1,0 +1,160 @@
+"""Adapters of a model that is spread over ranks: each rank loads its part of the matrices.
+
+All ranks read an adapter's files and check them before one of them loads anything. Then they load
+it piece by piece, together: no rank begins a piece before all have ended the one before, so that
+the sums that some matrices take (DoRA's lengths) come in one order everywhere, and what one rank
+finds wrong ends the load on all of them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import CheckpointError, MlxinferError, RanksFailedError
+from ..models.adapters.folder import AdapterFolder
+from ..models.adapters.loaded import ModelAdapters, read_adapter
+from ..models.decoder import LanguageModel
+from . import messages
+
+POLL_S = 0.01  # that one look for an answer may take, between two of which steps run
+CHECK_S = 600.0  # that a rank may take to read the files
+
+Tell = Callable[[msgspec.Struct], None]
+Hear = Callable[[float], Any]
+"""The next answer of another rank; None: none came within so many seconds."""
+
+
+class OtherAdapters:
+    """The adapters of the other ranks, as rank 0 sees them; see `engine.forward.OtherAdapters`.
+
+    Args:
+        num_others: how many ranks there are.
+        tell: sends an order to all of them.
+        hear: takes their answers.
+        fail: ends the group, and returns the error to raise.
+        piece_s: seconds that a piece may take.
+    """
+
+    def __init__(
+        self,
+        num_others: int,
+        tell: Tell,
+        hear: Hear,
+        fail: Callable[[BaseException], RanksFailedError],
+        piece_s: float,
+    ) -> None:
+        self._num_others = num_others
+        self._tell = tell
+        self._hear = hear
+        self._fail = fail
+        self._piece_s = piece_s
+        self._answers: dict[int, list[messages.AdapterDone]] = {}  # by number of the adapter
+
+    def check(self, number: int, adapter: AdapterFolder) -> Generator[None, None, int]:
+        """Let every rank read what the adapter changes; other work may go on where this yields.
+
+        Returns:
+            The most bytes that its matrices take on one of them.
+
+        Raises:
+            CheckpointError: one of them has other files, or they are not for this model.
+            RanksFailedError: the group has failed.
+        """
+        self._tell(messages.AdapterCheck(number, str(adapter.folder), adapter.identity))
+        deadline_s = time.monotonic() + CHECK_S
+        while not self._all_answered(number, POLL_S):
+            if time.monotonic() > deadline_s:
+                raise self._fail(TimeoutError(f"a rank reads an adapter for {CHECK_S:g} seconds"))
+            yield
+        return max(one.num_bytes for one in self._taken(number, adapter))
+
+    def begin_piece(self, number: int) -> None:
+        """Let every rank load the next piece; `end_piece` must follow."""
+        self._tell(messages.AdapterPiece(number))
+
+    def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
+        """Wait for the ends of that piece; whether it was the last of all.
+
+        Raises:
+            CheckpointError: one of them found the matrices wrong.
+            RanksFailedError: the group has failed, or a piece takes too long.
+        """
+        deadline_s = time.monotonic() + self._piece_s
+        while not self._all_answered(number, 1.0):
+            if time.monotonic() > deadline_s:
+                raise self._fail(TimeoutError(f"an adapter's layer took {self._piece_s:g} seconds"))
+        return all(one.ended for one in self._taken(number, adapter))
+
+    def remove(self, number: int) -> None:
+        """Let every rank take the adapter off its part, as far as it was loaded."""
+        self._answers.pop(number, None)
+        self._tell(messages.AdapterRemove(number))
+
+    def _all_answered(self, number: int, timeout_s: float) -> bool:
+        """Whether all have answered about this adapter, waiting for one answer at most."""
+        if len(self._answers.get(number, ())) < self._num_others:
+            answer = self._hear(timeout_s)
+            if isinstance(answer, messages.AdapterDone):
+                self._answers.setdefault(answer.number, []).append(answer)
+        return len(self._answers.get(number, ())) == self._num_others
+
+    def _taken(self, number: int, adapter: AdapterFolder) -> list[messages.AdapterDone]:
+        """All answers; raises CheckpointError where one has a problem."""
+        answers = sorted(self._answers.pop(number), key=lambda one: one.rank)
+        for one in answers:
+            if one.problem is not None:
+                where = f"Rank {one.rank} cannot load {adapter.folder}"
+                raise CheckpointError(f"{where}: {one.problem}")
+        return answers
+
+
+class OwnAdapters:
+    """The adapters of a rank that follows: its part of each, by the orders of rank 0.
+
+    Args:
+        rank: this one.
+        model: its part.
+        say: answers rank 0; from any thread.
+    """
+
+    def __init__(self, rank: int, model: LanguageModel, say: Tell) -> None:
+        self._rank = rank
+        self._say = say
+        self._loaded = ModelAdapters(model)
+        self._loading: dict[int, Iterator[None]] = {}
+
+    def check(self, order: messages.AdapterCheck) -> None:
+        """Read the files, while steps go on; `AdapterDone` follows."""
+        name = "mlxinfer-adapter"
+        threading.Thread(target=self._check, args=(order,), name=name, daemon=True).start()
+
+    def _check(self, order: messages.AdapterCheck) -> None:
+        problem, num_bytes = None, 0
+        try:
+            adapter = read_adapter(Path(order.folder))
+            if adapter.identity != order.identity:
+                raise CheckpointError("it is not the adapter that rank 0 has; copy the same files.")
+            placements = self._loaded.check(adapter)
+            num_bytes = self._loaded.estimate(placements)
+            self._loading[order.number] = self._loaded.load(order.number, adapter, placements)
+        except (MlxinferError, OSError) as error:
+            problem = str(error)
+        self._say(messages.AdapterDone(self._rank, order.number, problem, num_bytes, False))
+
+    def piece(self, order: messages.AdapterPiece) -> None:
+        """Load the next piece, on the thread that owns MLX."""
+        problem, ended = None, True
+        try:
+            ended = next(self._loading[order.number], self) is self
+        except MlxinferError as error:
+            problem = str(error)
+        self._say(messages.AdapterDone(self._rank, order.number, problem, 0, ended))
+
+    def remove(self, order: messages.AdapterRemove) -> None:
+        """Take an adapter off."""
+        self._loading.pop(order.number, None)
+        self._loaded.remove(order.number)

@@ -1,0 +1,128 @@
+"""Adapters on a model that is spread over ranks: each has its part of their matrices, and logits
+are those of one rank. Ranks are threads here; all families, and four ranks, with
+
+    MLXINFER_ALL_RANKS=1 pytest tests/ranks/test_adapters.py
+"""
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from adapters.cases import base, folders
+from models.cases import CASES
+from models.dense_kv import DenseCache
+from models.tiny import tiny_checkpoint
+from ranks.threads import ThreadLink, run_ranks
+
+from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.models import load, load_share
+from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
+from mlxinfer.models.decoder import LanguageModel
+from mlxinfer.models.share import SPLITTABLE
+
+SOME = [
+    "qwen2-v5",
+    "qwen3-v4",
+    "gpt_oss-v4",
+    "deepseek_v3-v4",
+    "qwen3_next-v5",
+    "nemotron_h-v4",
+    "phi3-v4",
+]
+QUANTIZED = ("qwen2-v5",)
+SOME_STAGED = ["olmo2-v4", "granitemoehybrid-v4", "llama-v4"]
+ALL = os.environ.get("MLXINFER_ALL_RANKS") == "1"
+EVERY = [case for case in CASES if CASES[case]["model_type"] in SPLITTABLE]
+IDS = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
+ROWS = np.random.default_rng(1).integers(0, 4, 40).astype(np.int32)  # adapters of rows; 0: none
+
+
+@cache
+def checkpoint(case: str) -> Path:
+    """A quantised one where its groups can be divided."""
+    return base(case) if case in QUANTIZED else tiny_checkpoint(Path(mkdtemp()), case)
+
+
+def adapters_of(case: str) -> dict[str, Path]:
+    """Those of the case; of Nemotron without the one for experts, which take none on one rank."""
+    skip = ("first",) if case == "nemotron_h-v5" else ()
+    return {name: folder for name, folder in folders(case).items() if name not in skip}
+
+
+def load_all(model: LanguageModel, adapters: Mapping[str, Path]) -> ModelAdapters:
+    """As ranks do: all pieces of one adapter after the other."""
+    loaded = ModelAdapters(model)
+    for number, folder in enumerate(adapters.values(), 1):
+        adapter = read_adapter(folder)
+        for _ in loaded.load(number, adapter, loaded.check(adapter)):
+            pass
+    return loaded
+
+
+def logits_of(model: LanguageModel, adapters: np.ndarray | None = ROWS) -> np.ndarray:
+    caches = DenseCache(model).step([("a", len(IDS))])
+    positions = mx.arange(len(IDS), dtype=mx.int32)
+    hidden = model(mx.array(IDS), positions, caches, adapters=adapters)
+    return np.array(model.logits(hidden, adapters))
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(found - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+@pytest.mark.parametrize("size", [2, 4] if ALL else [2])
+@pytest.mark.parametrize("case", EVERY if ALL else SOME)
+def test_parts_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -> None:
+    """LoRA of two ranks and DoRA in one step, on quantised bases; and the plain model after."""
+    whole = load(checkpoint(case))
+    plain = logits_of(whole, None)
+    at_once = load_all(whole, adapters_of(case))
+    expected = logits_of(whole)
+    numbers = range(1, 1 + len(adapters_of(case)))
+    sizes = {number: at_once.bytes_of(number) for number in numbers}
+
+    def work(link: ThreadLink) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+        model = load_share(checkpoint(case), link.rank, link)
+        loaded = load_all(model, adapters_of(case))
+        num_bytes = {number: loaded.bytes_of(number) for number in sizes}
+        mixed = logits_of(model)
+        for number in sizes:
+            loaded.remove(number)
+        return mixed, logits_of(model, None), num_bytes
+
+    try:
+        results = run_ranks(size, work)
+    except UnsupportedModelError as error:  # of sizes that so many ranks cannot share
+        if not ALL:
+            raise
+        pytest.skip(str(error))
+    for mixed, after, num_bytes in results:
+        assert_close(mixed, expected)
+        assert_close(after, plain)
+        for number, total in sizes.items():
+            assert num_bytes[number] < 0.9 * total, "a part of each matrix"
+
+
+@pytest.mark.parametrize("size", [2, 3] if ALL else [2])
+@pytest.mark.parametrize("case", SOME_STAGED)
+def test_stages_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -> None:
+    whole = load(checkpoint(case))
+    at_once = load_all(whole, adapters_of(case))
+    expected = logits_of(whole)
+    total = sum(at_once.bytes_of(number) for number in (1, 2, 3))
+
+    def work(link: ThreadLink) -> tuple[np.ndarray, int]:
+        model = load_share(checkpoint(case), link.rank, link, pipeline=True)
+        loaded = load_all(model, adapters_of(case))
+        return logits_of(model), sum(loaded.bytes_of(number) for number in (1, 2, 3))
+
+    results = run_ranks(size, work)
+    assert (results[0][0] == expected).all(), "each layer is computed as it is on one rank"
+    assert sum(num_bytes for _, num_bytes in results) == total
+    assert all(num_bytes for _, num_bytes in results)

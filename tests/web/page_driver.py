@@ -103,6 +103,14 @@ class PageDriver:
         self.wait_idle(tab=tab)
         return tab.locator("article.assistant").last
 
+    def wait_for_answer(self, text: str, *, tab: Any = None) -> None:
+        """Wait until an answer's own text has this: what is drawn beside it may have it as well.
+
+        `:has-text` ignores case, so that "alone in the batch" would be taken for "One".
+        """
+        own = f"article.assistant .markdown:has-text('{text}')"
+        (tab or self.page).wait_for_selector(own)
+
     def wait_idle(self, *, tab: Any = None) -> None:
         """Wait until no answer arrives."""
         (tab or self.page).wait_for_selector('button[aria-label="Send"]')

@@ -67,7 +67,7 @@ def test_an_answer_is_drawn_as_markdown_with_code_and_formulas(page: PageDriver)
 def test_text_shows_before_the_answer_is_complete(page: PageDriver) -> None:
     page.server.script.says("The first half", " and the second half.")
     page.ask("Go")
-    page.page.wait_for_selector("article.assistant:has-text('The first half')")
+    page.wait_for_answer("The first half")
     assert "second half." not in page.page.locator("article.assistant").inner_text()
     page.page.wait_for_selector(".live:has-text('alone in the batch')")
     page.server.script.go_on.set()
@@ -90,7 +90,7 @@ def test_stop_ends_the_request_and_keeps_the_text(page: PageDriver) -> None:
     script = page.server.script
     script.says("One two three", " four five six")
     page.ask("Count")
-    page.page.wait_for_selector("article.assistant:has-text('One')")
+    page.wait_for_answer("One")
     page.click("Stop the answer")
     assert script.aborted.wait(5)
     page.wait_idle()
@@ -103,7 +103,7 @@ def test_stop_ends_the_request_and_keeps_the_text(page: PageDriver) -> None:
 def test_escape_stops(page: PageDriver) -> None:
     page.server.script.says("One two", " three")
     page.ask("Count")
-    page.page.wait_for_selector("article.assistant:has-text('One')")
+    page.wait_for_answer("One")
     page.page.keyboard.press("Escape")
     assert page.server.script.aborted.wait(5)
     page.wait_idle()
@@ -117,16 +117,16 @@ def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> No
     page.click("Edit this question")
     page.page.fill("textarea[aria-label='Edit the question']", "second question")
     page.page.keyboard.press("Enter")
-    page.page.wait_for_selector("article.assistant:has-text('second answer')")
+    page.wait_for_answer("second answer")
     page.wait_idle()
     assert "first question" not in page.server.prompt
     assert page.texts(".versions span") == ["2/2"]
     page.click("Previous version")
-    page.page.wait_for_selector("article.assistant:has-text('first answer')")
+    page.wait_for_answer("first answer")
     assert page.texts(".bubble") == ["first question"]
     script.says("third answer")
     page.click("Another answer")
-    page.page.wait_for_selector("article.assistant:has-text('third answer')")
+    page.wait_for_answer("third answer")
     page.wait_idle()
     assert page.texts(".versions span") == ["1/2", "2/2"]
 
@@ -138,7 +138,7 @@ def test_an_edited_answer_is_a_branch_that_follow_ups_build_on(page: PageDriver)
     page.page.fill("textarea[aria-label='Edit the answer']", "what it should have said")
     before = len(page.server.script.requests)
     page.click("Keep it")
-    page.page.wait_for_selector("article.assistant:has-text('should have said')")
+    page.wait_for_answer("should have said")
     assert page.texts(".versions span") == ["2/2"]
     assert "edited by you" in page.page.locator(".facts").inner_text()
     assert len(page.server.script.requests) == before
@@ -147,7 +147,7 @@ def test_an_edited_answer_is_a_branch_that_follow_ups_build_on(page: PageDriver)
     assert "what it said" not in page.server.prompt
     page.page.reload()
     page.page.locator(".entry").first.click()
-    page.page.wait_for_selector("article.assistant:has-text('should have said')")
+    page.wait_for_answer("should have said")
 
 
 def test_follow_ups_send_the_branch_that_is_shown(page: PageDriver) -> None:
@@ -170,7 +170,7 @@ def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
     page.server.script.says("Rain.")
     answer.get_by_label("Result of weather").fill("rainy")
     answer.get_by_role("button", name="Send results").click()
-    page.page.wait_for_selector("article.assistant:has-text('Rain.')")
+    page.wait_for_answer("Rain.")
     page.wait_idle()
     assert "rainy" in page.server.prompt
     assert CALL.split(",")[0] in page.server.prompt
@@ -178,7 +178,7 @@ def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:
     page.click("Edit this result")
     page.page.fill("textarea[aria-label='Edit the result']", "sunny")
     page.click("Send it")
-    page.page.wait_for_selector("article.assistant:has-text('Sun.')")
+    page.wait_for_answer("Sun.")
     page.wait_idle()
     assert "sunny" in page.server.prompt
     assert "rainy" not in page.server.prompt
@@ -288,7 +288,7 @@ def test_a_lost_connection_keeps_what_came_and_can_be_tried_again(page: PageDriv
     script = page.server.script
     script.says("One two three", " four five")
     page.ask("Count")
-    page.page.wait_for_selector("article.assistant:has-text('One')")
+    page.wait_for_answer("One")
     loop, state = page.server.server._loop, page.server.server.server_state
     assert loop is not None
     loop.call_soon_threadsafe(lambda: [c.transport.abort() for c in list(state.connections)])
@@ -301,7 +301,7 @@ def test_a_lost_connection_keeps_what_came_and_can_be_tried_again(page: PageDriv
     script.reset()
     script.says("All five.")
     answer.get_by_role("button", name="Try again").click()
-    page.page.wait_for_selector("article.assistant:has-text('All five.')")
+    page.wait_for_answer("All five.")
     page.wait_idle()
 
 

@@ -28,7 +28,7 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     assert isinstance(server, PageServer)
     server.script.says("Working", " on it")
     page.ask("A question that runs")
-    page.page.wait_for_selector("article.assistant:has-text('Working')")
+    page.wait_for_answer("Working")
     page.page.keyboard.press("Alt+3")
     row = page.page.locator("[aria-label='Running requests'] tbody tr")
     row.locator("text=answers").wait_for()

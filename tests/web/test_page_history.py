@@ -30,16 +30,16 @@ def test_a_conversation_is_there_after_a_reload_with_its_settings_and_branch(
     page.answered("Reload me")
     page.server.script.says("The second.")
     page.click("Another answer")
-    page.page.wait_for_selector("article.assistant:has-text('The second.')")
+    page.wait_for_answer("The second.")
     page.wait_idle()
     page.click("Previous version")
-    page.page.wait_for_selector("article.assistant:has-text('The first.')")
+    page.wait_for_answer("The first.")
     history = history_of(page.server)
     [stored] = [c for c in history.conversations("") if c.title == "Reload me"]
     wait_until(lambda: history.branch("", stored.id)[-1].content == "The first.")
     page.open()
     entry(page, "Reload me").locator(".entry").click()
-    page.page.wait_for_selector("article.assistant:has-text('The first.')")
+    page.wait_for_answer("The first.")
     assert page.texts(".versions span") == ["1/2"]
     page.click("Settings of this conversation")
     assert page.page.get_by_label("System message").input_value() == "Be kind."
@@ -50,12 +50,12 @@ def test_search_finds_a_message_in_another_branch_and_opens_it(page: PageDriver)
     page.answered("Animals")
     page.server.script.says("The giraffe is tall.")
     page.click("Another answer")
-    page.page.wait_for_selector("article.assistant:has-text('giraffe')")
+    page.wait_for_answer("giraffe")
     page.wait_idle()
     page.click("New chat", at=0)
     page.page.fill("#search", "zebra")
     page.page.locator(".excerpt", has_text="zebra").click()
-    page.page.wait_for_selector("article.assistant:has-text('The zebra')")
+    page.wait_for_answer("The zebra")
     page.page.fill("#search", "no such words anywhere")
     page.page.wait_for_selector("text=Nothing has all of these words.")
 
@@ -80,19 +80,19 @@ def test_two_tabs_see_each_others_messages(page: PageDriver) -> None:
     other.wait_for_selector("article.assistant")
     page.server.script.says("Seen by both.")
     page.answered("Second question", tab=other)
-    page.page.wait_for_selector("article.assistant:has-text('Seen by both.')")
+    page.wait_for_answer("Seen by both.")
     assert page.texts(".bubble") == ["From the first tab", "Second question"]
 
 
 def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver) -> None:
     page.server.script.says("Slowly", " it comes.")
     page.ask("Background")
-    page.page.wait_for_selector("article.assistant:has-text('Slowly')")
+    page.wait_for_answer("Slowly")
     page.click("New chat", at=0)
     page.page.wait_for_selector(".welcome")
     page.server.script.go_on.set()
     entry(page, "Background").locator(".entry").click()
-    page.page.wait_for_selector("article.assistant:has-text('Slowly it comes.')")
+    page.wait_for_answer("Slowly it comes.")
     page.wait_idle()
 
 
@@ -100,7 +100,7 @@ def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: Pag
     """What the server read before the end was saved is not what is shown."""
     page.server.script.says("Slowly", " it comes.")
     page.ask("Overtaken")
-    page.page.wait_for_selector("article.assistant:has-text('Slowly')")
+    page.wait_for_answer("Slowly")
     entry(page, "Overtaken").wait_for()
     page.click("New chat", at=0)
     read: list[tuple[Any, Any]] = []
@@ -115,7 +115,7 @@ def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: Pag
     entry(page, "Overtaken").get_by_text("answering…").wait_for(state="detached")
     [(route, reply)] = read
     route.fulfill(response=reply)
-    page.page.wait_for_selector("article.assistant:has-text('Slowly it comes.')")
+    page.wait_for_answer("Slowly it comes.")
     page.wait_idle()
 
 
@@ -141,7 +141,7 @@ def test_what_came_of_an_answer_is_kept_when_its_tab_is_closed(page: PageDriver)
     page.open(tab=tab)
     page.server.script.says("Half an answer", " and the rest")
     page.ask("Close me", tab=tab)
-    tab.wait_for_selector("article.assistant:has-text('Half')")
+    page.wait_for_answer("Half", tab=tab)
     tab.close(run_before_unload=False)
     tab = page.new_tab()
     page.open(tab=tab)
@@ -205,7 +205,7 @@ def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: Pag
     try:
         page.ask("Not kept")
         page.page.wait_for_selector(".notice:has-text('Not saved')")
-        page.page.wait_for_selector("article.assistant:has-text('ok')")
+        page.wait_for_answer("ok")
         page.wait_idle()
     finally:
         history._db.execute("PRAGMA query_only = OFF")

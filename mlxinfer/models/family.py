@@ -26,6 +26,7 @@ from .feed_forward import FeedForwards
 from .jsonfields import Fields
 from .multimodal import language_name
 from .rope_config import read_layer_types, read_rope
+from .stage import BetweenStages
 from .weights import Weights
 
 # Ends of the names of experts' stacks on the hub, where they are no modules of their own.
@@ -117,6 +118,11 @@ class Family(FeedForwards):
     def runs_by_layer(cls, config: ModelConfig) -> bool:
         """Whether a layer needs nothing but hidden states, and so can be run by itself."""
         return True
+
+    @classmethod
+    def between_stages(cls, config: ModelConfig) -> BetweenStages:
+        """What goes from one layer to the next, where other ranks have some of them."""
+        return BetweenStages((config.hidden_size,))
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:

@@ -3,13 +3,16 @@
 Rank 0 has the embedding, the first layers, the last norm and the output projection; the others have
 layers only. Hidden states go from each rank to the next, and the rows that logits are wanted of go
 from the last rank back to rank 0. Where hidden states are wanted beside logits (`Taps`), all rows
-come back, with the outputs of those layers side by side. Any model will do of which a layer needs
-hidden states alone. Source: GPipe, arXiv:1811.06965.
+come back, with the outputs of those layers side by side. Per-layer inputs travel with the hidden
+states as far as the layers that read them; layers that read the keys of others lie where those do.
+Source: GPipe, arXiv:1811.06965.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -25,9 +28,25 @@ from ..layers.norm import Join
 from ..layers.ranks import AbsentLayer, AbsentTable, Link
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
-from .decoder import Layer, Model, keeping
+from .decoder import Layer, Model, arrays, keeping
 from .tensors import FileTensor, Tensor
 from .weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenStages:
+    """What layers read of what came before, as a family says."""
+
+    stream: tuple[int, ...]  # of a token: (hidden,), or (streams, hidden)
+    per_layer: int = 0  # numbers of the input that each layer has of its own
+    last_cut: int | None = None  # from this layer on they read keys of each other; None: none do
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor or a path of the decoder is in; None: in none."""
+    front, _, rest = name.partition("model.layers.")
+    place = rest.partition(".")[0]
+    return int(place) if not front and place.isdecimal() else None
 
 
 class StageWeights(Weights):
@@ -49,19 +68,23 @@ class StageWeights(Weights):
         super().__init__(tensors, **others)
         self._layers = layers
         self._has_tables = has_tables
-        self._reads = True  # False: within a layer of another rank
+        self._reads = has_tables  # what is asked for now is this rank's
         self.bytes_read = 0
 
     def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
         """The layer if it is this rank's, else what stands for it."""
-        if index in self._layers:
-            return super().layer(index, build)
-        places = self.make.places if self.make.places is not None else []
-        first, self._reads = len(places), False
-        layer = build(index)  # of arrays that are never evaluated
-        self._reads = True
-        places[first:] = [replace(place, projection=None) for place in places[first:]]
-        return AbsentLayer(keeping(layer.mixer))
+        before, self._reads = self._reads, index in self._layers
+        layer = super().layer(index, build)  # of another rank: of arrays that are never evaluated
+        reads, self._reads = self._reads, before
+        return layer if reads else AbsentLayer(keeping(layer.mixer))
+
+    def finish(self) -> None:
+        """As of `Weights`; adapters change what is this rank's."""
+        super().finish()
+        for i, place in enumerate(places := self.make.places or []):
+            index = layer_of(place.origins[0].path)
+            if not (self._has_tables if index is None else index in self._layers):
+                places[i] = replace(place, projection=None)
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
         """As of `Weights`, for what is this rank's."""
@@ -102,6 +125,8 @@ def divide(
     rename: Callable[[str], str | None],
     num_layers: int,
     size: int,
+    *,
+    last_cut: int | None = None,
 ) -> list[range]:
     """The layers of each of `size` ranks, so that the largest part of the weights is the smallest.
 
@@ -110,33 +135,36 @@ def divide(
         rename: its names as the decoder has them; None: a tensor that is left out.
         num_layers: of the model.
         size: ranks; rank 0 has what is in no layer, too.
+        last_cut: layers from this one on stay together; None: none need to.
 
     Raises:
-        UnsupportedModelError: there are fewer layers than ranks.
+        UnsupportedModelError: there are too few layers.
     """
-    if num_layers < size:
+    last_cut = num_layers - 1 if last_cut is None else last_cut
+    if last_cut + 1 < size:
+        together = "" if last_cut == num_layers - 1 else " of which the last ones share keys,"
         raise UnsupportedModelError(
-            f"The model has {num_layers} layers, which {size} pipeline stages cannot share; use "
-            f"{num_layers} ranks at most."
+            f"The model has {num_layers} layers,{together} which {size} pipeline stages cannot "
+            f"share; use {last_cut + 1} ranks at most."
         )
     layer_bytes, tables = [0] * num_layers, 0
     for name, tensor in tensors.items():
         ours = rename(name)
         if ours is None:
             continue
-        place = ours.removeprefix("model.layers.").partition(".")[0]
-        if ours.startswith("model.layers.") and place.isdecimal():
-            if int(place) < num_layers:  # those behind predict tokens further ahead
-                layer_bytes[int(place)] += tensor.nbytes
-        else:
+        index = layer_of(ours)
+        if index is None:
             tables += tensor.nbytes
+        elif index < num_layers:  # those behind predict tokens further ahead
+            layer_bytes[index] += tensor.nbytes
 
     @cache
     def best(first: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
         """Of layers and ranks from here on: the largest part, the squares, where each one ends."""
         found = []
         last = rank == size - 1
-        for stop in range(num_layers if last else first + 1, num_layers - (size - rank - 1) + 1):
+        begins = range(first + 1, last_cut - (size - rank - 2) + 1)  # of the next rank
+        for stop in [num_layers] if last else begins:
             most, squares, stops = (0, 0, ()) if last else best(stop, rank + 1)
             own = sum(layer_bytes[first:stop], 0 if rank else tables)
             found.append((max(own, most), own * own + squares, (stop, *stops)))
@@ -156,12 +184,16 @@ class StageModel:
         part: the model with `AbsentLayer` in place of other ranks' layers.
         link: to the others.
         layers: of each rank.
+        between: what goes from one to the next.
     """
 
-    def __init__(self, part: Model, link: Link, layers: Sequence[range]) -> None:
+    def __init__(
+        self, part: Model, link: Link, layers: Sequence[range], between: BetweenStages
+    ) -> None:
         self.part = part
         self._link = link
         self._layers = layers
+        self._between = between
         self._rows_are_back = False  # all of the step that is being built, on rank 0
         self._is_first, self._is_last = link.rank == 0, link.rank == link.size - 1
         self.config: ModelConfig = part.config
@@ -173,7 +205,8 @@ class StageModel:
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store
-        self.num_bytes = part.num_bytes
+        own = part.arrays() if self._is_first else arrays(part.layers)
+        self.num_bytes = sum(array.nbytes for array in own)
         self.rope_variant = part.rope_variant
 
     def __call__(
@@ -195,7 +228,7 @@ class StageModel:
         if self._is_first:
             x = self.part.enter(ids, step)
         else:
-            x, *tapped = self._receive(num_rows, self._tapped(taps, rank))
+            x, tapped = self._receive(num_rows, step, self._tapped(taps, rank))
         for index in self._layers[rank]:
             x = self.part.layers[index](x, step)
             if taps is not None:
@@ -203,14 +236,14 @@ class StageModel:
                 tapped += [x] if index in taps.layers and rank else []
         self._rows_are_back = taps is not None
         if self._rows_are_back or not self._is_last:
-            x = self._link.send(mx.concatenate([x, *tapped], axis=-1) if tapped else x)
+            self._send(x, step, tapped)
         mx.async_eval(x)
-        return self._all_rows(num_rows, taps) if taps is not None and self._is_first else x
+        return self._all_rows(num_rows, step, taps) if taps is not None and self._is_first else x
 
-    def _all_rows(self, num_rows: int, taps: Taps) -> mx.array:
+    def _all_rows(self, num_rows: int, step: Step, taps: Taps) -> mx.array:
         """(T, hidden_size) of all rows behind the last norm, from the last rank to rank 0."""
         wanted = self._tapped(taps, self._link.size)
-        x, *outputs = self._receive(num_rows, wanted)
+        x, outputs = self._receive(num_rows, step, wanted)
         for index, output in zip(wanted, outputs, strict=True):
             taps.put(index, output)
         x = self.part.norm(x)
@@ -222,13 +255,33 @@ class StageModel:
         behind = range(self._layers[0].stop, self._layers[rank - 1].stop)
         return [] if taps is None else [index for index in behind if index in taps.layers]
 
-    def _receive(self, num_rows: int, tapped: Sequence[int]) -> list[mx.array]:
-        """(T, hidden_size) from the rank before: what its last layer gave, and each of `tapped`."""
-        count = 1 + len(tapped)
-        shape = num_rows, count * self.config.hidden_size
-        joined = self._link.receive(shape, self.activation_dtype)
+    def _send(self, x: mx.array, step: Step, tapped: Sequence[mx.array]) -> None:
+        """To the next rank, side by side: x, inputs of layers behind this rank's, and `tapped`."""
+        parts = [x, *tapped]
+        if step.per_layer is not None and not self._is_last:
+            parts.insert(1, step.per_layer[:, self._layers[self._link.rank].stop :])
+        flat = [part.flatten(1) for part in parts]
+        mx.async_eval(self._link.send(flat[0] if len(flat) == 1 else mx.concatenate(flat, axis=-1)))
+
+    def _receive(
+        self, num_rows: int, step: Step, tapped: Sequence[int]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """What the rank before sent: x (T, ...), and the outputs (T, ...) of layers `tapped`.
+
+        Inputs of layers from this rank's on are left in the step.
+        """
+        stream, per_layer = self._between.stream, self._between.per_layer
+        first = self._layers[self._link.rank].start or self.config.num_layers  # rank 0: none
+        inputs = (self.config.num_layers - first) * per_layer
+        widths = [prod(stream), inputs, *[prod(stream)] * len(tapped)]
+        joined = self._link.receive((num_rows, sum(widths)), self.activation_dtype)
         mx.async_eval(joined)
-        return [*mx.split(joined, count, axis=-1)] if tapped else [joined]
+        x, own, *outputs = mx.split(joined, [*accumulate(widths[:-1])], axis=-1)
+        if inputs:
+            rows = mx.unflatten(own, -1, (-1, per_layer))
+            step.per_layer = mx.pad(rows, [(0, 0), (first, 0), (0, 0)])
+        shape = num_rows, *stream
+        return x.reshape(shape), [output.reshape(shape) for output in outputs]
 
     def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
         """hidden (R, hidden_size): rows of what `__call__` gave -> (R, vocab_size) on rank 0.
@@ -258,16 +311,14 @@ def load_stage(
         others: as of `Weights`.
 
     Raises:
-        UnsupportedModelError: a layer needs more than hidden states, or there are too few layers.
+        UnsupportedModelError: there are too few layers.
     """
-    if not builder.runs_by_layer(config):
-        raise UnsupportedModelError(
-            f"Models of type {config.model_type!r} cannot be divided into pipeline stages: inputs "
-            "or keys of layers come from elsewhere. Run this one with ranks=1."
-        )
-    layers = divide(tensors, builder.tensor_name, config.num_layers, link.size)
+    between = builder.between_stages(config)
+    layers = divide(
+        tensors, builder.tensor_name, config.num_layers, link.size, last_cut=between.last_cut
+    )
     weights = StageWeights(tensors, layers=layers[link.rank], has_tables=link.rank == 0, **others)
-    return StageModel(builder.build(config, weights), link, layers), weights.bytes_read
+    return StageModel(builder.build(config, weights), link, layers, between), weights.bytes_read
 
 
 def load_tables(

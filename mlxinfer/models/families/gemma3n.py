@@ -23,8 +23,9 @@ from ..config import ModelConfig
 from ..decoder import Entry, Layer
 from ..family import Family
 from ..jsonfields import Fields
+from ..stage import BetweenStages
 from .gemma import language_fields
-from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
+from .gemma_e import between_stages, per_layer_gate, per_layer_inputs, shared_or_own, sources
 
 _LEAST = 1e-5  # of a mean square that is divided by
 
@@ -258,6 +259,11 @@ class Gemma3n(Family):
     def runs_by_layer(cls, config: ModelConfig) -> bool:
         """It does not: inputs and keys come from elsewhere."""
         return False
+
+    @classmethod
+    def between_stages(cls, config: ModelConfig) -> BetweenStages:
+        """All streams of a token, and what Gemma 4 has, too."""
+        return between_stages(config, num_streams=config.fields.integer("altup_num_inputs"))
 
     @property
     def embed_scale(self) -> float:

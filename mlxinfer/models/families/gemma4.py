@@ -29,8 +29,9 @@ from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..matrix import fused, fused_experts
 from ..rope_config import FULL, SLIDING
+from ..stage import BetweenStages
 from .gemma import language_fields
-from .gemma_e import per_layer_gate, per_layer_inputs, shared_or_own, sources
+from .gemma_e import between_stages, per_layer_gate, per_layer_inputs, shared_or_own, sources
 
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -222,6 +223,11 @@ class Gemma4(Family):
         """Not in the E models: inputs and keys come from elsewhere."""
         keys = ("hidden_size_per_layer_input", "num_kv_shared_layers")
         return not any(config.fields.integer(key, low=0) for key in keys)
+
+    @classmethod
+    def between_stages(cls, config: ModelConfig) -> BetweenStages:
+        """Of the E models more than hidden states."""
+        return between_stages(config)
 
     @property
     def embed_scale(self) -> float:

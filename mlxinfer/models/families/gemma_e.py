@@ -7,6 +7,7 @@ from ...layers.attention import Attention, LayerMixer, SharedAttention
 from ...layers.per_layer import PerLayerGate, PerLayerInputs
 from ..config import ModelConfig
 from ..family import Family
+from ..stage import BetweenStages
 
 _KEYS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 
@@ -29,6 +30,17 @@ def sources(config: ModelConfig) -> list[int | None]:
             f"keys and values for those of window {missing[0]}."
         )
     return [None] * own + [last[window] for window in config.windows[own:]]
+
+
+def between_stages(config: ModelConfig, *, num_streams: int = 1) -> BetweenStages:
+    """Per-layer inputs, several hidden states of a token, and keys that later layers read."""
+    hidden = config.hidden_size
+    read = [source for source in sources(config) if source is not None]
+    return BetweenStages(
+        (hidden,) if num_streams == 1 else (num_streams, hidden),
+        per_layer=config.fields.integer("hidden_size_per_layer_input", low=0),
+        last_cut=min(read, default=None),
+    )
 
 
 def shared_or_own(family: Family, index: int, build: Callable[[int], LayerMixer]) -> LayerMixer:

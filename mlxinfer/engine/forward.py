@@ -197,8 +197,6 @@ class Forward:
         logits = None
         if step.num_rows:
             wanted = hidden if step.rows is None else hidden[mx.array(step.rows)]
-            if prompt and self._link is not None:  # all ranks gather in the same order
-                wanted = mx.depends(wanted, prompt)
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
             logits = self.model.logits(wanted, adapters)  # (R, vocab)

@@ -38,8 +38,11 @@ class Link(Protocol):
         """The sum of every rank's x; the same bits everywhere."""
         ...
 
-    def gather(self, x: mx.array) -> mx.array:
-        """x (T, n) of every rank, side by side in their order: (T, size * n)."""
+    def to_first(self, x: mx.array) -> mx.array:
+        """x (T, n) of every rank, side by side in their order, on rank 0: (T, size * n).
+
+        On the others something of T rows, which is to be evaluated. It is launched as it is called.
+        """
         ...
 
     def send(self, x: mx.array) -> mx.array:
@@ -146,7 +149,7 @@ class SplitEmbedding:
 
 
 class SplitHead:
-    """An output projection of which each rank has some of the outputs; every rank gets them all.
+    """An output projection of which each rank has some of the outputs; rank 0 gets them all.
 
     Args:
         part: (T, hidden) -> (T, outputs of this rank), as many on each.
@@ -162,10 +165,10 @@ class SplitHead:
         self.link = link
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, vocab_size), plus the residual."""
-        y = self.link.gather(self.part(x))
-        y = y if y.shape[-1] == self.vocab_size else y[:, : self.vocab_size]
-        return y if residual is None else residual + y
+        """x (T, hidden) -> (T, vocab_size) on rank 0; on the others T rows without a meaning."""
+        assert residual is None, "nothing is added to logits"
+        y = self.link.to_first(self.part(x))
+        return y if y.shape[-1] <= self.vocab_size else y[:, : self.vocab_size]
 
 
 class AbsentMixer:

@@ -303,6 +303,7 @@ class RankGroup:
             "gathers": self._group_link.num_gathers,
             "sends": self._group_link.num_sends,
             "bytes_sent": self._group_link.bytes_sent,
+            "bytes_received": self._group_link.bytes_received,
             "failed": None if self.failure is None else str(self.failure),
         }
 

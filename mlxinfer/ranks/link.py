@@ -11,30 +11,61 @@ class GroupLink:
 
     Attributes:
         num_sums, num_gathers, num_sends: operations since the beginning.
-        bytes_sent: by this rank for them, as a ring sends: 2 (n - 1) / n of the array for a sum,
-            and its own part n - 1 times for a gather.
+        bytes_sent, bytes_received: by this rank for them; for a sum, as a ring does it, 2 (n - 1) /
+            n of the array.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self._group: mx.distributed.Group | None = group
         self.rank = group.rank()
         self.size = group.size()
-        self.num_sums = self.num_gathers = self.num_sends = self.bytes_sent = 0
+        self.num_sums = self.num_gathers = self.num_sends = 0
+        self.bytes_sent = self.bytes_received = 0
 
     def sum(self, x: mx.array) -> mx.array:
         """The sum of every rank's x."""
         self.num_sums += 1
-        self.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
+        num_bytes = 2 * (self.size - 1) * x.nbytes // self.size
+        self.bytes_sent += num_bytes
+        self.bytes_received += num_bytes
         return mx.distributed.all_sum(x, group=self._group)
 
-    def gather(self, x: mx.array) -> mx.array:
-        """x (T, n) of every rank, side by side: (T, size * n)."""
+    def to_first(self, x: mx.array) -> mx.array:
+        """x (T, n) of every rank, side by side, on rank 0: (T, size * n). Others: what they sent.
+
+        Neighbours alone can send to each other in a ring: what comes from behind goes along. The
+        first half of the ranks sends downwards, the others upwards.
+
+        Each operation is launched as it is built: what is received depends on nothing, so that MLX
+        knows no order between it and the sums that x was made of.
+        """
         self.num_gathers += 1
-        self.bytes_sent += (self.size - 1) * x.nbytes
-        num_rows, width = x.shape
-        every = mx.distributed.all_gather(x, group=self._group)  # (size * T, n)
-        every = every.reshape(self.size, num_rows, width).swapaxes(0, 1)
-        return every.reshape(num_rows, self.size * width)
+        half = self.size // 2
+        mx.async_eval(x)
+        if self.rank == 0:
+            parts = [x, self._received(1, x, half)]
+            if half < self.size - 1:
+                parts.append(self._received(self.size - 1, x, self.size - 1 - half))
+            return mx.concatenate(parts, axis=-1)
+        if self.rank <= half:
+            to, behind, count = self.rank - 1, self.rank + 1, half - self.rank
+        else:
+            to, behind, count = (self.rank + 1) % self.size, self.rank - 1, self.rank - half - 1
+        if count:
+            others = self._received(behind, x, count)
+            x = mx.concatenate([x, others] if self.rank <= half else [others, x], axis=-1)
+        self.bytes_sent += x.nbytes
+        x = mx.distributed.send(x, to, group=self._group)
+        mx.async_eval(x)
+        return x
+
+    def _received(self, rank: int, like: mx.array, count: int) -> mx.array:
+        """(T, count * n) from a neighbour, of `count` ranks; like (T, n)."""
+        shape = like.shape[0], count * like.shape[1]
+        found = mx.distributed.recv(shape, like.dtype, rank, group=self._group)
+        self.bytes_received += found.nbytes
+        mx.async_eval(found)
+        return found
 
     def send(self, x: mx.array) -> mx.array:
         """x, which the next rank receives once it is evaluated."""
@@ -44,7 +75,9 @@ class GroupLink:
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """What the rank before sends."""
-        return mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
+        found = mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
+        self.bytes_received += found.nbytes
+        return found
 
     def close(self) -> None:
         """Drop MLX's group, the last time that it is used.

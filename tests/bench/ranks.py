@@ -35,9 +35,11 @@ from tests.bench.checkpoints import LAPTOP, SMALL, Dense, write_checkpoint
 from tests.bench.serve import TOKENIZER
 
 ALONE, EIGHT, PROMPT = "alone", "8 at once", "prompt"
+SENT, RECEIVED = "sent", "received"
 VOCAB = 2048  # of the demo's tokenizer
 Facts = dict[str, Any]
-Side = Callable[[TokenTimes, Callable[[], int]], Facts]  # measures what it is given
+Sent = Callable[[], tuple[int, int]]  # bytes that rank 0 has sent and received
+Side = Callable[[TokenTimes, Sent], Facts]  # measures what it is given
 
 
 def run(*, runs: int = 3, size: int = 2, small: bool = False, peer: bool = True) -> Report:
@@ -47,12 +49,12 @@ def run(*, runs: int = 3, size: int = 2, small: bool = False, peer: bool = True)
     with TemporaryDirectory() as scratch:
         folder = _checkpoint(Path(scratch) / "model", sizes)
 
-        def measured(times: TokenTimes, sent: Callable[[], int]) -> Facts:
+        def measured(times: TokenTimes, sent: Sent) -> Facts:
             return _rates(times, sent, runs, small)
 
         data["mlxinfer, 1"] = _ours(folder, measured, {})
         if peer:
-            data["mlx-lm, 1"] = measured(PeerGeneration(folder).token_times, lambda: 0)
+            data["mlx-lm, 1"] = measured(PeerGeneration(folder).token_times, lambda: (0, 0))
         data[f"mlxinfer, {size}"] = _ours(folder, measured, {"ranks": size})
         stages = {"ranks": size, "pipeline": True}
         data[f"mlxinfer, {size}, stages"] = _ours(folder, measured, stages)
@@ -81,7 +83,11 @@ def _ours(folder: Path, measured: Side, how: dict[str, Any]) -> Facts:
         def times(prompts: list[list[int]], enough: int) -> list[list[float]]:
             return _token_times(llm, prompts, enough)
 
-        found = measured(times, (lambda: group.stats()["bytes_sent"]) if group else lambda: 0)
+        def sent() -> tuple[int, int]:
+            stats = group.stats() if group else {"bytes_sent": 0, "bytes_received": 0}
+            return stats["bytes_sent"], stats["bytes_received"]
+
+        found = measured(times, sent)
         if group:
             others = [one.weights_bytes for one in group.loaded]
             found["weights"] = [llm.model_info.weights_bytes, *others]
@@ -107,15 +113,15 @@ def _timed_sends(group: RankGroup) -> Iterator[list[float]]:
         group.send = send  # type: ignore[method-assign]
 
 
-def _rates(times: TokenTimes, sent: Callable[[], int], runs: int, small: bool) -> Facts:
-    """Answer tokens a second, prompt tokens a second, bytes sent by rank 0 for a token alone."""
+def _rates(times: TokenTimes, sent: Sent, runs: int, small: bool) -> Facts:
+    """Answer tokens a second, prompt tokens a second, bytes of rank 0 for a token alone."""
     drawn, length, answer = random.Random(0), 128 if small else 512, 8 if small else 48
 
     def prompt(count: int) -> list[int]:
         return [drawn.randrange(3, VOCAB) for _ in range(count)]
 
     times([prompt(32)], 4)  # compiles
-    found: dict[str, list[float]] = {ALONE: [], EIGHT: [], PROMPT: [], "bytes": []}
+    found: dict[str, list[float]] = {ALONE: [], EIGHT: [], PROMPT: [], SENT: [], RECEIVED: []}
     for _ in range(runs):
         one, eight = [prompt(32)], [prompt(32) for _ in range(8)]
         first = sent()
@@ -123,7 +129,9 @@ def _rates(times: TokenTimes, sent: Callable[[], int], runs: int, small: bool) -
         middle = sent()
         alone = times(one, answer)
         extra = len(alone[0]) - len(short[0])
-        found["bytes"].append((sent() - middle - (middle - first)) / max(extra, 1))
+        last = sent()
+        for what, a, b, c in zip((SENT, RECEIVED), first, middle, last, strict=True):
+            found[what].append((c - b - (b - a)) / max(extra, 1))
         found[ALONE].append(generation_rate(alone))
         found[EIGHT].append(generation_rate(times(eight, answer)))
         found[PROMPT].append(length / times([prompt(length)], 1)[0][0])
@@ -141,16 +149,16 @@ def _table(data: dict[str, Facts]) -> Table:
             [
                 name,
                 *(f"{found[what]:,.0f}" for what in (ALONE, EIGHT, PROMPT)),
-                f"{found['bytes'] / 1e3:,.1f}",
+                ", ".join(f"{found[what] / 1e3:,.1f}" for what in (SENT, RECEIVED)),
                 "1.00" if weights is None else f"{max(weights) / (total / size):.2f}",
                 "" if send_ms is None else f"{send_ms:.2f}",
             ]
         )
     return Table(
         f"{total / 4e6:,.0f}M float32 weights over {size} processes of one machine",
-        ["", ALONE, EIGHT, PROMPT, "KB a token", "largest part", "send ms"],
+        ["", ALONE, EIGHT, PROMPT, "KB out, in", "largest part", "send ms"],
         rows,
-        "Tokens a second; KB that rank 0 hands to the ring for a token alone; weights of the "
+        "Tokens a second; KB that rank 0 sends and receives for a token alone; weights of the "
         "largest rank over an equal share; processor time to send a step. mlx-lm: sharded_load.",
     )
 
@@ -177,9 +185,9 @@ class PeerRanks:
         times: list[list[float]] = found["times"]
         return times
 
-    def bytes_sent(self) -> int:
-        """By rank 0 so far."""
-        return self._sent
+    def bytes_sent(self) -> tuple[int, int]:
+        """By rank 0 so far, and received: sums alone, of which both are alike."""
+        return self._sent, self._sent
 
     @staticmethod
     def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:

@@ -71,7 +71,7 @@ print(json.dumps(found))
 def test_requests_of_a_failed_group_end_with_a_clear_error(
     head: bool, form: str, when: str, how: str, tmp_path: Path
 ) -> None:
-    """`head`: EAGLE-3, whose hidden states come back from stages."""
+    """`head`: EAGLE-3, for which hidden states come back from stages."""
     folder = tiny_checkpoint(tmp_path / "model", "llama-v4")
     heads = [eagle_checkpoint(tmp_path / "head", tiny_config("llama-v4"), drafted=40)]
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 4096}

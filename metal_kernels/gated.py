@@ -36,6 +36,23 @@ class Gate:
     alpha: float = 0.0
     limit: float = 0.0
 
+    @property
+    def constructor(self) -> str:
+        """The activation of `gates.h`, in Metal."""
+        clamped = self.function == "clamped_swiglu"
+        numbers = f"{self.alpha!r}f, {self.limit!r}f" if clamped else ""
+        return f"{FUNCTIONS[self.function]}{{{numbers}}}"
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What a variant is told of it; `gate_from` is the way back."""
+        return {
+            "dtype": dtype_name(self.dtype),
+            "function": self.function,
+            "alpha": repr(self.alpha) if self.alpha else "",
+            "limit": repr(self.limit) if self.limit else "",
+        }
+
 
 FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
 _gate = cache(Gate)
@@ -82,27 +99,27 @@ def _launch(gate: Gate, shape: tuple[int, ...]) -> Launch:
 
 @cache
 def _kernel(gate: Gate) -> MetalKernel:
-    numbers = f"{gate.alpha!r}f, {gate.limit!r}f" if gate.function == "clamped_swiglu" else ""
     return MetalKernel(
         name="gated",
         inputs=("gate_up",),
         outputs=("outputs",),
         body=f"""
-            gated<T>({FUNCTIONS[gate.function]}{{{numbers}}}, gate_up, outputs,
+            gated<T>({gate.constructor}, gate_up, outputs,
                      thread_position_in_grid.xy, threads_per_grid.x);
         """,
+        includes=("gates.h",),
     )
 
 
 def gated_variant(gate: Gate) -> Variant:
     """What `gated` compiles."""
-    return Variant.of(
-        "gated",
-        dtype=dtype_name(gate.dtype),
-        function=gate.function,
-        alpha=repr(gate.alpha) if gate.alpha else "",
-        limit=repr(gate.limit) if gate.limit else "",
-    )
+    return Variant.of("gated", **gate.values)
+
+
+def gate_from(variant: Variant) -> Gate:
+    """The activation of a variant."""
+    numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
+    return gate_of(str(variant["function"]), variant.dtype, *numbers)
 
 
 def _case(variant: Variant) -> Case:
@@ -114,8 +131,7 @@ def _timed(variant: Variant, sequences: int, _: int) -> Case:
 
 
 def _gating(variant: Variant, rows: int, dims: int) -> Case:
-    numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
-    gate = gate_of(str(variant["function"]), variant.dtype, *numbers)
+    gate = gate_from(variant)
     rng = np.random.default_rng(dims)
     gate_up = rng.uniform(-5, 5, (rows, 2 * dims)).astype(np.float32)
     gate_up[0, :3] = [0, -200, -88]  # where exp overflows, and where it nearly does
@@ -129,7 +145,7 @@ def _gating(variant: Variant, rows: int, dims: int) -> Case:
 
 GATED = Kind(
     name="gated",
-    files=("gated.metal", "gated.py"),
+    files=("gated.metal", "gates.h", "gated.py"),
     case=_case,
     timed=_timed,
     registers=lambda variant: 12,

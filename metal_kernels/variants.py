@@ -7,11 +7,17 @@ from typing import Self
 import mlx.core as mx
 
 Value = str | int | bool
+ReadyFor = Callable[[int], bool]  # whether kernels may be used for so many tokens
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
     "float16": mx.float16,
     "bfloat16": mx.bfloat16,
 }
+
+
+def never(_: int) -> bool:
+    """No kernels."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)

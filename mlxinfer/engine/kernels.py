@@ -20,10 +20,12 @@ from ..config import default_kernel_folder
 from ..core import CacheSpec, KVSpec, LatentSpec
 from ..layers.attention import AttentionShape, Mixer
 from ..layers.latent_attention import LatentAttention
-from ..layers.recurrent import RecurrentMixer, never
+from ..layers.recurrent import RecurrentMixer
 from ..metal_kernels.add_norm import AddNorm, add_norm_variant, has_rows
 from ..metal_kernels.attention_cases import mla_variant, paged_variant
 from ..metal_kernels.attention_shape import threadgroup_shape
+from ..metal_kernels.gate_up import MAX_ROWS as MAX_GATE_UP_ROWS
+from ..metal_kernels.gate_up import GateUp, gate_up_variant, has_matrix
 from ..metal_kernels.gated import Gate, gated_variant
 from ..metal_kernels.heads import MAX_DIM, Heads
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
@@ -36,7 +38,7 @@ from ..metal_kernels.sample import MAX_VOCAB
 from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu
 from ..metal_kernels.state_cases import step_variant
-from ..metal_kernels.variants import Variant
+from ..metal_kernels.variants import Variant, never
 from ..models.decoder import LanguageModel
 from .batch import MAX_SHORT
 
@@ -97,6 +99,7 @@ class Kernels:
     tails: frozenset[int] = frozenset()  # of these: layers that write decoded tokens to tails
     steps: dict[int, ReadyFor] = field(default_factory=dict)  # by layer, of recurrences
     gates: frozenset[Gate] = frozenset()  # activations that have one
+    gate_ups: dict[GateUp, ReadyFor] = field(default_factory=dict)  # by what they fold, of rows
     routings: frozenset[Routing] = frozenset()  # choices of experts that have one
     joins: frozenset[AddNorm] = frozenset()  # residual sums and norms that have one
     vocab_size: int = MAX_VOCAB + 1
@@ -105,6 +108,9 @@ class Kernels:
         """Let a model use those that are its own, and no others; one loop has it at a time."""
         for activation in model.activations:
             activation.in_kernel = activation.gate in self.gates
+        for mlp in model.mlps:
+            mlp.in_kernel = mlp.form
+            mlp.ready = never if mlp.form is None else self.gate_ups.get(mlp.form, never)
         for index, mixer in enumerate(model.mixers):
             if isinstance(mixer, RecurrentMixer):
                 mixer.ready = self.steps.get(index, never)
@@ -173,9 +179,11 @@ def choose_kernels(
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     into_tails = [None if h is None else tail_write_variant(h, dtype) for h in heads]
     gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
+    gate_ups = _gate_up_variants(model)
     steps = [_step_variants(mixer) for mixer in model.mixers]
     decode = [by_count.get(1) for by_count in attention]
     decode += [variant for by_count in steps for variant in by_count.get(1, ())]
+    decode += [by_rows[1] for by_rows in gate_ups.values()]
     routings = _routing_variants(model)
     joins = _join_variants(model)
     other = *writing, *into_tails, *gates.values(), *routings.values(), *joins.values()
@@ -191,10 +199,21 @@ def choose_kernels(
         tails=frozenset(i for i in ready if _is_ready(into_tails[i], variants)),
         steps={i: _all_ready(each, variants) for i, each in enumerate(steps) if each},
         gates=frozenset(gate for gate, variant in gates.items() if variant in variants),
+        gate_ups={form: _ready_for(by_rows, variants) for form, by_rows in gate_ups.items()},
         routings=frozenset(how for how, variant in routings.items() if variant in variants),
         joins=frozenset(form for form, variant in joins.items() if variant in variants),
         vocab_size=vocab_size,
     )
+
+
+def _gate_up_variants(model: LanguageModel) -> dict[GateUp, dict[int, Variant]]:
+    """The kernels for products with gate and up, by number of rows."""
+    found = {mlp.form for mlp in model.mlps}
+    return {
+        form: {rows: gate_up_variant(form, rows) for rows in range(1, MAX_GATE_UP_ROWS + 1)}
+        for form in found
+        if form is not None and form.gate.dtype == model.activation_dtype and has_matrix(form)
+    }
 
 
 def _routing_variants(model: LanguageModel) -> dict[Routing, Variant]:

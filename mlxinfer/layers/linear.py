@@ -69,6 +69,22 @@ class QuantizedLinear:
         return y if residual is None else residual + y
 
 
+def matrix_of(projection: Projection) -> tuple[mx.array, ...] | None:
+    """What a projection multiplies with, where that is one matrix in rows and nothing is added.
+
+    Returns:
+        Affine codes, scales and biases, as of `QuantizedLinear`; numbers (out_dims, in_dims) alone;
+        or None: it is something else.
+    """
+    if isinstance(projection, QuantizedLinear):
+        if projection.mode != "affine" or projection.biases is None or projection.bias is not None:
+            return None
+        return projection.weight, projection.scales, projection.biases
+    if isinstance(projection, Linear) and projection.bias is None:
+        return (projection.transposed.T,)
+    return None
+
+
 class Joined:
     """Several projections of the same input, side by side: for formats that cannot be fused."""
 

@@ -11,9 +11,13 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ..metal_kernels.gate_up import PLAIN as PLAIN_NUMBERS
+from ..metal_kernels.gate_up import GateUp, gate_up_of
+from ..metal_kernels.gate_up import gate_up as gate_up_in_kernel
 from ..metal_kernels.gated import Gate, gate_of
 from ..metal_kernels.gated import gated as gated_in_kernel
-from .linear import Projection
+from ..metal_kernels.variants import ReadyFor, never
+from .linear import Projection, QuantizedLinear, matrix_of
 
 Activation = Callable[[mx.array], mx.array]
 """Of what a projection gives, (..., inner or 2 * inner) -> (..., inner)."""
@@ -38,9 +42,18 @@ class FeedForward(Protocol):
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)), with gate and up fused into one matrix, or down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)), with gate and up fused into one matrix, or down(act(up(x))).
 
-    __slots__ = ("activation", "down_proj", "gate_up_proj")
+    In plain MLX the product is one operation and the activation another. Where the engine chose the
+    kernel, they are one for a few rows. An adapter that takes the projection's place is no plain
+    matrix, and is used as it is.
+
+    Attributes:
+        in_kernel: what the kernel does; None: there is none. Set by the engine.
+        ready: for how many rows it may be used. Set by the engine.
+    """
+
+    __slots__ = ("activation", "down_proj", "gate_up_proj", "in_kernel", "ready")
 
     def __init__(
         self, gate_up_proj: Projection, down_proj: Projection, activation: Activation
@@ -48,10 +61,35 @@ class MLP:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation = activation
+        self.in_kernel: GateUp | None = None
+        self.ready: ReadyFor = never
+
+    @property
+    def form(self) -> GateUp | None:
+        """What a kernel would do; None: none does the like."""
+        projection, activation = self.gate_up_proj, self.activation
+        matrix = matrix_of(projection)
+        if matrix is None or not isinstance(activation, Gated) or activation.gate is None:
+            return None
+        codes, group_size = PLAIN_NUMBERS, 1
+        if isinstance(projection, QuantizedLinear):
+            codes, group_size = (projection.bits, projection.group_size), projection.group_size
+        out_dims, num_groups = matrix[-1].shape
+        sizes = num_groups * group_size, out_dims // 2
+        return gate_up_of(activation.gate, *sizes, *codes, matrix[-1].dtype)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        return self.down_proj(self.activation(self.gate_up_proj(x)), residual)
+        return self.down_proj(self._activated(x), residual)
+
+    def _activated(self, x: mx.array) -> mx.array:
+        """x (T, hidden) -> act(gate(x)) * up(x) (T, inner)."""
+        form = self.in_kernel
+        if form is not None and x.dtype == form.gate.dtype and self.ready(x.shape[0]):
+            matrix = matrix_of(self.gate_up_proj)
+            if matrix is not None:
+                return gate_up_in_kernel(x, matrix, form)
+        return self.activation(self.gate_up_proj(x))
 
 
 class Gated:

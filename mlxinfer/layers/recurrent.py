@@ -4,7 +4,7 @@ B = sequences of a part, L = tokens of each, T = tokens of the step.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -12,15 +12,10 @@ from ..core import StateSpec
 from ..metal_kernels.conv_step import ConvForm
 from ..metal_kernels.delta_step import DeltaForm
 from ..metal_kernels.ssm_step import SSMForm
+from ..metal_kernels.variants import ReadyFor, never
 from .step import Arrays, StateCache, StatesBefore
 
 StepForm = ConvForm | DeltaForm | SSMForm
-ReadyFor = Callable[[int], bool]  # whether kernels may be used for so many tokens of a sequence
-
-
-def never(_: int) -> bool:
-    """No kernels."""
-    return False
 
 
 class RecurrentMixer(ABC):

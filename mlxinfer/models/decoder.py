@@ -16,7 +16,7 @@ from ..layers.adapters import ActiveAdapters, Adapted
 from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
 from ..layers.factory import Place
 from ..layers.linear import Embedding, Projection
-from ..layers.mlp import FeedForward, Gated
+from ..layers.mlp import MLP, FeedForward, Gated
 from ..layers.moe import ExpertChoice
 from ..layers.norm import Join, Norm
 from ..layers.step import FINAL, Rows, Step, Taps
@@ -206,6 +206,11 @@ class LanguageModel(Protocol):
         ...
 
     @property
+    def mlps(self) -> Sequence[MLP]:
+        """As of `Model`."""
+        ...
+
+    @property
     def choices(self) -> Sequence[ExpertChoice]:
         """As of `Model`."""
         ...
@@ -275,8 +280,8 @@ class Model:
         adapted: what stands in projections' places, by index of these places.
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
-        choices: of experts, by routers, which a Metal kernel may replace.
-        joins: of blocks and the residual stream, which a Metal kernel may replace.
+        mlps, choices, joins: of which Metal kernels may replace parts: dense feed-forward blocks,
+            choices of experts by routers, and joins of blocks and the residual stream.
     """
 
     def __init__(
@@ -303,6 +308,7 @@ class Model:
         self.norm = norm
         self.lm_head = lm_head
         self.activations = list(activations)
+        self.mlps = list(reachable(self.layers, MLP))
         self.choices = list(reachable(self.layers, ExpertChoice))
         link_norms(self.layers, norm)
         self.joins = list(reachable(self.layers, Join))
@@ -385,10 +391,8 @@ class Model:
 
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""
-        parts: list[Any] = [self.embed_tokens, self.entry, self.layers, self.norm]
-        if not self.config.tie_word_embeddings:
-            parts.append(self.lm_head)
-        return list(arrays(parts))
+        head = None if self.config.tie_word_embeddings else self.lm_head
+        return list(arrays([self.embed_tokens, self.entry, self.layers, self.norm, head]))
 
     @property
     def num_bytes(self) -> int:

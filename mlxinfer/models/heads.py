@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..core import CacheSpec
 from ..layers.attention import Mixer
 from ..layers.linear import Projection
-from ..layers.mlp import FeedForward, Gated
+from ..layers.mlp import MLP, FeedForward, Gated
 from ..layers.moe import ExpertChoice
 from ..layers.norm import Join, Norm
 from ..layers.step import Rows, Step, Taps
@@ -139,6 +139,7 @@ class DraftHead:
         self.block = block
         self.norm = norm
         self.activations = list(activations)
+        self.mlps = list(reachable(block, MLP))
         self.choices = list(reachable(block, ExpertChoice))
         self.joins = list(reachable(block, Join))
         self.activation_dtype = model.activation_dtype

@@ -22,7 +22,7 @@ from ..errors import UnsupportedModelError
 from ..layers.attention import Mixer
 from ..layers.factory import Origin, Place
 from ..layers.linear import Embedding, Projection
-from ..layers.mlp import Gated
+from ..layers.mlp import MLP, Gated
 from ..layers.moe import ExpertChoice
 from ..layers.norm import Join
 from ..layers.ranks import AbsentLayer, AbsentTable, Link
@@ -200,6 +200,7 @@ class StageModel:
         self.mixers: Sequence[Mixer] = part.mixers
         self.cache_specs: Sequence[CacheSpec] = part.cache_specs
         self.activations: Sequence[Gated] = part.activations
+        self.mlps: Sequence[MLP] = part.mlps
         self.choices: Sequence[ExpertChoice] = part.choices
         self.joins: Sequence[Join] = part.joins
         self.activation_dtype = part.activation_dtype

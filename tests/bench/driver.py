@@ -140,7 +140,8 @@ class MeteredModel:
         self.activations = model.activations
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.choices, self.joins, self.lacks = model.choices, model.joins, model.lacks
+        self.mlps, self.choices, self.joins = model.mlps, model.choices, model.joins
+        self.lacks = model.lacks
         self.work = Work()
         self.storing = False
         self._hidden: mx.array | None = None

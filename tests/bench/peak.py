@@ -49,7 +49,8 @@ class LastChunkModel:
         self.mixers = model.mixers
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.choices, self.joins, self.lacks = model.choices, model.joins, model.lacks
+        self.mlps, self.choices, self.joins = model.mlps, model.choices, model.joins
+        self.lacks = model.lacks
         self.logits = model.logits
         self._model = model
         self._left = start

@@ -20,8 +20,9 @@ from mlxinfer.layers.causal_conv import CausalConv
 from mlxinfer.layers.gated_delta import KimiDelta
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm
-from mlxinfer.layers.recurrent import RecurrentMixer, never
+from mlxinfer.layers.recurrent import RecurrentMixer
 from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.variants import never
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ...core import CacheSpec, OwnCacheSpec
-from ...layers.mlp import Gated
+from ...layers.mlp import MLP, Gated
 from ...layers.moe import ExpertChoice
 from ...layers.norm import Join
 from ...layers.step import Rows, Taps
@@ -65,6 +65,7 @@ class AloneModel:
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
     activations: ClassVar[Sequence[Gated]] = ()
+    mlps: ClassVar[Sequence[MLP]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
     joins: ClassVar[Sequence[Join]] = ()
 

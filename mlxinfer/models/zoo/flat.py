@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
-from ...layers.mlp import Gated
+from ...layers.mlp import MLP, Gated
 from ...layers.moe import ExpertChoice
 from ...layers.norm import Join
 from ...layers.step import Rows, Taps
@@ -235,6 +235,7 @@ class FlatModel:
     lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
     activations: ClassVar[Sequence[Gated]] = ()
+    mlps: ClassVar[Sequence[MLP]] = ()
     choices: ClassVar[Sequence[ExpertChoice]] = ()
     joins: ClassVar[Sequence[Join]] = ()
 

@@ -1,0 +1,236 @@
+"""Gate and up of a few rows and their activation in one dispatch, and its plain-MLX twin.
+
+Both are one matrix, rows of gate before those of up: in MLX's affine codes of 4 or 8 bits, or plain
+numbers. A decode step otherwise writes both products, rounded, for a second kernel to read. Sums
+are float32 and are rounded once, after the activation. Knows no layer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from .gated import Gate, gate_from, gate_of, gated, gated_twin
+from .launch import Launch, MetalKernel
+from .variants import DTYPES, Case, Kind, Variant, dtype_name
+
+LANES, SIMD_GROUPS, PAIRS, PART = 32, 2, 2, 8  # as in gate_up.metal
+PER_THREADGROUP = SIMD_GROUPS * PAIRS  # numbers of an output row
+PLAIN = (0, 0)
+CODES = tuple((bits, group_size) for bits in (4, 8) for group_size in (32, 64, 128))
+MAX_ROWS = 8  # of more, MLX's product of matrices reads the matrix less often
+SHARING_ROWS = 4  # rows that share what is read; more would not leave registers for loads
+ROUNDING = {"float32": 2e-4, "float16": 2**-5, "bfloat16": 2**-2}  # of numbers below 64
+CASE_INNER = 12
+MAX_LAUNCHES = 64  # that are remembered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GateUp:
+    """A matrix of gate and up, and what is done to the products.
+
+    From `gate_up_of`: layers look up launches by the object.
+
+    Attributes:
+        gate: the activation, and the dtype of inputs and outputs.
+        in_dims: numbers of an input row.
+        inner: numbers of an output row; the matrix has twice as many rows.
+        bits, group_size: of MLX's affine codes; 0: the matrix is of plain numbers.
+        dtype: of scales and biases, or of the plain numbers: float32, float16 or bfloat16.
+    """
+
+    gate: Gate
+    in_dims: int
+    inner: int
+    bits: int
+    group_size: int
+    dtype: mx.Dtype
+
+
+_gate_up = cache(GateUp)
+
+
+def gate_up_of(
+    gate: Gate, in_dims: int, inner: int, bits: int, group_size: int, dtype: mx.Dtype
+) -> GateUp:
+    """The same object for the same values."""
+    return _gate_up(gate, in_dims, inner, bits, group_size, dtype)
+
+
+def has_matrix(form: GateUp) -> bool:
+    """Whether the kernel takes matrices of such a form."""
+    codes = (form.bits, form.group_size)
+    if form.inner % PER_THREADGROUP or codes not in (PLAIN, *CODES):
+        return False
+    return form.in_dims % (form.group_size or PART) == 0
+
+
+def gate_up(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
+    """One dispatch.
+
+    Args:
+        x: (T, in_dims) of the gate's dtype, T at most MAX_ROWS.
+        matrix: codes (2 * inner, in_dims * bits / 32) uint32 as `mx.quantize` packs them, scales
+            and biases (2 * inner, in_dims / group_size); or numbers (2 * inner, in_dims) alone.
+        form: of the matrix and of the activation.
+
+    Returns:
+        (T, inner), act(gate x) * up x.
+    """
+    return _launch(form, x.shape)([x, *matrix])[0]
+
+
+def gate_up_twin(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
+    """The same in plain MLX."""
+    wide = [a if a.dtype == mx.uint32 else a.astype(mx.float32) for a in (x, *matrix)]
+    return gated_twin(product(wide[0], wide[1:], form), form.gate)
+
+
+def product(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
+    """x (T, in_dims), the matrix as of `gate_up` -> (T, 2 * inner), by MLX."""
+    if not form.bits:
+        return x @ matrix[0].T
+    weight, scales, biases = matrix
+    return mx.quantized_matmul(x, weight, scales, biases, True, form.group_size, form.bits)
+
+
+def most_rows(num_rows: int) -> int:
+    """The rows of the variant that serves so many: 1, 2, 4 or 8."""
+    return 1 << (num_rows - 1).bit_length()
+
+
+def _sharing(num_rows: int) -> int:
+    """Rows of a threadgroup, which reads its part of the matrix once for them."""
+    return min(most_rows(num_rows), SHARING_ROWS)
+
+
+@lru_cache(MAX_LAUNCHES)
+def _launch(form: GateUp, shape: tuple[int, ...]) -> Launch:
+    assert has_matrix(form), form
+    num_rows, in_dims = shape
+    assert in_dims == form.in_dims, (shape, form)
+    assert 1 <= num_rows <= MAX_ROWS, shape
+    rows, threads = _sharing(num_rows), SIMD_GROUPS * LANES
+    return Launch(
+        _kernel(form.gate, bool(form.bits)),
+        template=[
+            ("T", form.gate.dtype),
+            ("S", form.dtype),
+            ("ROWS", rows),
+            ("IN_DIMS", in_dims),
+            ("BITS", form.bits),
+            ("GROUP", form.group_size),
+        ],
+        grid=(-(-num_rows // rows) * threads, form.inner // PER_THREADGROUP, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(num_rows, form.inner)],
+        output_dtypes=[form.gate.dtype],
+    )
+
+
+@cache
+def _kernel(gate: Gate, has_codes: bool) -> MetalKernel:
+    arrays = ("weight", "scales", "biases") if has_codes else ("weight",)
+    kind = "Codes<BITS, GROUP, IN_DIMS, S>" if has_codes else "Numbers<IN_DIMS, S>"
+    return MetalKernel(
+        name="gate_up",
+        inputs=("x", *arrays),
+        outputs=("outputs",),
+        body=f"""
+            const {kind} matrix{{{", ".join(arrays)}}};
+            gate_up<ROWS>({gate.constructor}, x, matrix, outputs, x_shape[0],
+                          weight_shape[0] / 2, threadgroup_position_in_grid.xy,
+                          simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+        """,
+        includes=("gates.h",),
+    )
+
+
+def gate_up_variant(form: GateUp, num_rows: int) -> Variant:
+    """What `gate_up` compiles for so many rows; it is timed at the most that it serves."""
+    return Variant.of(
+        "gate_up",
+        **form.gate.values,
+        in_dims=form.in_dims,
+        inner=form.inner,
+        bits=form.bits,
+        group_size=form.group_size,
+        stored=dtype_name(form.dtype),
+        rows=most_rows(num_rows),
+    )
+
+
+def _inputs(variant: Variant, inner: int) -> tuple[GateUp, mx.array, list[mx.array]]:
+    """Products of some 4; every code occurs. Scales are of either sign."""
+    in_dims, bits, group_size, rows = (
+        variant.number(name) for name in ("in_dims", "bits", "group_size", "rows")
+    )
+    dtype = DTYPES[str(variant["stored"])]
+    form = gate_up_of(gate_from(variant), in_dims, inner, bits, group_size, dtype)
+    rng = np.random.default_rng(rows)
+    numbers = rng.normal(0, 2, (rows, in_dims)).astype(np.float32)
+    numbers[0, 0] = 0
+    x = mx.array(numbers).astype(form.gate.dtype)
+    size = 1 / math.sqrt(in_dims)
+    if not bits:
+        shape, key = (2 * inner, in_dims), mx.random.key(rows)
+        return form, x, [mx.random.normal(shape, dtype, 0, size, key)]
+    groups = 2 * inner, in_dims // group_size
+    scales = 4 * size / 2**bits * rng.choice([-1, 1], groups)
+    biases = -(2 ** (bits - 1)) * scales + size * rng.normal(size=groups)
+    words = rng.integers(0, 2**32, (2 * inner, in_dims * bits // 32), np.uint32)
+    return form, x, [mx.array(words), *(mx.array(a).astype(dtype) for a in (scales, biases))]
+
+
+def _case(variant: Variant) -> Case:
+    form, x, matrix = _inputs(variant, CASE_INNER)
+    return Case(
+        lambda: [gate_up(x, matrix, form)],
+        lambda: [gate_up_twin(x, matrix, form)],
+        (ROUNDING[str(variant["dtype"])],),
+    )
+
+
+def _timed(variant: Variant, _: int, __: int) -> Case:
+    """Beside MLX's product and the kernel of the activation behind it."""
+    form, x, matrix = _inputs(variant, variant.number("inner"))
+    activation = gated if mx.metal.is_available() else gated_twin
+    return Case(
+        lambda: [gate_up(x, matrix, form)],
+        lambda: [activation(product(x, matrix, form), form.gate)],
+        (0.0,),
+    )
+
+
+def _registers(variant: Variant) -> int:
+    """Of a lane: see gate_up.metal."""
+    rows, bits = _sharing(variant.number("rows")), variant.number("bits")
+    size = DTYPES[str(variant["stored"])].size
+    run = bits // 2 + 2 if bits else PART * size // 4
+    decoded = PART * (2 * PAIRS if rows > 1 else 1)
+    return decoded + 2 * PAIRS * run + rows * (2 * PAIRS + 1) + PART + 12
+
+
+def _sample(gate: Gate, codes: tuple[int, int], rows: int, stored: mx.Dtype) -> Variant:
+    return gate_up_variant(gate_up_of(gate, 768, 64, *codes, stored), rows)
+
+
+_SILU, _BF16 = gate_of("silu", mx.bfloat16), mx.bfloat16
+GATE_UP = Kind(
+    name="gate_up",
+    files=("gate_up.metal", "gates.h", "gate_up.py", "gated.py"),
+    case=_case,
+    timed=_timed,
+    loads=((1, 0),),  # of as many rows as a variant serves
+    registers=_registers,
+    samples=(
+        _sample(_SILU, (4, 64), 1, _BF16),
+        _sample(gate_of("gelu_tanh", mx.float16), (8, 32), 8, mx.float16),
+        _sample(_SILU, PLAIN, 2, _BF16),
+        _sample(gate_of("clamped_swiglu", _BF16, 1.702, 7.0), (4, 128), 2, _BF16),
+        _sample(_SILU, (8, 64), 4, mx.float32),
+    ),
+)

@@ -1,0 +1,204 @@
+"""The kernel of gate, up and activation, executed on the CPU: against its twin and the layer."""
+
+import os
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_cpu import MetalCPU, requires_compiler
+
+from mlxinfer.layers import mlp
+from mlxinfer.layers.adapters import ActiveAdapters, AdaptedLinear
+from mlxinfer.layers.linear import Joined, Linear, Projection, QuantizedLinear
+from mlxinfer.layers.mlp import MLP
+from mlxinfer.metal_kernels.gate_up import (
+    CODES,
+    MAX_ROWS,
+    PLAIN,
+    SHARING_ROWS,
+    GateUp,
+    gate_up,
+    gate_up_of,
+    gate_up_twin,
+    gate_up_variant,
+    has_matrix,
+    most_rows,
+    product,
+)
+from mlxinfer.metal_kernels.gated import FUNCTIONS, gate_of, gated_twin
+from mlxinfer.metal_kernels.launch import running_on
+
+SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+# Of a row's largest output: sums in another order, and a number that is rounded once.
+ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
+
+
+def drawn(rng: np.random.Generator, form: GateUp) -> list[mx.array]:
+    """A matrix of the form."""
+    shape = 2 * form.inner, form.in_dims
+    weight = mx.array(rng.normal(0, 0.3, shape).astype(np.float32)).astype(form.dtype)
+    if not form.bits:
+        return [weight]
+    return list(mx.quantize(weight, group_size=form.group_size, bits=form.bits))
+
+
+def form_of(
+    function: str,
+    *,
+    in_dims: int,
+    inner: int,
+    codes: tuple[int, int],
+    dtype: mx.Dtype = mx.float32,
+    stored: mx.Dtype = mx.float32,
+) -> GateUp:
+    numbers = (1.702, 2.0) if function == "clamped_swiglu" else ()
+    return gate_up_of(gate_of(function, dtype, *numbers), in_dims, inner, *codes, stored)
+
+
+def on_machine(x: mx.array, matrix: list[mx.array], form: GateUp, **how: Any) -> mx.array:
+    machine = MetalCPU(seed=1, **how)
+    with running_on(machine):
+        found = gate_up(x, matrix, form)
+    machine.assert_clean()
+    return found
+
+
+def assert_close(found: mx.array, expected: mx.array) -> None:
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    wide = [np.array(a.astype(mx.float32), np.float64) for a in (found, expected)]
+    largest = np.abs(wide[1]).max(axis=1, keepdims=True)
+    assert (np.abs(wide[0] - wide[1]) <= ROUNDING[found.dtype] * largest).all()
+
+
+@requires_compiler
+@pytest.mark.parametrize("codes", [*CODES, PLAIN], ids=str)
+def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
+    """In every format; activation, dtypes, rows and sizes are drawn.
+
+    And to the last bit, whatever rows stand beside it: what is decoded and what is verified agree.
+    """
+    rng = np.random.default_rng([SEED, *codes])
+    form = form_of(
+        str(rng.choice(list(FUNCTIONS))),
+        in_dims=(codes[1] or 8) * int(rng.integers(1, 8)),
+        inner=4 * int(rng.integers(1, 6)),
+        codes=codes,
+        dtype=DTYPES[rng.integers(3)],
+        stored=DTYPES[rng.integers(3)],
+    )
+    matrix = drawn(rng, form)
+    rows = int(rng.integers(2, MAX_ROWS + 1))
+    print(f"seed {SEED}: {gate_up_variant(form, rows)}, {rows} rows")
+    x = mx.array(rng.normal(0, 2, (rows, form.in_dims)).astype(np.float32))
+    x = x.astype(form.gate.dtype)
+    found = on_machine(x, matrix, form, least_alignment=True)
+    assert_close(found, gate_up_twin(x, matrix, form))
+    alone = on_machine(x[rows - 1 :], matrix, form)
+    assert mx.array_equal(alone, found[rows - 1 :])
+
+
+@requires_compiler
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_activation_where_it_is_clamped_and_where_exp_overflows(function: str) -> None:
+    form = form_of(function, in_dims=64, inner=4, codes=(4, 64))
+    matrix = drawn(np.random.default_rng(SEED), form)
+    x = 40 * mx.random.normal((3, 64), key=mx.random.key(SEED))
+    assert_close(on_machine(x, matrix, form), gate_up_twin(x, matrix, form))
+
+
+@requires_compiler
+@pytest.mark.parametrize("codes", [(4, 64), (8, 32), PLAIN], ids=str)
+def test_reads_the_matrix_once_for_rows_that_share_it(codes: tuple[int, int]) -> None:
+    form = form_of("silu", in_dims=640, inner=16, codes=codes, stored=mx.bfloat16)
+    matrix = drawn(np.random.default_rng(SEED), form)
+    for rows in (1, 3, MAX_ROWS):
+        machine = MetalCPU()
+        with running_on(machine):
+            gate_up(mx.ones((rows, 640)), matrix, form)
+        (report,) = machine.reports
+        weight = report.buffers["weight"]
+        assert weight.unique_bytes == matrix[0].nbytes
+        assert weight.requested_bytes == matrix[0].nbytes * -(-rows // SHARING_ROWS)
+
+
+@requires_compiler
+def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
+    form = form_of("silu", in_dims=64, inner=4, codes=PLAIN)
+    x = mx.ones((3, 64))
+    x[0, 5], x[1, 7] = mx.inf, mx.nan
+    matrix = [mx.abs(drawn(np.random.default_rng(SEED), form)[0])]
+    found, expected = on_machine(x, matrix, form), gate_up_twin(x, matrix, form)
+    assert mx.isinf(found[0]).all()
+    assert mx.isnan(found[1]).all()
+    assert mx.array_equal(found[:2], expected[:2], equal_nan=True)
+    assert_close(found[2:], expected[2:])
+
+
+# -- in a layer ---------------------------------------------------------------------------------
+
+
+def projection(form: GateUp, matrix: list[mx.array], bias: mx.array | None = None) -> Projection:
+    if not form.bits:
+        return Linear(matrix[0], bias)
+    how = {"group_size": form.group_size, "bits": form.bits, "mode": "affine"}
+    return QuantizedLinear(*matrix, bias, **how)  # type: ignore[arg-type,misc]  # three arrays
+
+
+def block(form: GateUp, gate_up_proj: Projection) -> MLP:
+    down = Linear(mx.eye(form.inner))
+    return MLP(gate_up_proj, down, mlp.gated("silu", mx.float32))
+
+
+@requires_compiler
+@pytest.mark.parametrize("codes", [(4, 32), PLAIN], ids=str)
+def test_a_layer_gives_the_same_with_its_kernel(codes: tuple[int, int]) -> None:
+    form = form_of("silu", in_dims=96, inner=8, codes=codes)
+    matrix = drawn(np.random.default_rng(SEED), form)
+    layer = block(form, projection(form, matrix))
+    assert layer.form is form
+    x = mx.random.normal((5, 96), key=mx.random.key(SEED))
+    expected, before = layer(x), layer(x[:2])
+    machine = MetalCPU(seed=1)
+    layer.in_kernel, layer.ready = form, lambda rows: rows > 2
+    with running_on(machine):
+        assert_close(layer(x), expected)
+        assert mx.array_equal(layer(x[:2]), before)  # not ready for so few
+    assert [report.kernel for report in machine.reports] == ["gate_up"]
+    machine.assert_clean()
+
+
+def test_an_adapter_in_the_projections_place_is_used_as_it_is() -> None:
+    form = form_of("silu", in_dims=96, inner=8, codes=(4, 32))
+    matrix = drawn(np.random.default_rng(SEED), form)
+    layer = block(form, projection(form, matrix))
+    layer.in_kernel, layer.ready = form, lambda _: True
+    base = layer.gate_up_proj
+    layer.gate_up_proj = AdaptedLinear(base, ActiveAdapters(), [8, 8], None, mx.float32)
+    x = mx.ones((2, 96))
+    with running_on(MetalCPU()):
+        found = layer(x)
+    assert mx.array_equal(found, gated_twin(product(x, matrix, form), form.gate))
+    assert layer.form is None
+
+
+def test_what_is_no_plain_matrix_has_no_kernel() -> None:
+    form = form_of("silu", in_dims=96, inner=8, codes=(4, 32))
+    matrix = drawn(np.random.default_rng(SEED), form)
+    plain = projection(form, matrix)
+    assert block(form, Joined([plain])).form is None
+    assert block(form, projection(form, matrix, mx.zeros(16))).form is None
+    assert MLP(plain, plain, mlp.gated("gelu", mx.float32)).form is None
+    assert MLP(plain, plain, mlp.relu_squared).form is None
+    odd = mx.quantize(mx.ones((16, 96)), group_size=32, bits=6)
+    six = QuantizedLinear(*odd, group_size=32, bits=6, mode="affine")  # type: ignore[arg-type,misc]
+    made = block(form, six).form
+    assert made is not None
+    assert not has_matrix(made)
+    assert not has_matrix(form_of("silu", in_dims=96, inner=6, codes=(4, 32)))
+    assert not has_matrix(form_of("silu", in_dims=100, inner=8, codes=PLAIN))
+
+
+def test_variants_serve_powers_of_two() -> None:
+    assert [most_rows(rows) for rows in range(1, MAX_ROWS + 1)] == [1, 2, 4, 4, 8, 8, 8, 8]

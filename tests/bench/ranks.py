@@ -37,6 +37,8 @@ from tests.bench.serve import TOKENIZER
 ALONE, EIGHT, PROMPT = "alone", "8 at once", "prompt"
 SENT, RECEIVED = "sent", "received"
 VOCAB = 2048  # of the demo's tokenizer
+SIDE_S = 25.0  # for the runs of one side: where ranks outnumber cores, one may be all that there is
+ANSWER_S = 4.0  # for one answer; it has so many tokens, 48 at most
 Facts = dict[str, Any]
 Sent = Callable[[], tuple[int, int]]  # bytes that rank 0 has sent and received
 Side = Callable[[TokenTimes, Sent], Facts]  # measures what it is given
@@ -115,14 +117,20 @@ def _timed_sends(group: RankGroup) -> Iterator[list[float]]:
 
 def _rates(times: TokenTimes, sent: Sent, runs: int, small: bool) -> Facts:
     """Answer tokens a second, prompt tokens a second, bytes of rank 0 for a token alone."""
-    drawn, length, answer = random.Random(0), 128 if small else 512, 8 if small else 48
+    drawn, length = random.Random(0), 128 if small else 512
 
     def prompt(count: int) -> list[int]:
         return [drawn.randrange(3, VOCAB) for _ in range(count)]
 
     times([prompt(32)], 4)  # compiles
+    (first_tokens,) = times([prompt(32)], 4)
+    token_s = (first_tokens[-1] - first_tokens[0]) / (len(first_tokens) - 1)
+    answer = 8 if small else min(max(int(ANSWER_S / token_s), 8), 48)
+    began = time.monotonic()
     found: dict[str, list[float]] = {ALONE: [], EIGHT: [], PROMPT: [], SENT: [], RECEIVED: []}
-    for _ in range(runs):
+    for run in range(runs):
+        if run and time.monotonic() > began + SIDE_S:
+            break
         one, eight = [prompt(32)], [prompt(32) for _ in range(8)]
         first = sent()
         short = times(one, 2)
@@ -135,7 +143,9 @@ def _rates(times: TokenTimes, sent: Sent, runs: int, small: bool) -> Facts:
         found[ALONE].append(generation_rate(alone))
         found[EIGHT].append(generation_rate(times(eight, answer)))
         found[PROMPT].append(length / times([prompt(length)], 1)[0][0])
-    return {what: statistics.median(values) for what, values in found.items()}
+    return {what: statistics.median(values) for what, values in found.items()} | {
+        "runs": len(found[ALONE])
+    }
 
 
 def _table(data: dict[str, Facts]) -> Table:
@@ -152,14 +162,16 @@ def _table(data: dict[str, Facts]) -> Table:
                 ", ".join(f"{found[what] / 1e3:,.1f}" for what in (SENT, RECEIVED)),
                 "1.00" if weights is None else f"{max(weights) / (total / size):.2f}",
                 "" if send_ms is None else f"{send_ms:.2f}",
+                f"{found['runs']}",
             ]
         )
     return Table(
         f"{total / 4e6:,.0f}M float32 weights over {size} processes of one machine",
-        ["", ALONE, EIGHT, PROMPT, "KB out, in", "largest part", "send ms"],
+        ["", ALONE, EIGHT, PROMPT, "KB out, in", "largest part", "send ms", "runs"],
         rows,
         "Tokens a second; KB that rank 0 sends and receives for a token alone; weights of the "
-        "largest rank over an equal share; processor time to send a step. mlx-lm: sharded_load.",
+        "largest rank over an equal share; processor time to send a step; runs, of which the "
+        f"median counts: none begins after {SIDE_S:g} s of a side. mlx-lm: sharded_load.",
     )
 
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -52,6 +52,16 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other side has left. What it sent stays to be received."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def fileno(self) -> int:
         """Of the socket."""
@@ -111,7 +121,7 @@ def accept(
     that came did not.
 
     Raises:
-        RanksFailedError: it is another version, or belongs to a group of another size.
+        RanksFailedError: it is another version, or no other rank of a group of this size.
     """
     listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
     try:
@@ -132,14 +142,65 @@ def accept(
     except (OSError, EOFError, msgspec.MsgspecError):
         connection.close()
         return None
-    if (hello.version, hello.size) != (own.version, own.size):
+    fits = (hello.version, hello.size) == (own.version, own.size)
+    if not fits or hello.rank not in range(1, own.size):
         connection.close()
         raise RanksFailedError(
-            f"Rank {hello.rank} of {hello.size} runs {hello.version}; expected a rank of "
-            f"{own.size} with {own.version}."
+            f"Rank {hello.rank} of {hello.size} runs {hello.version}; expected one of ranks 1 to "
+            f"{own.size - 1} of {own.size} with {own.version}."
         )
     connection.trust()
     return connection, hello
+
+
+def gather(
+    listener: socket.socket, secret: bytes, own: Hello, within_s: float, check: Callable[[], None]
+) -> dict[int, Connection]:
+    """A connection to every other rank.
+
+    Args:
+        listener: where they come.
+        secret: that they know.
+        own: rank 0's.
+        within_s: seconds that they may take.
+        check: called about every second; may raise.
+
+    Raises:
+        RanksFailedError: some did not come, or two are the same one; and as of `accept`.
+    """
+    deadline_s, ranks = time.monotonic() + within_s, dict[int, Connection]()
+    try:
+        while len(ranks) < own.size - 1:
+            came = accept(listener, secret, own, min(time.monotonic() + 1.0, deadline_s))
+            if came is not None:
+                _add(ranks, *came)
+            check()
+            if time.monotonic() > deadline_s:
+                missing = sorted(set(range(1, own.size)) - set(ranks))
+                address, port = listener.getsockname()
+                raise RanksFailedError(
+                    f"Ranks {missing} did not come to {address} port {port} within {within_s:g} "
+                    "seconds; start them too."
+                )
+    except BaseException:
+        for connection in ranks.values():
+            connection.close()
+        raise
+    return ranks
+
+
+def _add(ranks: dict[int, Connection], connection: Connection, hello: Hello) -> None:
+    """Take a rank in; RanksFailedError where it is there already, and has not ended."""
+    before = ranks.get(hello.rank)
+    if before is not None and not before.is_closed:
+        connection.close()
+        raise RanksFailedError(
+            f"Two processes are rank {hello.rank} (process {hello.pid} came last); give each its "
+            "own rank."
+        )
+    if before is not None:  # it was started again
+        before.close()
+    ranks[hello.rank] = connection
 
 
 def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: float) -> Connection:

@@ -75,7 +75,7 @@ class Follower:
         self._orders, self._encode = messages.orders(), messages.replies().encode
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._link: GroupLink
+        self._link: GroupLink | None = None  # until all are there
         self._sums_tokens = True
         self._reader: Reader
         self._model: LanguageModel | None = None
@@ -103,7 +103,8 @@ class Follower:
             message = self._inbox.get()
             if message is None:  # rank 0 has left, and nothing is under way
                 if self._place.backend == "mpi":
-                    self._link.close()
+                    if self._link is not None:
+                        self._link.close()
                     return  # the process ends as others do, and MPI with it
                 self._ended()
             try:
@@ -137,6 +138,7 @@ class Follower:
         self._link = GroupLink(join_group(self._place))
 
     def _load(self, message: messages.Load) -> None:
+        assert self._link is not None, "a group is formed before a model is loaded"
         rank, problem, reads = self._place.rank, None, list[int]()
         try:
             self._model = load_share(

@@ -10,8 +10,6 @@ import logging
 import os
 import queue
 import selectors
-import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +27,9 @@ from ..models import load_share
 from ..models.decoder import LanguageModel
 from . import messages
 from .adapters import OtherAdapters
-from .control import Connection, Hello, accept, listen
+from .control import Connection, Hello, gather, listen
 from .hosts import Place
-from .join import join_group, version
+from .join import join_group, shut_ring, version
 from .link import GroupLink
 from .local import LocalRanks
 from .wire import Writer, checksum
@@ -291,7 +289,7 @@ class RankGroup:
         log.error("%s", self.failure)
         if self._local is not None:
             self._local.end()
-        _shut(self.place.ring)
+        shut_ring(self.place.ring)
         self._answers.put(None)
         return self.failure
 
@@ -312,23 +310,10 @@ class RankGroup:
     def _gather(self, place: Place, secret: bytes) -> dict[int, Connection]:
         """A connection to every other rank."""
         own = Hello(0, place.size, version(), os.getpid())
-        deadline_s, ranks = time.monotonic() + FORM_S, dict[int, Connection]()
         with listen(place.control) as listener:
             if self._local is not None:
                 self._local.start(place, secret)
-            while len(ranks) < place.size - 1:
-                soon_s = min(time.monotonic() + 1.0, deadline_s)
-                if (came := accept(listener, secret, own, soon_s)) is not None:
-                    connection, hello = came
-                    ranks[hello.rank] = connection
-                self._check_local()
-                if time.monotonic() > deadline_s:
-                    missing = sorted(set(range(1, place.size)) - set(ranks))
-                    raise RanksFailedError(
-                        f"Ranks {missing} did not come to {place.control[0]} port "
-                        f"{place.control[1]} within {FORM_S:g} seconds; start them too."
-                    )
-        return ranks
+            return gather(listener, secret, own, FORM_S, self._check_local)
 
     def _check_local(self) -> None:
         ended = self._local.ended() if self._local is not None else None
@@ -432,19 +417,3 @@ class RankGroup:
         sent_s = next(iter(self._sent_s), now_s)
         if now_s > sent_s + self._step_s:
             raise self.fail(TimeoutError(f"a step has taken more than {self._step_s:g} seconds"))
-
-
-def _shut(ring: Sequence[Sequence[str]]) -> None:
-    """Shut this process's sockets of a ring: what waits for them gets an error of MLX."""
-    ports = {int(address.rpartition(":")[2]) for host in ring for address in host}
-    for fd in range(3, 1024):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as found:
-                if found.family == socket.AF_INET and found.type == socket.SOCK_STREAM:
-                    ends = {found.getsockname()[1]}
-                    with contextlib.suppress(OSError):  # one that listens has no peer
-                        ends.add(found.getpeername()[1])
-                    if ports.intersection(ends):
-                        found.shutdown(socket.SHUT_RDWR)

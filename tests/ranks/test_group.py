@@ -10,12 +10,14 @@ import pytest
 from ranks.test_wire import PAGE, step_of
 
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.errors import CheckpointError, InvalidRequestError
+from mlxinfer.errors import CheckpointError, InvalidRequestError, RanksFailedError
+from mlxinfer.ranks import control, messages
 from mlxinfer.ranks import group as group_module
-from mlxinfer.ranks import messages
-from mlxinfer.ranks.control import Connection
+from mlxinfer.ranks.control import Connection, Hello, connect
+from mlxinfer.ranks.follower import Follower
 from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.hosts import Place, local_place
+from mlxinfer.ranks.join import shut_ring, version
 from mlxinfer.ranks.local import LocalRanks
 from mlxinfer.ranks.messages import Checked, Loaded, replies
 from mlxinfer.ranks.wire import Writer, checksum
@@ -105,12 +107,41 @@ def test_an_interrupt_while_ranks_are_awaited_ends_them(monkeypatch: pytest.Monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(group_module, "accept", interrupted)
+    monkeypatch.setattr(control, "accept", interrupted)
     local = LocalRanks()
     with pytest.raises(KeyboardInterrupt):
         RankGroup(local_place(3), b"0123456789abcdef", local=local)
     assert local.ended() is not None
     assert all(process.poll() is not None for process in local._processes.values())
+
+
+def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But one that came again after its end takes its place."""
+    secret, place = b"0123456789abcdef", local_place(3)
+    monkeypatch.setattr(group_module, "join_group", lambda place: NoLink())
+    results: list[object] = []
+
+    def form() -> None:
+        try:
+            results.append(RankGroup(place, secret))
+        except RanksFailedError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=form, daemon=True)
+    thread.start()
+
+    def come(rank: int) -> Connection:
+        own = Hello(rank, 3, version(), 40 + rank)
+        return connect(place.control, secret, own, time.monotonic() + 10)
+
+    come(1).close()
+    came = [come(1)]
+    time.sleep(0.1)
+    came.append(come(1))
+    thread.join(10)
+    assert "Two processes are rank 1 (process 41 came last)" in str(results[0])
+    for connection in came:
+        connection.close()
 
 
 def test_ranks_run_one_model_at_a_time(three: Group) -> None:
@@ -136,6 +167,14 @@ def test_a_socket_of_the_ring_that_waits_for_a_rank_is_shut() -> None:
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         thread.join(0.1)
-        group_module._shut([[f"127.0.0.1:{listener.getsockname()[1]}"]])
+        shut_ring([[f"127.0.0.1:{listener.getsockname()[1]}"]])
         thread.join(5)
         assert errors
+
+
+def test_a_rank_of_mpi_returns_where_rank_0_leaves_before_there_is_a_group() -> None:
+    ours, theirs = (proven(sock) for sock in socket.socketpair(socket.AF_UNIX))
+    follower = Follower(Place(1, 2, [], ("127.0.0.1", 1)), theirs, Path, ended=lambda: None)
+    ours.close()
+    follower.run()
+    theirs.close()

@@ -163,10 +163,10 @@ def gate_up_variant(form: GateUp, num_rows: int) -> Variant:
     )
 
 
-def _inputs(variant: Variant, inner: int) -> tuple[GateUp, mx.array, list[mx.array]]:
+def _inputs(variant: Variant, rows: int, inner: int) -> tuple[GateUp, mx.array, list[mx.array]]:
     """Products of some 4; every code occurs. Scales are of either sign."""
-    in_dims, bits, group_size, rows = (
-        variant.number(name) for name in ("in_dims", "bits", "group_size", "rows")
+    in_dims, bits, group_size = (
+        variant.number(name) for name in ("in_dims", "bits", "group_size")
     )
     dtype = DTYPES[str(variant["stored"])]
     form = gate_up_of(gate_from(variant), in_dims, inner, bits, group_size, dtype)
@@ -186,7 +186,8 @@ def _inputs(variant: Variant, inner: int) -> tuple[GateUp, mx.array, list[mx.arr
 
 
 def _case(variant: Variant) -> Case:
-    form, x, matrix = _inputs(variant, CASE_INNER)
+    rows = variant.number("rows")
+    form, x, matrix = _inputs(variant, rows - (rows > 2), CASE_INNER)  # one is missing
     return Case(
         lambda: [gate_up(x, matrix, form)],
         lambda: [gate_up_twin(x, matrix, form)],
@@ -196,7 +197,7 @@ def _case(variant: Variant) -> Case:
 
 def _timed(variant: Variant, _: int, __: int) -> Case:
     """Beside MLX's product and the kernel of the activation behind it."""
-    form, x, matrix = _inputs(variant, variant.number("inner"))
+    form, x, matrix = _inputs(variant, variant.number("rows"), variant.number("inner"))
     activation = gated if mx.metal.is_available() else gated_twin
     return Case(
         lambda: [gate_up(x, matrix, form)],

@@ -88,6 +88,27 @@ def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPa
     assert set(without.heads) == {0, 1}  # other kernels are used all the same
 
 
+def test_gate_and_up_are_folded_for_as_many_rows_as_were_admitted(tmp_path: Path) -> None:
+    form = {"group_size": 32, "bits": 4}
+    model = load(tiny_checkpoint(tmp_path, "qwen3-v4", quantize=form))
+    chooser = RecordingChooser()
+    kernels = kernels_of(model, chooser, when_idle=True)
+    kernels.put_into(model)
+    assert model.mlps
+    assert [v.number("rows") for v in chooser.calls[0] if v.kind == "gate_up"] == [1]
+    ready = {rows for rows in range(1, 12) for mlp in model.mlps if mlp.ready(rows)}
+    assert ready == {1}
+    for _ in range(8):
+        kernels.variants.prepare_next()
+    asked = [call[0].number("rows") for call in chooser.calls[1:] if call[0].kind == "gate_up"]
+    assert asked == [2, 4, 8]
+    ready = {rows for rows in range(1, 12) for mlp in model.mlps if mlp.ready(rows)}
+    assert ready == set(range(1, 9))
+    kernels_of(model, RecordingChooser(["gate_up"])).put_into(model)
+    assert not any(mlp.ready(1) for mlp in model.mlps)
+    assert all(activation.in_kernel for activation in model.activations)
+
+
 def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = RecordingChooser(["bitmask"])
     kernels = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)

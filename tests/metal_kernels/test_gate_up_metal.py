@@ -28,6 +28,8 @@ from mlxinfer.metal_kernels.gate_up import (
 )
 from mlxinfer.metal_kernels.gated import FUNCTIONS, gate_of, gated_twin
 from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.selfcheck import examine
+from mlxinfer.metal_kernels.verdicts import WRONG
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -134,6 +136,24 @@ def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
     assert mx.isnan(found[1]).all()
     assert mx.array_equal(found[:2], expected[:2], equal_nan=True)
     assert_close(found[2:], expected[2:])
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("inner + first_pair);", "inner + first_pair - 1);"),
+        ("biases[group]);", "scales[group]);"),
+        ("sum + bias * total", "sum + bias"),
+        ("first < Matrix::DIMS", "first + LANES * Run::LENGTH < Matrix::DIMS"),
+        ("% PER_WORD * BITS", "% PER_WORD * (BITS - 1)"),
+        ("first / GROUP;", "first / (2 * GROUP);"),
+        ("min(first_row + row, num_rows - 1)", "first_row"),
+    ],
+)
+def test_a_mutant_fails_its_self_check(old: str, new: str) -> None:
+    variant = gate_up_variant(form_of("silu", in_dims=544, inner=8, codes=(4, 32)), 4)
+    assert examine(variant, MetalCPU(checked=False, replace={old: new})).status == WRONG
 
 
 # -- in a layer ---------------------------------------------------------------------------------

@@ -72,6 +72,37 @@ def test_split_sequences_of_a_batch_too() -> None:
     assert_least(moved(scene), 4, 1)
 
 
+PAIR = "reinterpret_cast<const device vec<S, 2>*>(groups)[token * GROUPS + group]"
+HALVES = "{groups[2 * (token * GROUPS + group)], groups[2 * (token * GROUPS + group) + 1]}"
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("bits", "prefill", "replace", "loads"),
+    [
+        (8, False, {}, 1),
+        (4, False, {}, 1),
+        (8, True, {}, 1),
+        (4, False, {PAIR: HALVES}, 2),  # what the test would see if they were loaded one by one
+    ],
+)
+def test_scale_and_bias_are_one_load_of_four_bytes(
+    bits: int, prefill: bool, replace: dict[str, str], loads: int
+) -> None:
+    inputs = build(Scene([150], [20 if prefill else 1], bits=(bits, bits), prefill=prefill))
+    machine = MetalCPU(replace=replace)
+    with running_on(machine):
+        paged_attention_on_metal(inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=1.0)
+    machine.assert_clean()
+    buffers = machine.reports[0].buffers
+    for kind in ("key", "value"):
+        groups = buffers[f"{kind}_groups"]
+        assert groups.num_loads * 4 == groups.requested_bytes * loads > 0
+        # Lanes share the load, and no SIMD group repeats it.
+        assert groups.requested_once_per_simdgroup_bytes == groups.unique_bytes
+        assert groups.unique_bytes * 64 * bits == 8 * 4 * buffers[f"{kind}_codes"].unique_bytes
+
+
 @requires_compiler
 def test_what_mlx_moves() -> None:
     found = moved_by_mlx(one_head(128, 16, 4, 1))

@@ -184,15 +184,36 @@ def _case(variant: Variant) -> Case:
 
 
 def _timed(variant: Variant, sequences: int, _: int) -> Case:
-    logits, routing, bias = _inputs(variant, sequences)
+    call = _inputs(variant, sequences)
+    return Case(lambda: [*route(*call)], lambda: [*_in_layers(*call)], ())
 
-    def in_parts() -> list[mx.array]:
-        wide = logits.astype(mx.float32)
-        ranks = wide if bias is None else mx.sigmoid(wide) + bias
-        experts = mx.argpartition(ranks, kth=-routing.k, axis=-1)[:, -routing.k :]
-        return [_weighed(wide, experts, routing).astype(logits.dtype), experts]
 
-    return Case(lambda: [*route(logits, routing, bias)], in_parts, ())
+def _in_layers(
+    logits: mx.array, routing: Routing, bias: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """What layers do without the kernel: where they can, only what was chosen is weighed."""
+    simple = not routing.biased and routing.eps == 0 and routing.factor == 1
+    if not simple:
+        return _weighed_of_all(logits.astype(mx.float32), routing, bias)
+    chosen_alone = routing.sigmoid or routing.normalised
+    ranks = logits if chosen_alone else mx.softmax(logits, axis=-1, precise=True)
+    experts = mx.argpartition(ranks, kth=-routing.k, axis=-1)[:, -routing.k :]
+    chosen = mx.take_along_axis(ranks, experts, axis=-1)
+    if routing.sigmoid:
+        return mx.sigmoid(chosen.astype(mx.float32)), experts
+    return mx.softmax(chosen, axis=-1, precise=True) if chosen_alone else chosen, experts
+
+
+def _weighed_of_all(
+    logits: mx.array, routing: Routing, bias: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    scores = mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
+    ranks = scores if bias is None else scores + bias
+    experts = mx.argpartition(ranks, kth=-routing.k, axis=-1)[:, -routing.k :]
+    weights = mx.take_along_axis(scores, experts, axis=-1)
+    if routing.normalised:
+        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + routing.eps)
+    return weights * routing.factor, experts
 
 
 def _sample(routing: Routing, num_experts: int) -> Variant:

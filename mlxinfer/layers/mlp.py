@@ -6,7 +6,6 @@ SiLU as it is, and the tanh form of GELU because 0.5 (1 + tanh(z)) = sigmoid(2 z
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ import mlx.core as mx
 from ..metal_kernels.gate_up import PLAIN as PLAIN_NUMBERS
 from ..metal_kernels.gate_up import GateUp, gate_up_of
 from ..metal_kernels.gate_up import gate_up as gate_up_in_kernel
-from ..metal_kernels.gated import Gate, gate_of
+from ..metal_kernels.gated import GELU_CUBIC, GELU_SLOPE, Gate, Product, gate_of, in_mlx, product_of
 from ..metal_kernels.gated import gated as gated_in_kernel
 from ..metal_kernels.variants import ReadyFor, never
 from .linear import Projection, QuantizedLinear, matrix_of
@@ -22,13 +21,9 @@ from .linear import Projection, QuantizedLinear, matrix_of
 Activation = Callable[[mx.array], mx.array]
 """Of what a projection gives, (..., inner or 2 * inner) -> (..., inner)."""
 
-_Product = Callable[[mx.array, mx.array], mx.array]
-
 _SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 _GELU_ERF = ("gelu",)
-_GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
-_GELU_CUBIC = 0.044715
 
 ACTIVATIONS = (*_SILU, *_GELU_TANH, *_GELU_ERF)
 
@@ -96,22 +91,20 @@ class Gated:
     """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims).
 
     One kernel where there is Metal: MLX's compiled function, or our own, where the engine chose it,
-    which takes the host half as long. On the CPU, MLX would call a compiler. The split stays
-    outside of what is compiled: it has no rule for shapes that are left open.
+    which takes the host half as long.
 
     Args:
         product: of gate and up.
         gate: what our kernel makes of them; None: it has no such function.
-        fused: compile the product; None: where there is Metal.
+        fused: as for `in_mlx`.
     """
 
-    __slots__ = ("_product", "gate", "in_kernel")
+    __slots__ = ("_in_mlx", "gate", "in_kernel")
 
     def __init__(
-        self, product: _Product, gate: Gate | None = None, *, fused: bool | None = None
+        self, product: Product, gate: Gate | None = None, *, fused: bool | None = None
     ) -> None:
-        fused = mx.metal.is_available() if fused is None else fused
-        self._product = mx.compile(product, shapeless=True) if fused else product
+        self._in_mlx = in_mlx(product, fused=fused)
         self.gate = gate
         self.in_kernel = False  # set by the engine
 
@@ -119,8 +112,7 @@ class Gated:
         """gate_up (..., 2 * dims) -> (..., dims)."""
         if self.in_kernel and self.gate is not None:
             return gated_in_kernel(gate_up, self.gate)
-        gate, up = mx.split(gate_up, 2, axis=-1)
-        return self._product(gate, up)
+        return self._in_mlx(gate_up)
 
 
 def relu_squared(x: mx.array) -> mx.array:
@@ -134,23 +126,17 @@ def gated(name: str, dtype: mx.Dtype) -> Gated:
     if name in _GELU_ERF:
         return Gated(_geglu_erf)
     if name in _SILU:
-        return Gated(_swiglu, gate_of("silu", dtype))
-    return Gated(_geglu_tanh, gate_of("gelu_tanh", dtype))
+        return _with_kernel(gate_of("silu", dtype))
+    return _with_kernel(gate_of("gelu_tanh", dtype))
 
 
 def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
     """gpt-oss: the gate clamped from above, up from both sides, and (up + 1) instead of up."""
-    product = partial(_clamped_swiglu, alpha=alpha, limit=limit)
-    return Gated(product, gate_of("clamped_swiglu", dtype, float(alpha), float(limit)))
+    return _with_kernel(gate_of("clamped_swiglu", dtype, float(alpha), float(limit)))
 
 
-def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up
-
-
-def _geglu_tanh(gate: mx.array, up: mx.array) -> mx.array:
-    doubled = gate * (_GELU_SLOPE + _GELU_SLOPE * _GELU_CUBIC * mx.square(gate))
-    return gate * mx.sigmoid(doubled) * up
+def _with_kernel(gate: Gate) -> Gated:
+    return Gated(product_of(gate), gate)
 
 
 def _geglu_erf(gate: mx.array, up: mx.array) -> mx.array:
@@ -163,7 +149,7 @@ def gelu_of(erf: Activation) -> Activation:
 
 
 def _gelu_tanh(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(x * (_GELU_SLOPE + _GELU_SLOPE * _GELU_CUBIC * mx.square(x)))
+    return x * mx.sigmoid(x * (GELU_SLOPE + GELU_SLOPE * GELU_CUBIC * mx.square(x)))
 
 
 def _silu(x: mx.array) -> mx.array:
@@ -181,8 +167,3 @@ PLAIN: dict[str, Activation] = {
     "relu": _relu,
     "tanh": mx.tanh,
 }
-
-
-def _clamped_swiglu(gate: mx.array, up: mx.array, *, alpha: float, limit: float) -> mx.array:
-    gate = mx.minimum(gate, limit)
-    return gate * mx.sigmoid(alpha * gate) * (mx.clip(up, -limit, limit) + 1)

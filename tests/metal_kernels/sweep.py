@@ -4,11 +4,11 @@
     python -m pytest -n0 -m slow -p tests.metal_kernels.sweep tests/metal_kernels &  # once or more
     python tests/metal_kernels/sweep.py  # what there is so far
 
-A test that launches kernels is a set. Each process takes the next set that none has taken, the ones
-that take longest first (as `times.jsonl`, the `sets.jsonl` of another time, has them), and writes one line for it to `sets.jsonl`. Processes that are started
-later go on where others stopped. A launch whose source, arguments and schedule are those of an
-earlier one in the same process is not executed again: its outputs and its report are the earlier
-ones', and it is counted as repeated.
+A test that launches kernels is a set. Each process takes the next set that none has taken, and
+writes one line for it to `sets.jsonl`; the longest come first, by `times.jsonl`, which is the
+`sets.jsonl` of another time. Processes that are started later go on where others stopped. A launch
+whose source, arguments and schedule are those of an earlier one in the same process is not executed
+again: its outputs and its report are the earlier ones', and it is counted as repeated.
 """
 
 import hashlib

@@ -1,0 +1,118 @@
+"""What kernels are timed against is what runs in their place, operation by operation."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxinfer.layers import mlp, moe
+from mlxinfer.layers.norm import Join, RMSNorm
+from mlxinfer.metal_kernels.gated import gate_of, gated_variant
+from mlxinfer.metal_kernels.routing import routing_variant
+from mlxinfer.metal_kernels.sample import SETTINGS, sample_twin, settings_array
+from mlxinfer.metal_kernels.sampling_cases import (
+    TEMPERATURE,
+    TOP_P,
+    by_one_sort,
+    random_logits,
+    sample_variant,
+)
+from mlxinfer.metal_kernels.selfcheck import KINDS
+from mlxinfer.metal_kernels.variants import Variant
+from mlxinfer.sampling.adjustments import apply_bitmask
+from mlxinfer.sampling.draw import DrawRanks, draw, pad_rows, uniforms
+from mlxinfer.sampling.truncation import WeightCuts, kept_weights
+from tests.bench.dispatches import VIEWS, as_on_metal, traced
+
+ROWS = 8
+Results = Callable[[], mx.array]
+
+
+def operations(results: Callable[[], list[mx.array]]) -> list[str]:
+    """Of a graph, as Metal would get them; what only looks at memory another way is left out."""
+    with as_on_metal():
+        found = traced(
+            lambda x: sum(y.astype(mx.float32).sum() for y in results()) + x, mx.zeros(1)
+        )
+    return sorted(name for name in found if name not in VIEWS)
+
+
+def timed_against(variant: Variant) -> list[str]:
+    case = KINDS[variant.kind].timed(variant, ROWS, 0)
+    mx.eval(case.twin())  # and with that its inputs: what makes them is not timed
+    return operations(case.twin)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")]
+)
+def test_activations_run_against_the_layers_product(name: str, function: str) -> None:
+    """Not compiled here: both would be, by one function, where there is Metal."""
+    layer, x = mlp.gated(name, mx.bfloat16), mx.zeros((ROWS, 512), mx.bfloat16)
+    variant = gated_variant(gate_of(function, mx.bfloat16))
+    assert timed_against(variant) == operations(lambda: [layer(x)])
+
+
+def test_sums_and_norms_run_against_the_layers_own() -> None:
+    join = Join(RMSNorm(mx.ones(64), 1e-6), RMSNorm(mx.ones(64), 1e-6))
+    x = mx.zeros((ROWS, 64))
+    assert join.form is not None
+    variant = Variant.of("add_norm", dtype="float32", dims=64, after="1e-06", before="1e-06")
+
+    def layer() -> list[mx.array]:
+        total, normed = join(x, lambda residual: x if residual is None else x + residual)
+        return [total, normed]
+
+    assert timed_against(variant) == operations(layer)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        moe.top_k_softmax(8),
+        moe.sigmoid_of_top_k(1),
+        moe.softmax_top_k(6),
+        moe.grouped_routing(6, factor=16.0),
+        moe.grouped_routing(8, bias=mx.zeros(64), normalise=True),
+    ],
+    ids=["softmax of top", "sigmoid of top", "top of softmax", "factor", "biased"],
+)
+def test_routing_runs_against_the_layers_own(choice: moe.ExpertChoice) -> None:
+    assert choice.routing is not None
+    variant = routing_variant(choice.routing, 64, mx.bfloat16)
+    logits = mx.zeros((ROWS, 64), mx.bfloat16)
+    assert timed_against(variant) == operations(lambda: list(choice(logits)))
+
+
+def test_masks_run_against_the_samplers_own() -> None:
+    logits, mask = mx.zeros((ROWS, 160)), mx.zeros((ROWS, 5), mx.uint32)
+    assert timed_against(KINDS["bitmask"].samples[0]) == operations(
+        lambda: [apply_bitmask(logits, mask)]
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sampling_runs_against_no_more_than_the_samplers_own(masked: bool) -> None:
+    logits, mask = mx.zeros((ROWS, 160)), mx.zeros((ROWS, 5), mx.uint32)
+    column = mx.zeros((ROWS, 1))
+
+    def plain() -> list[mx.array]:
+        rows = pad_rows(apply_bitmask(logits, mask) if masked else logits)
+        weights = kept_weights(rows, WeightCuts(column, None, column, None), None)
+        return [draw(weights, column[..., None], DrawRanks.of(*weights.shape))]
+
+    timed, sampler = timed_against(sample_variant(mx.float32, masked=masked)), operations(plain)
+    assert len(timed) <= len(sampler)
+    assert timed.count("Sort") + timed.count("ArgSort") == 1
+    assert timed.count("Scan") <= sampler.count("Scan")
+
+
+def test_what_sampling_is_timed_against_draws_what_the_twin_draws() -> None:
+    rows = np.zeros(60, SETTINGS)
+    rows["temperature"], rows["top_p"], rows["count"] = TEMPERATURE, TOP_P, np.arange(60)
+    logits = random_logits(60, 300)
+    numbers = mx.array(uniforms(rows["stream"], rows["count"].astype(np.int64)))[:, None]
+    found = np.array(by_one_sort(logits, numbers, None))
+    twin = np.array(sample_twin(logits, settings_array(rows)))
+    assert (found == twin).mean() > 0.95, "they differ next to where rounding decides alone"

@@ -7,8 +7,8 @@
 A test that launches kernels is a set. Each process takes the next set that none has taken, and
 writes one line for it to `sets.jsonl`; the longest come first, by `times.jsonl`, which is the
 `sets.jsonl` of another time. Processes that are started later go on where others stopped. A launch
-whose source, arguments and schedule are those of an earlier one in the same process is not executed
-again: its outputs and its report are the earlier ones', and it is counted as repeated.
+with the source, the arguments and the schedule of an earlier one in the same process is not
+executed again: it has the outputs and the report of the earlier one, and is counted as repeated.
 """
 
 import hashlib

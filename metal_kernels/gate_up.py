@@ -165,9 +165,7 @@ def gate_up_variant(form: GateUp, num_rows: int) -> Variant:
 
 def _inputs(variant: Variant, rows: int, inner: int) -> tuple[GateUp, mx.array, list[mx.array]]:
     """Products of some 4; every code occurs. Scales are of either sign."""
-    in_dims, bits, group_size = (
-        variant.number(name) for name in ("in_dims", "bits", "group_size")
-    )
+    in_dims, bits, group_size = (variant.number(name) for name in ("in_dims", "bits", "group_size"))
     dtype = DTYPES[str(variant["stored"])]
     form = gate_up_of(gate_from(variant), in_dims, inner, bits, group_size, dtype)
     rng = np.random.default_rng(rows)

@@ -185,12 +185,19 @@ class StageModel:
         link: to the others.
         layers: of each rank.
         between: what goes from one to the next.
+        all_bytes: of the weights of all ranks, which a step reads one after the other.
     """
 
     def __init__(
-        self, part: Model, link: Link, layers: Sequence[range], between: BetweenStages
+        self,
+        part: Model,
+        link: Link,
+        layers: Sequence[range],
+        between: BetweenStages,
+        all_bytes: int,
     ) -> None:
         self.part = part
+        self.all_bytes = all_bytes
         self._link = link
         self._layers = layers
         self._between = between
@@ -319,7 +326,9 @@ def load_stage(
         tensors, builder.tensor_name, config.num_layers, link.size, last_cut=between.last_cut
     )
     weights = StageWeights(tensors, layers=layers[link.rank], has_tables=link.rank == 0, **others)
-    return StageModel(builder.build(config, weights), link, layers, between), weights.bytes_read
+    part = builder.build(config, weights)
+    all_bytes = sum(t.nbytes for name, t in tensors.items() if builder.tensor_name(name))
+    return StageModel(part, link, layers, between, all_bytes), weights.bytes_read
 
 
 def load_tables(

@@ -162,8 +162,9 @@ def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | No
     """What runs a network for proposals."""
     network, config = draft.drafter.network, draft.config
     vocab_size = model.config.vocab_size
+    step_bytes = model.all_bytes if isinstance(model, StageModel) else model.num_bytes
     if isinstance(network, BlockDraft):
-        cost = network.bytes_read / model.num_bytes / MAX_PROPOSALS  # a pass proposes them all
+        cost = network.bytes_read / step_bytes / MAX_PROPOSALS  # a pass proposes them all
         return BlockProposer(network, config, vocab_size=vocab_size, cost=cost)
     if isinstance(network, DraftHead):
         return HeadProposer(
@@ -171,7 +172,7 @@ def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | No
             config,
             name=draft.drafter.kind,
             vocab_size=vocab_size,
-            cost=network.bytes_read / model.num_bytes,
+            cost=network.bytes_read / step_bytes,
             kernels=choose_on_this_machine(),
             drawn=drawn,
         )
@@ -179,7 +180,7 @@ def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | No
         network,
         config,
         vocab_size=vocab_size,
-        cost=network.num_bytes / model.num_bytes,
+        cost=network.num_bytes / step_bytes,
         kernels=choose_on_this_machine(),
         drawn=drawn,
     )

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
+from metal_cpu.mlx_matrix import quantized_matvec
 
 from mlxinfer.layers import mlp
 from mlxinfer.layers.adapters import ActiveAdapters, AdaptedLinear
@@ -123,6 +124,24 @@ def test_reads_the_matrix_once_for_rows_that_share_it(codes: tuple[int, int]) ->
         weight = report.buffers["weight"]
         assert weight.unique_bytes == matrix[0].nbytes
         assert weight.requested_bytes == matrix[0].nbytes * -(-rows // SHARING_ROWS)
+
+
+@requires_compiler
+@pytest.mark.parametrize(("bits", "fewer"), [(4, 2), (8, 4)])
+def test_for_one_row_it_reads_what_mlxs_product_reads(bits: int, fewer: int) -> None:
+    """The same bytes, the matrix in fewer loads; and the product is MLX's."""
+    form = form_of("silu", in_dims=1024, inner=16, codes=(bits, 64), stored=mx.float32)
+    codes, scales, biases = matrix = drawn(np.random.default_rng(SEED), form)
+    x = mx.random.normal((1, 1024), key=mx.random.key(SEED))
+    mlx = quantized_matvec(x, (codes, scales, biases), group_size=64, bits=bits, fast=True)
+    machine = MetalCPU()
+    with running_on(machine):
+        assert_close(gate_up(x, matrix, form), gated_twin(mlx.output, form.gate))
+    (theirs,), (ours,) = mlx.reports, machine.reports
+    assert ours.buffers["weight"].requested_bytes == theirs.buffers["w"].requested_bytes
+    assert ours.buffers["weight"].num_loads * fewer == theirs.buffers["w"].num_loads
+    for name in ("x", "scales", "biases"):
+        assert ours.buffers[name].requested_bytes <= theirs.buffers[name].requested_bytes
 
 
 @requires_compiler

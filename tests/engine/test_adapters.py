@@ -8,12 +8,15 @@ import pytest
 from adapters.cases import base
 from adapters.drawn import dense_tensors, draw, write_peft
 from engine.harness import PAGE, Harness, Outcome, prompt, tiny_model
+from metal_cpu import MetalCPU, requires_compiler
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
+from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 
@@ -195,3 +198,44 @@ def test_a_request_that_was_checked_before_an_adapter_took_its_room(
     outcomes = harness.drain()
     assert isinstance(outcomes["long"].error, InsufficientMemoryError)
     assert len(outcomes["answers"].token_ids) == 5
+
+
+@requires_compiler
+def test_adapters_come_and_go_beside_the_kernel_of_gate_and_up(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """While a projection is adapted it is used as it is; once it is not, the kernel is back."""
+    kinds = ("gate_up", "gated")
+    machine = MetalCPU(seed=1)
+    how = {"group_size": 32, "bits": 4}
+    model = load(tiny_checkpoint(tmp_path, CASE, quantize=how))  # no other test has its adapters
+
+    def answers(kernels: Chooser) -> tuple[list[list[int]], list[int]]:
+        harness = Harness(model, kernels=kernels)
+        table, ran = harness.loop.adapters, []
+
+        def phase(name: str, *adapters: str | None) -> None:
+            before = len(machine.reports)
+            for adapter in adapters:
+                params = SamplingParams(max_tokens=6)
+                harness.add(f"{name} {adapter}", prompt(20), params, adapter=adapter)
+            harness.drain()
+            ran.append(sum(r.kernel == "gate_up" for r in machine.reports[before:]))
+
+        phase("before", None)
+        list(table.load("first", read_adapter(folders["first"])))
+        phase("adapted", None, "first")
+        list(table.unload("first"))
+        table.free_unused([])
+        phase("after", None)
+        return [outcome.token_ids for outcome in harness.outcomes.values()], ran
+
+    plain, _ = answers(choose_none)
+    with running_on(machine):
+        found, (before, adapted, after) = answers(
+            lambda variants: frozenset(v for v in variants if v.kind in kinds)
+        )
+    machine.assert_clean()
+    assert found == plain
+    assert adapted == 0
+    assert min(before, after) > 0

@@ -212,6 +212,7 @@ class Load(NamedTuple):
     group: int
     page: int
     payload: memoryview
+    key: bytes = b""  # that it was stored under
 
 
 @dataclass(slots=True)

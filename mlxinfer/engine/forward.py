@@ -21,6 +21,7 @@ from ..layers.step import Taps
 from ..models.adapters.folder import AdapterFolder
 from ..models.decoder import LanguageModel
 from .kernels import Chooser, Kernels, choose_kernels
+from .pagestore import OtherDisks
 
 
 @dataclass(slots=True)
@@ -85,6 +86,11 @@ class Followers(Protocol):
     """The other ranks, which run every step that is sent to them."""
 
     @property
+    def disks(self) -> OtherDisks:
+        """Theirs."""
+        ...
+
+    @property
     def adapters(self) -> OtherAdapters:
         """Theirs."""
         ...
@@ -108,6 +114,10 @@ class Followers(Protocol):
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
+        ...
+
+    def carry_out(self, work: CacheWork) -> None:
+        """Let them do to their caches what no step does."""
         ...
 
     def resize(self, num_pages: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ..cache.disk import DiskTier, namespace_key
 from ..cache.formats import lay_out
 from ..cache.kv import KVCache
-from ..config import DiskOptions, EngineConfig
+from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError, RanksFailedError
 from ..models.decoder import LanguageModel
@@ -92,7 +92,14 @@ class Loop:
             self._followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
         if config.disk is not None and self.store is None:
-            self.store = _make_store(config.disk, self.cache)
+            others = None if self._followers is None else self._followers.disks
+            self.store = PageStore(
+                None,
+                groups=self.cache.groups,
+                states=self.cache.state_group,
+                max_bytes=config.disk.max_bytes,
+                others=others,
+            )
             self._open_tier(OPEN_WAIT_S)
         self.scheduler = self._make_scheduler()
         sampler = Sampler(
@@ -132,7 +139,10 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            namespace = _namespace(identity, self.cache)
+            disks = None if self._followers is None else self._followers.disks
+            namespace = _namespace(identity, self.cache, "" if disks is None else disks.form)
+            if disks is not None:
+                disks.open(str(options.folder.resolve()), namespace, options.max_bytes)
             store.tier = DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes)
 
     @property
@@ -414,6 +424,8 @@ class Loop:
         self._in_flight = None
         kv_manager = self.scheduler.kv_manager
         work = kv_manager.take_work()
+        if self._followers is not None:
+            self._followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
         store.save(kv_manager.take_all(), self.cache.read_out)
@@ -429,17 +441,14 @@ class Loop:
         return {**stats, "kernels": self.kernels.variants.stats()}
 
 
-def _make_store(options: DiskOptions, cache: KVCache) -> PageStore:
-    """The names of a cache's pages; the tier under them follows when the weights are known."""
-    return PageStore(
-        None, groups=cache.groups, states=cache.state_group, max_bytes=options.max_bytes
-    )
+def _namespace(identity: str, cache: KVCache, form: str) -> bytes:
+    """Pages on disk are shared only between equal weights, versions, device and KV format.
 
-
-def _namespace(identity: str, cache: KVCache) -> bytes:
-    """Pages on disk are shared only between equal weights, versions, device and KV format."""
+    `form`: what part of a model spread over ranks this is; empty: it is not spread.
+    """
     return namespace_key(
         identity,
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
         f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
+        *([form] if form else []),
     )

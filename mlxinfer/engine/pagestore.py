@@ -1,22 +1,20 @@
 """Pages of the prefix tree on disk: their names, which to fetch, and whether that pays. No mlx.
 
 A page of tokens is an entry of its own for each layer group: a window's pages are stored, and read,
-only where a prompt can go on from them. Partial pages are not stored. `Transfers` keeps what is on
-its way; it belongs to the tree, so it is carried out before the next step whatever becomes of the
-request that caused it.
+only where a prompt can go on from them. Partial pages are not stored. Where a model is spread over
+ranks, each stores its part of a page under the same name; a page is there where all ranks have it.
 """
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..cache.disk import DiskStats, DiskTier, chain_keys, namespace_key, page_key
 from ..cache.groups import PageGroup, StateGroup
-from ..cache.inputs import Load, Spill
-from ..cache.pages import PageTable
-from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
+from ..cache.inputs import Spill
+from ..cache.prefix import RestorePoint, StoredPage
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
@@ -43,12 +41,48 @@ class Rate:
         return amount * self.seconds / self.amount if self.amount else None
 
 
+class Stored(NamedTuple):
+    """What was read for a page."""
+
+    key: bytes
+    payload: memoryview
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What the disk adds to a match."""
 
     num_pages: int  # whole pages from position 0 on that are then there for all groups
-    payloads: list[dict[int, memoryview]]  # by group: page number -> payload
+    pages: list[dict[int, Stored]]  # by group: page number -> what was read
+
+
+class OtherDisks(Protocol):
+    """The disks of the other ranks of a model, each with its part of every page."""
+
+    @property
+    def form(self) -> str:
+        """What their parts are: pages of other parts are of no use to them."""
+        ...
+
+    def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
+        """Let them open a folder of this path."""
+        ...
+
+    def begin_fetch(self, places: Seq[tuple[int, bytes]]) -> None:
+        """Let them read (group, key), for the step that comes next."""
+        ...
+
+    def end_fetch(self) -> list[int]:
+        """Places that one of them lacks, or found broken, in order."""
+        ...
+
+    def begin_save(self, spills: Seq[Spill], timeout_s: float) -> None:
+        """Let them store pages, and wait for the writes."""
+        ...
+
+    def end_save(self, timeout_s: float) -> bool:
+        """Whether they have."""
+        ...
 
 
 class PageStore:
@@ -60,6 +94,7 @@ class PageStore:
         groups: what layers keep in pages.
         states: of recurrent layers: their snapshots are entries, too; None: there are none.
         max_bytes: what the tier may hold.
+        others: disks of other ranks; None: there are none.
         clock: seconds that only grow.
     """
 
@@ -70,9 +105,11 @@ class PageStore:
         groups: Seq[PageGroup],
         states: StateGroup | None = None,
         max_bytes: int,
+        others: OtherDisks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
+        self._others = others
         self.groups = groups
         self.state_group = len(groups)  # its number among the groups of entries
         self.page_bytes = [group.page_bytes for group in groups]
@@ -141,8 +178,14 @@ class PageStore:
             return
         deadline_s = self._clock() + SAVE_S
         for chunk in self._chunks(spills):
+            left_s = max(deadline_s - self._clock(), 0.0)
+            if self._others is not None:
+                self._others.begin_save(chunk, left_s)
             self.put(read(chunk))
-            if not self.tier.flush(max(deadline_s - self._clock(), 0.0)):
+            written = self.tier.flush(max(deadline_s - self._clock(), 0.0))
+            if self._others is not None:
+                written &= self._others.end_save(max(deadline_s - self._clock(), 0.0))
+            if not written:
                 return
 
     def _chunks(self, spills: Seq[Spill]) -> Iterator[list[Spill]]:
@@ -183,17 +226,26 @@ class PageStore:
     def _read(self, search: "_Search", wanted: list[tuple[int, int]]) -> bool:
         """Read pages; False: one is not there, which the search knows now."""
         started_s = self._clock()
-        entries = search.tier.get_chain([search.key(*place) for place in wanted])
+        keys = [search.key(*place) for place in wanted]
+        if self._others is not None:
+            self._others.begin_fetch([(place[1], k) for place, k in zip(wanted, keys, strict=True)])
+        entries = search.tier.get_chain(keys)
+        count = len(entries)
+        if self._others is not None:
+            missing = self._others.end_fetch()
+            count = min([count, *missing])
+            for lacking in missing:  # to be stored again, by all
+                search.tier.remove(keys[lacking])
         self._reading.add(sum(e.payload.nbytes for e in entries), self._clock() - started_s)
         self._read_meanwhile = True
-        for place, entry in zip(wanted, entries, strict=False):
+        for place, entry in zip(wanted, entries[:count], strict=False):
             if entry.payload.nbytes != self.page_bytes[place[1]]:
                 search.there[place] = False
                 return False
-            search.payloads[place] = entry.payload
-        if len(entries) < len(wanted):
-            search.there[wanted[len(entries)]] = False
-        return len(entries) == len(wanted)
+            search.read[place] = Stored(entry.key, entry.payload)
+        if count < len(wanted):
+            search.there[wanted[count]] = False
+        return count == len(wanted)
 
     def _pays(self, num_tokens: int, num_bytes: int) -> bool:
         """Whether reading is expected to be quicker than computing."""
@@ -234,7 +286,7 @@ class _Search:
     point: RestorePoint
     stop: int  # pages
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
-    payloads: dict[tuple[int, int], memoryview] = field(default_factory=dict)
+    read: dict[tuple[int, int], Stored] = field(default_factory=dict)
     _before: list[bytes] = field(default_factory=list)  # [n]: the chain's key before page n
 
     def reachable(self) -> int:
@@ -258,17 +310,17 @@ class _Search:
             (number, group)
             for group in range(len(self.store.page_bytes))
             for number in self._needed(num_pages, group)
-            if not self._in_memory(number, group) and (number, group) not in self.payloads
+            if not self._in_memory(number, group) and (number, group) not in self.read
         )
 
     def found(self, num_pages: int) -> Found:
         """What was read of what is needed."""
-        payloads: list[dict[int, memoryview]] = [{} for _ in self.store.page_bytes]
-        for group, pages in enumerate(payloads):
+        found: list[dict[int, Stored]] = [{} for _ in self.store.page_bytes]
+        for group, pages in enumerate(found):
             for number in self._needed(num_pages, group):
-                if (number, group) in self.payloads:
-                    pages[number] = self.payloads[number, group]
-        return Found(num_pages, payloads)
+                if (number, group) in self.read:
+                    pages[number] = self.read[number, group]
+        return Found(num_pages, found)
 
     def key(self, number: int, group: int) -> bytes:
         """The name of a page's entry."""
@@ -315,136 +367,3 @@ def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, byte
     """(parent, own key) of a group's entry of a page; `before`: key of the chain before it."""
     parent = page_key(before, (group,))
     return parent, page_key(parent, tokens)
-
-
-class Prompt(NamedTuple):
-    """Tokens, and what must agree besides for their pages to be shared."""
-
-    namespace: Hashable
-    token_ids: list[int]
-
-
-class Transfers:
-    """What is to be read out of pages that were evicted, and what is to be written to others.
-
-    Args:
-        store: where pages go and come from.
-        groups: what layers keep in pages.
-    """
-
-    def __init__(self, store: PageStore, groups: Seq[PageGroup]) -> None:
-        self._store = store
-        self._groups = groups
-        self._allocators = [group.allocator for group in groups]
-        self._spills: list[Spill] = []
-        self._loads: dict[tuple[int, int], Load] = {}  # (group, page id) -> what is to go there
-
-    def take(self) -> tuple[list[Spill], list[Load]]:
-        """Pages to be read out before the next step, and then those to be filled."""
-        spills = self._store.affordable(self._spills)
-        loads = list(self._loads.values())
-        self.forget()
-        return spills, loads
-
-    def forget(self) -> None:
-        """Drop all transfers."""
-        self._spills, self._loads = [], {}
-
-    # -- to the disk ----------------------------------------------------------------------------
-
-    def note_evicted(self, pages: Seq[StoredPage]) -> None:
-        """Note evicted pages, to be stored; those that wait for content from the disk are not."""
-        for page in pages:
-            places = [(g, i) for g, i in enumerate(page.pages) if i is not None]
-            places += [(self._store.state_group, s.number) for s in page.snapshots]
-            unfilled = {place for place in places if self._loads.pop(place, None)}
-            self._spills += [
-                spill
-                for spill in self._store.spills(page)
-                if (spill.group, spill.page) not in unfilled
-            ]
-
-    def all_of(self, tree: PrefixTree) -> list[Spill]:
-        """All that the tree has and the disk lacks, what was used last and parents first."""
-        pages = sorted(tree.stored(), key=lambda p: (-p.node.tick, p.page_number))
-        self.note_evicted(pages)
-        spills, self._spills = self._spills, []
-        return spills
-
-    # -- from the disk --------------------------------------------------------------------------
-
-    def fetch(
-        self,
-        tree: PrefixTree,
-        namespace: Hashable,
-        ids: list[int],
-        has_room: Callable[[RestorePoint], bool],
-    ) -> None:
-        """Put into the tree what the disk has of a prompt beyond that, where there is room."""
-        point = tree.probe(namespace, ids)
-        lease = tree.hold_path(point)
-        if has_room(point):
-            found = self._store.find(ids, point)
-            counts = [len(p) for p in found.payloads[: len(self._groups)]] if found else []
-            pages = self._allocate(tree, counts) if found else None
-            if found and pages:
-                self._insert(tree, Prompt(namespace, ids), found, pages)
-        tree.unlock(lease)
-
-    def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:
-        """Allocate so many pages of each group; None: there is no room."""
-        taken: list[list[int]] = []
-        for group, count in enumerate(counts):
-            allocator = self._allocators[group]
-            if count > allocator.num_free:
-                tree.evict(group, count - allocator.num_free)
-            if count > allocator.num_free:
-                for allocated, pages in zip(self._allocators, taken, strict=False):
-                    allocated.release(pages)
-                return None
-            taken.append(allocator.allocate(count))
-        return taken
-
-    def _insert(
-        self, tree: PrefixTree, prompt: Prompt, found: Found, pages: list[list[int]]
-    ) -> None:
-        """Give pages to the tree, and note what is to go there."""
-        runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
-        for group, numbers in enumerate(pages):
-            payloads = found.payloads[group]
-            for number, page in zip(payloads, numbers, strict=True):
-                self._loads[group, page] = Load(group, page, payloads[number])
-                last = runs[-1] if runs else None
-                if last and last[0] == group and last[1] + len(last[2]) == number:
-                    last[2].append(page)
-                else:
-                    runs.append((group, number, [page]))
-        whole = [run for run in runs if not self._groups[run[0]].recycles]
-        for some in [whole, *[[run] for run in runs if run not in whole]]:
-            if some:
-                self._insert_runs(tree, prompt, some)
-        for states in found.payloads[len(pages) :]:
-            for number, payload in states.items():
-                self._insert_snapshot(tree, prompt, number, payload)
-
-    def _insert_runs(
-        self, tree: PrefixTree, prompt: Prompt, runs: list[tuple[int, int, list[int]]]
-    ) -> None:
-        """Runs of several groups that end at the same page."""
-        _, first, last_run = runs[0]
-        stop, size = first + len(last_run), self._store.page_size
-        tables = [PageTable(size, first=stop) for _ in self._allocators]
-        for group, first, pages in runs:
-            tables[group] = PageTable(size, first=first, pages=pages)
-        for duplicate in tree.insert(prompt.namespace, prompt.token_ids[: stop * size], tables):
-            self._loads.pop((duplicate.group, duplicate.own))
-            self._allocators[duplicate.group].release([duplicate.own])
-
-    def _insert_snapshot(
-        self, tree: PrefixTree, prompt: Prompt, number: int, payload: memoryview
-    ) -> None:
-        """The state after page `number`, where there is room for it."""
-        snapshot = tree.add_snapshot(*prompt, (number + 1) * self._store.page_size)
-        if snapshot is not None:
-            place = self._store.state_group, snapshot.number
-            self._loads[place] = Load(*place, payload)

@@ -24,8 +24,8 @@ POLL_S = 0.01  # that one look for an answer may take, between two of which step
 CHECK_S = 600.0  # that a rank may take to read the files
 
 Tell = Callable[[msgspec.Struct], None]
-Hear = Callable[[float], Any]
-"""The next answer of another rank; None: none came within so many seconds."""
+Hear = Callable[[type, float], Any]
+"""The next answer of a kind; None: none came within so many seconds."""
 
 
 class OtherAdapters:
@@ -97,8 +97,8 @@ class OtherAdapters:
     def _all_answered(self, number: int, timeout_s: float) -> bool:
         """Whether all have answered about this adapter, waiting for one answer at most."""
         if len(self._answers.get(number, ())) < self._num_others:
-            answer = self._hear(timeout_s)
-            if isinstance(answer, messages.AdapterDone):
+            answer = self._hear(messages.AdapterDone, timeout_s)
+            if answer is not None:
                 self._answers.setdefault(answer.number, []).append(answer)
         return len(self._answers.get(number, ())) == self._num_others
 

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from ..models.decoder import LanguageModel
 from . import messages
 from .adapters import OwnAdapters
 from .control import Connection, Hello, connect
+from .disk import OwnDisk
 from .group import FORM_S
 from .hosts import Place
 from .join import join_group, version
 from .link import GroupLink
-from .wire import Reader, StepMessage, checksum
+from .wire import Reader, StepMessage, WorkMessage, checksum, spill_of
 
 END_S = 2.0
 Find = Callable[[str], Path]  # a model's name -> its folder on this machine
@@ -71,6 +72,7 @@ class Follower:
         self._ended = ended
         self._place = place
         self._connection = connection
+        self._disk = OwnDisk(place.rank)
         self._find = find
         self._orders, self._encode = messages.orders(), messages.replies().encode
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -95,6 +97,10 @@ class Follower:
             messages.Reset: self._reset,
             messages.Release: self._release,
             messages.Resize: self._resize,
+            WorkMessage: self._work,
+            messages.DiskOpen: self._disk.open,
+            messages.DiskFetch: self._fetch,
+            messages.DiskSave: self._save,
             messages.AdapterCheck: lambda order: self._own_adapters.check(order),
             messages.AdapterPiece: lambda order: self._own_adapters.piece(order),
             messages.AdapterRemove: lambda order: self._own_adapters.remove(order),
@@ -199,12 +205,11 @@ class Follower:
     def _step(self, message: StepMessage) -> None:
         forward, before = self._forward, self._in_flight
         assert forward is not None
-        step = self._reader.step(message)
-        for group, extent in zip(forward.cache.groups, message.extents, strict=True):
-            group.allocator.extent = extent
+        step = self._reader.step(message, self._disk.take_held())
+        self._extend(message.extents)
         if message.checked:
             self._say(messages.Checked(message.number, checksum(step)))
-        forward.prepare(step, before)
+        self._disk.put(forward.prepare(step, before)[1])
         tokens = None if before is None else mx.zeros((before.num_rows,), mx.int32)
         computed = forward.run(step, tokens)
         logits = [] if computed.logits is None else [computed.logits]
@@ -220,6 +225,35 @@ class Follower:
         assert self._forward is not None
         self._in_flight = None
         self._forward.cache.reset()
+        self._disk.take_held()
+
+    def _extend(self, extents: Sequence[int]) -> None:
+        """Pages of each layer group that are handed out."""
+        assert self._forward is not None
+        for group, extent in zip(self._forward.cache.groups, extents, strict=True):
+            group.allocator.extent = extent
+
+    def _work(self, message: WorkMessage) -> None:
+        assert self._forward is not None
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        work, cache = self._reader.work(message, self._disk.take_held()), self._forward.cache
+        self._extend(message.extents)
+        cache.make_room(work.num_slots)
+        self._disk.put(cache.carry_out(work))
+
+    def _fetch(self, message: messages.DiskFetch) -> None:
+        assert self._forward is not None
+        cache = self._forward.cache
+        page_bytes = [group.page_bytes for group in cache.groups]
+        page_bytes += [] if cache.state_group is None else [cache.state_group.num_bytes]
+        self._say(self._disk.fetch(message, page_bytes))
+
+    def _save(self, message: messages.DiskSave) -> None:
+        assert self._forward is not None
+        spills = [spill_of(part) for part in message.spills]
+        self._disk.put(self._forward.cache.read_out(spills))
+        self._say(self._disk.flush(message))
 
     def _resize(self, message: messages.Resize) -> None:
         assert self._forward is not None
@@ -228,6 +262,7 @@ class Follower:
 
     def _release(self, _: messages.Release) -> None:
         self._model = self._forward = self._in_flight = self._adapters = None
+        self._disk.close(END_S)
         gc.collect()
         mx.clear_cache()
 

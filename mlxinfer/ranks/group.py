@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ..cache.inputs import CacheWork
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..engine.forward import StepInputs
@@ -28,6 +29,7 @@ from ..models.decoder import LanguageModel
 from . import messages
 from .adapters import OtherAdapters
 from .control import Connection, Hello, gather, listen
+from .disk import OtherDisks
 from .hosts import Place
 from .join import join_group, shut_ring, version
 from .link import GroupLink
@@ -74,12 +76,13 @@ class RankGroup:
         self.loaded: list[messages.Loaded] = []  # by the others, of the present model
         self._local = local
         self.adapters: OtherAdapters  # of the model that is loaded
+        self.disks: OtherDisks
         self._pipeline = False
         self._num_loads = 0
         self._claimed: str | None = None  # the model that they run, or will
         self._step_s = step_s
         self._orders, self._replies = messages.orders(), messages.replies()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: dict[type, queue.SimpleQueue[Any]] = _no_answers()
         self._problems: dict[int, str] = {}  # by rank: why it cannot load its part
         self._lock = threading.Lock()  # of sending, and of what follows
         self._sums: dict[tuple[int, int], int] = {}  # checksums that others will say: rank, step
@@ -143,7 +146,7 @@ class RankGroup:
         digest = messages.digest_of(folder)
         order = messages.Load(self._num_loads, name, str(folder), dtype, pipeline, digest)
         self._problems.clear()
-        self._answers = queue.SimpleQueue()  # what is left there is of a model that was given up
+        self._answers = _no_answers()  # what was left there is of a model that was given up
         self._tell(order)
 
         def watched(done: int, total: int) -> None:
@@ -160,7 +163,10 @@ class RankGroup:
         except MlxinferError:  # the others are there for the next model
             self._tell(messages.Release())
             raise
-        model.lacks = {"disk_cache": "its pages lie on several ranks", **model.lacks}
+        form = f"{'stages' if pipeline else 'parts'} of {self.place.size} ranks"
+        self.disks = OtherDisks(
+            len(self._ranks), form, self._tell, self._next_answer, self.fail, self._step_s
+        )
         self.adapters = OtherAdapters(
             len(self._ranks), self._tell, self._next_answer, self.fail, self._step_s
         )
@@ -261,6 +267,10 @@ class RankGroup:
         if num_kept:
             self._tell(messages.Commit(dict(num_kept)))
 
+    def carry_out(self, work: CacheWork) -> None:
+        """As of `KVCache.carry_out`, without a step."""
+        self._tell(self._writer.work(work, [g.allocator.extent for g in self._groups]))
+
     def resize(self, num_pages: Sequence[int]) -> None:
         """Every rank may have so many pages of each layer group from now on."""
         self._tell(messages.Resize(list(num_pages)))
@@ -290,7 +300,8 @@ class RankGroup:
         if self._local is not None:
             self._local.end()
         shut_ring(self.place.ring)
-        self._answers.put(None)
+        for answers in self._answers.values():
+            answers.put(None)
         return self.failure
 
     def stats(self) -> dict[str, Any]:
@@ -338,17 +349,16 @@ class RankGroup:
         """An answer of this kind from each."""
         found: list[Any] = []
         while len(found) < len(self._ranks):
-            answer = self._next_answer(timeout_s)
+            answer = self._next_answer(kind, timeout_s)
             if answer is None:
                 raise self.fail(TimeoutError(f"no {kind.__name__} in {timeout_s:g} s"))
-            if isinstance(answer, kind):
-                found.append(answer)
+            found.append(answer)
         return found
 
-    def _next_answer(self, timeout_s: float) -> Any:
+    def _next_answer(self, kind: type, timeout_s: float) -> Any:
         """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""
         try:
-            answer = self._answers.get(timeout=timeout_s)
+            answer = self._answers[kind].get(timeout=timeout_s)
         except queue.Empty:
             return None
         if answer is None:
@@ -401,7 +411,7 @@ class RankGroup:
         elif not isinstance(reply, messages.Pong):
             if isinstance(reply, messages.Loaded) and reply.problem is not None:
                 self._problems[reply.rank] = reply.problem
-            self._answers.put(reply)
+            self._answers[type(reply)].put(reply)
 
     def _obituary(self, rank: int, error: BaseException) -> str:
         time.sleep(0.1)  # its process ends just now
@@ -417,3 +427,9 @@ class RankGroup:
         sent_s = next(iter(self._sent_s), now_s)
         if now_s > sent_s + self._step_s:
             raise self.fail(TimeoutError(f"a step has taken more than {self._step_s:g} seconds"))
+
+
+def _no_answers() -> dict[type, queue.SimpleQueue[Any]]:
+    """By kind, what other ranks answer."""
+    kinds = (messages.Loaded, messages.Ready, messages.AdapterDone, messages.DiskDone)
+    return {kind: queue.SimpleQueue() for kind in kinds}

@@ -8,7 +8,7 @@ import msgspec
 from ..cache.kv import KVCache
 from ..models.safetensors import read_headers
 from .control import Messages
-from .wire import StepMessage
+from .wire import SpillPart, StepMessage, WorkMessage
 
 
 class Load(msgspec.Struct, array_like=True, tag="load"):
@@ -74,6 +74,29 @@ class AdapterRemove(msgspec.Struct, array_like=True, tag="remove"):
     number: int
 
 
+class DiskOpen(msgspec.Struct, array_like=True, tag="disk"):
+    """Keep pages in a folder of this path, under this namespace and the rank's number."""
+
+    folder: str
+    namespace: bytes
+    max_bytes: int
+
+
+class DiskFetch(msgspec.Struct, array_like=True, tag="fetch"):
+    """Read pages for the next step. To be answered by `DiskDone`."""
+
+    number: int  # of such orders so far
+    places: list[tuple[int, bytes]]  # layer group, key
+
+
+class DiskSave(msgspec.Struct, array_like=True, tag="save"):
+    """Store pages, and wait for the writes. To be answered by `DiskDone`."""
+
+    number: int  # of such orders so far
+    spills: list[SpillPart]
+    timeout_s: float
+
+
 class Release(msgspec.Struct, array_like=True, tag="release"):
     """Forget the model and its cache; another may follow."""
 
@@ -115,6 +138,13 @@ class AdapterDone(msgspec.Struct, array_like=True, tag="adapted"):
     ended: bool  # there is no further piece
 
 
+class DiskDone(msgspec.Struct, array_like=True, tag="done"):
+    """Pages were read, or written."""
+
+    number: int  # of the order
+    missing: list[int]  # places among those of the order that were not read, or written in time
+
+
 class Checked(msgspec.Struct, array_like=True, tag="checked"):
     """The checksum of a step."""
 
@@ -135,8 +165,9 @@ class Pong(msgspec.Struct, array_like=True, tag="pong"):
 ORDERS = (
     *(Load, Assemble, StepMessage, Commit, Reset, Release, Form, Ping),
     *(Resize, AdapterCheck, AdapterPiece, AdapterRemove),
+    *(DiskOpen, DiskFetch, DiskSave, WorkMessage),
 )
-REPLIES = (Loaded, Ready, Checked, Failed, Pong, AdapterDone)
+REPLIES = (Loaded, Ready, Checked, Failed, Pong, AdapterDone, DiskDone)
 
 
 def ready(cache: KVCache) -> Ready:

@@ -6,14 +6,24 @@ numbers; now and then both sides compare a checksum of them.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
 import msgspec
 import numpy as np
 
-from ..cache.inputs import CacheWork, Ints, Move, PartialCopy, QuerySegment, Segments, StepSegments
+from ..cache.inputs import (
+    CacheWork,
+    Ints,
+    Load,
+    Move,
+    PartialCopy,
+    QuerySegment,
+    Segments,
+    Spill,
+    StepSegments,
+)
 from ..cache.pages import PageTable
 from ..engine.forward import StepInputs
 
@@ -37,6 +47,29 @@ class ShortPart(msgspec.Struct, array_like=True):
     rest: tuple[list[list[int]], bytes, bytes, bytes, bytes, int] | None
 
 
+SpillPart = tuple[int, int, bytes, bytes, bytes]
+"""A `Spill`: group, page, key, parent and tokens."""
+
+
+class WorkPart(msgspec.Struct, array_like=True):
+    """What is done to the cache, see `CacheWork`."""
+
+    seal: list[tuple[list[int], int, int, int]]
+    spill: list[SpillPart]
+    load: list[tuple[int, int, bytes]]  # group, page, key of what each rank has read for it
+    copies: list[tuple[list[int], int, int, int, list[int | None]]]
+    states: tuple[list[tuple[int, int]], list[int], list[tuple[int, int]], list[int]]
+
+
+class WorkMessage(msgspec.Struct, array_like=True, tag="work"):
+    """Work on the cache without a step."""
+
+    tables: list[TableChange]
+    dropped: list[int]
+    extents: list[int]
+    work: WorkPart
+
+
 class StepMessage(msgspec.Struct, array_like=True, tag="step"):
     """A step."""
 
@@ -50,9 +83,7 @@ class StepMessage(msgspec.Struct, array_like=True, tag="step"):
     follows: bool
     known_ids: bytes | None
     pending: bytes | None
-    seal: list[tuple[list[int], int, int, int]]
-    copies: list[tuple[list[int], int, int, int, list[int | None]]]
-    states: tuple[list[tuple[int, int]], list[int], list[tuple[int, int]], list[int]]
+    work: WorkPart
     num_slots: int
     new_slots: list[int]
     is_barrier: bool
@@ -106,16 +137,14 @@ class Writer:
         """What other ranks need of a step, given the extents of the layer groups' pages."""
         self._changes = []
         self.num_steps += 1
-        segments, work = step.segments, step.work
-        assert not work.spill, "there is no disk under ranks"
+        segments = step.segments
         short = [self._short_part(i, part) for i, part in enumerate(segments.short)]
         self._short = segments.short
         long = [
             (self._numbers(s.tables), s.row, s.start, s.num_tokens, s.sealed, s.slot)
             for s in segments.long
         ]
-        seal = [(self._numbers(m.tables), m.slot, m.start, m.stop) for m in work.seal]
-        copies = [(self._numbers(c.tables), c.slot, c.start, c.stop, c.pages) for c in work.copies]
+        work = self._work(step.work)
         dropped, self._dropped = self._dropped, []
         return StepMessage(
             self.num_steps,
@@ -128,9 +157,7 @@ class Writer:
             step.follows,
             None if step.known_ids is None else _bytes(step.known_ids),
             None if step.pending is None else _bytes(step.pending),
-            seal,
-            copies,
-            (work.save, work.leave, work.resume, work.drop),
+            work,
             step.num_slots,
             step.new_slots,
             step.is_barrier,
@@ -140,6 +167,22 @@ class Writer:
             None if step.rope_variants is None else _bytes(step.rope_variants),
             None if step.adapters is None else _bytes(step.adapters),
             self.num_steps % CHECK_EVERY == 1,
+        )
+
+    def work(self, work: CacheWork, extents: list[int]) -> WorkMessage:
+        """What other ranks need of work without a step."""
+        self._changes = []
+        part = self._work(work)
+        dropped, self._dropped = self._dropped, []
+        return WorkMessage(self._changes, dropped, extents, part)
+
+    def _work(self, work: CacheWork) -> WorkPart:
+        return WorkPart(
+            [(self._numbers(m.tables), m.slot, m.start, m.stop) for m in work.seal],
+            [spill_part(spill) for spill in work.spill],
+            [(load.group, load.page, load.key) for load in work.load],
+            [(self._numbers(c.tables), c.slot, c.start, c.stop, c.pages) for c in work.copies],
+            (work.save, work.leave, work.resume, work.drop),
         )
 
     def _short_part(self, place: int, part: Segments) -> ShortPart:
@@ -195,28 +238,19 @@ class Reader:
         self._tables: dict[int, PageTable] = {}
         self._short: list[Segments] = []
 
-    def step(self, message: StepMessage) -> StepInputs:
-        """The step of a message."""
+    def step(self, message: StepMessage, held: Mapping[bytes, memoryview]) -> StepInputs:
+        """The step of a message; `held`: by key, what was read for its pages."""
         for change in message.tables:
             self._change(change)
         short = [self._short_part(i, part) for i, part in enumerate(message.short)]
         self._short = short
         long = [LongSegment(self._of(numbers), *rest) for numbers, *rest in message.long]
-        save, leave, resume, drop = message.states
-        work = CacheWork(
-            seal=[Move(self._of(numbers), *rest) for numbers, *rest in message.seal],
-            copies=[PartialCopy(self._of(copy[0]), *copy[1:]) for copy in message.copies],
-            save=save,
-            leave=leave,
-            resume=resume,
-            drop=drop,
-        )
         step = StepInputs(
             segments=StepSegments(short, long, _ints(message.positions)),
             follows=message.follows,
             known_ids=None if message.known_ids is None else _ints(message.known_ids),
             pending=None if message.pending is None else _ints(message.pending),
-            work=work,
+            work=self._work(message.work, held),
             num_slots=message.num_slots,
             new_slots=message.new_slots,
             is_barrier=message.is_barrier,
@@ -229,6 +263,28 @@ class Reader:
         for number in message.dropped:
             del self._tables[number]
         return step
+
+    def work(self, message: WorkMessage, held: Mapping[bytes, memoryview]) -> CacheWork:
+        """The work of a message without a step."""
+        for change in message.tables:
+            self._change(change)
+        work = self._work(message.work, held)
+        for number in message.dropped:
+            del self._tables[number]
+        return work
+
+    def _work(self, part: WorkPart, held: Mapping[bytes, memoryview]) -> CacheWork:
+        save, leave, resume, drop = part.states
+        return CacheWork(
+            seal=[Move(self._of(numbers), *rest) for numbers, *rest in part.seal],
+            spill=[spill_of(spill) for spill in part.spill],
+            load=[Load(group, page, held[key], key) for group, page, key in part.load],
+            copies=[PartialCopy(self._of(copy[0]), *copy[1:]) for copy in part.copies],
+            save=save,
+            leave=leave,
+            resume=resume,
+            drop=drop,
+        )
 
     def _change(self, change: TableChange) -> None:
         table = self._tables.get(change.number)
@@ -255,6 +311,18 @@ class Reader:
         return [self._tables[number] for number in numbers]
 
 
+def spill_part(spill: Spill) -> SpillPart:
+    """A page that is to be stored, as it is sent."""
+    tokens = np.array(spill.token_ids, dtype="<i4").tobytes()
+    return spill.group, spill.page, spill.key, spill.parent, tokens
+
+
+def spill_of(part: SpillPart) -> Spill:
+    """What was sent."""
+    group, page, key, parent, tokens = part
+    return Spill(group, page, key, parent, tuple(_ints(tokens).tolist()))
+
+
 def checksum(step: StepInputs) -> int:
     """Of all numbers of a step that decide what is computed and where it is written."""
     total = zlib.crc32(_bytes(step.segments.positions))
@@ -279,6 +347,8 @@ def checksum(step: StepInputs) -> int:
         add(b"" if one is None else _bytes(one))
     for move in step.work.seal:
         add_segment(move.tables, move.slot, move.start, move.stop)
+    places = [one[:2] for one in step.work.spill] + [one[:2] for one in step.work.load]
+    add(repr(places).encode() if places else b"")
     return total
 
 

@@ -48,12 +48,6 @@ def checkpoint(case: str) -> Path:
     return base(case) if case in QUANTIZED else tiny_checkpoint(Path(mkdtemp()), case)
 
 
-def adapters_of(case: str) -> dict[str, Path]:
-    """Those of the case; of Nemotron without the one for experts, which take none on one rank."""
-    skip = ("first",) if case == "nemotron_h-v5" else ()
-    return {name: folder for name, folder in folders(case).items() if name not in skip}
-
-
 def load_all(model: LanguageModel, adapters: Mapping[str, Path]) -> ModelAdapters:
     """As ranks do: all pieces of one adapter after the other."""
     loaded = ModelAdapters(model)
@@ -82,14 +76,14 @@ def test_parts_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -
     """LoRA of two ranks and DoRA in one step, on quantised bases; and the plain model after."""
     whole = load(checkpoint(case))
     plain = logits_of(whole, None)
-    at_once = load_all(whole, adapters_of(case))
+    at_once = load_all(whole, folders(case))
     expected = logits_of(whole)
-    numbers = range(1, 1 + len(adapters_of(case)))
+    numbers = range(1, 1 + len(folders(case)))
     sizes = {number: at_once.bytes_of(number) for number in numbers}
 
     def work(link: ThreadLink) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
         model = load_share(checkpoint(case), link.rank, link)
-        loaded = load_all(model, adapters_of(case))
+        loaded = load_all(model, folders(case))
         num_bytes = {number: loaded.bytes_of(number) for number in sizes}
         mixed = logits_of(model)
         for number in sizes:
@@ -113,13 +107,13 @@ def test_parts_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -
 @pytest.mark.parametrize("case", SOME_STAGED)
 def test_stages_with_adapters_give_the_logits_of_one_rank(case: str, size: int) -> None:
     whole = load(checkpoint(case))
-    at_once = load_all(whole, adapters_of(case))
+    at_once = load_all(whole, folders(case))
     expected = logits_of(whole)
     total = sum(at_once.bytes_of(number) for number in (1, 2, 3))
 
     def work(link: ThreadLink) -> tuple[np.ndarray, int]:
         model = load_share(checkpoint(case), link.rank, link, pipeline=True)
-        loaded = load_all(model, adapters_of(case))
+        loaded = load_all(model, folders(case))
         return logits_of(model), sum(loaded.bytes_of(number) for number in (1, 2, 3))
 
     results = run_ranks(size, work)

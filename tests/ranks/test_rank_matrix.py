@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 
 import hypothesis
 import numpy as np
@@ -23,7 +23,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.config import KVOptions
+from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.errors import CheckpointError
@@ -109,8 +109,8 @@ def test_everything_at_once_over_ranks(
         options = replace(options, bits=(None, None))
     hypothesis.assume(not pipeline or most_stages(case) >= SIZE)
     adapters = data.draw(st.sampled_from([{}, folders(case)]))
-    program = data.draw(programs(adapters))
-    longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in program)
+    runs = [data.draw(programs(adapters)) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
+    longest = max(len(asked.prompt_ids) + asked.max_tokens for run in runs for asked in run)
     changes = {
         "kv": options,
         "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
@@ -121,16 +121,60 @@ def test_everything_at_once_over_ranks(
     }
     preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
     guess_seed = data.draw(st.none() | st.integers(0, 2**20))
-    plains = {str(i): plain_run(case, options, asked) for i, asked in enumerate(program)}
-    model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
-    answers = {name: plain.token_ids for name, plain in plains.items()}
-    proposer = some_proposer(guess_seed, whole(case), answers)
-    harness = Harness(model, proposer=proposer, followers=group, adapters=adapters, **changes)
-    play(harness, program, preempt_every)
-    for name, plain in plains.items():
-        near_tie = 0.0 if options.bits == (None, None) else NEAR_TIE
-        assert_same(harness.outcomes[name], plain, near_tie=near_tie)
-    harness.loop.close()
+    with TemporaryDirectory() as folder:
+        if changes["prefix_cache"] and data.draw(st.booleans()):
+            changes["disk"] = DiskOptions(
+                folder=Path(folder), max_bytes=1 << 24, identity=lambda timeout_s: case
+            )
+        for run in runs:  # each in an engine of its own, and a model that is loaded again
+            plains = {str(i): plain_run(case, options, asked) for i, asked in enumerate(run)}
+            model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+            answers = {name: plain.token_ids for name, plain in plains.items()}
+            changes["proposer"] = some_proposer(guess_seed, whole(case), answers)
+            harness = Harness(model, followers=group, adapters=adapters, **changes)
+            play(harness, run, preempt_every)
+            for name, plain in plains.items():
+                near_tie = 0.0 if options.bits == (None, None) else NEAR_TIE
+                assert_same(harness.outcomes[name], plain, near_tie=near_tie)
+            harness.loop.close()
+
+
+@pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])
+def test_prefixes_on_disk_come_back_after_a_restart(
+    group: RankGroup, pipeline: bool, tmp_path: Path
+) -> None:
+    """But where another rank's part of a page is broken: that is computed again, and stored."""
+    case, params = "qwen3_next-v4", SamplingParams(max_tokens=6)
+    ids = prompt(6 * PAGE + 3)
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: case)
+
+    def run() -> tuple[list[int], int]:
+        """Tokens, and how many of the prompt were on disk."""
+        model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+        harness = Harness(model, followers=group, disk=disk)
+        harness.add("a", list(ids), params)
+        outcome = harness.drain()["a"]
+        assert harness.loop.store is not None
+        assert harness.loop.store.tier is not None
+        namespaces.add(harness.loop.store.tier.namespace.hex())
+        harness.loop.close()
+        return outcome.token_ids, outcome.cached_tokens
+
+    namespaces: set[str] = set()
+    plain = alone(whole(case), ids, params).token_ids
+    assert run() == (plain, 0)
+    assert run() == (plain, 6 * PAGE)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.kv")}
+    folders = {path.parent for path in before}
+    assert len(folders) == SIZE, "a namespace of each rank"
+    (own,) = namespaces
+    for path, data in before.items():
+        if path.parent.name != own:
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    tokens, cached = run()
+    assert tokens == plain
+    assert cached < 6 * PAGE
+    assert run() == (plain, 6 * PAGE)
 
 
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])

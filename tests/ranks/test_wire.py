@@ -67,7 +67,7 @@ def test_the_other_side_has_the_same_step(data: st.DataObject) -> None:
         step = step_of(tables, segments, start)
         segments = step.segments.short[0]
         sent = messages.encode(writer.message(step, [3, 4]))
-        received = reader.step(messages.decode(sent))
+        received = reader.step(messages.decode(sent), {})
         assert checksum(received) == checksum(step)
         short = received.segments.short[0]
         assert [[t._says() for t in both] for both in short.tables] == [

@@ -115,6 +115,13 @@ class DiskStore:
         with self._lock:
             return replace(self._stats, num_entries=len(self._sizes), num_bytes=self._num_bytes)
 
+    def remove(self, key: bytes) -> None:
+        """Remove the entry of a key, if it is there."""
+        path = self._path(key)
+        with self._errors_counted():
+            self._remove(path)
+        self._forget(path)
+
     def count_dropped(self) -> None:
         """An entry was not written for want of room or time."""
         with self._lock:
@@ -357,6 +364,10 @@ class DiskTier:
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry; it may yet prove broken."""
         return self._waiting(key) is not None or self._store.contains(key)
+
+    def remove(self, key: bytes) -> None:
+        """Remove an entry that is of no use; one that waits to be written stays."""
+        self._store.remove(key)
 
     def stats(self) -> DiskStats:
         """What is there and what happened."""

@@ -1,0 +1,151 @@
+"""Prefix pages on the disks of several ranks: each rank stores what it has of every page.
+
+Rank 0 decides what is stored and looked for, and names it; the others store their part of it under
+the same names, in a namespace of their own. A page counts as found where all ranks have read theirs
+and found it sound: one that a single rank lacks is computed again by all.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..cache.disk import DiskTier, namespace_key
+from ..cache.inputs import Spill
+from ..errors import RanksFailedError
+from . import messages
+from .wire import spill_part
+
+GRACE_S = 5.0  # that a rank may take to answer, beside the time that it was given to write
+
+Tell = Callable[[msgspec.Struct], None]
+Hear = Callable[[type, float], Any]
+"""The next answer of a kind; None: none came within so many seconds."""
+
+
+class OtherDisks:
+    """The disks of the other ranks, as rank 0 sees them; see `engine.pagestore.OtherDisks`.
+
+    Args:
+        num_others: how many ranks there are.
+        form: what their parts are: "parts of 2 ranks".
+        tell: sends an order to all of them.
+        hear: takes their answers.
+        fail: ends the group, and returns the error to raise.
+        wait_s: seconds that a rank may take to read pages.
+    """
+
+    def __init__(
+        self,
+        num_others: int,
+        form: str,
+        tell: Tell,
+        hear: Hear,
+        fail: Callable[[BaseException], RanksFailedError],
+        wait_s: float,
+    ) -> None:
+        self.form = form
+        self._num_others = num_others
+        self._tell = tell
+        self._hear = hear
+        self._fail = fail
+        self._wait_s = wait_s
+        self._number = 0  # of the last order
+
+    def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
+        """Let them open a folder of this path."""
+        self._tell(messages.DiskOpen(folder, namespace, max_bytes))
+
+    def begin_fetch(self, places: Sequence[tuple[int, bytes]]) -> None:
+        """Let them read (group, key); `end_fetch` must follow."""
+        self._number += 1
+        self._tell(messages.DiskFetch(self._number, list(places)))
+
+    def end_fetch(self) -> list[int]:
+        """Places that one of them lacks, or found broken, in order; raises RanksFailedError."""
+        found = self._answers(self._wait_s)
+        if found is None:
+            raise self._fail(TimeoutError(f"a rank read pages for {self._wait_s:g} seconds"))
+        return sorted(found)
+
+    def begin_save(self, spills: Sequence[Spill], timeout_s: float) -> None:
+        """Let them store pages and wait for the writes; `end_save` must follow."""
+        self._number += 1
+        told = [spill_part(one) for one in spills]
+        self._tell(messages.DiskSave(self._number, told, timeout_s))
+
+    def end_save(self, timeout_s: float) -> bool:
+        """Whether all have written them."""
+        found = self._answers(timeout_s + GRACE_S)
+        return found is not None and not found
+
+    def _answers(self, timeout_s: float) -> set[int] | None:
+        """What is missing on any rank, of the last order; None: some did not answer in time."""
+        deadline_s, missing, left = time.monotonic() + timeout_s, set[int](), self._num_others
+        while left:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            answer = self._hear(messages.DiskDone, left_s)
+            if answer is not None and answer.number == self._number:  # else one that came late
+                missing.update(answer.missing)
+                left -= 1
+        return missing
+
+
+class OwnDisk:
+    """The disk of a rank that follows, by the orders of rank 0.
+
+    Args:
+        rank: this one.
+
+    Attributes:
+        held: payloads by key, which the next step may put into pages.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._tier: DiskTier | None = None
+        self.held: dict[bytes, memoryview] = {}
+
+    def open(self, order: messages.DiskOpen) -> None:
+        """Open the folder, in a namespace of this rank."""
+        namespace = namespace_key(order.namespace.hex(), f"rank {self._rank}")
+        self._tier = DiskTier(order.folder, namespace, max_bytes=order.max_bytes)
+
+    def fetch(self, order: messages.DiskFetch, page_bytes: Sequence[int]) -> messages.DiskDone:
+        """Read payloads of these sizes by group; a rank without layers of a group has no bytes."""
+        assert self._tier is not None, "rank 0 opens the disk first"
+        missing: list[int] = []
+        for place, (group, key) in enumerate(order.places):
+            entry = self._tier.get(key) if page_bytes[group] else None
+            if entry is not None and entry.payload.nbytes == page_bytes[group]:
+                self.held[key] = entry.payload
+            elif page_bytes[group]:
+                missing.append(place)
+            else:
+                self.held[key] = memoryview(b"")
+        return messages.DiskDone(order.number, missing)
+
+    def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
+        """Queue payloads to be written, of those that have any bytes."""
+        for spill, payload in spilled:
+            if payload and self._tier is not None:
+                self._tier.put(spill.key, spill.parent, spill.token_ids, payload)
+
+    def flush(self, order: messages.DiskSave) -> messages.DiskDone:
+        """Wait for the writes."""
+        ended = self._tier is not None and self._tier.flush(order.timeout_s)
+        return messages.DiskDone(order.number, [] if ended else [0])
+
+    def take_held(self) -> Mapping[bytes, memoryview]:
+        """Payloads for the step that comes now; those that it does not want are dropped."""
+        held, self.held = self.held, {}
+        return held
+
+    def close(self, timeout_s: float) -> None:
+        """Stop the writer."""
+        if self._tier is not None:
+            self._tier.close(timeout_s)
+            self._tier = None

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .gated import Gate, gate_from, gate_of, gated, gated_twin
+from .gated import Gate, gate_from, gate_of, gated_twin, in_mlx, product_of
 from .launch import Launch, MetalKernel
 from .variants import DTYPES, Case, Kind, Variant, dtype_name
 
@@ -194,12 +194,12 @@ def _case(variant: Variant) -> Case:
 
 
 def _timed(variant: Variant, _: int, __: int) -> Case:
-    """Beside MLX's product and the kernel of the activation behind it."""
+    """Beside MLX's product and its compiled activation behind it: two dispatches."""
     form, x, matrix = _inputs(variant, variant.number("rows"), variant.number("inner"))
-    activation = gated if mx.metal.is_available() else gated_twin
+    activation = in_mlx(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],
-        lambda: [activation(product(x, matrix, form), form.gate)],
+        lambda: [activation(product(x, matrix, form))],
         (0.0,),
     )
 

@@ -243,8 +243,12 @@ def _is_ready(variant: Variant | None, variants: ReadyVariants) -> bool:
 
 
 def _ready_for(by_count: Mapping[int, Variant], variants: ReadyVariants) -> ReadyFor:
+    admitted: set[int] = set()  # what is ready stays so: layers ask in every step
+
     def ready(count: int) -> bool:
-        return _is_ready(by_count.get(count), variants)
+        if count not in admitted and _is_ready(by_count.get(count), variants):
+            admitted.add(count)
+        return count in admitted
 
     return ready
 

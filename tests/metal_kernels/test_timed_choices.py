@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from mlxinfer.layers import mlp, moe
+from mlxinfer.layers.linear import Linear, Projection, QuantizedLinear
 from mlxinfer.layers.norm import Join, RMSNorm
+from mlxinfer.metal_kernels.gate_up import PLAIN, gate_up_of, gate_up_variant
 from mlxinfer.metal_kernels.gated import gate_of, gated_variant
 from mlxinfer.metal_kernels.routing import routing_variant
 from mlxinfer.metal_kernels.sample import SETTINGS, sample_twin, settings_array
@@ -52,6 +54,21 @@ def test_activations_run_against_the_layers_product(name: str, function: str) ->
     layer, x = mlp.gated(name, mx.bfloat16), mx.zeros((ROWS, 512), mx.bfloat16)
     variant = gated_variant(gate_of(function, mx.bfloat16))
     assert timed_against(variant) == operations(lambda: [layer(x)])
+
+
+@pytest.mark.parametrize("codes", [(4, 64), PLAIN], ids=str)
+def test_gate_and_up_run_against_the_layers_product(codes: tuple[int, int]) -> None:
+    bits, group_size = codes
+    form = gate_up_of(gate_of("silu", mx.bfloat16), 128, 8, bits, group_size, mx.bfloat16)
+    weight, x = mx.zeros((16, 128), mx.bfloat16), mx.zeros((ROWS, 128), mx.bfloat16)
+    projection: Projection = Linear(weight)
+    if bits:
+        arrays = mx.quantize(weight, group_size=group_size, bits=bits)
+        mx.eval(arrays)
+        projection = QuantizedLinear(*arrays, group_size=group_size, bits=bits, mode="affine")  # type: ignore[arg-type,misc]  # three arrays
+    layer = mlp.gated("silu", mx.bfloat16)
+    variant = gate_up_variant(form, ROWS)
+    assert timed_against(variant) == operations(lambda: [layer(projection(x))])
 
 
 def test_sums_and_norms_run_against_the_layers_own() -> None:

@@ -11,7 +11,7 @@ from .errors import InsufficientMemoryError, UnsupportedModelError
 from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
 from .models import load_any_config
 from .models.config import load_config
-from .models.decoder import LanguageConfig
+from .models.language import LanguageConfig
 from .models.safetensors import expert_bytes, weights_bytes
 from .models.share import Share
 

@@ -17,7 +17,7 @@ from .errors import InvalidRequestError
 from .fit import fit_of, kv_bytes
 from .memory import MODELS_SHARE, parse_bytes
 from .metal_kernels.chips import CHIPS, Chip
-from .models.decoder import LanguageConfig
+from .models.language import LanguageConfig
 
 MACHINE = re.compile(r"(?:apple\s+)?(m\d+(?:\s+(?:pro|max|ultra))?)[\s,]+(\d+)\s*(gb)?", re.I)
 

@@ -2,12 +2,15 @@
 
 import resource
 import time
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..errors import BackendMissingError, UnsupportedModelError
+
+Clock = Callable[[], float]  # seconds
 
 
 def require_peer() -> str:
@@ -72,7 +75,9 @@ class PeerGeneration:
             self._model.set_dtype(mx.float32)
             mx.eval(self._model.parameters())
 
-    def token_times(self, prompts: list[list[int]], enough: int) -> list[list[float]]:
+    def token_times(
+        self, prompts: list[list[int]], enough: int, *, clock: Clock = time.perf_counter
+    ) -> list[list[float]]:
         """Seconds from the start until each token of each answer, until all have `enough`.
 
         End tokens do not end an answer.
@@ -81,13 +86,13 @@ class PeerGeneration:
             self._model, completion_batch_size=len(prompts)
         )
         times: dict[int, list[float]] = {}
-        started = time.perf_counter()
+        started = clock()
         for uid in generator.insert(prompts, max_tokens=[1 << 30] * len(prompts)):
             times[uid] = []
         try:
             while min(map(len, times.values())) < enough:
                 _, generated = generator.next()
-                now = time.perf_counter() - started
+                now = clock() - started
                 for response in generated:
                     times[response.uid].append(now)
         finally:

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, UnsupportedModelError
-from .peer import PeerGeneration, require_peer
+from .peer import Clock, PeerGeneration, require_peer
 from .report import Report, Table, ratio
 
 if TYPE_CHECKING:
@@ -194,21 +194,25 @@ def generation_rate(times: Sequence[Sequence[float]]) -> float:
     return sum(when > begin for each in times for when in each) / (end - begin)
 
 
-def _token_times(llm: "LLM", asked: list[list[int]], enough: int) -> list[list[float]]:
+def _token_times(
+    llm: "LLM", asked: list[list[int]], enough: int, *, clock: Clock = time.perf_counter
+) -> list[list[float]]:
     """Seconds from the start until each token of each answer, until all have `enough`."""
-    return asyncio.run(_all_token_times(llm, asked, enough))
+    return asyncio.run(_all_token_times(llm, asked, enough, clock))
 
 
-async def _all_token_times(llm: "LLM", asked: list[list[int]], enough: int) -> list[list[float]]:
+async def _all_token_times(
+    llm: "LLM", asked: list[list[int]], enough: int, clock: Clock
+) -> list[list[float]]:
     params = SamplingParams(max_tokens=llm.model_info.max_context, ignore_eos=True)
     times: list[list[float]] = [[] for _ in asked]
-    started = time.perf_counter()
+    started = clock()
 
     async def answer(ids: list[int], own: list[float]) -> None:
         stream = cast("AsyncGenerator[Delta, None]", llm.astream(ids, params))
         async with aclosing(stream) as deltas:  # leaving it ends the request
             async for delta in deltas:
-                own += [time.perf_counter() - started] * len(delta.token_ids)
+                own += [clock() - started] * len(delta.token_ids)
                 if min(map(len, times)) >= enough:
                     return
 

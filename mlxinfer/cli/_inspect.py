@@ -10,8 +10,8 @@ from ..errors import CheckpointError, MlxinferError
 from ..fit import Fit, Verdict, fit_of
 from ..hub.remote import Listing, RemoteFile, read_range
 from ..models import load_any_config
-from ..models.decoder import LanguageConfig
 from ..models.jsonfields import read_json
+from ..models.language import LanguageConfig
 from ..models.multimodal import language_name
 from ..models.safetensors import TensorInfo, is_expert, read_headers
 from ..roofline import Work

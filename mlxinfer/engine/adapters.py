@@ -8,7 +8,7 @@ from ..memory import human_bytes
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters
 from ..models.adapters.targets import Placement
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from .batch import Sequence
 from .forward import OtherAdapters
 from .limits import no_adapter

@@ -24,7 +24,7 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from ..threads import Reply, start
 from .forward import Followers
 from .kernels import choose_on_this_machine

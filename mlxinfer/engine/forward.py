@@ -19,7 +19,7 @@ from ..errors import RanksFailedError
 from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Taps
 from ..models.adapters.folder import AdapterFolder
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from .kernels import Chooser, Kernels, choose_kernels
 from .pagestore import OtherDisks
 

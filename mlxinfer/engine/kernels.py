@@ -39,7 +39,7 @@ from ..metal_kernels.sampling_cases import bitmask_variant, sample_variant
 from ..metal_kernels.selfcheck import choose, this_gpu
 from ..metal_kernels.state_cases import step_variant
 from ..metal_kernels.variants import Variant, never
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from .batch import MAX_SHORT
 
 Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
@@ -106,18 +106,19 @@ class Kernels:
 
     def put_into(self, model: LanguageModel) -> None:
         """Let a model use those that are its own, and no others; one loop has it at a time."""
-        for activation in model.activations:
+        parts = model.replaceable
+        for activation in parts.activations:
             activation.in_kernel = activation.gate in self.gates
-        for mlp in model.mlps:
-            mlp.in_kernel = mlp.form
+        for mlp in parts.mlps:
+            mlp.in_kernel = mlp.form if mlp.form in self.gate_ups else None
             mlp.ready = never if mlp.form is None else self.gate_ups.get(mlp.form, never)
         for index, mixer in enumerate(model.mixers):
             if isinstance(mixer, RecurrentMixer):
                 mixer.ready = self.steps.get(index, never)
-        for choice in model.choices:
+        for choice in parts.choices:
             taken = choice.routing in self.routings
             choice.kernel_dtype = model.activation_dtype if taken else None
-        for join in model.joins:
+        for join in parts.joins:
             join.in_kernel = join.form if join.form in self.joins else None
 
     def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
@@ -172,13 +173,14 @@ def choose_kernels(
     if chooser is choose_none:
         return Kernels(variants)
     dtype, vocab_size = model.activation_dtype, model.config.vocab_size
+    parts = model.replaceable
     layers = list(zip(model.mixers, specs, bits, strict=True))
     attention = [_attention_variants(dtype, *layer) for layer in layers]
     prefill = [_prefill_variant(dtype, *layer) for layer in layers]
     heads = [_heads(*layer) for layer in layers]
     writing = [None if h is None else kv_write_variant(h, dtype) for h in heads]
     into_tails = [None if h is None else tail_write_variant(h, dtype) for h in heads]
-    gates = {a.gate: gated_variant(a.gate) for a in model.activations if a.gate is not None}
+    gates = {a.gate: gated_variant(a.gate) for a in parts.activations if a.gate is not None}
     gate_ups = _gate_up_variants(model)
     steps = [_step_variants(mixer) for mixer in model.mixers]
     decode = [by_count.get(1) for by_count in attention]
@@ -208,7 +210,7 @@ def choose_kernels(
 
 def _gate_up_variants(model: LanguageModel) -> dict[GateUp, dict[int, Variant]]:
     """The kernels for products with gate and up, by number of rows."""
-    found = {mlp.form for mlp in model.mlps}
+    found = {mlp.form for mlp in model.replaceable.mlps}
     return {
         form: {rows: gate_up_variant(form, rows) for rows in range(1, MAX_GATE_UP_ROWS + 1)}
         for form in found
@@ -219,7 +221,8 @@ def _gate_up_variants(model: LanguageModel) -> dict[GateUp, dict[int, Variant]]:
 def _routing_variants(model: LanguageModel) -> dict[Routing, Variant]:
     """The kernels for a model's choices of experts; those that have none are left out."""
     count, dtype = model.config.num_experts, model.activation_dtype
-    found = {choice.routing for choice in model.choices if choice.routing is not None}
+    choices = model.replaceable.choices
+    found = {choice.routing for choice in choices if choice.routing is not None}
     return {how: routing_variant(how, count, dtype) for how in found if has_experts(count, how)}
 
 
@@ -230,7 +233,8 @@ def _join_variants(model: LanguageModel) -> dict[AddNorm, Variant]:
     nothing, unless what is added is normed.
     """
     quantized = model.config.quantization is not None
-    found = {join.form for join in model.joins if quantized or join.after is not None}
+    joins = model.replaceable.joins
+    found = {join.form for join in joins if quantized or join.after is not None}
     return {
         form: add_norm_variant(form)
         for form in found

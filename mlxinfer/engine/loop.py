@@ -16,7 +16,7 @@ from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError, RanksFailedError
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, CommitResult, SamplingRows, Sequence

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..cache.inputs import Ints, Spill
 from ..cache.kv import KVCache
 from ..core import TokenLogprobs
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from ..sampling.logprobs import read_logprobs
 from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence

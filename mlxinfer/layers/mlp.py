@@ -44,7 +44,7 @@ class MLP:
     matrix, and is used as it is.
 
     Attributes:
-        in_kernel: what the kernel does; None: there is none. Set by the engine.
+        in_kernel: what the kernel does; None: it is not used. Set by the engine.
         ready: for how many rows it may be used. Set by the engine.
     """
 
@@ -75,16 +75,17 @@ class MLP:
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        return self.down_proj(self._activated(x), residual)
+        folded = None if self.in_kernel is None else self._in_kernel(x, self.in_kernel)
+        if folded is None:
+            folded = self.activation(self.gate_up_proj(x))
+        return self.down_proj(folded, residual)
 
-    def _activated(self, x: mx.array) -> mx.array:
-        """x (T, hidden) -> act(gate(x)) * up(x) (T, inner)."""
-        form = self.in_kernel
-        if form is not None and x.dtype == form.gate.dtype and self.ready(x.shape[0]):
-            matrix = matrix_of(self.gate_up_proj)
-            if matrix is not None:
-                return gate_up_in_kernel(x, matrix, form)
-        return self.activation(self.gate_up_proj(x))
+    def _in_kernel(self, x: mx.array, form: GateUp) -> mx.array | None:
+        """x (T, hidden) -> act(gate(x)) * up(x) (T, inner); None: not for this x."""
+        if x.dtype != form.gate.dtype or not self.ready(x.shape[0]):
+            return None
+        matrix = matrix_of(self.gate_up_proj)
+        return None if matrix is None else gate_up_in_kernel(x, matrix, form)
 
 
 class Gated:

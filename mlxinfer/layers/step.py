@@ -225,13 +225,15 @@ class Step:
             `Model.rope_variant`; None: 0 for all.
 
     Attributes:
+        left: the output x of a layer, a norm, and norm(x), for the layer that reads it next; None:
+            no layer left the like.
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
     """
 
     __slots__ = (
-        *("_left", "_prepared"),
-        *("caches", "per_layer", "positions", "rope_variants", "token_types"),
+        *("_prepared", "caches", "left", "per_layer", "positions", "rope_variants"),
+        "token_types",
     )
 
     def __init__(
@@ -247,7 +249,7 @@ class Step:
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}
-        self._left: tuple[mx.array, Norm | None, mx.array] | None = None
+        self.left: tuple[mx.array, Norm | None, mx.array] | None = None
 
     def prepared(self, rope: Rope) -> Any:
         """`rope.prepare` for this step's tokens, computed once for all layers of that rope."""
@@ -256,13 +258,9 @@ class Step:
             found = self._prepared[rope] = rope.prepare(self.positions, self.rope_variants)
         return found
 
-    def leave(self, x: mx.array, norm: Norm | None, normed: mx.array) -> None:
-        """Keep norm(x) beside the output x of a layer, for the layer that reads it next."""
-        self._left = x, norm, normed
-
     def normed(self, norm: Norm, x: mx.array) -> mx.array:
         """norm(x), as the layer before has left it; computed where it has left another."""
-        left, self._left = self._left, None
+        left, self.left = self.left, None
         if left is not None and left[0] is x and left[1] is norm:
             return left[2]
         return norm(x)

@@ -11,7 +11,8 @@ from ..memory import parse_bytes
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
-    from .decoder import LanguageConfig, LanguageModel, Model
+    from .decoder import Model
+    from .language import LanguageConfig, LanguageModel
     from .stage import StageModel
 
 __all__ = ["load", "load_any", "load_any_config", "load_share", "stoppable", "whole_tables"]

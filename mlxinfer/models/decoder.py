@@ -4,10 +4,10 @@ Every token brings its own position; which sequence it belongs to and what it ma
 behind the cache that the caller passes for each layer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
@@ -16,12 +16,11 @@ from ..layers.adapters import ActiveAdapters, Adapted
 from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
 from ..layers.factory import Place
 from ..layers.linear import Embedding, Projection
-from ..layers.mlp import MLP, FeedForward, Gated
-from ..layers.moe import ExpertChoice
+from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
-from .quantization import Quantization
+from .language import Replaceable, arrays
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
@@ -41,7 +40,6 @@ class Layer(Protocol):
         ...
 
 
-Found = TypeVar("Found")
 Entry = Callable[[mx.array, mx.array, Step], mx.array]
 """Token ids (T,) and embeddings (T, hidden) -> what the first layer reads."""
 
@@ -84,7 +82,7 @@ class ResidualLayer:
         normed = x if self.mixer_norm is None else step.normed(self.mixer_norm, x)
         x, normed = to_mlp(x, partial(self.mixer, normed, step))
         x, normed = onward(x, partial(self.mlp, normed))
-        step.leave(x, onward.before, normed)
+        step.left = x, onward.before, normed
         return x
 
 
@@ -104,164 +102,6 @@ class ParallelLayer:
         return self.mlp(normed, self.mixer(normed, step, x))
 
 
-class LanguageConfig(Protocol):
-    """What the engine needs to know of a config, and what people are shown."""
-
-    @property
-    def model_type(self) -> str:
-        """The architecture."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Logits of a position."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """For people."""
-        ...
-
-    @property
-    def max_context(self) -> int:
-        """Tokens."""
-        ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """For people."""
-        ...
-
-    @property
-    def num_experts(self) -> int:
-        """For people; 0: there are none."""
-        ...
-
-    @property
-    def experts_per_token(self) -> int:
-        """Of these, those that a token is computed with."""
-        ...
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        """Whether the embedding is the head as well."""
-        ...
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Tokens that each layer sees, as far as it keeps anything; None: all."""
-        ...
-
-    def cache_spec(self, index: int) -> CacheSpec:
-        """What is kept for each of these."""
-        ...
-
-    @property
-    def alone_because(self) -> str | None:
-        """Why it runs one sequence after another; None: it runs batched."""
-        ...
-
-    @property
-    def definition(self) -> str:
-        """Where the definition is from: "native" or "mlx-lm"."""
-        ...
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether keys have biases, which 4 bits cannot hold."""
-        ...
-
-    @property
-    def quantization(self) -> Quantization | None:
-        """Of the weights."""
-        ...
-
-
-class LanguageModel(Protocol):
-    """What the engine runs: `Model`, and what stands for another library's definition."""
-
-    @property
-    def config(self) -> LanguageConfig:
-        """The sizes that the engine needs."""
-        ...
-
-    @property
-    def mixers(self) -> Sequence[Any]:
-        """One for each of `cache_specs`."""
-        ...
-
-    @property
-    def cache_specs(self) -> Sequence[CacheSpec]:
-        """As of `Model`."""
-        ...
-
-    @property
-    def activations(self) -> Sequence[Gated]:
-        """As of `Model`."""
-        ...
-
-    @property
-    def mlps(self) -> Sequence[MLP]:
-        """As of `Model`."""
-        ...
-
-    @property
-    def choices(self) -> Sequence[ExpertChoice]:
-        """As of `Model`."""
-        ...
-
-    @property
-    def joins(self) -> Sequence[Join]:
-        """As of `Model`."""
-        ...
-
-    @property
-    def activation_dtype(self) -> mx.Dtype:
-        """As of `Model`."""
-        ...
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Features that it cannot have -> why, as a half sentence."""
-        ...
-
-    @property
-    def expert_store(self) -> "ExpertStore | None":
-        """As of `Model`."""
-        ...
-
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
-        """As of `Model`."""
-        ...
-
-    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
-        """As of `Model`."""
-        ...
-
-    def rope_variant(self, max_tokens: int) -> int:
-        """As of `Model`."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the weights take."""
-        ...
-
-
 class Model:
     """A decoder-only language model over a flat list of tokens.
 
@@ -269,7 +109,6 @@ class Model:
         config: as normalised.
         embed_tokens, layers, norm, lm_head: the parts, in the order of a forward pass. Without an
             `lm_head` the model has no logits.
-        activations: every gated activation, which a Metal kernel may replace.
         activation_dtype: of hidden states, keys and values.
         embed_scale: multiplies the embeddings; None: 1.
         entry: what comes between embeddings and layers; None: nothing does.
@@ -280,8 +119,7 @@ class Model:
         adapted: what stands in projections' places, by index of these places.
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
-        mlps, choices, joins: of which Metal kernels may replace parts: dense feed-forward blocks,
-            choices of experts by routers, and joins of blocks and the residual stream.
+        replaceable: parts that Metal kernels may replace.
     """
 
     def __init__(
@@ -292,7 +130,6 @@ class Model:
         layers: Sequence[Layer],
         norm: Norm,
         lm_head: Projection | None,
-        activations: Sequence[Gated],
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
         entry: Entry | None = None,
@@ -307,11 +144,8 @@ class Model:
         self.layers = list(layers)
         self.norm = norm
         self.lm_head = lm_head
-        self.activations = list(activations)
-        self.mlps = list(reachable(self.layers, MLP))
-        self.choices = list(reachable(self.layers, ExpertChoice))
         link_norms(self.layers, norm)
-        self.joins = list(reachable(self.layers, Join))
+        self.replaceable = Replaceable.of(self.layers)
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
@@ -424,26 +258,3 @@ def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:
         logits = logits * config.logit_scale
     cap = config.final_softcap
     return logits if cap is None else mx.tanh(logits / cap) * cap
-
-
-def arrays(item: Any) -> Iterator[mx.array]:
-    """Every array reachable through lists, tuples and the slots of this package's classes, once."""
-    return reachable(item, mx.array)
-
-
-def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
-    """Every object of a kind that `arrays` would pass, once; what it holds is left out."""
-    seen: set[int] = set()
-    stack = [item]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, kind):
-            yield item
-        elif isinstance(item, list | tuple):
-            stack.extend(item)
-        elif type(item).__module__.startswith("mlxinfer."):
-            for base in type(item).__mro__:
-                stack.extend(getattr(item, name) for name in getattr(base, "__slots__", ()))

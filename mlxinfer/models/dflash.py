@@ -19,9 +19,10 @@ from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
 from ..layers.step import Rope
 from .config import ModelConfig, normalise
-from .decoder import Model, arrays
+from .decoder import Model
 from .families.qwen import Qwen3
 from .jsonfields import Fields, read_json
+from .language import arrays
 from .tensors import FLOATS, load_tensors
 from .weights import Weights
 

@@ -100,7 +100,6 @@ def load_eagle(folder: Path, model: Model) -> DraftHead:
         taps=taps,
         block=builder.block(normed_residual=fields.boolean("norm_before_residual", default=False)),
         norm=builder.norm("norm"),
-        activations=builder.activations(),
         enter=_enter(builder, len(taps) * model.config.hidden_size),
         chains_normed=False,
         embed_tokens=embed_tokens,

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import UnsupportedModelError
 from ..layers.linear import Embedding
-from ..layers.mlp import MLP, PLAIN, Activation, Gated
+from ..layers.mlp import MLP, PLAIN, Activation
 from ..layers.norm import LayerNorm, Norm
 from ..layers.rope import RopeSpec
 from ..layers.step import Step
@@ -193,10 +193,6 @@ class Encoder(Family):
     def last_norm(self) -> Norm:
         """The last layer ends with its own."""
         return identity
-
-    def activations(self) -> list[Gated]:
-        """None: no kernel replaces them."""
-        return []
 
     def ungated_mlp(self, path: str) -> MLP:
         """The up and down projections at `path`, with biases."""

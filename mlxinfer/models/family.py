@@ -16,14 +16,15 @@ from ..errors import CheckpointError
 from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.causal_conv import CausalConv
 from ..layers.linear import Projection
-from ..layers.mlp import FeedForward, Gated
+from ..layers.mlp import FeedForward
 from ..layers.norm import Norm, WideQKNorm
 from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
 from ..layers.step import Rope
 from .config import ModelConfig
-from .decoder import Entry, Layer, Model, ResidualLayer, arrays
+from .decoder import Entry, Layer, Model, ResidualLayer
 from .feed_forward import FeedForwards
 from .jsonfields import Fields
+from .language import arrays
 from .multimodal import language_name
 from .rope_config import read_layer_types, read_rope
 from .stage import BetweenStages
@@ -186,7 +187,6 @@ class Family(FeedForwards):
             layers=layers,
             norm=norm,
             lm_head=lm_head,
-            activations=self.activations() if layers else [],
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
             entry=entry,
@@ -213,10 +213,6 @@ class Family(FeedForwards):
     def last_norm(self) -> Norm:
         """Behind the last layer."""
         return self.norm(self.final_norm)
-
-    def activations(self) -> list[Gated]:
-        """Every gated activation of the model."""
-        return [self.activation]
 
     def layer(self, index: int) -> Layer:
         """Layer `index`: its blocks in their norm layout."""

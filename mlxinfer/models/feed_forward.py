@@ -11,7 +11,7 @@ from ..layers.factory import LayerFactory
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from .config import ModelConfig
-from .decoder import arrays
+from .language import arrays
 from .matrix import StoredMatrix, fused_experts
 from .weights import Weights
 

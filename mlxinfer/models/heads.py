@@ -8,12 +8,12 @@ import mlx.core as mx
 from ..core import CacheSpec
 from ..layers.attention import Mixer
 from ..layers.linear import Projection
-from ..layers.mlp import MLP, FeedForward, Gated
-from ..layers.moe import ExpertChoice
-from ..layers.norm import Join, Norm
+from ..layers.mlp import FeedForward
+from ..layers.norm import Norm
 from ..layers.step import Rows, Step, Taps
 from .config import ModelConfig
-from .decoder import Layer, Model, arrays, keeping, reachable
+from .decoder import Layer, Model, keeping
+from .language import Replaceable, arrays
 
 
 class Block(Protocol):
@@ -127,7 +127,6 @@ class DraftHead:
         taps: Sequence[int],
         block: Block,
         norm: Norm,
-        activations: Sequence[Gated],
         enter: Norm | None = None,
         chains_normed: bool = True,
         embed_tokens: Callable[[mx.array], mx.array] | None = None,
@@ -138,10 +137,7 @@ class DraftHead:
         self.taps = tuple(taps)
         self.block = block
         self.norm = norm
-        self.activations = list(activations)
-        self.mlps = list(reachable(block, MLP))
-        self.choices = list(reachable(block, ExpertChoice))
-        self.joins = list(reachable(block, Join))
+        self.replaceable = Replaceable.of(block)
         self.activation_dtype = model.activation_dtype
         self.mixers = [block.mixer]
         self.cache_specs: list[CacheSpec] = [block.mixer.spec]

@@ -120,7 +120,6 @@ def _module(builder: Family, model: Model) -> DraftHead:
         taps=(FINAL,),
         block=block,
         norm=builder.norm("mtp.norm"),
-        activations=builder.activations(),
     )
 
 
@@ -142,6 +141,5 @@ def _last_layer(builder: Family, model: Model) -> DraftHead:
         taps=(FINAL,),
         block=block,
         norm=builder.norm(f"{path}.shared_head.norm"),
-        activations=builder.activations(),
         chains_normed=False,
     )

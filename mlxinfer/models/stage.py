@@ -22,13 +22,11 @@ from ..errors import UnsupportedModelError
 from ..layers.attention import Mixer
 from ..layers.factory import Origin, Place
 from ..layers.linear import Embedding, Projection
-from ..layers.mlp import MLP, Gated
-from ..layers.moe import ExpertChoice
-from ..layers.norm import Join
 from ..layers.ranks import AbsentLayer, AbsentTable, Link
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
-from .decoder import Layer, Model, arrays, keeping
+from .decoder import Layer, Model, keeping
+from .language import arrays
 from .tensors import FileTensor, Tensor
 from .weights import Weights
 
@@ -206,10 +204,7 @@ class StageModel:
         self.config: ModelConfig = part.config
         self.mixers: Sequence[Mixer] = part.mixers
         self.cache_specs: Sequence[CacheSpec] = part.cache_specs
-        self.activations: Sequence[Gated] = part.activations
-        self.mlps: Sequence[MLP] = part.mlps
-        self.choices: Sequence[ExpertChoice] = part.choices
-        self.joins: Sequence[Join] = part.joins
+        self.replaceable = part.replaceable
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store

@@ -17,8 +17,8 @@ from ..layers.factory import LayerFactory
 from ..layers.moe import ExpertProjection, MoE, WideExperts
 from ..layers.streamed_moe import SlotProjection, StreamedMoE
 from ..memory import human_bytes
-from .decoder import reachable
 from .expert_store import ExpertStore, LayerExperts, Reader, SlotArray, disk_rate
+from .language import reachable
 from .matrix import StoredMatrix
 from .tensors import FLOATS, FileTensor, Tensor
 from .weights import Weights

@@ -17,7 +17,8 @@ from ..layers.factory import Origin
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.moe import MoE
-from .decoder import Layer, arrays
+from .decoder import Layer
+from .language import arrays
 from .matrix import StoredMatrix, combined, fused
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .share import Share

@@ -9,7 +9,8 @@ import mlx.core as mx
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.norm import LayerNorm
 from ..models.config import ModelConfig, load_config
-from ..models.decoder import Model, arrays
+from ..models.decoder import Model
+from ..models.language import arrays
 from ..models.registry import FAMILIES, SUPPORTED, family
 from ..models.tensors import FLOATS, load_tensors
 from ..models.weights import Weights

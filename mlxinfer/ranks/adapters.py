@@ -17,7 +17,7 @@ import msgspec
 from ..errors import CheckpointError, MlxinferError, RanksFailedError
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters, read_adapter
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from . import messages
 
 POLL_S = 0.01  # that one look for an answer may take, between two of which steps run

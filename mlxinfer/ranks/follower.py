@@ -23,7 +23,7 @@ from ..engine.kernels import choose_on_this_machine
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from . import messages
 from .adapters import OwnAdapters
 from .control import Connection, Hello, connect

@@ -25,7 +25,7 @@ from ..engine.forward import StepInputs
 from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from . import messages
 from .adapters import OtherAdapters
 from .control import Connection, Hello, gather, listen

@@ -18,7 +18,7 @@ from ..speculation.options import SpeculationOptions
 if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.scheduler import Proposer
-    from ..models.decoder import LanguageModel
+    from ..models.language import LanguageModel
     from ..ranks.group import RankGroup
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together

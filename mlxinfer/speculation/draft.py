@@ -28,7 +28,7 @@ from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
 from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
-from ..models.decoder import LanguageModel
+from ..models.language import LanguageModel
 from ..sampling.rejection import DrawnProposals, ProposingChoice
 from ..sampling.sampler import Sampler
 from .estimates import Key

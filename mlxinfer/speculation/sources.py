@@ -12,10 +12,11 @@ from ..engine.forward import absent_layers
 from ..engine.kernels import choose_on_this_machine
 from ..errors import InvalidRequestError
 from ..models import load, whole_tables
-from ..models.decoder import LanguageModel, Model
+from ..models.decoder import Model
 from ..models.dflash import BlockDraft, load_dflash
 from ..models.eagle import load_eagle
 from ..models.heads import DraftHead
+from ..models.language import LanguageModel
 from ..models.prediction import load_prediction_head
 from ..models.stage import StageModel
 from ..sampling.rejection import DrawnProposals, RejectionChoice

@@ -170,7 +170,9 @@ def ranks(**options: Any) -> Report:
 @reports(
     number_option("--runs", 3, "Measurements of each; the median counts."),
     small_option,
+    cpu_time_option,
     peer_option,
+    layers="both",
 )
 def hybrid(**options: Any) -> Report:
     """Recurrent layers: one request, eight ragged ones, a long prompt."""

@@ -137,10 +137,9 @@ class MeteredModel:
     def __init__(self, model: Model, meter: Meter) -> None:
         self.config = model.config
         self.cache_specs, self.mixers = model.cache_specs, model.mixers
-        self.activations = model.activations
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.mlps, self.choices, self.joins = model.mlps, model.choices, model.joins
+        self.replaceable = model.replaceable
         self.lacks = model.lacks
         self.work = Work()
         self.storing = False

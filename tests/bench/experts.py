@@ -28,7 +28,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
 from mlxinfer.models import expert_store
-from mlxinfer.models.decoder import reachable
+from mlxinfer.models.language import reachable
 from tests.bench.expert_policies import policies
 from tests.bench.serve import TOKENIZER
 

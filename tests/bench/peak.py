@@ -45,11 +45,10 @@ class LastChunkModel:
 
     def __init__(self, model: Model, start: int) -> None:
         self.config = model.config
-        self.cache_specs, self.activations = model.cache_specs, model.activations
-        self.mixers = model.mixers
+        self.cache_specs, self.mixers = model.cache_specs, model.mixers
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.mlps, self.choices, self.joins = model.mlps, model.choices, model.joins
+        self.replaceable = model.replaceable
         self.lacks = model.lacks
         self.logits = model.logits
         self._model = model

@@ -59,10 +59,11 @@ def test_host_beside_mlx_lm() -> None:
 
 @pytest.mark.slow
 def test_hybrid_beside_mlx_lm() -> None:
-    found = json.loads(bench("hybrid", "--small", "--runs", "1", "--json"))
-    for kind in ("Gated DeltaNet", "Mamba-2", "short convolution"):
-        for side in ("mlxinfer", "mlx-lm"):
-            assert min(found[kind][side].values()) > 0
+    found = json.loads(bench("hybrid", "--small", "--runs", "1", "--cpu-time", "--json"))
+    for form in ("without_cpu_layers", "with_cpu_layers"):
+        for kind in ("Gated DeltaNet", "Mamba-2", "short convolution"):
+            for side in ("mlxinfer", "mlx-lm"):
+                assert min(found[form][kind][side].values()) > 0
 
 
 @pytest.mark.slow

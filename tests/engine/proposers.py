@@ -19,10 +19,11 @@ from speculation.head_checkpoints import (
 from mlxinfer.config import EngineConfig
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.scheduler import Proposer
-from mlxinfer.models.decoder import LanguageModel, Model
+from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import BlockDraft, load_dflash
 from mlxinfer.models.eagle import load_eagle
 from mlxinfer.models.heads import DraftHead
+from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.prediction import load_prediction_head
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy

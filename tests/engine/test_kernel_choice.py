@@ -94,19 +94,19 @@ def test_gate_and_up_are_folded_for_as_many_rows_as_were_admitted(tmp_path: Path
     chooser = RecordingChooser()
     kernels = kernels_of(model, chooser, when_idle=True)
     kernels.put_into(model)
-    assert model.mlps
+    assert model.replaceable.mlps
     assert [v.number("rows") for v in chooser.calls[0] if v.kind == "gate_up"] == [1]
-    ready = {rows for rows in range(1, 12) for mlp in model.mlps if mlp.ready(rows)}
+    ready = {rows for rows in range(1, 12) for mlp in model.replaceable.mlps if mlp.ready(rows)}
     assert ready == {1}
     for _ in range(8):
         kernels.variants.prepare_next()
     asked = [call[0].number("rows") for call in chooser.calls[1:] if call[0].kind == "gate_up"]
     assert asked == [2, 4, 8]
-    ready = {rows for rows in range(1, 12) for mlp in model.mlps if mlp.ready(rows)}
+    ready = {rows for rows in range(1, 12) for mlp in model.replaceable.mlps if mlp.ready(rows)}
     assert ready == set(range(1, 9))
     kernels_of(model, RecordingChooser(["gate_up"])).put_into(model)
-    assert not any(mlp.ready(1) for mlp in model.mlps)
-    assert all(activation.in_kernel for activation in model.activations)
+    assert not any(mlp.ready(1) for mlp in model.replaceable.mlps)
+    assert all(activation.in_kernel for activation in model.replaceable.activations)
 
 
 def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:

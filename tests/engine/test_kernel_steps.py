@@ -110,11 +110,11 @@ def test_same_tokens_as_plain_mlx(
     has_prefill = kv.bits != PLAIN or model.cache_specs[0].window is not None
     # Sampling applies masks itself, so that no kernel for them alone is asked for.
     missing = {"bitmask", *(() if has_prefill else ("prefill_attention",))}
-    if not model.choices:
+    if not model.replaceable.choices:
         missing.add("routing")
-    if bits is None and not any(join.after for join in model.joins):
+    if bits is None and not any(join.after for join in model.replaceable.joins):
         missing.add("add_norm")  # a dense product adds the residual
-    if not any(mlp.form for mlp in model.mlps):
+    if not any(mlp.form for mlp in model.replaceable.mlps):
         missing.add("gate_up")  # experts alone
     assert kinds == set(KINDS) - missing
     assert [o.error for o in outcomes] == [None] * 4
@@ -127,8 +127,8 @@ def test_same_tokens_as_plain_mlx(
     assert ("gate_up" in ran) == ("gate_up" in kinds)
     if kv == KVOptions():  # the next loop over the model, without kernels
         again = run(model, kv, choose_none)
-        assert not any(part.in_kernel for part in (*model.activations, *model.joins))
-        assert not any(mlp.ready(1) for mlp in model.mlps)
+        parts = model.replaceable
+        assert not any(part.in_kernel for part in (*parts.activations, *parts.mlps, *parts.joins))
         assert [o.token_ids for o in again] == [o.token_ids for o in plain]
 
 

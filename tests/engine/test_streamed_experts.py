@@ -38,7 +38,8 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.moe import MoE
 from mlxinfer.models import ExpertOptions, expert_store, load
-from mlxinfer.models.decoder import Model, reachable
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.language import reachable
 from tests.bench.checkpoints import Experts, write_checkpoint
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))

@@ -21,7 +21,8 @@ from mlxinfer.metal_kernels.add_norm import (
     threads_of,
 )
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.models.decoder import ResidualLayer, link_norms, reachable
+from mlxinfer.models.decoder import ResidualLayer, link_norms
+from mlxinfer.models.language import reachable
 
 # Of max(1, |expected|); in 16 bits the twin rounds four times, the kernel three times.
 ROUNDING = {mx.float32: 2e-5, mx.float16: 2**-8, mx.bfloat16: 2**-5}

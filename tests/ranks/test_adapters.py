@@ -22,7 +22,7 @@ from ranks.threads import ThreadLink, run_ranks
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load, load_share
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
-from mlxinfer.models.decoder import LanguageModel
+from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.share import SPLITTABLE
 
 SOME = [

@@ -22,7 +22,8 @@ from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.layers.step import FINAL, Taps
 from mlxinfer.models import load, load_share, whole_tables
 from mlxinfer.models.cut_weights import CutWeights
-from mlxinfer.models.decoder import LanguageModel, Model, arrays
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.language import LanguageModel, arrays
 from mlxinfer.models.share import SPLITTABLE, Share
 from mlxinfer.models.stage import StageModel, divide
 from mlxinfer.models.tensors import FileTensor

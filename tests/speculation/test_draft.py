@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
-from mlxinfer.models.decoder import LanguageModel
+from mlxinfer.models.language import LanguageModel
 from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.draft import DraftProposer

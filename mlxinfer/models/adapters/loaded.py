@@ -12,8 +12,9 @@ import numpy as np
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank
 from ...layers.factory import Origin, Place
-from ..decoder import LanguageModel, Model
+from ..decoder import Model
 from ..jsonfields import Fields
+from ..language import LanguageModel
 from ..stage import StageModel
 from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of
 from .mlx_lm import read_mlx_lm

@@ -14,7 +14,7 @@ import mlx.core as mx
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
-from ...layers.mlp import MLP, FeedForward, Gated, relu_squared
+from ...layers.mlp import MLP, FeedForward, relu_squared
 from ...layers.moe import MoE
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
@@ -189,10 +189,6 @@ class NemotronH(Family):
             return inner
         inner = _ATTENTION.sub(r".self_attn.\1_proj.", inner)
         return "model." + inner.replace("embeddings.", "embed_tokens.", 1)
-
-    def activations(self) -> list[Gated]:
-        """None has a gate."""
-        return []
 
     def layer(self, index: int) -> Layer:
         """One block."""

@@ -12,10 +12,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ...core import CacheSpec, OwnCacheSpec
-from ...layers.mlp import MLP, Gated
-from ...layers.moe import ExpertChoice
-from ...layers.norm import Join
 from ...layers.step import Rows, Taps
+from ..language import Replaceable
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
 
@@ -64,10 +62,7 @@ class AloneModel:
 
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
-    activations: ClassVar[Sequence[Gated]] = ()
-    mlps: ClassVar[Sequence[MLP]] = ()
-    choices: ClassVar[Sequence[ExpertChoice]] = ()
-    joins: ClassVar[Sequence[Join]] = ()
+    replaceable: ClassVar[Replaceable] = Replaceable()
 
     def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
         self.config = config

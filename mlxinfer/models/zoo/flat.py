@@ -14,10 +14,8 @@ import mlx.core as mx
 
 from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
-from ...layers.mlp import MLP, Gated
-from ...layers.moe import ExpertChoice
-from ...layers.norm import Join
 from ...layers.step import Rows, Taps
+from ..language import Replaceable
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
 from .private_copy import AttendingCache, one_line
@@ -234,10 +232,7 @@ class FlatModel:
 
     lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
-    activations: ClassVar[Sequence[Gated]] = ()
-    mlps: ClassVar[Sequence[MLP]] = ()
-    choices: ClassVar[Sequence[ExpertChoice]] = ()
-    joins: ClassVar[Sequence[Join]] = ()
+    replaceable: ClassVar[Replaceable] = Replaceable()
 
     def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
         self.config = config

@@ -1,0 +1,205 @@
+"""What the engine needs of a model: its config, its forward pass, and what kernels may replace."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import mlx.core as mx
+
+from ..core import CacheSpec
+from ..layers.mlp import MLP, Gated
+from ..layers.moe import ExpertChoice
+from ..layers.norm import Join
+from ..layers.step import Rows, Taps
+from .quantization import Quantization
+
+if TYPE_CHECKING:
+    from .expert_store import ExpertStore
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Replaceable:
+    """Parts of a model in whose place the engine may put a Metal kernel."""
+
+    activations: Sequence[Gated] = ()
+    mlps: Sequence[MLP] = ()
+    choices: Sequence[ExpertChoice] = ()  # of experts, by routers
+    joins: Sequence[Join] = ()  # of blocks and the residual stream
+
+    @staticmethod
+    def of(layers: Any) -> "Replaceable":
+        """Those in some layers."""
+        return Replaceable(
+            list(reachable(layers, Gated)),
+            list(reachable(layers, MLP)),
+            list(reachable(layers, ExpertChoice)),
+            list(reachable(layers, Join)),
+        )
+
+
+class LanguageConfig(Protocol):
+    """What the engine needs to know of a config, and what people are shown."""
+
+    @property
+    def model_type(self) -> str:
+        """The architecture."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a position."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """For people."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """For people."""
+        ...
+
+    @property
+    def num_experts(self) -> int:
+        """For people; 0: there are none."""
+        ...
+
+    @property
+    def experts_per_token(self) -> int:
+        """Of these, those that a token is computed with."""
+        ...
+
+    @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the embedding is the head as well."""
+        ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each layer sees, as far as it keeps anything; None: all."""
+        ...
+
+    def cache_spec(self, index: int) -> CacheSpec:
+        """What is kept for each of these."""
+        ...
+
+    @property
+    def alone_because(self) -> str | None:
+        """Why it runs one sequence after another; None: it runs batched."""
+        ...
+
+    @property
+    def definition(self) -> str:
+        """Where the definition is from: "native" or "mlx-lm"."""
+        ...
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether keys have biases, which 4 bits cannot hold."""
+        ...
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Of the weights."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """What the engine runs: `Model`, and what stands for another library's definition."""
+
+    @property
+    def config(self) -> LanguageConfig:
+        """The sizes that the engine needs."""
+        ...
+
+    @property
+    def mixers(self) -> Sequence[Any]:
+        """One for each of `cache_specs`."""
+        ...
+
+    @property
+    def cache_specs(self) -> Sequence[CacheSpec]:
+        """As of `Model`."""
+        ...
+
+    @property
+    def replaceable(self) -> "Replaceable":
+        """As of `Model`."""
+        ...
+
+    @property
+    def activation_dtype(self) -> mx.Dtype:
+        """As of `Model`."""
+        ...
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Features that it cannot have -> why, as a half sentence."""
+        ...
+
+    @property
+    def expert_store(self) -> "ExpertStore | None":
+        """As of `Model`."""
+        ...
+
+    def __call__(
+        self,
+        ids: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
+        *,
+        rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+        taps: Taps | None = None,
+    ) -> mx.array:
+        """As of `Model`."""
+        ...
+
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
+        """As of `Model`."""
+        ...
+
+    def rope_variant(self, max_tokens: int) -> int:
+        """As of `Model`."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weights take."""
+        ...
+
+
+def arrays(item: Any) -> Iterator[mx.array]:
+    """Every array reachable through lists, tuples and the slots of this package's classes, once."""
+    return reachable(item, mx.array)
+
+
+def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
+    """Every object of a kind that `arrays` would pass, once; what it holds is left out."""
+    seen: set[int] = set()
+    stack = [item]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, kind):
+            yield item
+        elif isinstance(item, list | tuple):
+            stack.extend(item)
+        elif type(item).__module__.startswith("mlxinfer."):
+            for base in type(item).__mro__:
+                stack.extend(getattr(item, name) for name in getattr(base, "__slots__", ()))

@@ -12,7 +12,7 @@ import numpy as np
 from .launch import MIN_NUMBERS
 from .stored import share_tails
 
-MAX_DIM = 256
+MAX_DIM = 512
 MAX_GROUP = 64
 HADAMARD_ORDERS = (28, 20, 12, 1)
 
@@ -35,11 +35,27 @@ class Form:
     hadamard_order: int  # 0: not rotated
     joined: bool  # keys and values are written side by side
     norms_values: bool
+    joint: int  # numbers of a key that are stored behind its value, in one vector; 0: all, apart
 
     @property
     def width(self) -> int:
         """Of a token's fused projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def stored_dim(self) -> int:
+        """Numbers of a stored vector."""
+        return self.head_dim + self.joint
+
+    @property
+    def num_stored(self) -> int:
+        """Vectors of a token in each array that is stored."""
+        return 2 * self.num_kv_heads if self.joined else self.num_kv_heads
+
+    @property
+    def in_one(self) -> bool:
+        """Keys and values are stored in the same arrays."""
+        return self.joined or self.joint > 0
 
 
 form_of = cache(Form)
@@ -49,9 +65,10 @@ class Heads:
     """What is done to the heads of a layer.
 
     Args:
-        num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 256.
+        num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
         key_bits, value_bits: 8, 4, or None: as they are.
-        rotate: spread queries and keys by a Hadamard matrix (D as `hadamard_order` knows).
+        rotate: spread queries and keys by a Hadamard matrix (D as `hadamard_order` knows); with
+            `joint` values too, all in blocks of so many numbers.
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
         norm_eps: added to the mean square.
         norms_values: values are divided by their root mean square.
@@ -59,6 +76,8 @@ class Heads:
             None: nothing turns.
         traditional: pairs are neighbours, not half of the turning dims apart.
         magnitude: multiplies what turns.
+        joint: keys and values are one vector (see `cache.joint`), where so many numbers of a key
+            are stored behind its value; 0: they are apart. As `has_joint` says.
     """
 
     def __init__(
@@ -76,6 +95,7 @@ class Heads:
         frequencies: mx.array | None = None,
         traditional: bool = False,
         magnitude: float = 1.0,
+        joint: int = 0,
     ) -> None:
         assert head_dim % 8 == 0, head_dim
         assert head_dim <= MAX_DIM, head_dim
@@ -91,10 +111,12 @@ class Heads:
             has_norm=norm_weight is not None,
             num_turning=0 if frequencies is None else 2 * len(frequencies),
             traditional=traditional,
-            hadamard_order=hadamard_order(head_dim) if rotate else 0,
-            joined=share_tails((head_dim, head_dim), (key_bits, value_bits)),
+            hadamard_order=hadamard_order(joint or head_dim) if rotate else 0,
+            joined=not joint and share_tails((head_dim, head_dim), (key_bits, value_bits)),
             norms_values=norms_values,
+            joint=joint,
         )
+        assert not joint or has_joint(head_dim, joint, (key_bits, value_bits)), self.form
         assert self.form.num_turning <= head_dim
         assert self.form.hadamard_order or not rotate, head_dim
         self.constants = self._constants()  # as kv_write.metal reads them
@@ -103,7 +125,7 @@ class Heads:
     def _constants(self) -> mx.array:
         """Scalars, weights, frequencies and signs, float32; see `MIN_NUMBERS`."""
         form = self.form
-        scale = np.float32(1) / np.sqrt(np.float32(form.head_dim))
+        scale = np.float32(1) / np.sqrt(np.float32(form.joint or form.head_dim))
         parts = [mx.array([self.norm_eps, self.magnitude, float(scale)])]
         if self.norm_weight is not None:
             shape = (form.num_heads + form.num_kv_heads, form.head_dim)
@@ -114,6 +136,15 @@ class Heads:
             parts.append(hadamard_signs(form.hadamard_order).flatten())
         numbers = mx.concatenate([part.astype(mx.float32) for part in parts])
         return mx.pad(numbers, (0, max(MIN_NUMBERS - len(numbers), 0)))
+
+
+def has_joint(dim: int, joint: int, bits: tuple[int | None, int | None]) -> bool:
+    """Whether there is a kernel for vectors of a value, and `joint` numbers of its key behind it.
+
+    Lanes hold equally many numbers, blocks are whole, and so are groups of codes of either part.
+    """
+    group = 1 if bits[0] is None else group_size(dim + joint)
+    return bits[0] == bits[1] and not any((dim % 32, dim % joint, dim % group, joint % group))
 
 
 def group_size(dim: int) -> int:

@@ -69,14 +69,34 @@ void spread(threadgroup float* x, const device float* signs, float scale, uint l
   simdgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// Vectors stored as they are, in the activation dtype.
-template <uint D, typename T>
+// The numbers of a head in the order in which a vector of key and value has them: those that turn,
+// TURNING of them in pairs (i, i + D / 2) from i = 0 on, and then the others. With AFTER numbers
+// that come first moved behind them all.
+template <uint D, uint TURNING, uint AFTER>
+void lay_out(threadgroup float* x, uint lane) {
+  constexpr uint HALF = D / 2, PAIRS = TURNING / 2, REST = HALF - PAIRS;
+  float own[D / 32];
+  for (uint part = 0; part < D / 32; part++) {
+    const uint to = (part * 32 + lane + AFTER) % D;
+    const uint other = to - min(to, TURNING);
+    const uint still = PAIRS + other + (other < REST ? 0 : PAIRS);
+    own[part] = x[to >= TURNING ? still : to + (to < PAIRS ? 0 : REST)];
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+  for (uint part = 0; part < D / 32; part++) {
+    x[part * 32 + lane] = own[part];
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// COUNT numbers of vectors of WIDTH, from FIRST on, stored as they are, in the activation dtype.
+template <uint WIDTH, uint FIRST, uint COUNT, typename T>
 struct Plain {
   device T* numbers;
 
   void write(threadgroup const float* x, uint vector, uint lane) {
-    for (uint i = lane; i < D; i += 32) {
-      numbers[ulong(vector) * D + i] = T(x[i]);
+    for (uint i = lane; i < COUNT; i += 32) {
+      numbers[ulong(vector) * WIDTH + FIRST + i] = T(x[i]);
     }
   }
 };
@@ -84,16 +104,16 @@ struct Plain {
 // A float16 scale or bias of more would be infinite, and the whole group lost.
 METAL_FUNC float in_float16(float x) { return clamp(x, -65504.0f, 65504.0f); }
 
-// Vectors stored in codes of 8 or 4 bits; GROUP numbers share a float16 scale and a float16 bias.
-template <uint D, uint GROUP, uint BITS>
+// As `Plain`, in codes of 8 or 4 bits; GROUP numbers share a float16 scale and a float16 bias.
+template <uint WIDTH, uint FIRST, uint COUNT, uint GROUP, uint BITS>
 struct Affine {
   device uint8_t* codes;
   device half* groups;  // of each a scale and a bias
 
   void write(threadgroup const float* x, uint vector, uint lane) {
-    constexpr uint GROUPS = D / GROUP, PER_BYTE = 8 / BITS, BYTES = GROUP / PER_BYTE;
+    constexpr uint PER_BYTE = 8 / BITS, BYTES = GROUP / PER_BYTE;
     const float levels = float((1 << BITS) - 1);
-    for (uint group = 0; group < GROUPS; group++) {
+    for (uint group = 0; group < COUNT / GROUP; group++) {
       threadgroup const float* numbers = x + group * GROUP;
       float low = INFINITY, high = -INFINITY;
       for (uint i = lane; i < GROUP; i += 32) {
@@ -104,7 +124,7 @@ struct Affine {
       high = simd_max(high);
       const half scale = half((high - low) / levels), bias = half(low);
       const float step = max(float(scale), 1e-8f);  // of a constant group all codes are 0
-      const uint place = vector * GROUPS + group;
+      const uint place = vector * (WIDTH / GROUP) + FIRST / GROUP + group;
       if (lane == 0) {
         reinterpret_cast<device half2*>(groups)[place] = half2(scale, bias);
       }
@@ -127,13 +147,14 @@ struct ByToken {
 
 // One head of one token: vector `vector` of qkv: its heads are queries, then keys, then values.
 // JOINED: keys and values go to the same place, a token's keys before its values.
+// JOINT: numbers of a key that turn, where they are stored behind its value in one vector; else 0.
 // constants: epsilon of the norm, magnitude of what turns, scale of the Hadamard transform; then,
 // each only where it is used, weights (QUERY_HEADS + KV_HEADS, D), DIMS / 2 frequencies and M * M
 // signs.
 template <
     typename T, uint D, uint QUERY_HEADS, uint KV_HEADS, bool NORM, uint DIMS, bool TRADITIONAL,
-    bool ROTATE, uint M, bool JOINED, bool NORM_VALUES, typename QKV, typename Positions, typename Keys,
-    typename Values, typename Places>
+    bool ROTATE, uint M, bool JOINED, bool NORM_VALUES, uint JOINT, typename QKV, typename Positions,
+    typename Keys, typename Values, typename Places>
 void kv_write(
     threadgroup float* x, QKV qkv, Positions positions, const device float* constants,
     device T* queries, Keys keys, Values values, Places places, uint vector, uint lane) {
@@ -155,11 +176,21 @@ void kv_write(
   if (DIMS > 0 && !value) {
     turn<DIMS, TRADITIONAL>(x, frequencies, float(positions[token]), constants[1], lane);
   }
-  if (ROTATE && !value) {
-    spread<D, M>(x, frequencies + DIMS / 2, constants[2], lane);
+  if constexpr (JOINT > 0) {
+    if (head < QUERY_HEADS) {
+      lay_out<D, JOINT, JOINT>(x, lane);
+    } else {
+      lay_out<D, JOINT, 0>(x, lane);
+    }
+  }
+  constexpr uint BLOCK = JOINT > 0 ? JOINT : D;
+  if (ROTATE && (JOINT > 0 || !value)) {
+    for (uint first = 0; first < D; first += BLOCK) {
+      spread<BLOCK, M>(x + first, frequencies + DIMS / 2, constants[2], lane);
+    }
   }
   if (head < QUERY_HEADS) {
-    Plain<D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);
+    Plain<D, 0, D, T>{queries}.write(x, token * QUERY_HEADS + head, lane);
   } else if (value) {
     const uint own = head - QUERY_HEADS - (JOINED ? 0 : KV_HEADS);
     values.write(x, places.place(token, own, JOINED ? 2 * KV_HEADS : KV_HEADS), lane);

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 from .heads import Form, Heads, group_size
 from .launch import Launch, MetalKernel, TemplateValue
@@ -34,7 +35,7 @@ class Written:
 
     What is stored is one array (T, K, D), or two: codes (T, K, D * bits / 8), and of each group a
     scale and a bias (T, K, 2 * groups). Where keys and values are stored alike they are side by
-    side, (T, 2 K, ...).
+    side, (T, 2 K, ...); of a joint form they are one vector, of D numbers and some of the key's.
     """
 
     queries: mx.array  # (T, H, D) in the dtype of the projection
@@ -77,7 +78,7 @@ class KVWrite:
     """`kv_write`, the same for all layers of a step with heads of the same form."""
 
     launch: Launch
-    key_parts: int | None  # arrays that are stored of keys; None: keys and values are joined
+    key_parts: int | None  # arrays that are stored of keys; None: they are the values' too
 
     @staticmethod
     def of(qkv: mx.array, positions: mx.array, heads: Heads) -> "KVWrite":
@@ -85,7 +86,7 @@ class KVWrite:
         form = heads.form
         key_parts = 1 if form.key_bits is None else QUANTISED_PARTS
         launch = _launch(form, qkv.shape, positions.shape, qkv.dtype)
-        return KVWrite(launch, None if form.joined else key_parts)
+        return KVWrite(launch, None if form.in_one else key_parts)
 
     def __call__(
         self, qkv: mx.array, positions: mx.array, heads: Heads
@@ -111,10 +112,8 @@ def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
         )
     if heads.frequencies is not None:
         x = _turned(x, positions, heads, heads.frequencies)
-    if heads.form.hadamard_order:
-        x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [heads.form.num_heads], axis=1)
-    return Written(queries.astype(qkv.dtype), stored_pair(keys, values, heads, qkv.dtype))
+    return stored_in_mlx(queries, keys, values, heads, qkv.dtype)
 
 
 def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.array) -> mx.array:
@@ -136,13 +135,35 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
     return mx.concatenate([joined, rest], axis=-1)
 
 
-def stored_pair(
-    keys: mx.array, values: mx.array, heads: Heads, dtype: mx.Dtype
-) -> list[list[mx.array]]:
-    """What is stored of keys and values (T, K, D), as in `Written`."""
-    if heads.form.joined:
-        return [stored(mx.concatenate([keys, values], axis=1), heads.form.key_bits, dtype)]
-    return [stored(keys, heads.form.key_bits, dtype), stored(values, heads.form.value_bits, dtype)]
+def stored_in_mlx(
+    queries: mx.array, keys: mx.array, values: mx.array, heads: Heads, dtype: mx.Dtype
+) -> Written:
+    """What becomes of queries (T, H, D), keys and values (T, K, D) that are normed and turned."""
+    form = heads.form
+    if form.joint:
+        turns = np.arange(form.head_dim) % (form.head_dim // 2) < form.joint // 2
+        turning, others = (mx.array(np.flatnonzero(which)) for which in (turns, ~turns))
+        queries = mx.concatenate([queries[..., others], queries[..., turning]], axis=-1)
+        values = mx.concatenate([values[..., turning], values[..., others]], axis=-1)
+        keys = keys[..., turning]
+    if form.hadamard_order:
+        queries, keys = _spread(queries, form.joint), _spread(keys, form.joint)
+        values = _spread(values, form.joint) if form.joint else values
+    if form.in_one:
+        both = (
+            mx.concatenate([values, keys], -1) if form.joint else mx.concatenate([keys, values], 1)
+        )
+        pair = [stored(both, form.key_bits, dtype)]
+    else:
+        pair = [stored(keys, form.key_bits, dtype), stored(values, form.value_bits, dtype)]
+    return Written(queries.astype(dtype), pair)
+
+
+def _spread(x: mx.array, block: int) -> mx.array:
+    """Vectors (..., D) by a Hadamard matrix, in blocks of so many numbers; 0: whole."""
+    if not block:
+        return mx.hadamard_transform(x)
+    return mx.hadamard_transform(mx.unflatten(x, -1, (-1, block))).flatten(-2)
 
 
 def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
@@ -175,6 +196,7 @@ def template_of(form: Form, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
         ("M", max(form.hadamard_order, 1)),
         ("JOINED", form.joined),
         ("NORM_VALUES", form.norms_values),
+        ("JOINT", form.joint),
     ]
 
 
@@ -185,18 +207,17 @@ def _launch(
     """Norm, rope and storing of projections (T, width) in a layer of this form."""
     num_tokens = _checked(form, shape, positions_shape)
     num_vectors = num_tokens * (form.num_heads + 2 * form.num_kv_heads)
-    each = 2 * form.num_kv_heads if form.joined else form.num_kv_heads
-    parts = _parts(form.head_dim, form.key_bits, dtype)
-    if not form.joined:
+    parts = _parts(form.stored_dim, form.key_bits, dtype)
+    if not form.in_one:
         parts += _parts(form.head_dim, form.value_bits, dtype)
     return Launch(
-        _kernel(form.head_dim, form.key_bits, form.value_bits, form.joined),
+        _kernel(form),
         template=template_of(form, dtype),
         grid=(num_vectors * LANES, 1, 1),
         threadgroup=(min(HEADS_AT_ONCE, num_vectors) * LANES, 1, 1),
         output_shapes=[
             (num_tokens, form.num_heads, form.head_dim),
-            *[(num_tokens, each, width) for width, _ in parts],
+            *[(num_tokens, form.num_stored, width) for width, _ in parts],
         ],
         output_dtypes=[dtype, *[part_dtype for _, part_dtype in parts]],
     )
@@ -209,25 +230,32 @@ def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dt
     return [(dim * bits // 8, mx.uint8), (2 * (dim // group_size(dim)), mx.float16)]
 
 
-def stored_outputs(
-    dim: int, key_bits: int | None, value_bits: int | None, *, joined: bool
-) -> tuple[list[str], list[str]]:
+def stored_outputs(form: Form) -> tuple[list[str], list[str]]:
     """Names of the arrays that are written, and what writes keys and values to them, in Metal."""
-    formats = [("stored", key_bits)] if joined else [("keys", key_bits), ("values", value_bits)]
-    outputs: list[str] = []
+    of_keys, of_values = (
+        f"{form.head_dim}, 0, {form.head_dim}",
+        f"{form.head_dim}, 0, {form.head_dim}",
+    )
+    if form.joint:
+        of_keys = f"{form.stored_dim}, {form.head_dim}, {form.joint}"
+        of_values = f"{form.stored_dim}, 0, {form.head_dim}"
+    names = ("stored", "stored") if form.in_one else ("keys", "values")
+    outputs: dict[str, None] = {}
     made: list[str] = []
-    for name, bits in formats:
-        names = [name] if bits is None else [f"{name}_{part}" for part in PARTS]
-        kind = "Plain<D, T>" if bits is None else f"Affine<D, {group_size(dim)}, {bits}>"
-        outputs += names
-        made.append(f"{kind}{{{', '.join(names)}}}")
-    return outputs, [made[0], made[-1]]
+    formats = (form.key_bits, form.value_bits)
+    for name, bits, where in zip(names, formats, (of_keys, of_values), strict=True):
+        parts = [name] if bits is None else [f"{name}_{part}" for part in PARTS]
+        group = group_size(form.stored_dim)
+        kind = f"Plain<{where}, T>" if bits is None else f"Affine<{where}, {group}, {bits}>"
+        outputs.update(dict.fromkeys(parts))
+        made.append(f"{kind}{{{', '.join(parts)}}}")
+    return list(outputs), made
 
 
 @cache
-def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool) -> MetalKernel:
+def _kernel(form: Form) -> MetalKernel:
     """The kernel with as many outputs as these formats have parts."""
-    names, made = stored_outputs(dim, key_bits, value_bits, joined=joined)
+    names, made = stored_outputs(form)
     return MetalKernel(
         name="kv_write",
         inputs=("qkv", "positions", "constants"),
@@ -235,7 +263,7 @@ def _kernel(dim: int, key_bits: int | None, value_bits: int | None, joined: bool
         body=f"""
             threadgroup float heads[HEADS_AT_ONCE][D];
             kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED,
-                  NORM_VALUES>(
+                  NORM_VALUES, JOINT>(
                 heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
                 {made[0]}, {made[1]}, ByToken{{}}, thread_position_in_grid.x / 32,
                 thread_index_in_simdgroup);

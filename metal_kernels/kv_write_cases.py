@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 
 from .heads import Heads
-from .kv_write import QUANTISED_PARTS, Written, kv_write, kv_write_twin, stored_pair
+from .kv_write import QUANTISED_PARTS, Written, kv_write, kv_write_twin, stored_in_mlx
 from .launch import MIN_NUMBERS
 from .stored import decoded
 from .tail_write import put, write_tails, write_tails_twin
-from .variants import Case, Kind, Variant, dtype_name
+from .variants import Case, Kind, Value, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
 CASE_PAGE = 16
@@ -30,6 +30,7 @@ def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
         norms_values=heads.form.norms_values,
         turning=heads.form.num_turning,
         traditional=heads.form.traditional,
+        joint=heads.form.joint,
     )
 
 
@@ -37,7 +38,8 @@ def _kv_write_case(variant: Variant) -> Case:
     heads = _heads(variant)
     steps = [_tokens(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
     tolerances = [ROUNDING[str(variant["dtype"])]]
-    for bits in (variant.number("key_bits"), variant.number("value_bits")):
+    names = ("key_bits",) if heads.form.joint else ("key_bits", "value_bits")
+    for bits in map(variant.number, names):
         tolerances.append(tolerances[0] + (16 / (2**bits - 1) if bits else 0.0))  # one code
     return Case(
         lambda: [x for step in steps for x in _seen(kv_write(*step, heads), heads)],
@@ -73,10 +75,8 @@ def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Wr
             offset=positions,
             freqs=1 / heads.frequencies,
         ).squeeze(2)
-    if heads.form.hadamard_order:
-        x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [heads.form.num_heads], axis=1)
-    return Written(queries, stored_pair(keys, values, heads, qkv.dtype))
+    return stored_in_mlx(queries, keys, values, heads, qkv.dtype)
 
 
 def _heads(variant: Variant) -> Heads:
@@ -97,6 +97,7 @@ def _heads(variant: Variant) -> Heads:
         norms_values=bool(variant["norms_values"]),
         frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if turning else None,
         traditional=bool(variant["traditional"]),
+        joint=variant.number("joint"),
     )
 
 
@@ -111,6 +112,8 @@ def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
 
 def _seen(written: Written, heads: Heads) -> list[mx.array]:
     """Queries, keys and values as attention sees them."""
+    if heads.form.joint:
+        return [written.queries, decoded(written.stored[0], heads.form.stored_dim)]
     return [
         written.queries,
         decoded(written.keys, heads.form.head_dim),
@@ -160,7 +163,7 @@ def _seen_tails(written: list[mx.array], call: TailCall) -> list[mx.array]:
     queries, *tails = written
     parts = 1 if len(tails) == 1 or call[2].form.key_bits is None else QUANTISED_PARTS
     pairs = [tails[:parts], tails[parts:]] if len(tails) > parts else [tails]
-    return [queries, *[decoded(pair, call[2].form.head_dim) for pair in pairs]]
+    return [queries, *[decoded(pair, call[2].form.stored_dim) for pair in pairs]]
 
 
 def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
@@ -175,9 +178,15 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
 
 
 def _kv_sample(**values: int | bool | str) -> Variant:
-    plain = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "key_bits": 0, "value_bits": 0}
-    how = {"rotate": False, "norm": True, "turning": 128, "traditional": False}
-    how["norms_values"] = False
+    plain: dict[str, Value] = {
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "key_bits": 0,
+        "value_bits": 0,
+    }
+    how: dict[str, Value] = {"rotate": False, "norm": True, "turning": 128, "traditional": False}
+    how |= {"norms_values": False, "joint": 0}
     return Variant.of("kv_write", **{**plain, **how, "dtype": "float16", **values})
 
 
@@ -185,6 +194,8 @@ def _registers(variant: Variant) -> int:
     return 24 + (variant.number("head_dim") + 31) // 32  # where it rotates
 
 
+# Layers of Gemma 4 that see everything: a quarter of a head turns.
+JOINT: dict[str, Value] = {"head_dim": 512, "turning": 512, "norms_values": True, "joint": 128}
 KV_WRITE = Kind(
     name="kv_write",
     files=("kv_write.metal", "kv_write.py", "heads.py"),
@@ -200,6 +211,8 @@ KV_WRITE = Kind(
         _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=80, turning=80),
         _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=256, turning=256),
         _kv_sample(dtype="bfloat16", head_dim=256, turning=256, norms_values=True),
+        _kv_sample(**JOINT, dtype="bfloat16"),
+        _kv_sample(**JOINT, key_bits=4, value_bits=4, rotate=True),
         _kv_sample(head_dim=96, turning=0, norm=False, dtype="float32"),
         _kv_sample(head_dim=64, turning=64, traditional=True, dtype="float32"),
     ),
@@ -211,5 +224,9 @@ TAIL_WRITE = Kind(
     timed=_timed_tails,
     loads=KV_WRITE.loads,
     registers=_registers,
-    samples=tuple(Variant("tail_write", sample.values) for sample in KV_WRITE.samples[:4]),
+    samples=tuple(
+        Variant("tail_write", sample.values)
+        for sample in KV_WRITE.samples
+        if sample in KV_WRITE.samples[:4] or sample["joint"]
+    ),
 )

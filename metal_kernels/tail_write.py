@@ -96,7 +96,7 @@ def _launch(
     num_slots, ring = slots
     assert ring % COPIED == 0, slots
     num_vectors = num_tokens * (form.num_heads + 2 * form.num_kv_heads)
-    heads = 2 * form.num_kv_heads if form.joined else form.num_kv_heads
+    heads = form.num_stored
     assert all(shape[0] == num_slots * heads * ring for shape, _ in tails), (tails, slots)
     num_copies = num_slots * heads * ring // COPIED
     return Launch(
@@ -114,8 +114,7 @@ def _launch(
 
 @cache
 def _kernel(form: Form) -> MetalKernel:
-    bits = form.key_bits, form.value_bits
-    names, made = stored_outputs(form.head_dim, *bits, joined=form.joined)
+    names, made = stored_outputs(form)
     copies = "\n".join(
         f"""
               copy_tails(
@@ -141,7 +140,7 @@ def _kernel(form: Form) -> MetalKernel:
             const uint ring = uint(taken_shape[1]);
             if (group < vectors) {{
               kv_write<T, D, QUERY_HEADS, KV_HEADS, NORM, DIMS, TRADITIONAL, ROTATE, M, JOINED,
-                  NORM_VALUES>(
+                  NORM_VALUES, JOINT>(
                   heads[simdgroup_index_in_threadgroup], qkv, positions, constants, queries,
                   {made[0]}, {made[1]}, InTails{{places, ring}}, group, lane);
             }} else {{

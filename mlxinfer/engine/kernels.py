@@ -27,7 +27,7 @@ from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.gate_up import MAX_ROWS as MAX_GATE_UP_ROWS
 from ..metal_kernels.gate_up import GateUp, gate_up_variant, has_matrix
 from ..metal_kernels.gated import Gate, gated_variant
-from ..metal_kernels.heads import MAX_DIM, Heads
+from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.mla_attention import DIMS
 from ..metal_kernels.paged_attention_passes import DTYPES, MAX_ROWS, has_dims
@@ -372,9 +372,11 @@ def _heads(mixer: Mixer, spec: CacheSpec, bits: Bits) -> Heads | None:
         return None
     if stored_less_bias(spec, bits):
         return None
-    if mixer.make_heads is None or spec.joint_dim:
+    if mixer.make_heads is None:
+        return None
+    if spec.joint_dim and not has_joint(spec.key_dim, spec.turning, bits):
         return None
     dim = spec.key_dim
     if dim != spec.value_dim or dim % 8 or dim > MAX_DIM:
         return None
-    return mixer.make_heads(*bits)
+    return mixer.make_heads(*bits, spec.turning)

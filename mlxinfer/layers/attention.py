@@ -12,7 +12,8 @@ from .norm import Norm
 from .rope import QueryScale, RopeSpec, inverse_frequencies
 from .step import Rope, Step
 
-HeadsMaker = Callable[[int | None, int | None], Heads]  # from bits of keys and of values
+# From bits of keys and of values, and numbers of a key that a joint vector has; 0: it has none.
+HeadsMaker = Callable[[int | None, int | None, int], Heads]
 
 
 class Mixer(Protocol):
@@ -100,7 +101,7 @@ def heads_maker(
         # Where whole heads turn the attention scale has the factor, see scale_factor.
         magnitude = 1.0 if rope.dims == head_dim else rope.attention_factor
 
-    def make(key_bits: int | None, value_bits: int | None) -> Heads:
+    def make(key_bits: int | None, value_bits: int | None, joint: int) -> Heads:
         return Heads(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -113,6 +114,7 @@ def heads_maker(
             norms_values=norms_values,
             frequencies=frequencies,
             magnitude=magnitude,
+            joint=joint,
         )
 
     return make

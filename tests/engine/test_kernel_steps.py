@@ -184,7 +184,7 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
 
 
 @requires_compiler
-@pytest.mark.parametrize("kv", [KVOptions(), EIGHT])
+@pytest.mark.parametrize("kv", [KVOptions(), EIGHT, FOUR])
 def test_keys_in_values_on_kernels_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,12 +193,18 @@ def test_keys_in_values_on_kernels_as_in_plain_mlx(
     model = wide_model(monkeypatch, "gemma4_text-v4")
     assert [spec.joint_dim for spec in model.cache_specs] == [0, 320]
     plain = run(model, kv, choose_none)
-    kinds: set[str] = set()
+    joint: set[str] = set()
+
+    def choose(variants: Sequence[Variant]) -> frozenset[Variant]:
+        names = ("joint", "joint_dim")
+        joint.update(v.kind for v in variants if any(dict(v.values).get(name) for name in names))
+        return frozenset(variants)
+
     machine = MetalCPU(seed=1)
     with running_on(machine):
-        outcomes = run(model, kv, choose_all(kinds))
+        outcomes = run(model, kv, choose)
     machine.assert_clean()
-    assert {"paged_attention", "prefill_attention", "kv_write", "tail_write"} <= kinds
+    assert {"paged_attention", "prefill_attention", "kv_write", "tail_write"} == joint
     ran = {report.kernel for report in machine.reports}
     assert {"paged_attention", "tiled_attention", "kv_write", "tail_write"} <= ran
     assert [o.error for o in outcomes] == [None] * 4

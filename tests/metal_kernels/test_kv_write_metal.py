@@ -6,6 +6,8 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.formats import Affine, make_format, rotatable
+from mlxinfer.cache.joint import JointPool
+from mlxinfer.core import KVSpec
 from mlxinfer.layers.cpu import layer_factory
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
 from mlxinfer.metal_kernels.heads import Heads, group_size, hadamard_order
@@ -13,7 +15,7 @@ from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.stored import decoded
 
-HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of numbers next to 4
 H, K = 3, 2
 
@@ -30,6 +32,7 @@ def heads_of(
     magnitude: float = 1.0,
     num_heads: int = H,
     norms_values: bool = False,
+    joint: int = 0,
 ) -> Heads:
     rng = np.random.default_rng(dim)
     dims = dim if turning is None else turning
@@ -48,6 +51,7 @@ def heads_of(
         frequencies=mx.array(inverse_frequencies(spec), mx.float32) if dims else None,
         traditional=traditional,
         magnitude=magnitude,
+        joint=joint,
     )
 
 
@@ -176,6 +180,71 @@ def test_kernel_and_twin_agree(
     qkv, positions = tokens_of(heads, count, dtype)
     written = on_machine(qkv, positions, heads)
     check(written, kv_write_twin(qkv, positions, heads), heads, dtype)
+
+
+JOINT = [(512, 128, None), (512, 128, 8), (512, 128, 4), (256, 64, 4), (64, 16, None)]
+
+
+@pytest.mark.parametrize(("dim", "joint", "bits"), JOINT)
+def test_joint_vectors_are_those_of_the_cache(dim: int, joint: int, bits: Bits) -> None:
+    heads = heads_of(dim, bits=(bits, bits), joint=joint, norms_values=True)
+    qkv, positions = tokens_of(heads, 5)
+    twin = kv_write_twin(qkv, positions, heads)
+    apart = kv_write_twin(qkv, positions, heads_of(dim, norms_values=True))
+    spec = KVSpec(num_kv_heads=K, key_dim=dim, value_dim=dim, turning=joint)
+    sizes = {"page_size": 16, "num_pages": 1, "num_slots": 1}
+    pool = JointPool(spec, **sizes, dtype=mx.float32, bits=(bits, bits))
+    queries, stored = pool.encode(apart.queries, apart.keys[0], apart.values[0])
+    assert np.allclose(*wide(twin.queries, queries), atol=1e-5)
+    assert len(twin.stored) == len(stored) == 1
+    vectors = [decoded(parts, dim + joint) for parts in (twin.stored[0], stored[0])]
+    step = 16 / (2**bits - 1) if bits else 0  # of a code
+    assert np.allclose(*wide(*vectors), atol=1e-5 + step)
+    assert (np.abs(vectors[0] - vectors[1]) > 1e-4).mean() < 0.01
+
+
+@requires_compiler
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize(("dim", "joint", "bits"), JOINT)
+def test_joint_kernel_and_twin_agree(dim: int, joint: int, bits: Bits, dtype: mx.Dtype) -> None:
+    heads = heads_of(dim, bits=(bits, bits), joint=joint, norms_values=True)
+    qkv, positions = tokens_of(heads, 3, dtype)
+    check_joint(on_machine(qkv, positions, heads), kv_write_twin(qkv, positions, heads), heads)
+
+
+def check_joint(written: Written, twin: Written, heads: Heads) -> None:
+    """Queries within rounding; vectors within it, and few of them one code apart."""
+    rounding = ROUNDING[written.queries.dtype]
+    assert np.allclose(*wide(written.queries, twin.queries), atol=rounding, rtol=0)
+    found, wanted = wide(
+        *(decoded(one.stored[0], heads.form.stored_dim) for one in (written, twin))
+    )
+    bits = heads.form.key_bits
+    assert np.allclose(found, wanted, atol=rounding + (16 / (2**bits - 1) if bits else 0), rtol=0)
+    assert (np.abs(found - wanted) > rounding).mean() < 0.01
+
+
+@requires_compiler
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("other < REST ? 0 : PAIRS", "other <= REST ? 0 : PAIRS"),
+        ("to < PAIRS ? 0 : REST", "0"),  # the second half of what turns
+        ("lay_out<D, JOINT, JOINT>(x, lane);", "lay_out<D, JOINT, 0>(x, lane);"),  # of queries
+        ("first += BLOCK", "first += 2 * BLOCK"),
+        ("FIRST / GROUP + group", "group"),  # keys over values
+    ],
+)
+def test_mistakes_of_joint_vectors_are_noticed(right: str, wrong: str) -> None:
+    heads = heads_of(256, bits=(4, 4), joint=64, norms_values=True)
+    qkv, positions = tokens_of(heads, 3)
+    machine = MetalCPU(replace={right: wrong})
+    with running_on(machine):
+        written = kv_write(qkv, positions, heads)
+    if not any(report.faults for report in machine.reports):
+        twin = kv_write_twin(qkv, positions, heads)
+        with pytest.raises(AssertionError):
+            check_joint(written, twin, heads)
 
 
 @requires_compiler

@@ -11,6 +11,7 @@ from ..memory import parse_bytes
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
+    from .config import ModelConfig
     from .decoder import Model
     from .language import LanguageConfig, LanguageModel
     from .stage import StageModel
@@ -146,14 +147,7 @@ def load_share(
     require_native(folder)
     config = load_config(folder, share)
     builder = family(config.model_type)
-    options: dict[str, Any] = {
-        "quantization": config.quantization,
-        "dtype": dtype,
-        "fits_float16": builder.fits_float16,
-        "rename": builder.tensor_name,
-        "watch": watch,
-        "adaptable": True,
-    }
+    options = _reading(config, builder, dtype, watch)
     tensors = load_tensors(folder)
     model: Model | StageModel
     if share is None:
@@ -257,7 +251,26 @@ def load(
             "/v1/embeddings of a server."
         )
     builder = family(config.model_type)
-    arguments: dict[str, Any] = {
+    options = _reading(config, builder, dtype, watch)
+    model: Model
+    if experts is None:
+        model = builder.build(config, Weights(load_tensors(folder), **options))
+        return model
+    from .streamed_weights import StreamedWeights
+
+    weights = StreamedWeights(load_tensors(folder), **options)
+    model = builder.build(config, weights)
+    model.expert_store = weights.open_experts(
+        experts.num_bytes, per_token=config.experts_per_token, forced=experts.slow
+    )
+    return model
+
+
+def _reading(
+    config: "ModelConfig", builder: Any, dtype: str, watch: Watch | None
+) -> dict[str, Any]:
+    """How a model's weights are read, as arguments of `Weights`."""
+    return {
         "quantization": config.quantization,
         "dtype": dtype,
         "fits_float16": builder.fits_float16,
@@ -265,15 +278,3 @@ def load(
         "watch": watch,
         "adaptable": True,
     }
-    model: Model
-    if experts is None:
-        model = builder.build(config, Weights(load_tensors(folder), **arguments))
-        return model
-    from .streamed_weights import StreamedWeights
-
-    weights = StreamedWeights(load_tensors(folder), **arguments)
-    model = builder.build(config, weights)
-    model.expert_store = weights.open_experts(
-        experts.num_bytes, per_token=config.experts_per_token, forced=experts.slow
-    )
-    return model

@@ -1,7 +1,5 @@
 """Steps over the wire: what the other side has is what was sent, whatever became of the tables."""
 
-import gc
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +58,6 @@ def test_the_other_side_has_the_same_step(data: st.DataObject) -> None:
         if data.draw(st.integers(0, 4)) == 0:  # one sequence ends, another one comes
             tables = [*tables[1:], [PageTable(PAGE, kept) for kept in (0, 2)]]
             segments = None
-            gc.collect()
         for both in tables:
             for table in both:
                 change(data.draw, table)

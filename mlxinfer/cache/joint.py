@@ -75,18 +75,22 @@ class JointPool(PagePool):
             positions: not needed.
         """
         vectors = mx.concatenate(
-            [values[..., self._value_order], keys[..., self._turning_places]], axis=-1
+            [
+                mx.take(values, self._value_order, axis=-1),
+                mx.take(keys, self._turning_places, axis=-1),
+            ],
+            axis=-1,
         )
         return self.rotate(queries), [self._fmt.encode(self._spread(vectors))]
 
     def rotate(self, heads: mx.array) -> mx.array:
         """Queries (T, heads, D) in the order and the basis of stored keys."""
-        return self._spread(heads[..., self._key_order])
+        return self._spread(mx.take(heads, self._key_order, axis=-1))
 
     def restored(self, outputs: mx.array) -> mx.array:
         """Sums of stored values (T, heads * D) in the order and the basis of values."""
         by_head = self._spread(mx.unflatten(outputs, -1, (-1, self._dim)))
-        return mx.flatten(by_head[..., self._places], -2)
+        return mx.flatten(mx.take(by_head, self._places, axis=-1), -2)
 
     def _spread(self, vectors: mx.array) -> mx.array:
         """To or from the basis in which vectors are stored."""

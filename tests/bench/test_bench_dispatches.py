@@ -1,10 +1,14 @@
 """bench dispatches: kernels are in the graph, views are not counted, MLX is as before."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
+from models.cases import CASES
+from models.tiny import tiny_checkpoint
 
 from tests.bench.bench_reports import check
-from tests.bench.dispatches import MODEL, VIEWS, run, traced
+from tests.bench.dispatches import MODEL, VIEWS, as_on_metal, our_steps, run, traced
 
 
 def test_kernels_and_fused_operations_count_once() -> None:
@@ -45,3 +49,24 @@ def test_graphs_are_built_beside_mlx_lm() -> None:
     ]
     assert all(time > 0 for entry in report.data["build"] for time in entry["build_us"])
     assert mx.metal.is_available is is_available
+
+
+@pytest.mark.parametrize(("bits", "most"), [(None, 12), (8, 12), (4, 13)])
+def test_a_layer_that_takes_keys_for_values(
+    bits: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as others, and one that brings values back into their order."""
+    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
+    sizes = {**CASES["gemma4_text-v4"], "head_dim": 64, "global_head_dim": 256}
+    sizes |= {"enable_moe_block": False, "max_position_embeddings": 256}
+    counts = []
+    for number in (1, 2):
+        layers = ["sliding_attention", *["full_attention"] * number]
+        layer_sizes = {"num_hidden_layers": len(layers), "layer_types": layers}
+        monkeypatch.setitem(CASES, "wide", {**sizes, **layer_sizes})
+        folder = tiny_checkpoint(tmp_path / str(number), "wide")
+        with as_on_metal():
+            step = our_steps(folder, bits, 1)
+            names = traced(step, mx.zeros((1,), mx.int32))
+        counts.append(sum(name not in VIEWS for name in names))
+    assert counts[1] - counts[0] <= most

@@ -98,7 +98,7 @@ def eagle_of(model: Model) -> DraftHead:
 @cache
 def mtp_of(model: Model) -> DraftHead:
     """A random MTP module for a model of a family that has them."""
-    how = {"group_size": 32, "bits": 4}
+    how = None if model.config.quantization is None else {"group_size": 32, "bits": 4}
     folder = mtp_checkpoint(Path(mkdtemp()), WITH_MTP[model.config.model_type], how=how)
     return load_prediction_head(folder, model)
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache.disk import DiskTier, namespace_key
+from ..cache.disk import namespace_key
 from ..cache.formats import lay_out
 from ..cache.kv import KVCache
 from ..config import EngineConfig
@@ -30,8 +30,7 @@ from .queues import Counters, failed_event, last_events, not_finite_event, stuck
 from .runner import Launched, Runner
 from .scheduler import Proposer, Scheduler
 
-# For the identity of the weights: enough where it is remembered, or where they are few.
-OPEN_WAIT_S = 0.25
+OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
 
 
 class Loop:
@@ -92,13 +91,13 @@ class Loop:
             self._followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
         if config.disk is not None and self.store is None:
-            others = None if self._followers is None else self._followers.disks
+            disks = None if self._followers is None else self._followers.disks
             self.store = PageStore(
                 None,
                 groups=self.cache.groups,
                 states=self.cache.state_group,
                 max_bytes=config.disk.max_bytes,
-                others=others,
+                others=disks,
             )
             self._open_tier(OPEN_WAIT_S)
         self.scheduler = self._make_scheduler()
@@ -139,11 +138,8 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            disks = None if self._followers is None else self._followers.disks
-            namespace = _namespace(identity, self.cache, "" if disks is None else disks.form)
-            if disks is not None:
-                disks.open(str(options.folder.resolve()), namespace, options.max_bytes)
-            store.tier = DiskTier(str(options.folder), namespace, max_bytes=options.max_bytes)
+            namespace = _namespace(identity, self.cache, store.form)
+            store.open(str(options.folder.resolve()), namespace)
 
     @property
     def idle(self) -> bool:

@@ -123,6 +123,17 @@ class PageStore:
         self._read_meanwhile = False  # since the last step ended
         self._num_refused = 0
 
+    @property
+    def form(self) -> str:
+        """What part of a model spread over ranks the pages are of; empty: it is not spread."""
+        return "" if self._others is None else self._others.form
+
+    def open(self, folder: str, namespace: bytes) -> None:
+        """Open the tier, on all ranks."""
+        if self._others is not None:
+            self._others.open(folder, namespace, self._max_bytes)
+        self.tier = DiskTier(folder, namespace, max_bytes=self._max_bytes)
+
     # -- to the disk ----------------------------------------------------------------------------
 
     def root_key(self, namespace: Hashable) -> bytes:

@@ -182,7 +182,7 @@ def gather(
                     f"Ranks {missing} did not come to {address} port {port} within {within_s:g} "
                     "seconds; start them too."
                 )
-    except BaseException:
+    except BaseException:  # Ctrl-C too: ranks that came would wait
         for connection in ranks.values():
             connection.close()
         raise

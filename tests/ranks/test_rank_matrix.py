@@ -144,7 +144,7 @@ def test_prefixes_on_disk_come_back_after_a_restart(
     group: RankGroup, pipeline: bool, tmp_path: Path
 ) -> None:
     """But where another rank's part of a page is broken: that is computed again, and stored."""
-    case, params = "qwen3_next-v4", SamplingParams(max_tokens=6)
+    case, params = "qwen3_next-v5", SamplingParams(max_tokens=6)
     ids = prompt(6 * PAGE + 3)
     disk = DiskOptions(folder=tmp_path, max_bytes=1 << 26, identity=lambda timeout_s: case)
 

@@ -30,18 +30,19 @@ from mlxinfer.metal_kernels.gate_up import (
 from mlxinfer.metal_kernels.gated import FUNCTIONS, gate_of, gated_twin
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.selfcheck import examine
+from mlxinfer.metal_kernels.variants import dtype_name
 from mlxinfer.metal_kernels.verdicts import WRONG
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# Of a row's largest output: sums in another order, and a number that is rounded once.
-ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-10, mx.bfloat16: 2**-7}
+# Of a row's largest output. In float32 kernel and twin are each within 2.2e-6 of sums in float64.
+ROUNDING = {mx.float32: 1e-5, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 
 
 def drawn(rng: np.random.Generator, form: GateUp) -> list[mx.array]:
-    """A matrix of the form."""
-    shape = 2 * form.inner, form.in_dims
-    weight = mx.array(rng.normal(0, 0.3, shape).astype(np.float32)).astype(form.dtype)
+    """A matrix of the form; products are as large as what it is multiplied with."""
+    numbers = rng.normal(0, form.in_dims**-0.5, (2 * form.inner, form.in_dims))
+    weight = mx.array(numbers.astype(np.float32)).astype(form.dtype)
     if not form.bits:
         return [weight]
     return list(mx.quantize(weight, group_size=form.group_size, bits=form.bits))
@@ -103,11 +104,30 @@ def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
 
 
 @requires_compiler
+@pytest.mark.slow  # some 5 s of a processor each
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("codes", [*CODES, PLAIN], ids=str)
+def test_every_format_activation_and_number_of_rows(
+    codes: tuple[int, int], dtype: mx.Dtype
+) -> None:
+    rng = np.random.default_rng([SEED, *codes, dtype.size])
+    for function in FUNCTIONS:
+        sizes = {"in_dims": (codes[1] or 8) * int(rng.integers(1, 24)), "inner": 8}
+        stored = DTYPES[rng.integers(3)]
+        form = form_of(function, codes=codes, dtype=dtype, stored=stored, **sizes)
+        matrix = drawn(rng, form)
+        for rows in range(1, MAX_ROWS + 1):
+            x = mx.array(rng.normal(0, 2, (rows, form.in_dims)).astype(np.float32)).astype(dtype)
+            print(f"seed {SEED}: {gate_up_variant(form, rows)}, {rows} rows")
+            assert_close(on_machine(x, matrix, form), gate_up_twin(x, matrix, form))
+
+
+@requires_compiler
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_activation_where_it_is_clamped_and_where_exp_overflows(function: str) -> None:
     form = form_of(function, in_dims=64, inner=4, codes=(4, 64))
     matrix = drawn(np.random.default_rng(SEED), form)
-    x = 40 * mx.random.normal((3, 64), key=mx.random.key(SEED))
+    x = 96 * mx.random.normal((3, 64), key=mx.random.key(SEED))
     assert_close(on_machine(x, matrix, form), gate_up_twin(x, matrix, form))
 
 

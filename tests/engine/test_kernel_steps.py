@@ -136,7 +136,7 @@ def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -
     """Six requests that come one after another to a pool of so many pages."""
     harness = Harness(model, kernels=kernels, kv=kv, max_batch=6, num_pages=num_pages)
     for index in range(6):
-        params = SamplingParams(max_tokens=14 + 2 * index, temperature=0.8, seed=index)
+        params = SamplingParams(max_tokens=8 + 2 * index, temperature=0.8, seed=index)
         harness.add(str(index), prompt(9 + 7 * index, seed=index), params)
         harness.turn(3)
     harness.drain()

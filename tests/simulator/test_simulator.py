@@ -19,7 +19,7 @@ from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import Scheduler
 
-NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "40"))
+NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "30"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
 
 

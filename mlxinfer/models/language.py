@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Replaceable:
-    """Parts of a model in whose place the engine may put a Metal kernel."""
+    """Parts of a model that the engine may replace by Metal kernels."""
 
     activations: Sequence[Gated] = ()
     mlps: Sequence[MLP] = ()

@@ -26,7 +26,16 @@ _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for th
     "llama4": "language_model.",
 }
 _ROWS = 8192  # that are compared at a time
-_AS_MLX = {"llama4_text": (".feed_forward.switch_mlp.", ".feed_forward.experts.")}  # our name, its
+_AS_MLX = {  # where its names are others: ours, its
+    "gemma4_text": {".switch_mlp.": ".experts.switch_glu."},
+    "gpt_oss": {".mlp.switch_mlp.": ".mlp.experts."},
+    "granitemoehybrid": {".block_sparse_moe.switch_mlp.": ".block_sparse_moe.experts."},
+    "llama4_text": {".feed_forward.switch_mlp.": ".feed_forward.experts."},
+    "nemotron_h": {
+        ".switch_mlp.up_proj.": ".switch_mlp.fc1.",
+        ".switch_mlp.down_proj.": ".switch_mlp.fc2.",
+    },
+}
 LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
 _AHEAD = re.compile(r"(?:^|\.)(mtp\..+)$")  # a module that predicts tokens further ahead
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"
@@ -143,8 +152,9 @@ def arrange(source: Source) -> ArrangedSource:
             continue
         experts = groups.get(target, [name])
         front = "" if ahead else prefix
-        written = ours.replace(*_AS_MLX.get(config.model_type, ("", "")))
-        made = _output(front + written, [source.tensors[expert] for expert in experts], target)
+        for own, theirs in _AS_MLX.get(config.model_type, {}).items():
+            ours = ours.replace(own, theirs)
+        made = _output(front + ours, [source.tensors[expert] for expert in experts], target)
         if ahead or (made.layer is not None and made.layer >= config.num_layers):
             made = replace(made, ahead=True)
         if made.path.endswith(builder.dense_matrices):

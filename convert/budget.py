@@ -108,8 +108,10 @@ def disk_bytes(
     comparing: bool,
     local: bool,
 ) -> int:
-    """The output, the logits that it is compared with, and what is downloaded and read twice."""
+    """The output, the logits that it is compared with, and what is there twice for a while."""
     size = options.limit_bytes(plan.num_weights) or plan.num_bytes
+    if options.split_experts:  # file by file
+        size += min(size, options.shard_bytes)
     if comparing:
         size += MAX_CHECKED * arranged.config.vocab_size * 4
     if not local and (comparing or options.calibration is not None):

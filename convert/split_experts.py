@@ -4,11 +4,13 @@ A model that is larger than memory reads experts one by one. Of a stack, an expe
 piece, and a layer has nine stacks (gate, up and down, each with words, scales and biases): nine
 reads, of which six are small. Apart, in the order of the experts, it is one read. The tensors are
 named as the hub names single experts, `experts.7.gate_proj.weight`; their bytes are the same.
+Biases of outputs stay together: they are few numbers, which a model holds in memory.
 """
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,53 @@ from .files import ShardFile
 from .plan import ConversionPlan, PlannedArray
 from .sidefiles import write_json
 
-_STACK = re.compile(r"(.+)\.switch_mlp\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
+_STACK = re.compile(
+    r"(.+?)\.(?:switch_mlp|experts\.switch_glu|experts)"
+    r"\.((?:gate|up|gate_up|down)_proj|fc1|fc2)\.(weight|scales|biases)"
+)
+_OF_ONE = {"fc1": "up_proj", "fc2": "down_proj"}  # Nemotron's names of stacks, and of one's
 BLOCK = 64 << 20  # bytes that are read and written at once
 Piece = tuple[PlannedArray, int]  # what is written, and where its bytes are in the old file
 
 
+def single_name(stack: str, expert: int) -> str | None:
+    """What an expert's part of a stack is called by itself; None: the name is none of a stack."""
+    found = _STACK.fullmatch(stack)
+    if found is None:
+        return None
+    mixture, matrix, field = found.groups()
+    return f"{mixture}.experts.{expert}.{_OF_ONE.get(matrix, matrix)}.{field}"
+
+
+def with_stacks(
+    header: Mapping[str, TensorInfo], names: Iterable[str]
+) -> tuple[dict[str, TensorInfo], dict[str, list[str]]]:
+    """A header as it was before its stacks were taken apart, and the parts of each.
+
+    Args:
+        header: of a file.
+        names: of stacks that may be in it, taken apart, and of any other tensors.
+    """
+    whole, parts = dict(header), {}
+    for name in names:
+        found: list[str] = []
+        while name not in header and (single := single_name(name, len(found))) in header:
+            assert single is not None
+            found.append(single)
+        if found:
+            first = header[found[0]]
+            parts[name] = found
+            whole[name] = replace(first, shape=(len(found), *first.shape))
+            for single in found:
+                del whole[single]
+    return whole, parts
+
+
 def check_splits(plan: ConversionPlan) -> None:
-    """Raise InvalidRequestError where the experts of a model cannot stand by themselves."""
+    """Raise InvalidRequestError where a model has no stacks of experts."""
     if not any(_STACK.fullmatch(array.name) for t in plan.tensors for array in t.arrays):
         raise InvalidRequestError(
-            "This model has no experts that are stored one by one; leave --split-experts out.",
+            "This model has no mixtures of experts; leave --split-experts out.",
             param="split_experts",
         )
 
@@ -90,9 +129,8 @@ def _pieces(header: dict[str, TensorInfo]) -> Iterator[Piece]:
 def _singles(stacks: Sequence[tuple[str, TensorInfo]]) -> Iterator[Piece]:
     for expert in range(stacks[0][1].shape[0]):
         for name, info in stacks:
-            found = _STACK.fullmatch(name)
-            assert found is not None
+            own = single_name(name, expert)
+            assert own is not None
             size = (info.end - info.start) // info.shape[0]
-            own = f"{found[1]}.experts.{expert}.{found[2]}"
             array = PlannedArray(own, info.dtype, info.shape[1:], size)
             yield array, info.start + expert * size

@@ -5,7 +5,7 @@ the code that wrote them: a wrong offset, a wrong code or a flipped bit is found
 serves a conversion; `check_folder` (`--check-only`) does the same for a finished folder.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from .plan import PlannedTensor
 from .quantise import ErrorStats, compare, dequantised, total
 from .read import Packed
 from .report import read_report
+from .split_experts import with_stacks
 
 NUMPY = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 NAMES = {"F16": "float16", "F32": "float32", "BF16": "bfloat16"}
@@ -55,11 +56,18 @@ class CheckedTensor:
 
 
 class ShardReader:
-    """Rows of a safetensors file, without holding the rest."""
+    """Rows of a safetensors file, without holding the rest.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        stacks: names of tensors that may have been taken apart (split_experts.py), and of any
+            others; they are read as if they had not been.
+    """
+
+    def __init__(self, path: Path, stacks: Iterable[str] = ()) -> None:
         self.path = path
-        self.tensors = read_header(path)
+        self._stored = read_header(path)
+        self.tensors, self._parts = with_stacks(self._stored, stacks)
         with path.open("rb") as file:
             self._start = 8 + int.from_bytes(file.read(8), "little")
 
@@ -70,6 +78,15 @@ class ShardReader:
         dtype = np.dtype(NUMPY[info.dtype])
         count = prod(info.shape[:-1])
         first, last = (rows.start, min(rows.stop, count)) if rows else (0, count)
+        if parts := self._parts.get(name):
+            each = count // len(parts)
+            spans = [slice(max(first - i * each, 0), last - i * each) for i in range(len(parts))]
+            joined = [
+                self.rows(part, span)
+                for part, span in zip(parts, spans, strict=True)
+                if span.start < min(span.stop, each)
+            ]
+            return np.concatenate(joined)
         offset = self._start + info.start + first * width * dtype.itemsize
         found = np.fromfile(self.path, dtype, (last - first) * width, offset=offset)
         return found.reshape(-1, width)
@@ -108,9 +125,10 @@ class ShardReader:
         return mx.array(raw)
 
     def _info(self, name: str) -> TensorInfo:
-        if name not in self.tensors:
+        info = self.tensors.get(name) or self._stored.get(name)
+        if info is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}.")
-        return self.tensors[name]
+        return info
 
 
 def check_shard(
@@ -122,8 +140,8 @@ def check_shard(
         CheckpointError: the file is no sound safetensors file.
         ConversionError: it does not hold the arrays that were planned.
     """
-    reader = ShardReader(path)
     wanted = {a.name: (a.dtype, a.shape) for tensor in planned for a in tensor.arrays}
+    reader = ShardReader(path, wanted)
     found = {name: (info.dtype, info.shape) for name, info in reader.tensors.items()}
     if wanted != found:
         names = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
@@ -256,18 +274,13 @@ def check_folder(
         CheckpointError: a file is broken, or tensors are missing.
         ConversionError: a tensor is further from the source than its report says.
     """
-    headers = read_headers(folder)
+    known = [n for output in arranged.outputs for n in _names(output)]
+    headers = {path: ShardReader(path, known).tensors for path in read_headers(folder)}
     formats = load_config(folder).quantization
     report = read_report(folder)
     said = {tensor["name"]: tensor for tensor in report["tensors"]}
     names = {name for header in headers.values() for name in header}
-    missing = {output.name for output in arranged.outputs} - names
-    if apart := [name for name in missing if name.replace(".switch_mlp.", ".experts.0.") in names]:
-        raise CheckpointError(
-            f"{folder} has the experts of {min(apart)!r} apart (--split-experts): they were "
-            "compared before that, and are not again."
-        )
-    if missing:
+    if missing := {output.name for output in arranged.outputs} - names:
         raise CheckpointError(f"{folder} has no tensor {min(missing)!r}.")
     found: list[dict[str, Any]] = []
     for path, header in headers.items():
@@ -277,6 +290,11 @@ def check_folder(
             found.append(checked.as_dict())
             progress(f"check {path.name}", len(found), len(arranged.outputs))
     return found
+
+
+def _names(output: OutputTensor) -> tuple[str, ...]:
+    """Of the arrays that an output may be stored as."""
+    return output.name, f"{output.path}.scales", f"{output.path}.biases"
 
 
 def _planned(

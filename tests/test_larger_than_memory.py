@@ -1,6 +1,8 @@
 """docs/larger_than_memory.md: its recipe as written, what is refused, and what works together."""
 
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -8,13 +10,20 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from adapters.cases import base, folders
 from engine.harness import Harness, prompt
 from engine.test_same_tokens import model_of
+from models.tiny import tiny_checkpoint
 
 from mlxinfer import LLM, SamplingParams
-from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError, UnsupportedModelError
+from mlxinfer.errors import (
+    CheckpointError,
+    InsufficientMemoryError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
 from mlxinfer.models import ExpertOptions, load, streamed_weights
 from mlxinfer.models.safetensors import expert_bytes
 from tests.bench.experts import SMALL, run
@@ -133,8 +142,43 @@ def test_a_disk_that_is_too_slow_is_refused_with_the_numbers(
 
 
 def test_stacks_with_inputs_first_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="convert it first"):
-        load(base("gpt_oss-v4"), experts=ExpertOptions(1 << 30))
+    command = r"transposed or interleaved.*`mlxinfer convert MODEL OUT --split-experts`"
+    for case in ("gpt_oss-v4", "llama4_text-v4"):
+        with pytest.raises(UnsupportedModelError, match=command):
+            load(base(case), experts=ExpertOptions(1 << 30))
+
+
+def test_experts_of_several_dtypes_are_refused_as_what_they_are(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, "qwen3_moe-v4")
+    file = str(folder / "model.safetensors")
+    tensors = mx.load(file)
+    assert isinstance(tensors, dict)
+    mx.eval(tensors)
+    for name, array in tensors.items():
+        if ".up_proj." in name:
+            tensors[name] = array.astype(mx.float16)
+    mx.save_safetensors(file, tensors)
+    with pytest.raises(UnsupportedModelError, match="partly in float16 and float32: convert"):
+        load(folder, experts=ExpertOptions(1 << 30))
+
+
+def test_a_disk_that_fails_while_it_is_measured_is_a_broken_checkpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(CheckpointError, match=r"\.safetensors cannot be read: Input/output"):
+        load(folder, experts=ExpertOptions(1 << 30))
+
+
+def test_a_budget_of_a_share_of_the_experts_has_that_many_slots(folder: Path) -> None:
+    for share in range(SMALL.per_token, SMALL.experts + 1):
+        memory = expert_bytes(folder) * share // SMALL.experts
+        store = load(folder, experts=ExpertOptions(memory, slow=True)).expert_store
+        assert store is not None
+        assert [layer.num_slots for layer in store.layers] == [share] * SMALL.layers
 
 
 @pytest.mark.parametrize("case", ["qwen3_moe-v4", "deepseek_v3-v4"])

@@ -2,8 +2,8 @@
 
 `layer_factory` chooses them once, when a model is loaded, where there is no Metal. The environment
 variable MLXINFER_CPU_LAYERS=0 switches them off: the model is then made of the very layers that a
-GPU would run, and a benchmark on a CPU measures what carries over. The tokens are the same up to
-rounding.
+GPU would run (but for dense experts of 16 bits, which do not run here), and a benchmark on a CPU
+measures what carries over. The tokens are the same up to rounding.
 """
 
 import os
@@ -31,13 +31,25 @@ MAX_UNPACKED = 1 << 26  # numbers that it may have for that, for the time of one
 
 def layer_factory(*, many_rows: bool = False) -> LayerFactory:
     """The forms for this machine; `many_rows`: of models that never see few tokens at once."""
-    plain = mx.metal.is_available() or os.environ.get(SWITCH) == "0"
-    if plain:
+    if mx.metal.is_available():
         return LayerFactory()
+    if os.environ.get(SWITCH) == "0":
+        return WideExpertsLayerFactory()
     return ManyRowsLayerFactory() if many_rows else CPULayerFactory()
 
 
-class CPULayerFactory(LayerFactory):
+class WideExpertsLayerFactory(LayerFactory):
+    """Layers as a GPU runs them, but for dense experts of 16 bits."""
+
+    def experts(self, weight: mx.array, bias: mx.array | None = None) -> ExpertProjection:
+        """As of LayerFactory."""
+        if weight.dtype == mx.float32:
+            return super().experts(weight, bias)
+        wide = None if bias is None else bias.astype(mx.float32)
+        return WideExperts(self.experts(weight.astype(mx.float32), wide))
+
+
+class CPULayerFactory(WideExpertsLayerFactory):
     """Tiles for dense float32 matrices, tables for ropes, and products of dequantised matrices."""
 
     def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
@@ -182,6 +194,19 @@ class TiledEmbedding:
     def as_linear(self) -> TiledLinear:
         """The same numbers, seen as a matrix."""
         return TiledLinear(self.tiles)
+
+
+class WideExperts:
+    """Matrices of 16 bits held in 32: MLX's CPU backend has no such product of narrower ones."""
+
+    __slots__ = ("wide",)
+
+    def __init__(self, wide: ExpertProjection) -> None:
+        self.wide = wide
+
+    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
+        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims), in the dtype of x."""
+        return self.wide(x.astype(mx.float32), routed).astype(x.dtype)
 
 
 class TiledExpertLinear:

@@ -16,7 +16,7 @@ from .linear import (
     QuantizedLinear,
 )
 from .mlp import PLAIN, Activation, Gated, gated
-from .moe import ExpertLinear, ExpertProjection, QuantizedExpertLinear, WideExperts
+from .moe import ExpertLinear, ExpertProjection, QuantizedExpertLinear
 from .norm import HeadRMSNorm, Norm, RMSNorm
 from .rope import FusedRope, LongRope, RopeSpec
 from .step import Rope
@@ -101,9 +101,6 @@ class LayerFactory:
 
     def experts(self, weight: mx.array, bias: mx.array | None = None) -> ExpertProjection:
         """Dense matrices (E, out_dims, in_dims) and biases (E, out_dims)."""
-        if not mx.metal.is_available() and weight.dtype != mx.float32:
-            wide = None if bias is None else bias.astype(mx.float32)
-            return WideExperts(self.experts(weight.astype(mx.float32), wide))
         return ExpertLinear(weight, bias)
 
     def quantized_experts(

@@ -330,19 +330,6 @@ class ExpertLinear:
         return y if self.bias is None else y + self.bias[experts][..., None, :]
 
 
-class WideExperts:
-    """Matrices of 16 bits held in 32: MLX's CPU backend has no such product of narrower ones."""
-
-    __slots__ = ("wide",)
-
-    def __init__(self, wide: ExpertProjection) -> None:
-        self.wide = wide
-
-    def __call__(self, x: mx.array, routed: Routed) -> mx.array:
-        """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims), in the dtype of x."""
-        return self.wide(x.astype(mx.float32), routed).astype(x.dtype)
-
-
 class QuantizedExpertLinear:
     """Quantised matrices, stacked."""
 

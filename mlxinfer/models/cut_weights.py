@@ -8,6 +8,7 @@ gives summands: its projection sums them over the ranks.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -150,6 +151,15 @@ class CutWeights(Weights):
         ((start, stop),) = cut.spans
         each = found.in_dims // (stop - start)  # inputs of a word, or of a group
         return replace(found, inputs=Inputs(start * each, cut.stored * each))
+
+    def experts(
+        self, stack: str, each: str, shape: tuple[int, int, int], **options: Any
+    ) -> StoredMatrix:
+        """As of `Weights`; biases as of `matrix`."""
+        found = super().experts(stack, each, shape, **options)
+        if each.format(0) not in self._summands or found.bias is None:
+            return found
+        return replace(found, bias=self.once(found.bias))
 
     def head(self, path: str, shape: tuple[int, int]) -> Projection:
         """The output projection, of which each rank has some of the rows."""

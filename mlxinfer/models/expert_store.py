@@ -12,14 +12,10 @@ Reads go to threads, so that many are under way at once; what of an expert lies 
 file is read by one call. Only the engine's thread decides; readers fill memory that it gave them.
 """
 
-import fcntl
-import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -34,8 +30,6 @@ Bytes = NDArray[np.uint8]
 
 FORGET = 0.97  # of what is known of the past, left after each token
 READS_AT_ONCE = 16
-SAMPLE_BYTES, SAMPLE_S = 256 << 20, 0.25  # that measuring a disk reads and takes, at most
-SAMPLE_READ = 1 << 20  # bytes of a read of these
 
 
 @dataclass(slots=True)
@@ -406,44 +400,3 @@ class ExpertStore:
             "disk_bytes_per_s": round(self.disk_rate),
             **self.reader.counters.as_dict(),
         }
-
-
-def disk_rate(spans: Sequence[Span]) -> float:
-    """Bytes/s of the disk that spans lie on, read in parts all over them, past the page cache.
-
-    `READS_AT_ONCE` readers for `SAMPLE_S` seconds. Where the system does not let reads pass its
-    cache, and for files that were just read, it is the cache's rate.
-    """
-    parts = [
-        (span.file.path, start)
-        for span in spans
-        for start in range(span.start, span.start + span.size, SAMPLE_READ)
-    ]
-    count = min(len(parts), SAMPLE_BYTES // SAMPLE_READ)
-    chosen = [parts[i * len(parts) // count] for i in range(count)]
-    began_s = time.monotonic()
-    with ThreadPoolExecutor(READS_AT_ONCE, "mlxinfer-disk-rate") as threads:
-        files = {path: open_uncached(path) for path in {path for path, _ in chosen}}
-        try:
-            sizes = threads.map(lambda part: _sample(files[part[0]], part[1], began_s), chosen)
-            total = sum(sizes)
-        finally:
-            for file in files.values():
-                os.close(file)
-    return max(total, 1) / max(time.monotonic() - began_s, 1e-6)
-
-
-def open_uncached(path: Path) -> int:
-    """A descriptor with reads that pass the page cache, where the system has that."""
-    file = os.open(path, os.O_RDONLY)
-    if sys.platform == "darwin":
-        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
-    else:
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    return file
-
-
-def _sample(file: int, start: int, began_s: float) -> int:
-    if time.monotonic() - began_s > SAMPLE_S:
-        return 0
-    return len(os.pread(file, SAMPLE_READ, start))

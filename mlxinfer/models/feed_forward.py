@@ -89,11 +89,12 @@ class FeedForwards:
         config, weights = self.config, self.weights
         hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
         packed = any(
-            f"{path}.experts.{name}.weight" in weights for name in ("gate_up_proj", "down_proj")
+            f"{path}.experts.{name}.weight" in weights
+            for name in ("gate_up_proj", "down_proj", "0.gate_up_proj")
         )
         if packed:
             shape, kinds = (count, 2 * inner, hidden), [inner, inner]
-            parts = [self._packed(f"{path}.experts.gate_up_proj", shape, kinds)]
+            parts = [self._packed(f"{path}.experts", "gate_up_proj", shape, kinds)]
         else:
             parts = [self._stacked(path, each, (count, inner, hidden)) for each in ("gate", "up")]
         # One projection after the other: together, the experts and what is made of them are held.
@@ -102,7 +103,7 @@ class FeedForwards:
         weights.evaluate(list(arrays(gate_up)))
         shape = count, hidden, inner
         if packed:
-            down = self._packed(f"{path}.experts.down_proj", shape)
+            down = self._packed(f"{path}.experts", "down_proj", shape)
         else:
             down = self._stacked(path, "down", shape)
         mixture = weights.moe(
@@ -122,11 +123,12 @@ class FeedForwards:
         return self.weights.experts(f"{path}.switch_mlp.{each}_proj", single, shape)
 
     def _packed(
-        self, name: str, shape: tuple[int, int, int], parts: Sequence[int] | None = None
+        self, path: str, each: str, shape: tuple[int, int, int], parts: Sequence[int] | None = None
     ) -> StoredMatrix:
-        """The same as one tensor of the hub."""
+        """The same as one tensor of the hub, or as that is when its experts are apart."""
+        name = f"{path}.{each}"
         if not self.transposed_experts:
-            return self.weights.matrix(name, shape, parts=parts)
+            return self.weights.experts(name, f"{path}.{{}}.{each}", shape, parts=parts)
         count, out_dims, in_dims = shape
         weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)
         stored = StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))

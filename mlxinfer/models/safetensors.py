@@ -69,8 +69,11 @@ def read_headers(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
         ModelNotFoundError: the folder has no safetensors.
         CheckpointError: a broken file, a tensor in two files, or an index that is wrong.
     """
-    paths = _weight_files(folder)
-    headers = {path: read_header(path) for path in paths}
+    return _each_once({path: read_header(path) for path in _weight_files(folder)})
+
+
+def _each_once(headers: dict[Path, dict[str, TensorInfo]]) -> dict[Path, dict[str, TensorInfo]]:
+    """The headers, no tensor of which is in two files."""
     owners: dict[str, Path] = {}
     for path, tensors in headers.items():
         for name in tensors:
@@ -154,11 +157,28 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises:
         CheckpointError: anything at all that is not as the format demands, with file and tensor.
     """
+    fd = _opened(path)
+    try:
+        return _header(fd, path)[0]
+    finally:
+        os.close(fd)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of a file that is there."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device may have no end
             raise CheckpointError(f"{path} is no file.")
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        return os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _header(fd: int, path: Path) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors of an open file, and where its data begins."""
+    try:
+        size = os.fstat(fd).st_size
+        with open(fd, "rb", closefd=False) as file:
             first = file.read(8)
             if first == GIT_LFS[:8]:
                 raise CheckpointError(
@@ -173,12 +193,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             header = parse_json(file.read(length), f"the header of {path}")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     metadata = header.pop("__metadata__", None) or {}  # MLX writes null where there is none
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"__metadata__ in {path} is not an object of strings.")
     tensors = {name: _tensor_info(name, entry, path) for name, entry in header.items()}
-    return _check_spans(tensors, size - 8 - length, path)
+    return _check_spans(tensors, size - 8 - length, path), 8 + length
 
 
 def _tensor_info(name: str, entry: Any, path: Path) -> TensorInfo:
@@ -232,16 +252,18 @@ class WeightFile:
         path: of the file.
         readers: threads that read.
 
+    Attributes:
+        header: its tensors.
+        data_start: the first byte behind the header.
+
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: as of `read_header`.
     """
 
     def __init__(self, path: Path, readers: ThreadPoolExecutor) -> None:
         self._fd = -1
-        try:
-            self._fd = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise _unreadable(path, error) from error
+        self._fd = _opened(path)
+        self.header, self.data_start = _header(self._fd, path)
         self.path = path
         self.readers = readers
 
@@ -264,7 +286,7 @@ class WeightFile:
             try:
                 count = os.preadv(self._fd, left, start + done)
             except OSError as error:
-                raise _unreadable(self.path, error) from error
+                raise unreadable(self.path, error) from error
             if not count:
                 raise CheckpointError(
                     f"{self.path} ends at byte {start + done}, within a tensor: it became shorter "
@@ -275,6 +297,13 @@ class WeightFile:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
+
+
+def open_weights(folder: Path, readers: ThreadPoolExecutor) -> list[WeightFile]:
+    """The weight files of a checkpoint, open; errors as of `read_headers`."""
+    files = [WeightFile(path, readers) for path in _weight_files(folder)]
+    _each_once({file.path: file.header for file in files})
+    return files
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,5 +347,6 @@ def _read_in_turn(reads: Sequence[tuple[WeightFile, memoryview, int]]) -> None:
         file.read_into(part, start)
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What is raised where the system does not read a file."""
     return CheckpointError(f"{path} cannot be read: {error.strerror or error}.")

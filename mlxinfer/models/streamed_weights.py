@@ -5,25 +5,36 @@ are not there yet, and mixtures become streamed ones: how many slots each layer 
 all are. No byte of an expert is read until then.
 """
 
-from collections.abc import Callable, Sequence
+import fcntl
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import InsufficientMemoryError, UnsupportedModelError
+from ..layers.cpu import WideExperts
 from ..layers.factory import LayerFactory
-from ..layers.moe import ExpertProjection, MoE, WideExperts
+from ..layers.moe import ExpertProjection, MoE
 from ..layers.streamed_moe import SlotProjection, StreamedMoE
 from ..memory import human_bytes
-from .expert_store import ExpertStore, LayerExperts, Reader, SlotArray, disk_rate
+from .expert_store import READS_AT_ONCE, ExpertStore, LayerExperts, Reader, SlotArray
 from .language import reachable
 from .matrix import StoredMatrix
+from .safetensors import Span, unreadable
 from .tensors import FLOATS, FileTensor, Tensor
 from .weights import Weights
 
 LEAST_RATE = 0.5  # tokens/s below which a model is refused
+SAMPLE_BYTES, SAMPLE_S = 256 << 20, 0.25  # that measuring a disk reads and takes, at most
+SAMPLE_READ = 1 << 20  # bytes of a read of these
 FIELDS = ("weight", "scales", "biases", "bias")
 
 
@@ -53,6 +64,7 @@ class StreamedWeights(Weights):
     def __init__(self, tensors: dict[str, FileTensor], **options: Any) -> None:
         super().__init__(tensors, **options)
         self._is_stack = False  # what is taken now is one of experts
+        self._stored: defaultdict[str, set[str]] = defaultdict(set)  # of one mixture, by field
         self._deferred: dict[SlotProjection, StoredMatrix] = {}
         self._mixtures: list[tuple[StreamedMoE, list[SlotProjection]]] = []
 
@@ -73,13 +85,22 @@ class StreamedWeights(Weights):
         finally:
             self._is_stack = False
 
-    def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
+    def experts(
+        self, stack: str, each: str, shape: tuple[int, int, int], **options: Any
+    ) -> StoredMatrix:
         """As of `Weights`, in their files."""
         self._is_stack = True
         try:
-            return self._in_files(super().experts(stack, each, shape))
+            return self._in_files(super().experts(stack, each, shape, **options))
         finally:
             self._is_stack = False
+
+    def _taken(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
+        """As of `Weights`; of experts, the dtypes of each field are noted."""
+        tensor = super()._taken(name, shape, parts)
+        if self._is_stack:
+            self._stored[name.rpartition(".")[2]].add(FLOATS[tensor.dtype])
+        return tensor
 
     def _cast(self, tensor: Tensor) -> Tensor:
         """Experts are rounded when they are read."""
@@ -106,11 +127,18 @@ class StreamedWeights(Weights):
         if not found or len(whole) < len(found) or list(reachable(list(projections), mx.array)):
             raise UnsupportedModelError(
                 "expert_memory reads experts as they are in the files, and this checkpoint has "
-                "them transposed or interleaved: convert it first (`mlxinfer convert`)."
+                f"them {self._why_not()}: convert it first (`mlxinfer convert MODEL OUT "
+                "--split-experts`), and run what is in OUT."
             )
+        self._stored.clear()
         mixture = StreamedMoE(**parts)
         self._mixtures.append((mixture, found))
         return mixture
+
+    def _why_not(self) -> str:
+        """How experts are stored that cannot be read one by one."""
+        mixed = [sorted(dtypes) for dtypes in self._stored.values() if len(dtypes) > 1]
+        return f"partly in {' and '.join(mixed[0])}" if mixed else "transposed or interleaved"
 
     # -- once the model is built ----------------------------------------------------------------
 
@@ -133,8 +161,7 @@ class StreamedWeights(Weights):
         sizes = [sum(map(self._expert_bytes, found)) for _, found in self._mixtures]
         counts = [self._deferred[found[0]].weight.shape[0] for _, found in self._mixtures]
         all_bytes = sum(size * count for size, count in zip(sizes, counts, strict=True))
-        share = min(num_bytes / all_bytes, 1.0)
-        slots = [int(share * count) for count in counts]
+        slots = [min(count * num_bytes // all_bytes, count) for count in counts]
         self._require_room(slots, sizes, counts, num_bytes, per_token)
         spans = [
             span
@@ -143,7 +170,7 @@ class StreamedWeights(Weights):
         ]
         active, rate = per_token * sum(sizes), disk_rate(spans)
         if not forced:
-            _require_rate(active, share, rate)
+            _require_rate(active, min(num_bytes / all_bytes, 1.0), rate)
         reader, layers = Reader(), []
         for index, (mixture, found) in enumerate(self._mixtures):
             arrays = [array for one in found for array in self._fill(one, slots[index])]
@@ -240,3 +267,56 @@ def _require_rate(active_bytes: int, share: float, rate: float) -> None:
         "give it more expert_memory, take fewer bits, or say slow_experts=True (--slow-experts).",
         param="expert_memory",
     )
+
+
+def disk_rate(spans: Sequence[Span]) -> float:
+    """Bytes/s of the disk that spans lie on, read in parts all over them, past the page cache.
+
+    `READS_AT_ONCE` readers for `SAMPLE_S` seconds. Where the system does not let reads pass its
+    cache, and for files that were just read, it is the cache's rate.
+
+    Raises:
+        CheckpointError: a file is not there any more, or its disk fails.
+    """
+    parts = [
+        (span.file.path, start)
+        for span in spans
+        for start in range(span.start, span.start + span.size, SAMPLE_READ)
+    ]
+    count = min(len(parts), SAMPLE_BYTES // SAMPLE_READ)
+    chosen = [parts[i * len(parts) // count] for i in range(count)]
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(READS_AT_ONCE, "mlxinfer-disk-rate") as threads:
+        files: dict[Path, int] = {}
+        try:
+            for path in {path for path, _ in chosen}:
+                files[path] = open_uncached(path)
+            total = sum(threads.map(lambda part: _sample(part, files, began_s), chosen))
+        finally:
+            for file in files.values():
+                os.close(file)
+    return max(total, 1) / max(time.monotonic() - began_s, 1e-6)
+
+
+def open_uncached(path: Path) -> int:
+    """A descriptor with reads that pass the page cache, where the system has that."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+        if sys.platform == "darwin":
+            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+        else:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return file
+
+
+def _sample(part: tuple[Path, int], files: Mapping[Path, int], began_s: float) -> int:
+    """Bytes that are read of a part, unless the time is over."""
+    path, start = part
+    if time.monotonic() - began_s > SAMPLE_S:
+        return 0
+    try:
+        return len(os.pread(files[path], SAMPLE_READ, start))
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -17,7 +17,7 @@ from typing import TypeGuard
 import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError, shown
-from .safetensors import READERS, Span, TensorInfo, WeightFile, read_headers, read_spans
+from .safetensors import READERS, Span, TensorInfo, WeightFile, open_weights, read_spans
 
 LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")
@@ -119,18 +119,15 @@ def load_tensors(folder: Path) -> dict[str, FileTensor]:
         ModelNotFoundError: there is none.
     """
     readers = ThreadPoolExecutor(READERS, "mlxinfer-weights")  # its threads end with the tensors
-    tensors: dict[str, FileTensor] = {}
-    for path, header in read_headers(folder).items():
-        file = WeightFile(path, readers)
-        length = bytearray(8)
-        file.read_into(memoryview(length), 0)
-        start = 8 + int.from_bytes(length, "little")
-        tensors |= {name: _stored(info, file, start) for name, info in header.items()}
-    return tensors
+    return {
+        name: _stored(info, file)
+        for file in open_weights(folder, readers)
+        for name, info in file.header.items()
+    }
 
 
-def _stored(info: TensorInfo, file: WeightFile, data_start: int) -> FileTensor:
-    span = Span(file, data_start + info.start, info.end - info.start)
+def _stored(info: TensorInfo, file: WeightFile) -> FileTensor:
+    span = Span(file, file.data_start + info.start, info.end - info.start)
     return FileTensor(info.dtype, info.shape, [span])
 
 

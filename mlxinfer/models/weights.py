@@ -248,7 +248,15 @@ class Weights:
         """The weights of a norm over all of `dims` numbers; `offset` as of `take`."""
         return self.take(f"{path}.weight", (dims,), offset=offset)
 
-    def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
+    def experts(
+        self,
+        stack: str,
+        each: str,
+        shape: tuple[int, int, int],
+        *,
+        bias: bool = False,
+        parts: Sequence[int] | None = None,
+    ) -> StoredMatrix:
         """One matrix per expert (num_experts, out_dims, in_dims).
 
         Matrices that are stored one by one are stacked where they are read to.
@@ -257,19 +265,24 @@ class Weights:
             stack: path of one tensor of all, as MLX checkpoints have it.
             each: path of one expert's, "{}" in place of its number, as hub checkpoints have it.
             shape: of the whole.
+            bias: whether there is one; those of all experts are one tensor.
+            parts: as of `linear`.
 
         Raises:
             CheckpointError: the experts have different formats.
         """
         if f"{stack}.weight" in self:
-            return self.matrix(stack, shape)
-        count, *one = shape
-        parts = [self.matrix(each.format(i), (one[0], one[1])) for i in range(count)]
-        if len({part.form for part in parts}) > 1:
+            return self.matrix(stack, shape, bias=bias, parts=parts)
+        count, rows, in_dims = shape
+        found = [self.matrix(each.format(i), (rows, in_dims), parts=parts) for i in range(count)]
+        if len({one.form for one in found}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        (origin,) = parts[0].origins
-        whole = combined(parts, lambda arrays, _: stacked(arrays))
-        return replace(whole, origins=(replace(origin, path=stack),))
+        (origin,) = found[0].origins
+        return replace(
+            combined(found, lambda arrays, _: stacked(arrays)),
+            bias=self.take(f"{stack}.bias", (count, rows), parts=parts) if bias else None,
+            origins=(replace(origin, path=stack),),
+        )
 
     def head(self, path: str, shape: tuple[int, int]) -> Projection:
         """The output projection (vocab_size, hidden_size)."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxinfer.convert.read.gguf.config import make_config
+from mlxinfer.convert.read.gguf.source import make_config
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models.config import normalise
 

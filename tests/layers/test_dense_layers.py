@@ -14,6 +14,7 @@ from mlxinfer.layers.cpu import (
     TiledEmbedding,
     TiledLinear,
     UnpackedLinear,
+    WideExpertsLayerFactory,
     layer_factory,
     tiled,
 )
@@ -119,7 +120,7 @@ def test_forms_for_the_cpu_are_chosen_by_the_machine_and_one_switch(monkeypatch)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert type(layer_factory()) is CPULayerFactory
     monkeypatch.setenv(cpu.SWITCH, "0")
-    assert type(layer_factory()) is LayerFactory
+    assert type(layer_factory()) is WideExpertsLayerFactory
     monkeypatch.delenv(cpu.SWITCH)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     assert type(layer_factory()) is LayerFactory

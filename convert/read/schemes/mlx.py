@@ -94,10 +94,12 @@ class _Asked(Weights):
         offset = self.raw(path, shape[:-1]) if bias else None
         return self.named(StoredMatrix(self.raw(path, shape), offset), path, f"{path}.weight")
 
-    def experts(self, stack: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
+    def experts(
+        self, stack: str, each: str, shape: tuple[int, int, int], **options: Any
+    ) -> StoredMatrix:
         """In one and one by one."""
         self._widths[each] = shape[-1]
-        return self.matrix(stack, shape)
+        return self.matrix(stack, shape, **options)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of no tensor."""

@@ -320,13 +320,13 @@ class Gemma4(Family):
         """Gate beside up, and down: as on the hub, or as MLX checkpoints have them."""
         config, weights = self.config, self.weights
         hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        stack = f"{path}.switch_glu"
-        if f"{stack}.down_proj.weight" in weights:
-            gate, up = (
-                weights.matrix(f"{stack}.{name}_proj", (count, inner, hidden))
-                for name in ("gate", "up")
+        if f"{path}.gate_up_proj.weight" not in weights:
+            shapes = {"gate": (count, inner, hidden), "up": (count, inner, hidden)}
+            shapes["down"] = count, hidden, inner
+            gate, up, down = (
+                weights.experts(f"{path}.switch_glu.{name}_proj", f"{path}.{{}}.{name}_proj", shape)
+                for name, shape in shapes.items()
             )
-            down = weights.matrix(f"{stack}.down_proj", (count, hidden, inner))
             return fused_experts([gate, up], self.make), down.expert_projection(self.make)
         both = weights.matrix(f"{path}.gate_up_proj", (count, 2 * inner, hidden))
         down = weights.matrix(f"{path}.down_proj", (count, hidden, inner))

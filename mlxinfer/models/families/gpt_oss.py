@@ -1,8 +1,8 @@
 """gpt-oss: attention sinks, biases everywhere, and experts in three checkpoint formats.
 
 bf16 `gate_up_proj` (E, hidden, 2 inner) with gate and up interleaved; the same as MXFP4 `_blocks`
-and `_scales`, transposed; and MLX's `gate_proj` and `up_proj`, quantised in any format. All become
-one matrix (E, 2 inner, hidden) with the gate as its first half.
+and `_scales`, transposed; and MLX's `gate_proj` and `up_proj`, quantised in any format, stacked or
+one by one. All become one matrix (E, 2 inner, hidden) with the gate as its first half.
 """
 
 from dataclasses import replace
@@ -69,23 +69,30 @@ class GptOss(Family):
 
     def _gate_up(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
         weights, (count, rows, hidden) = self.weights, shape
-        if f"{path}.gate_proj.weight" in weights:
+        if not self._is_published(path, "gate_up_proj"):
             half = (count, rows // 2, hidden)
-            names = ("gate_proj", "up_proj")
-            parts = [weights.matrix(f"{path}.{name}", half, bias=True) for name in names]
+            parts = [
+                weights.experts(f"{path}.{name}", f"{path}.{{}}.{name}", half, bias=True)
+                for name in ("gate_proj", "up_proj")
+            ]
             return fused_experts(parts, self.make)
         both = self._published(f"{path}.gate_up_proj", shape)
         order = [*range(0, rows, 2), *range(1, rows, 2)]  # gates and ups alternate
         return both.reordered(order).expert_projection(self.make)
 
     def _down(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
-        if f"{path}.down_proj.weight" in self.weights:
-            stored = self.weights.matrix(f"{path}.down_proj", shape, bias=True)
+        name = f"{path}.down_proj"
+        if not self._is_published(path, "down_proj"):
+            stored = self.weights.experts(name, f"{path}.{{}}.down_proj", shape, bias=True)
         else:
-            stored = self._published(f"{path}.down_proj", shape)
+            stored = self._published(name, shape)
             assert stored.bias is not None
             stored = replace(stored, bias=self.weights.once(stored.bias))
         return stored.expert_projection(self.make)
+
+    def _is_published(self, path: str, each: str) -> bool:
+        """Whether it is stored as on the hub."""
+        return any(f"{path}.{each}{end}" in self.weights for end in ("", "_blocks"))
 
     def _published(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """As on the hub: dense and transposed, or 16 bytes of two numbers each per exponent."""

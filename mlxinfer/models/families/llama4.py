@@ -6,6 +6,7 @@ a norm without weights behind the rope, where the config says so. Every expert g
 the sigmoid of its own logit. Source: transformers' modeling_llama4.py.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -24,6 +25,7 @@ from ..rope_config import FULL
 from .smollm3 import turning
 
 _CHUNKED = "chunked_attention"
+_STACK = re.compile(r"\.feed_forward\.experts\.(?!\d)")  # of all experts, not one of them
 
 
 class Llama4(Family):
@@ -102,7 +104,7 @@ class Llama4(Family):
         """The stacks of experts as other families call them."""
         if name.endswith(PACKED):
             return f"{name}.weight"
-        if ".feed_forward.experts." in name:  # as MLX checkpoints have them
+        if _STACK.search(name):  # as MLX checkpoints have them
             return name.replace(".experts.", ".switch_mlp.")
         return super().rename(name)
 

@@ -12,6 +12,7 @@ from .memory import MODELS_SHARE, human_bytes, total_memory_bytes
 from .models import load_any_config
 from .models.config import load_config
 from .models.language import LanguageConfig
+from .models.registry import family
 from .models.safetensors import expert_bytes, weights_bytes
 from .models.share import Share
 
@@ -47,6 +48,7 @@ class Fit:
             would do, or it fits.
         converted_bytes: what it would take then.
         ranks: machines of this memory that could run it together; None: it fits, or they could not.
+        pipeline: each of them would have some of the layers, not a part of every layer.
         expert_memory: bytes that experts could have where they are read when they are needed;
             None: it fits, it has none, or the rest alone does not fit.
         problem: why it does not run here.
@@ -62,6 +64,7 @@ class Fit:
     converted_bits: int | None = None
     converted_bytes: int | None = None
     ranks: int | None = None
+    pipeline: bool = False
     expert_memory: int | None = None
     problem: str | None = None
 
@@ -105,7 +108,8 @@ class Fit:
             listed = ", ".join(f"{n:,} at {bits} bits" for bits, n in contexts.items())
             yield f"these weights with a shorter context, by bits of the KV cache: {listed} tokens"
         if self.ranks is not None:
-            yield f"{self.ranks} machines with as much memory (--ranks {self.ranks})"
+            how = f"--ranks {self.ranks}{' --pipeline' if self.pipeline else ''}"
+            yield f"{self.ranks} machines with as much memory ({how})"
         if self.expert_memory is not None:
             size = f"{self.expert_memory / 1e9:.1f}GB"
             yield f"experts read from the disk when they are needed (--expert-memory {size})"
@@ -164,13 +168,15 @@ def fit_of(
         return replace(fit, verdict=Verdict.SHORT)
     whole = replace(fit, weights_bytes=stored_bytes or weights_bytes)
     bits = _conversion(config, whole, kv_bytes(config, needed, 8))
+    ranks, pipeline = (None, False) if folder is None else _ranks(folder, whole)
     return replace(
         fit,
         converted_bits=bits,
         converted_bytes=None
         if bits is None
         else _converted_bytes(config, whole.weights_bytes, bits),
-        ranks=None if folder is None else _ranks(folder, whole),
+        ranks=ranks,
+        pipeline=pipeline,
         expert_memory=None if folder is None else _expert_memory(config, folder, whole),
     )
 
@@ -200,17 +206,39 @@ def _expert_memory(config: LanguageConfig, folder: Path, fit: Fit) -> int | None
     return left // 10**8 * 10**8 if 10**8 <= left < experts else None
 
 
-def _ranks(folder: Path, fit: Fit) -> int | None:
-    """How few ranks can share a model, of which each has room for its part."""
+def _ranks(folder: Path, fit: Fit) -> tuple[int | None, bool]:
+    """How few ranks have room for their parts of a model, and whether these are whole layers.
+
+    A part of every layer is preferred: then all ranks compute each token together.
+    """
+    whole = fit.weights_bytes + fit.kv_bytes
     for count in RANKS:
-        if RANK_SHARE * (fit.weights_bytes + fit.kv_bytes) / count > fit.limit_bytes:
-            continue
-        try:
-            load_config(folder, Share(0, count))
-        except UnsupportedModelError:
-            continue
-        return count
-    return None
+        if RANK_SHARE * whole / count <= fit.limit_bytes and _can_share(folder, count):
+            return count, False
+        num_layers = _layers_apart(folder)
+        # The largest stage has one layer more than an even share at most.
+        if count <= num_layers and whole / count + whole / num_layers <= fit.limit_bytes:
+            return count, True
+    return None, False
+
+
+def _can_share(folder: Path, count: int) -> bool:
+    """Whether every layer of a model can be divided among so many ranks."""
+    try:
+        load_config(folder, Share(0, count))
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def _layers_apart(folder: Path) -> int:
+    """The layers of a model that can be on any ranks; 0: some must stay together."""
+    try:
+        config = load_config(folder)
+    except UnsupportedModelError:
+        return 0
+    between = family(config.model_type).between_stages(config)
+    return config.num_layers if between.last_cut is None else 0
 
 
 def held_bytes(folder: Path, expert_memory: int | None = None) -> int:

@@ -14,6 +14,7 @@ from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.formats import token_bytes
 from mlxinfer.fit import (
     ENOUGH_CONTEXT,
+    RANKS,
     Verdict,
     fit_of,
     held_bytes,
@@ -79,10 +80,10 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    refused = 0
+    refused = pipelined = 0
     for _ in range(200):
         quantised = rng.choice([{}, {"quantization": {"bits": 4, "group_size": 64}}])
-        model = config(tmp_path, **quantised)
+        model = config(tmp_path, num_hidden_layers=rng.choice([2, 12]), **quantised)
         weights, limit = rng.randrange(WEIGHTS, 40 * WEIGHTS), rng.randrange(10**5, 30 * WEIGHTS)
         found = fit_of(model, weights, limit, folder=tmp_path)
         needed, needed_8 = (kv_bytes(model, ENOUGH_CONTEXT, bits) for bits in (16, 8))
@@ -98,8 +99,14 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
         ]
         assert found.converted_bits == max(fitting, default=None)
         shareable = () if quantised else (2, 4)  # 4 KV heads; one group of columns
-        sharing = [n for n in shareable if 1.1 * (weights + needed) / n <= limit]
+        whole, layers = weights + needed, model.num_layers
+        parts = [n for n in shareable if 1.1 * whole / n <= limit]
+        stages = [n for n in RANKS if n <= layers and whole / n + whole / layers <= limit]
+        sharing = parts + stages
         assert found.ranks == min(sharing, default=None)
+        pipelined += found.pipeline
+        assert found.pipeline == (bool(sharing) and min(sharing) not in parts)
+        assert ("--pipeline" in found.text) == found.pipeline
         text = found.text
         assert f"{found.needed_context:,} tokens" in text
         assert (f"--bits {found.converted_bits}," in text) == bool(fitting)
@@ -108,6 +115,7 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
         for bits, longest in found.contexts.items():
             assert (f"{longest:,} at {bits} bits" in text) == (longest > 0)
     assert refused > 20
+    assert pipelined
 
 
 @pytest.fixture

@@ -199,6 +199,7 @@ def adapters(**options: Any) -> Report:
     click.option("--disk", type=float, metavar="X", help="Simulate a disk of X GB/s."),
     click.option("--policies", "policy", is_flag=True, help="Which experts to keep, simulated."),
     small_option,
+    cpu_time_option,
 )
 def experts(**options: Any) -> Report:
     """A mixture of experts larger than memory: hits, bytes and speed. mlx-lm has no such thing."""
@@ -417,6 +418,7 @@ def embed(**options: Any) -> Report:
     cpu_time_option,
     peer_option,
     fast_blas=False,
+    layers="own",
 )
 def load(**options: Any) -> Report:
     """Weights of cached files into their place, beside reading them at all."""

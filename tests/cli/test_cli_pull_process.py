@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a real `mlxinfer pull`, then the same command again."""
+"""Ctrl-C in the middle of a real download by `pull` or `run`, then `pull` again."""
 
 import json
 import os
@@ -9,11 +9,13 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from standin import StandIn
 from standin_fixtures import WEIGHTS
 
 MLXINFER = [sys.executable, "-m", "mlxinfer.cli"]
 PULL = [*MLXINFER, "pull", "org/tiny"]
+RUN = [*MLXINFER, "run", "-m", "org/tiny", "hello"]
 
 
 def kept_bytes(cache: Path) -> int:
@@ -26,9 +28,10 @@ def wait_for_bytes(cache: Path) -> None:
         time.sleep(0.02)
 
 
-def test_an_interrupted_pull_goes_on(standin: StandIn, cache: Path) -> None:
+@pytest.mark.parametrize("command", [PULL, RUN], ids=["pull", "run"])
+def test_an_interrupted_download_goes_on(command: list[str], standin: StandIn, cache: Path) -> None:
     standin.faults.on_chunk = lambda: time.sleep(0.02)  # 256 KiB take five seconds
-    with subprocess.Popen(PULL, env=os.environ, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, env=os.environ, stderr=subprocess.PIPE) as process:
         wait_for_bytes(cache)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)

@@ -89,3 +89,35 @@ def test_requests_of_a_failed_group_end_with_a_clear_error(
     assert "ranks of this model failed" in found["later"], found
     assert found["seconds"] < 30, found
     assert bool(found["drafted"]) == (head and when == "decode"), found
+
+
+PREFIXES = """
+import json, os, signal, sys
+from mlxinfer import LLM, SamplingParams
+
+pipeline, folder, die = sys.argv[1] == "stages", sys.argv[2], sys.argv[3] == "die"
+disk = {"disk_cache": "64MB", "disk_cache_dir": folder}
+llm = LLM("demo", ranks=2, pipeline=pipeline, num_pages=40, **disk)
+params = SamplingParams(max_tokens=8, temperature=0)
+ids = [[3 + (7 * i + seed) % 900 for i in range(400)] for seed in range(4)]
+answers = [llm.generate([own], params)[0] for own in (ids if die else ids[:1])]
+print(json.dumps({"text": answers[0].text, "cached": answers[0].cached_tokens}), flush=True)
+if die:
+    os.kill(os.getpid(), signal.SIGKILL)
+llm.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["parts", "stages"])
+def test_prefixes_on_disk_are_found_after_a_kill(form: str, tmp_path: Path) -> None:
+    """What was evicted before is on the disks of both ranks; what one lost is computed again."""
+    found = []
+    for how in ("die", "live"):
+        command = [sys.executable, "-c", PREFIXES, form, str(tmp_path), how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.stdout, done.stderr[-2000:]
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0]["text"] == found[1]["text"]
+    assert found[0]["cached"] == 0
+    assert found[1]["cached"] >= 64

@@ -190,9 +190,9 @@ def events_of(response: httpx.Response) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-def wait_until(condition: Any, limit_s: float = 10.0) -> None:
-    """Poll, with sleeps: the server is in another thread."""
+def wait_until(condition: Any, limit_s: float = 10.0, pause_s: float = 0.01) -> None:
+    """Poll, with sleeps: the server is in another thread. Polls that are requests need longer."""
     until_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < until_s, "it did not happen"
-        time.sleep(0.01)
+        time.sleep(pause_s)

@@ -85,7 +85,7 @@ class BatchServer(LiveServer):
                 *("completed", "failed", "cancelled", "expired"),
             )
 
-        wait_until(ended, 60)
+        wait_until(ended, 60, pause_s=0.05)
         batch = client.batches.retrieve(id)
         strictly(Batch, batch)
         return batch

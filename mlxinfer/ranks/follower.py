@@ -103,7 +103,7 @@ class Follower:
             messages.DiskSave: self._save,
             messages.AdapterCheck: lambda order: self._own_adapters.check(order),
             messages.AdapterPiece: lambda order: self._own_adapters.piece(order),
-            messages.AdapterRemove: lambda order: self._own_adapters.remove(order),
+            messages.AdapterRemove: self._remove_adapter,
         }
         while True:
             message = self._inbox.get()
@@ -259,6 +259,10 @@ class Follower:
         assert self._forward is not None
         for group, count in zip(self._forward.cache.groups, message.num_pages, strict=True):
             group.allocator.resize(count)
+
+    def _remove_adapter(self, message: messages.AdapterRemove) -> None:
+        if self._adapters is not None:  # else its model went while it was being loaded
+            self._adapters.remove(message)
 
     def _release(self, _: messages.Release) -> None:
         self._model = self._forward = self._in_flight = self._adapters = None

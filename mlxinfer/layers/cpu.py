@@ -8,9 +8,10 @@ measures what carries over. The tokens are the same up to rounding.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from .causal_conv import CausalConv
 from .factory import LayerFactory
@@ -120,6 +121,51 @@ class ManyRowsLayerFactory(CPULayerFactory):
     def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
         """As of LayerFactory."""
         return Linear(weight, bias)
+
+    @property
+    def attend(self) -> Callable[..., mx.array]:
+        """As of LayerFactory."""
+        return attend_with_numpy
+
+
+def attend_with_numpy(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """MLX's attention with numpy's exponentials. float32; others and causal ones as MLX has them.
+
+    MLX's CPU backend computes exponentials one by one, numpy many at once: the softmax took ten
+    times as long (measured: 14 and 1.5 ns a score), half of all the time of texts of 200 tokens.
+
+    Args:
+        queries: (n, heads, l, D).
+        keys: (n, H, S, D).
+        values: (n, H, S, V).
+        scale: multiplies the scores.
+        mask: (l, S) bool, true where a query sees a key.
+        sinks: as of MLX's function.
+    """
+    if sinks is not None or isinstance(mask, str) or queries.dtype != mx.float32:
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+    count, heads, length, dim = queries.shape
+    grouped = (queries * scale).reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
+    scores = grouped @ keys.swapaxes(2, 3)
+    if mask is not None:
+        seen = mx.tile(mask, (heads // keys.shape[1], 1))
+        scores = mx.where(seen, scores, -mx.inf)
+    mx.eval(scores)
+    weights = np.asarray(scores)  # the very numbers: nothing else holds them
+    weights -= weights.max(axis=-1, keepdims=True)
+    np.exp(weights, out=weights)
+    mixed = (scores @ values) / mx.array(weights.sum(axis=-1, keepdims=True))
+    return mixed.reshape(count, heads, length, -1)
 
 
 def tiled(weight: mx.array) -> mx.array | None:

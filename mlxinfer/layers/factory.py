@@ -1,5 +1,6 @@
 """Makes layers from arrays. Chosen once, when a model is loaded; see `cpu.layer_factory`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -143,6 +144,11 @@ class LayerFactory:
             eps: added to the mean square.
         """
         return RMSNorm(weight, eps) if weight.ndim == 1 else HeadRMSNorm(weight, eps)
+
+    @property
+    def attend(self) -> Callable[..., mx.array]:
+        """Attention where all keys are at hand, with the arguments of MLX's own function."""
+        return mx.fast.scaled_dot_product_attention
 
     def causal_conv(self, weight: mx.array, bias: mx.array | None = None) -> CausalConv:
         """A convolution of weights (C, K) and a bias (C,)."""

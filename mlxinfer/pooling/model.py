@@ -30,6 +30,7 @@ class PoolingModel:
     pooler: Pooler
     config: PoolingConfig
     dim: int  # numbers of a row's vector; 1 of scores
+    attend: Callable[..., mx.array]  # as of LayerFactory
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +86,7 @@ def load_pooling(
     model: Model = builder.build(config, weights)
     pooler, dim = _pooler(folder, pooling, model, head)
     mx.eval(list(arrays([each for each in pooler.behind if isinstance(each, Projected)])))
-    return PoolingModel(model, pooler, pooling, dim)
+    return PoolingModel(model, pooler, pooling, dim, weights.make.attend)
 
 
 def _pooler(

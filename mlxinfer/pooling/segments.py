@@ -92,12 +92,20 @@ class SegmentAttention:
         groups: of the pass.
         masks: of the pass.
         window: positions that a token sees, itself included; where tokens see ahead, to each side.
+        attend: as of LayerFactory.
     """
 
-    __slots__ = ("_groups", "_masks", "_stored", "_window", "heads")
+    __slots__ = ("_attend", "_groups", "_masks", "_stored", "_window", "heads")
 
-    def __init__(self, groups: Sequence[RowGroup], masks: Masks, window: int | None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[RowGroup],
+        masks: Masks,
+        window: int | None,
+        attend: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention,
+    ) -> None:
         self._groups = groups
+        self._attend = attend
         self._masks = masks
         self._window = window
         self._stored: tuple[mx.array, mx.array] | None = None
@@ -128,7 +136,7 @@ class SegmentAttention:
         """Other queries (T, heads, D) over the same keys and values."""
         assert self._stored is not None
         keys, values = self._stored
-        attention = _attention(scale, sinks, soft_cap)
+        attention = _attention(self._attend, scale, sinks, soft_cap)
         outputs = [
             self._of_group(group, queries, keys, values, attention) for group in self._groups
         ]
@@ -177,10 +185,15 @@ class SegmentAttention:
 Attend = Callable[[mx.array, mx.array, mx.array, Mask], mx.array]
 
 
-def _attention(scale: float, sinks: mx.array | None, soft_cap: float | None) -> Attend:
+def _attention(
+    attend: Callable[..., mx.array],
+    scale: float,
+    sinks: mx.array | None,
+    soft_cap: float | None,
+) -> Attend:
     """Attention of (n, heads, l, D) over (n, H, S, D) and (n, H, S, V), and a mask (l, S)."""
     if soft_cap is None:
-        return lambda queries, keys, values, mask: mx.fast.scaled_dot_product_attention(
+        return lambda queries, keys, values, mask: attend(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
     assert sinks is None
@@ -259,7 +272,12 @@ class _FreshRows:
 SegmentCache = SegmentAttention | SegmentStates
 
 
-def segment_cache(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
+def segment_cache(
+    spec: CacheSpec,
+    groups: Sequence[RowGroup],
+    masks: Masks,
+    attend: Callable[..., mx.array],
+) -> SegmentCache:
     """What stands for a mixer's cache in a pass.
 
     Raises:
@@ -268,7 +286,7 @@ def segment_cache(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> 
     if isinstance(spec, StateSpec):
         return SegmentStates(groups, spec)
     if isinstance(spec, KVSpec) and not spec.chunked:
-        return SegmentAttention(groups, masks, spec.window)
+        return SegmentAttention(groups, masks, spec.window, attend)
     raise UnsupportedModelError(
         f"Models with {type(spec).__name__} layers give no embeddings and scores here; those of "
         "full or windowed attention, and recurrent ones, do."

@@ -15,6 +15,7 @@ from mlxinfer.layers.cpu import (
     TiledLinear,
     UnpackedLinear,
     WideExpertsLayerFactory,
+    attend_with_numpy,
     layer_factory,
     tiled,
 )
@@ -210,3 +211,20 @@ def test_many_rows_are_multiplied_in_blocks_that_fit(in_dims: int, block_rows: i
         found, expected = layer(x), x @ weight.T
         assert found.shape == expected.shape
         np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("mask", [None, "window", "causal"])
+def test_attention_with_exponentials_of_numpy_is_that_of_mlx(kv_heads, mask):
+    """Scores far apart too, where exponentials would overflow without the greatest taken off."""
+    count, heads, length, dim = 3, 6, 13, 8
+    queries, keys, values = (
+        mx.random.normal((count, each, length, dim), scale=9.0, key=mx.random.key(seed))
+        for seed, each in enumerate((heads, kv_heads, kv_heads))
+    )
+    if mask == "window":
+        mask = mx.abs(mx.arange(length)[:, None] - mx.arange(length)) < 4
+    given = {"scale": 0.5, "mask": mask}
+    found = attend_with_numpy(queries, keys, values, **given)
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, **given)
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -54,7 +54,8 @@ def checked_url(text: str) -> str:
     """A server's address without a path; "host:port" becomes http.
 
     Raises:
-        InvalidRequestError: it is none, or a public address over plain http.
+        InvalidRequestError: it is none, has more than scheme, host and port, or is a public address
+            over plain http.
     """
     try:
         found = urlsplit(text if "://" in text else f"http://{text}")
@@ -72,6 +73,17 @@ def checked_url(text: str) -> str:
             "an address of your own network.",
             param="url",
         )
+    for name, given in (
+        ("a user or password", found.username or found.password),
+        ("a query", found.query),
+        ("a fragment", found.fragment),
+    ):
+        if given:
+            raise InvalidRequestError(
+                f"The address of {host} has {name}, which would not be sent; leave it out. Keys "
+                "have an option of their own.",
+                param="url",
+            )
     shown = f"[{host}]" if ":" in host else host
     return f"{found.scheme}://{shown}:{port}" if port else f"{found.scheme}://{shown}"
 

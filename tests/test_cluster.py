@@ -57,6 +57,7 @@ def test_addresses(text: str, url: str) -> None:
     [
         *("", "ftp://a", "http://a/path", "http://a:port", "http://8.8.8.8:80", "example.com:80"),
         *("[::1", "http://[studio]:80"),
+        *("http://me:secret@studio:80", "http://studio:80?key=1", "http://studio:80/#a"),
     ],
 )
 def test_what_is_no_private_address_is_refused(text: str) -> None:

@@ -1,6 +1,7 @@
 """Texts and pairs of texts as the rows that an embedding model or a reranker reads."""
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import tokenizers
@@ -69,6 +70,7 @@ def encode_rows(
         if total > room:
             if not truncate:
                 raise too_long(f"{param} {index}", total + count, max_tokens, param)
+            first, second = deepcopy(first), deepcopy(second)  # other rows have the same
             _cut(first, second, room)
         whole = tokenizer.with_special_tokens(first, second)
         rows.append(EncodedRow(whole.ids, whole.type_ids))
@@ -120,12 +122,21 @@ def _encoded(
 ) -> Iterator[tuple[tokenizers.Encoding, tokenizers.Encoding | None]]:
     """Each row's text and its second one, encoded some rows at a time.
 
-    A long query that stands in thousands of rows is not held so often.
+    A long query that stands in thousands of rows is neither encoded nor held so often.
     """
     for some in _chunks(texts, pairs):
-        ones = _encodings(tokenizer, texts[some])
-        others = [None] * len(ones) if pairs is None else _encodings(tokenizer, pairs[some])
+        ones = _each_once(tokenizer, texts[some])
+        others = [None] * len(ones) if pairs is None else _each_once(tokenizer, pairs[some])
         yield from zip(ones, others, strict=True)
+
+
+def _each_once(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+    """The same as `_encodings`; equal texts have one encoding, which is not to be changed."""
+    for text in texts:
+        check_text(text)
+    unique = list(dict.fromkeys(texts))
+    found = dict(zip(unique, _encodings(tokenizer, unique), strict=True))
+    return [found[text] for text in texts]
 
 
 def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice]:

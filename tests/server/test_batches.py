@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -25,9 +26,11 @@ from sdk_clients import openai_client, strictly
 from mlxinfer.cli.batch import command
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.batches import types as batch_types
+from mlxinfer.server.batches.jobs import _to_its_end
 from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
 from mlxinfer.server.batches.run import BatchRun
 from mlxinfer.server.batches.upload import read_upload
+from mlxinfer.server.calls.service import BackgroundWorkers
 from mlxinfer.server.errors import BodyTooLargeError
 from mlxinfer.server.files import FileStore
 from mlxinfer.server.keys import ApiKeys
@@ -541,6 +544,87 @@ def test_a_disk_that_fails_leaves_no_file_locked(
     assert again.done == {"x"}
     assert results.num_bytes == 0
     again.close()
+
+
+def test_a_slow_disk_holds_no_answer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are written on the event loop, and there is one thread at a time that syncs them."""
+    goes_on, syncs, error = threading.Event(), [], RowError(code="a", message="b")
+
+    def slow(_: int) -> None:
+        syncs.append(threading.current_thread())
+        assert goes_on.wait(30)
+
+    monkeypatch.setattr("mlxinfer.server.batches.lines.SYNC_S", 0.0)
+    results = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", slow)
+        for n in range(5):
+            results.write(ResultLine(id=str(n), custom_id=str(n), error=error))
+        wait_until(lambda: bool(syncs), 10)
+        assert len(syncs) == 1
+        assert threading.current_thread() not in syncs
+        goes_on.set()
+        results.close()
+    assert len((tmp_path / "errors").read_bytes().splitlines()) == 5
+
+
+def test_a_sync_that_failed_is_raised_by_a_later_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError("no space")
+
+    def write_all() -> None:
+        for n in range(1000):
+            results.write(ResultLine(id=str(n), custom_id=str(n)))
+            time.sleep(0.001)
+
+    monkeypatch.setattr("mlxinfer.server.batches.lines.SYNC_S", 0.0)
+    monkeypatch.setattr(os, "fsync", fail)
+    results = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    with pytest.raises(OSError, match="no space"):
+        write_all()
+    with pytest.raises(OSError, match="no space"):
+        results.close()
+
+
+def test_what_writes_files_ends_before_they_are_closed() -> None:
+    """A server that stops cancels its batches, also while a thread writes what is left of one."""
+    began, goes_on, ended = threading.Event(), threading.Event(), []
+
+    def write() -> None:
+        began.set()
+        assert goes_on.wait(30)
+        ended.append(True)
+
+    async def stop() -> None:
+        task = asyncio.ensure_future(_to_its_end(write))
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        done, _ = await asyncio.wait({task}, timeout=0.05)
+        assert not done
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended
+
+    asyncio.run(stop())
+
+
+def test_batches_of_keys_take_turns() -> None:
+    """A batch with many long texts delays another key's by one of them."""
+    order: list[str] = []
+
+    async def ask() -> None:
+        workers = BackgroundWorkers()
+        keys = [*["large"] * 50, *["small"] * 3]
+        await asyncio.gather(*(workers.run(key, order.append, key) for key in keys))
+        workers.close()
+
+    asyncio.run(ask())
+    assert len(order) == 53
+    assert [n for n, key in enumerate(order) if key == "small"] == [1, 3, 5]
 
 
 def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

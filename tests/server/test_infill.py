@@ -67,6 +67,13 @@ def test_wrong_requests_with_a_suffix_are_named(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("param", ["logprobs", "top_logprobs", "n_probs"])
+def test_infill_has_no_log_probabilities_and_says_so(coder: ScriptedServer, param: str) -> None:
+    body = {"input_prefix": "a", "input_suffix": "b", param: 3}
+    answer = coder.post("/infill", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_editors_ask_for_infill(coder: ScriptedServer) -> None:
     """A request as llama.vim sends it."""
     body = {

@@ -228,6 +228,13 @@ def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
         assert scripted.post("/v1/responses", {"input": "x", **fields}).status_code == 200
 
 
+def test_chats_name_of_the_effort_is_read(scripted: ScriptedServer) -> None:
+    for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}):
+        with scripted.says("x"):
+            answer = scripted.post("/v1/responses", {"input": "x", **fields}).json()
+        assert answer["reasoning"]["effort"] == "low"
+
+
 LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 

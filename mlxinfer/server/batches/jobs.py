@@ -170,9 +170,9 @@ class _Job:
             if outcome in REASONS:
                 left = (row for row in rows_of(path) if row.custom_id not in results.done)
                 code, message = REASONS[outcome]
-                await _aside(lambda: unanswered(left, results, code, message))
+                await _to_its_end(lambda: unanswered(left, results, code, message))
         finally:
-            results.close()
+            await _to_its_end(results.close)
         self._finish(results, outcome)
 
     async def _validate(self) -> None:
@@ -251,3 +251,13 @@ class _Job:
 async def _aside(function: Callable[[], T]) -> T:
     """Call a function that takes long, off the event loop."""
     return await asyncio.wrap_future(in_background(function, "mlxinfer-batch"))
+
+
+async def _to_its_end(function: Callable[[], T]) -> T:
+    """The same; cancelled, it ends with the function, which writes files that are closed next."""
+    future = asyncio.ensure_future(_aside(function))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait({future})
+        raise

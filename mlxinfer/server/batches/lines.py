@@ -8,7 +8,8 @@ was: no line is answered twice in them, and none is lost.
 import fcntl
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from ...errors import InvalidRequestError
+from ..background import in_background
 
 MAX_ROWS = 50_000
 MAX_LINE_BYTES = 32 << 20
@@ -182,6 +184,7 @@ class ResultFiles:
         self._paths = {False: output, True: errors}
         self._files: dict[bool, BinaryIO] = {}
         self._synced_s = time.monotonic()
+        self._syncing: Future[None] | None = None
         try:
             self.done = _repair(output, self._file(failed=False))
             failed = _repair(errors, self._file(failed=True)) if errors.exists() else set()
@@ -197,7 +200,11 @@ class ResultFiles:
         return sum(file.tell() for file in list(self._files.values()))  # a thread may add one
 
     def write(self, line: ResultLine) -> None:
-        """Add the answer to a request, once."""
+        """Add the answer to a request, once.
+
+        Raises:
+            OSError: it cannot be written, or earlier ones could not.
+        """
         if line.custom_id in self.done:
             return
         file = self._file(failed=line.failed)
@@ -206,13 +213,17 @@ class ResultFiles:
         self.done.add(line.custom_id)
         self.num_failed += line.failed
         if time.monotonic() - self._synced_s > SYNC_S:
-            self._sync()
+            self._begin_sync()
 
     def close(self) -> None:
         """Write all to the disk; no file stays open or locked, also where that fails."""
         files = list(self._files.values())
         try:
-            self._sync()
+            if self._syncing is not None:
+                self._syncing.result()
+            for file in files:
+                file.flush()
+            _sync(files)
         finally:
             self._files = {}
             with ExitStack() as closing:
@@ -224,11 +235,21 @@ class ResultFiles:
             self._files[failed] = _opened(self._paths[failed])
         return self._files[failed]
 
-    def _sync(self) -> None:
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+    def _begin_sync(self) -> None:
+        """In a thread of its own: a disk may take seconds, and an event loop writes here."""
+        if self._syncing is not None:
+            if not self._syncing.done():
+                return
+            self._syncing.result()
+        files = list(self._files.values())
+        self._syncing = in_background(lambda: _sync(files), "mlxinfer-batch-sync")
         self._synced_s = time.monotonic()
+
+
+def _sync(files: Iterable[BinaryIO]) -> None:
+    """Wait until what was flushed is on the disk."""
+    for file in files:
+        os.fsync(file.fileno())
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -144,7 +144,8 @@ class BatchRun:
         assert endpoint.body is not None
         if len(row.body) <= LARGE_BODY:
             return decode(row.body, endpoint.body)
-        return await self._service.background_workers.run(decode, row.body, endpoint.body)
+        workers = self._service.background_workers
+        return await workers.run(self._owner, decode, row.body, endpoint.body)
 
     def _scope(self, row: Row) -> dict[str, Any]:
         """What a handler may ask of the connection: there is none."""

@@ -127,10 +127,11 @@ class Call:
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop."""
-        workers = self.service.workers_for(self.scope)
+        service = self.service
         if self.background:
-            workers = self.service.background_workers
-        return await workers.run(function, *args, **kwargs)
+            key: str | None = self.log.get("key")
+            return await service.background_workers.run(key, function, *args, **kwargs)
+        return await service.workers_for(self.scope).run(function, *args, **kwargs)
 
     def generate(
         self,

@@ -129,6 +129,31 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+class BackgroundWorkers:
+    """One thread for the texts of all batches. Keys take turns: none waits for another's batch."""
+
+    def __init__(self) -> None:
+        self._workers = Workers(1)
+        self._turn = asyncio.Lock()  # first come, first served; of each key one comes at a time
+        self._turns: dict[str | None, asyncio.Lock] = {}
+
+    async def run(
+        self, key: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a function in the thread; `key` is the name of the one whose batch it is of.
+
+        Raises:
+            PanicError: a library panicked.
+            whatever else the function raises.
+        """
+        async with self._turns.setdefault(key, asyncio.Lock()), self._turn:
+            return await self._workers.run(function, *args, **kwargs)
+
+    def close(self) -> None:
+        """End the thread once it is idle."""
+        self._workers.close()
+
+
 class PanicError(Exception):
     """Replaces the exception of a panic in Rust, which is no Exception and would end the server."""
 
@@ -181,7 +206,7 @@ class Service:
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
-    background_workers: Workers = field(init=False)  # of batches, so that no request waits for them
+    background_workers: BackgroundWorkers = field(init=False)  # so no request waits for a batch
     background: Admission = field(init=False)  # where their requests wait: as many as there are
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     batch_metrics: dict[str, RequestMetrics] = field(default_factory=dict)  # the same, of batches
@@ -195,7 +220,7 @@ class Service:
         self.key_limiter = KeyLimiter(dict(self.config.keys.limits))
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
-        self.background_workers = Workers(1, max_waiting=sys.maxsize)
+        self.background_workers = BackgroundWorkers()
         self.background = Admission(sys.maxsize, sys.maxsize)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)

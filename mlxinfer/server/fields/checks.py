@@ -54,6 +54,7 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     lora: Any = None
     lora_request: Any = None
     repetition_detection: Any = None
+    n_probs: Any = None
 
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for the first field that asks for something."""
@@ -94,6 +95,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "format": ("",),
     "options": ({},),
     "repetition_detection": (False,),
+    "n_probs": (0,),
 }
 
 

@@ -4,7 +4,7 @@ Source: tools/server/README.md of llama.cpp.
 """
 
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -47,6 +47,8 @@ class InfillRequest(ConstraintFields, kw_only=True):
     input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
     prompt: str | None = None
     samplers: list[str] | None = None
+    logprobs: Any = None
+    top_logprobs: Any = None
 
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for fields that would change the answer."""
@@ -55,6 +57,8 @@ class InfillRequest(ConstraintFields, kw_only=True):
         if not SAMPLERS.issuperset(samplers or ()):
             refuse("samplers", samplers)
         refuse("n", self.n, (1,))
+        refuse("logprobs", self.logprobs, (False, 0))
+        refuse("top_logprobs", self.top_logprobs, (0,))
 
 
 class InfillAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -305,11 +305,10 @@ def _encode(
         raise TemplateError(f"The model {model.name!r} has no chat template; use /v1/completions.")
     tools = None if use is None else use.shown
     source = template.source_for(tools)
-    effort = body.reasoning.effort if body.reasoning else None
     messages = conversation(body, before, declared, source=source)
     check_messages(model, messages, param="input")
     check = text_check(model, param="input")
-    variables = effort_variables(effort, source)
+    variables = effort_variables(body.effort, source)
     return model.builder.encode_chat(messages, check, tools=tools, **variables)
 
 
@@ -318,7 +317,6 @@ def _begun(
 ) -> Response:
     """The Response before its first token: mostly an echo of the request."""
     form: dict[str, Any] = (body.text and body.text.format) or {"type": "text"}
-    effort = body.reasoning.effort if body.reasoning else None
     return Response(
         id=f"resp_{call.id}",
         created_at=call.created_s,
@@ -331,7 +329,7 @@ def _begun(
         presence_penalty=params.presence_penalty,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning={"effort": effort, "summary": None},
+        reasoning={"effort": body.effort, "summary": None},
         safety_identifier=body.safety_identifier,
         store=call.service.store is not None and body.store is not False,
         temperature=params.temperature,

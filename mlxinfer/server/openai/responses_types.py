@@ -82,6 +82,7 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    reasoning_effort: Effort | None = None  # chat's name of `reasoning.effort`
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -120,6 +121,12 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
                 refuse("include", name, ("reasoning.encrypted_content",))
         for name, neutral in _NOT_OF_THIS_API.items():
             refuse(name, getattr(self, name), neutral)
+
+    @property
+    def effort(self) -> Effort | None:
+        """How much the model shall reason; None: as much as it does by itself."""
+        own = self.reasoning.effort if self.reasoning else None
+        return own or self.reasoning_effort
 
     @property
     def num_logprobs(self) -> int | None:

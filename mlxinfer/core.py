@@ -36,6 +36,7 @@ class SamplingValues(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+    repetition_window: int
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
@@ -76,6 +77,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0  # over prompt and answer
+    repetition_window: int = -1  # last tokens of these that it looks at; 0: none, -1: all
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
@@ -112,6 +114,7 @@ class SamplingParams:
         check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)
         check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        check_int("repetition_window", self.repetition_window, low=-1, high=MAX_COUNT)
         check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
         check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
         check_number("top_n_sigma", self.top_n_sigma, low=0.0)

@@ -9,9 +9,11 @@ measures what carries over. The tokens are the same up to rounding.
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from .causal_conv import CausalConv
 from .factory import LayerFactory
@@ -26,8 +28,12 @@ SWITCH = "MLXINFER_CPU_LAYERS"
 TILE = 32  # outputs a tile
 MAX_MISSING = 16  # of so many outputs one at most may be missing from the last tile
 UNPACKED = 1_000_000  # multiplications of a product that OpenBLAS does without packing it first
+BLOCK = 1 << 14  # numbers that numpy works on at a time
 UNPACK_FROM = 8  # rows from which a quantised matrix is dequantised as a whole
 MAX_UNPACKED = 1 << 26  # numbers that it may have for that, for the time of one product
+
+
+Numbers = TypeVar("Numbers", mx.array, NDArray[np.float32])
 
 
 def layer_factory(*, many_rows: bool = False) -> LayerFactory:
@@ -121,6 +127,10 @@ class ManyRowsLayerFactory(CPULayerFactory):
     def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
         """As of LayerFactory."""
         return Linear(weight, bias)
+
+    def plain(self, name: str) -> Activation:
+        """As of LayerFactory."""
+        return gelu_with_numpy if name == "gelu" else super().plain(name)
 
     @property
     def attend(self) -> Callable[..., mx.array]:
@@ -331,7 +341,27 @@ def lean_erf(x: mx.array) -> mx.array:
     return x * odd / even
 
 
-def _polynomial(x: mx.array, factors: Sequence[float]) -> mx.array:
+def gelu_with_numpy(x: mx.array) -> mx.array:
+    """GELU by the same quotient, in blocks that stay in a CPU's cache: 0.6 of the time.
+
+    As MLX arrays the 30 intermediate results of hundreds of tokens go through memory. float32;
+    others as MLX has them.
+    """
+    if x.dtype != mx.float32:
+        return gelu_of(mx.erf)(x)
+    mx.eval(x)
+    given = np.asarray(x).reshape(-1)
+    found = np.empty_like(given)
+    for start in range(0, len(given), BLOCK):
+        part = given[start : start + BLOCK]
+        z = np.clip(part * np.float32(0.5**0.5), -ERF_END, ERF_END)
+        squares = z * z
+        odd, even = (_polynomial(squares, factors) for factors in (ERF_ODD, ERF_EVEN))
+        found[start : start + BLOCK] = 0.5 * part * (1 + z * odd / even)
+    return mx.array(found.reshape(x.shape))
+
+
+def _polynomial(x: Numbers, factors: Sequence[float]) -> Numbers:
     """factors[0] * x**n + … + factors[n]."""
     y = x * factors[0] + factors[1]
     for factor in factors[2:]:

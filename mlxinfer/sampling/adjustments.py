@@ -13,11 +13,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import SamplingParams
 from .draw import padded_width
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 WORD_BITS = 32
+TINY = 1e-30  # in place of values above 0 that would be 0 in float32
 BITS = np.array([1 << place for place in range(8)], dtype=np.uint8)
 
 
@@ -195,11 +197,11 @@ def penalise(
         recent = recent[places]
     ids, subtracted = _answers(penalties, history, recent)
     rows = logits if places is None else logits[places]  # (P, width)
-    repeated = rows  # as if every token came before
+    again = rows  # as if every token came before
     if penalties.repetition is not None:
-        repeated = _repeated(rows, penalties.repetition.strength)
-        rows = mx.where(penalties.repetition.prompts, repeated, rows)
-    new = mx.take_along_axis(repeated, ids, axis=-1)
+        again = repeated(rows, penalties.repetition.strength)
+        rows = mx.where(penalties.repetition.prompts, again, rows)
+    new = mx.take_along_axis(again, ids, axis=-1)
     for amount in subtracted:
         new = new - amount
     rows = mx.put_along_axis(rows, ids, new, axis=-1)
@@ -209,7 +211,13 @@ def penalise(
     return logits
 
 
-def _repeated(logits: mx.array, strength: mx.array) -> mx.array:
+def strength_of(params: SamplingParams) -> float:
+    """A request's repetition penalty in float32's range."""
+    return min(max(params.repetition_penalty, TINY), 1 / TINY)
+
+
+def repeated(logits: mx.array, strength: mx.array) -> mx.array:
+    """Logits of tokens that came before, penalised."""
     return mx.where(logits > 0, logits / strength, logits * strength)
 
 

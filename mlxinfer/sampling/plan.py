@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from ..metal_kernels.sample import SETTINGS
-from .adjustments import Biases, Penalties, Repetition, SparseBias
+from .adjustments import TINY, Biases, Penalties, Repetition, SparseBias, strength_of
 from .cuts import Cuts, ExcludingCuts, SigmaCuts, TypicalCuts, some_rows
 from .draw import padded_width, row_padding, stream_of
 from .dry import Dry, DryHistory, dry_rows
 from .logprobs import LogprobRows, logprob_rows
 from .truncation import RankCuts, WeightCuts
+from .window import WindowHistory, Windows, window_rows
 
 GREEDY, PLAIN, TOP_P, TOP_K = range(4)
 KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
-TINY = 1e-30  # in place of values above 0 that would be 0 in float32
 
 ROW = np.dtype(
     [
@@ -45,6 +45,7 @@ ROW = np.dtype(
     ]
 )
 NO_HISTORIES: Mapping[int, DryHistory] = {}
+NO_WINDOWS: Mapping[int, WindowHistory] = {}
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
 
 
@@ -66,7 +67,7 @@ def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
         top_p if top_p < 1 else KEEP_ALL,
         params.min_p,
         params.penalised,
-        min(max(params.repetition_penalty, TINY), 1 / TINY),
+        strength_of(params) if params.repetition_window < 0 else 1.0,
         params.presence_penalty,
         params.frequency_penalty,
         0.0 if params.greedy else params.top_n_sigma,
@@ -99,6 +100,7 @@ class SamplingPlan:
     penalties: Penalties | None
     biases: Biases | None
     dry: Dry | None
+    windows: Windows | None
     cuts: Cuts | None
     logprobs: LogprobRows | None
     settings: NDArray[np.void]  # (R,) SETTINGS for the Metal kernel, counts left out
@@ -114,6 +116,7 @@ def make_plan(
     prompts: Mapping[int, mx.array],
     vocab_size: int,
     dry: Mapping[int, DryHistory] = NO_HISTORIES,
+    windows: Mapping[int, WindowHistory] = NO_WINDOWS,
 ) -> SamplingPlan:
     """The plan of a batch.
 
@@ -121,9 +124,10 @@ def make_plan(
         slots: (R,) of its rows.
         table: ROWs by slot.
         biases: by slot, of those that have any.
-        prompts: prompt_mask by slot, of those that have a repetition penalty.
+        prompts: prompt_mask by slot, of those that have a repetition penalty over all tokens.
         vocab_size: V
         dry: by slot, of those that have DRY.
+        windows: by slot, of those with a repetition penalty over their last tokens.
     """
     rows = table[list(slots)]
     cuts = _cuts(rows, vocab_size)
@@ -146,6 +150,7 @@ def make_plan(
         if biased
         else None,
         dry=dried,
+        windows=window_rows(slots, windows) if windows else None,
         cuts=cuts,
         logprobs=logprob_rows(asked, rows["logprobs"][asked].tolist()) if asked else None,
         settings=_settings(rows),

@@ -24,6 +24,7 @@ from .dry import DryHistory, apply_dry
 from .logprobs import LogprobArrays, compute_logprobs
 from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of, sparse_bias
 from .truncation import kept_weights
+from .window import WindowHistory, penalise_window
 
 MAX_PLANS = 2
 
@@ -181,6 +182,7 @@ class Sampler:
         self._history = TokenHistory(spare=vocab_size)
         self._penalised: set[int] = set()  # slots that have a history
         self._dry: dict[int, DryHistory] = {}
+        self._windows: dict[int, WindowHistory] = {}
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}  # two batches may take turns
 
     def add(
@@ -211,7 +213,9 @@ class Sampler:
         if params.penalised:
             self._penalised.add(slot)
             self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
-        if params.repetition_penalty != 1:
+        if params.repetition_penalty != 1 and params.repetition_window > 0:
+            self._windows[slot] = WindowHistory(params, [*prompt_ids, *output_ids])
+        elif params.repetition_penalty != 1 and params.repetition_window:
             self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
         if params.dry_multiplier and params.dry_penalty_last_n:
             self._dry[slot] = DryHistory(params, breakers, [*prompt_ids, *output_ids])
@@ -223,6 +227,7 @@ class Sampler:
         self._biases.pop(slot, None)
         self._prompts.pop(slot, None)
         self._dry.pop(slot, None)
+        self._windows.pop(slot, None)
         if slot in self._penalised:
             self._penalised.remove(slot)
             self._history.stop(slot)
@@ -232,10 +237,12 @@ class Sampler:
         """Add tokens (N,) to the histories of slots (N,), all different; slot -1: none."""
         if self._penalised:
             self._history.observe(slots, token_ids)
-        if self._dry:
+        if self._dry or self._windows:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if slot in self._dry:
                     self._dry[slot].append(token_id)
+                if slot in self._windows:
+                    self._windows[slot].ids.append(token_id)
 
     def sample(
         self,
@@ -274,7 +281,13 @@ class Sampler:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = make_plan(
-                key, self._table, self._biases, self._prompts, self._vocab_size, self._dry
+                key,
+                self._table,
+                self._biases,
+                self._prompts,
+                self._vocab_size,
+                self._dry,
+                self._windows,
             )
             self._plans[key] = plan
         return plan
@@ -287,6 +300,8 @@ class Sampler:
         recent: mx.array | None,
     ) -> mx.array:
         """Padded rows after penalties, biases, DRY and the cuts that are no truncation."""
+        if plan.windows is not None:
+            rows = penalise_window(rows, plan.windows, self._windows, recent, self._vocab_size)
         if plan.penalties is not None:
             rows = penalise(rows, plan.penalties, self._history, recent)
         if plan.biases is not None:

@@ -82,6 +82,7 @@ def params_strategy() -> st.SearchStrategy[SamplingParams]:
         top_p=off | st.floats(0.3, 0.99),
         min_p=off | st.floats(0.01, 0.3),
         repetition_penalty=off | st.floats(0.8, 1.5),
+        repetition_window=off | st.integers(0, 20),
         presence_penalty=off | st.floats(-1, 1),
         frequency_penalty=off | st.floats(-1, 1),
         top_n_sigma=off | st.floats(0.5, 3),

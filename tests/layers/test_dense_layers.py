@@ -16,6 +16,7 @@ from mlxinfer.layers.cpu import (
     UnpackedLinear,
     WideExpertsLayerFactory,
     attend_with_numpy,
+    gelu_with_numpy,
     layer_factory,
     tiled,
 )
@@ -27,7 +28,7 @@ from mlxinfer.layers.linear import (
     QuantizedEmbedding,
     QuantizedLinear,
 )
-from mlxinfer.layers.mlp import ACTIVATIONS, Gated, clamped_swiglu, gated
+from mlxinfer.layers.mlp import ACTIVATIONS, PLAIN, Gated, clamped_swiglu, gated
 from mlxinfer.layers.norm import HeadRMSNorm, RMSNorm
 from mlxinfer.models.matrix import StoredMatrix, fused
 from mlxinfer.models.quantization import QuantFormat
@@ -211,6 +212,15 @@ def test_many_rows_are_multiplied_in_blocks_that_fit(in_dims: int, block_rows: i
         found, expected = layer(x), x @ weight.T
         assert found.shape == expected.shape
         np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (40, 1000), (0, 5)])
+def test_gelu_of_numpy_is_that_of_mlx(shape):
+    """In one block and in several."""
+    x = mx.random.normal(shape, scale=4.0, key=mx.random.key(3))
+    np.testing.assert_allclose(gelu_with_numpy(x), PLAIN["gelu"](x), atol=5e-6)
+    half = x.astype(mx.float16)
+    assert gelu_with_numpy(half).dtype == mx.float16
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])

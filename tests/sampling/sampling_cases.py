@@ -16,6 +16,7 @@ PARAMS = st.builds(
     top_p=st.sampled_from([1.0, 1.0, 0.999, 0.9, 0.5, 0.01, 1e-9]),
     min_p=st.sampled_from([0.0, 0.0, 0.02, 0.3, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    repetition_window=st.sampled_from([-1, -1, 0, 1, 3, 20]),
     presence_penalty=st.sampled_from([0.0, 0.0, 0.7, -1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.3, -0.1]),
     logit_bias=st.one_of(

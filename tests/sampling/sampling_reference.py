@@ -32,7 +32,10 @@ def adjusted_logits(row: Row) -> np.ndarray:
         x[~row.allowed] = -np.inf
     if params.repetition_penalty != 1:
         strength = np.float32(params.repetition_penalty)
-        for token in {*row.prompt_ids, *row.output_ids}:
+        before = [*row.prompt_ids, *row.output_ids]
+        if params.repetition_window >= 0:
+            before = before[max(len(before) - params.repetition_window, 0) :]
+        for token in set(before):
             x[token] = x[token] / strength if x[token] > 0 else x[token] * strength
     for token, times in Counter(row.output_ids).items():
         x[token] -= np.float32(params.frequency_penalty) * np.float32(times)

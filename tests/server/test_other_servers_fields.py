@@ -167,15 +167,22 @@ def test_fields_of_chat_that_ask_for_nothing_are_skipped(
 
 
 @pytest.mark.parametrize("window", ["repeat_last_n", "penalty_last_n", "repetition_context_size"])
-def test_a_window_of_the_repetition_penalty_counts_only_with_it(
-    scripted: ScriptedServer, window: str
-) -> None:
-    with scripted.says("x"):
-        assert scripted.post(CHAT, chat(**{window: 64})).status_code == 200
-        fields = {window: -1, "repeat_penalty": 1.1}
-        assert scripted.post(CHAT, chat(**fields)).status_code == 200
-    answer = scripted.post(CHAT, chat(**{window: 64, "repeat_penalty": 1.1}))
+def test_a_window_of_the_repetition_penalty_is_kept(server: LiveServer, window: str) -> None:
+    """Of all names of it; a window of no token is no penalty."""
+    fields = {"max_tokens": 24, "temperature": 0, "repeat_penalty": 50}
+    plain = said(server, max_tokens=24, temperature=0)
+    assert said(server, **fields, **{window: 0}) == plain
+    everywhere = said(server, **fields)
+    assert said(server, **fields, **{window: -1}) == everywhere != plain
+    assert said(server, **fields, **{window: 4}) == said(server, **fields, repetition_window=4)
+    answer = server.post(CHAT, chat(**{window: 4, "repetition_window": 5}))
     assert answer.json()["error"]["param"] == window
+
+
+def said(server: LiveServer, **fields: Any) -> str:
+    """The text that a model gives."""
+    answer = server.post(CHAT, chat("Tell me about a page", **fields)).json()
+    return str(answer["choices"][0]["message"]["content"])
 
 
 @pytest.fixture

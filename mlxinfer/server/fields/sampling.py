@@ -25,6 +25,9 @@ MAX_SALT_CHARS = 1024
 UNLIMITED = -1  # of max_tokens: until the context is full
 ALIASES = {  # of llama.cpp, Hugging Face and Mistral
     "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_window",
+    "penalty_last_n": "repetition_window",
+    "repetition_context_size": "repetition_window",
     "min_new_tokens": "min_tokens",
     "random_seed": "seed",
     "typ_p": "typical_p",
@@ -46,6 +49,7 @@ BANNED = -1e9  # added to a logit
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)]
 TokenLimit = Annotated[int, Meta(ge=UNLIMITED)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Window = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 ReasoningLimit = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -90,9 +94,10 @@ class SamplerFields(RefusedFields, kw_only=True):
     random_seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     typ_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     typical: Annotated[float, Meta(gt=0, le=1)] | None = None
-    repeat_last_n: Any = None
-    penalty_last_n: Any = None
-    repetition_context_size: Any = None
+    repetition_window: Window | None = None  # tokens that this penalty looks at; -1: all
+    repeat_last_n: Window | None = None
+    penalty_last_n: Window | None = None
+    repetition_context_size: Window | None = None
 
     def prepare(self) -> None:
         """Resolve fields of other servers.
@@ -103,9 +108,6 @@ class SamplerFields(RefusedFields, kw_only=True):
         """
         self.refuse()
         self._resolve(ALIASES)
-        if (self.repetition_penalty or 1.0) != 1.0:  # of which there is one kind: over all tokens
-            for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):
-                refuse(window, getattr(self, window), (-1,))
 
     def _resolve(self, aliases: Mapping[str, str]) -> None:
         for alias, name in aliases.items():
@@ -221,6 +223,7 @@ def sampler_params(fields: SamplerFields, model: ServedModel, **others: Any) -> 
         top_k=max(defaults.top_k if fields.top_k is None else fields.top_k, 0),
         min_p=_or(fields.min_p, defaults.min_p),
         repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+        repetition_window=-1 if fields.repetition_window is None else fields.repetition_window,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=_logit_bias(fields, model),

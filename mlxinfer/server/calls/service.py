@@ -140,7 +140,7 @@ class BackgroundWorkers:
     async def run(
         self, key: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a function in the thread; `key` is the name of the one whose batch it is of.
+        """Call a function in the thread; `key` names the owner of the batch.
 
         Raises:
             PanicError: a library panicked.

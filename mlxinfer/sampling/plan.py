@@ -59,6 +59,7 @@ def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
         kind = TOP_K
     else:
         kind = TOP_P if top_p < 1 else PLAIN
+    repeats = params.repetition_penalty != 1 and params.repetition_window < 0
     return (
         kind,
         stream_of(params.seed),
@@ -67,7 +68,7 @@ def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
         top_p if top_p < 1 else KEEP_ALL,
         params.min_p,
         params.penalised,
-        strength_of(params) if params.repetition_window < 0 else 1.0,
+        strength_of(params) if repeats else 1.0,
         params.presence_penalty,
         params.frequency_penalty,
         0.0 if params.greedy else params.top_n_sigma,

@@ -271,9 +271,10 @@ class Weights:
         Raises:
             CheckpointError: the experts have different formats.
         """
-        if f"{stack}.weight" in self:
-            return self.matrix(stack, shape, bias=bias, parts=parts)
         count, rows, in_dims = shape
+        one_by_one = any(f"{each.format(i)}.weight" in self for i in range(count))
+        if not one_by_one or f"{stack}.weight" in self:
+            return self.matrix(stack, shape, bias=bias, parts=parts)
         found = [self.matrix(each.format(i), (rows, in_dims), parts=parts) for i in range(count)]
         if len({one.form for one in found}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")

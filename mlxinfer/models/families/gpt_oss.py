@@ -69,7 +69,7 @@ class GptOss(Family):
 
     def _gate_up(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
         weights, (count, rows, hidden) = self.weights, shape
-        if not self._is_published(path, "gate_up_proj"):
+        if not self._is_published(path):
             half = (count, rows // 2, hidden)
             parts = [
                 weights.experts(f"{path}.{name}", f"{path}.{{}}.{name}", half, bias=True)
@@ -82,7 +82,7 @@ class GptOss(Family):
 
     def _down(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
         name = f"{path}.down_proj"
-        if not self._is_published(path, "down_proj"):
+        if not self._is_published(path):
             stored = self.weights.experts(name, f"{path}.{{}}.down_proj", shape, bias=True)
         else:
             stored = self._published(name, shape)
@@ -90,9 +90,10 @@ class GptOss(Family):
             stored = replace(stored, bias=self.weights.once(stored.bias))
         return stored.expert_projection(self.make)
 
-    def _is_published(self, path: str, each: str) -> bool:
-        """Whether it is stored as on the hub."""
-        return any(f"{path}.{each}{end}" in self.weights for end in ("", "_blocks"))
+    def _is_published(self, path: str) -> bool:
+        """Whether experts are stored as on the hub."""
+        names = (f"{path}.{name}" for name in ("gate_up_proj", "down_proj"))
+        return any(f"{name}{end}" in self.weights for name in names for end in ("", "_blocks"))
 
     def _published(self, path: str, shape: tuple[int, int, int]) -> StoredMatrix:
         """As on the hub: dense and transposed, or 16 bytes of two numbers each per exponent."""

@@ -1,7 +1,7 @@
 """Adapters on a model that is spread over ranks: each has its part of their matrices, and logits
 are those of one rank. Ranks are threads here; all families, and four ranks, with
 
-    MLXINFER_ALL_RANKS=1 pytest tests/ranks/test_adapters.py
+    MLXINFER_ALL_RANKS=1 pytest tests/ranks/test_rank_adapters.py
 """
 
 import os

@@ -46,7 +46,7 @@ class Gate:
 
     @property
     def values(self) -> dict[str, str]:
-        """What a variant is told of it; `gate_from` is the way back."""
+        """What a variant has of it; `gate_from` is the way back."""
         return {
             "dtype": dtype_name(self.dtype),
             "function": self.function,
@@ -81,8 +81,7 @@ def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
     if gate.function == "silu":
         y = x * mx.sigmoid(x) * up
     elif gate.function == "gelu_tanh":
-        slope = 2 * math.sqrt(2 / math.pi)
-        y = x * mx.sigmoid(slope * x * (1 + 0.044715 * x * x)) * up
+        y = x * mx.sigmoid(GELU_SLOPE * x * (1 + GELU_CUBIC * x * x)) * up
     else:
         x = mx.minimum(x, gate.limit)
         y = x * mx.sigmoid(gate.alpha * x) * (mx.clip(up, -gate.limit, gate.limit) + 1)

@@ -247,7 +247,7 @@ def _is_ready(variant: Variant | None, variants: ReadyVariants) -> bool:
 
 
 def _ready_for(by_count: Mapping[int, Variant], variants: ReadyVariants) -> ReadyFor:
-    admitted: set[int] = set()  # what is ready stays so: layers ask in every step
+    admitted: set[int] = set()  # what is ready stays so, and every layer of a step calls this
 
     def ready(count: int) -> bool:
         if count not in admitted and _is_ready(by_count.get(count), variants):

@@ -10,7 +10,7 @@ from mlxinfer.cache.joint import JointPool
 from mlxinfer.core import KVSpec
 from mlxinfer.layers.cpu import layer_factory
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
-from mlxinfer.metal_kernels.heads import Heads, group_size, hadamard_order
+from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, group_size, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.stored import decoded
@@ -104,7 +104,7 @@ def unpacked(codes: mx.array, bits: int) -> np.ndarray:
     return whole if bits == 8 else np.stack([whole & 15, whole >> 4])
 
 
-@pytest.mark.parametrize("dim", range(8, 257, 8))
+@pytest.mark.parametrize("dim", range(8, MAX_DIM + 1, 8))
 def test_groups_and_rotations_are_those_of_the_formats(dim: int) -> None:
     assert group_size(dim) == Affine(dim, mx.float16, 8).group
     assert (hadamard_order(dim) > 0) == rotatable(dim)

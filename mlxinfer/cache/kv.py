@@ -135,6 +135,7 @@ class KVCache:
         self.groups = replace(make, max_batch=self.max_batch).groups(room, num_pages)
         self._paged_budget = room
         self._num_pages = [group.allocator.num_pages for group in self.groups]
+        self._costs = [group.page_bytes for group in self.groups]  # on any rank
         self._reserved = 0  # bytes of the budget that are left to something else
         self._filled = [group for group in self.groups if group.layers]  # those that have arrays
         group_of = {i: g for g, group in enumerate(self.groups) for i in group.layers}
@@ -184,12 +185,12 @@ class KVCache:
         total = group.allocator.num_pages
         return total if self._fixed else min(total, max(FIRST_PAGES, group.allocator.extent))
 
-    def lower(self, max_batch: int, num_pages: Sequence[int], max_snapshots: int) -> None:
-        """Let fewer sequences run, with fewer pages and snapshots: another rank has less room."""
+    def lower(self, max_batch: int, pages: Sequence[tuple[int, int]], max_snapshots: int) -> None:
+        """Have room as the rank with the least: of each group, pages and the most bytes of one."""
         self.max_batch = max_batch
-        for group, count in zip(self.groups, num_pages, strict=True):
+        for group, (count, _) in zip(self.groups, pages, strict=True):
             group.allocator.resize(count)
-        self._num_pages = list(num_pages)
+        self._num_pages, self._costs = [n for n, _ in pages], [cost for _, cost in pages]
         if self.state_group is not None:
             self.state_group.max_snapshots = max_snapshots
 
@@ -229,11 +230,11 @@ class KVCache:
         endless = ENDLESS // self.page_size
         full = [g for g, group in enumerate(self.groups) if group.max_pages(ENDLESS) >= endless]
         if self._fixed or not full:
-            paged = sum(g.allocator.num_pages * g.page_bytes for g in self.groups)
+            paged = sum(a * b for a, b in zip(self._num_pages, self._costs, strict=True))
             return num_bytes <= max(self._paged_budget - paged, 0)
         if self._reserved == num_bytes:
             return True
-        cost = sum(self.groups[g].page_bytes for g in full)
+        cost = sum(self._costs[g] for g in full)
         wanted = {g: self._num_pages[g] - -(-num_bytes // max(cost, 1)) for g in full}
         for g, count in wanted.items():
             group = self.groups[g]

@@ -151,6 +151,7 @@ class AdapterTable:
         for each in list(self._in_use.values()):
             self._loaded.remove(each.number)
         self._in_use, self._by_name = {}, {}
+        self._others = None  # a load that ends later is none of the model that they have then
 
     def stats(self) -> list[dict[str, object]]:
         """Each adapter, as plain values."""

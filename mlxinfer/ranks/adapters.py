@@ -117,12 +117,14 @@ class OwnAdapters:
 
     Args:
         rank: this one.
+        load: number of the order that loaded the model.
         model: its part.
         say: answers rank 0; from any thread.
     """
 
-    def __init__(self, rank: int, model: LanguageModel, say: Tell) -> None:
+    def __init__(self, rank: int, load: int, model: LanguageModel, say: Tell) -> None:
         self._rank = rank
+        self._load = load
         self._say = say
         self._loaded = ModelAdapters(model)
         self._loading: dict[int, Iterator[None]] = {}
@@ -141,9 +143,9 @@ class OwnAdapters:
             placements = self._loaded.check(adapter)
             num_bytes = self._loaded.estimate(placements)
             self._loading[order.number] = self._loaded.load(order.number, adapter, placements)
-        except (MlxinferError, OSError) as error:
-            problem = str(error)
-        self._say(messages.AdapterDone(self._rank, order.number, problem, num_bytes, False))
+        except Exception as error:  # whatever it is: rank 0 waits for an answer
+            problem = str(error) if isinstance(error, MlxinferError) else repr(error)
+        self._done(order.number, problem, num_bytes=num_bytes, ended=False)
 
     def piece(self, order: messages.AdapterPiece) -> None:
         """Load the next piece, on the thread that owns MLX."""
@@ -152,9 +154,12 @@ class OwnAdapters:
             ended = next(self._loading[order.number], self) is self
         except MlxinferError as error:
             problem = str(error)
-        self._say(messages.AdapterDone(self._rank, order.number, problem, 0, ended))
+        self._done(order.number, problem, num_bytes=0, ended=ended)
 
     def remove(self, order: messages.AdapterRemove) -> None:
         """Take an adapter off."""
         self._loading.pop(order.number, None)
         self._loaded.remove(order.number)
+
+    def _done(self, number: int, problem: str | None, *, num_bytes: int, ended: bool) -> None:
+        self._say(messages.AdapterDone(self._rank, self._load, number, problem, num_bytes, ended))

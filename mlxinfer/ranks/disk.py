@@ -72,8 +72,8 @@ class OtherDisks:
     def begin_save(self, spills: Sequence[Spill], timeout_s: float) -> None:
         """Let them store pages and wait for the writes; `end_save` must follow."""
         self._number += 1
-        told = [spill_part(one) for one in spills]
-        self._tell(messages.DiskSave(self._number, told, timeout_s))
+        parts = [spill_part(one) for one in spills]
+        self._tell(messages.DiskSave(self._number, parts, timeout_s))
 
     def end_save(self, timeout_s: float) -> bool:
         """Whether all have written them."""
@@ -146,6 +146,7 @@ class OwnDisk:
 
     def close(self, timeout_s: float) -> None:
         """Stop the writer."""
+        self.held = {}
         if self._tier is not None:
             self._tier.close(timeout_s)
             self._tier = None

@@ -159,7 +159,7 @@ class Follower:
             log.exception("rank %d cannot load %s", rank, message.name)
             problem = str(error)
         if self._model is not None and problem is None:
-            self._adapters = OwnAdapters(rank, self._model, self._say)
+            self._adapters = OwnAdapters(rank, message.number, self._model, self._say)
         self._sums_tokens = not message.pipeline
         num_bytes = 0 if self._model is None else self._model.num_bytes
         facts = num_bytes, sum(reads), total_memory_bytes()

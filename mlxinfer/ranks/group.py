@@ -41,6 +41,7 @@ SILENCE_S = 20.0  # after which a rank that does not answer counts as lost
 FORM_S = 120.0  # that the others may take to come
 LOAD_S = 1800.0  # ... to load their parts
 STEP_S = 60.0  # ... for one step
+OfModel = messages.Loaded | messages.AdapterDone
 log = logging.getLogger("mlxinfer.ranks")
 
 
@@ -177,20 +178,20 @@ class RankGroup:
         for rank, problem in sorted(self._problems.items()):
             raise CheckpointError(f"Rank {rank} cannot load {order.name}: {problem}")
 
-    def kv_bytes(self, own: int, *, stated: bool) -> int:
+    def kv_bytes(self, own: int, *, stated: bool, adapter_bytes: int = 0) -> int:
         """Bytes of the KV cache of each rank, given what this one would take.
 
         Args:
             own: bytes.
             stated: the caller asked for that; else it is what this machine has room for.
+            adapter_bytes: that each rank keeps for adapters beside it.
         """
         if stated:
             return own
         if self._local is not None:  # all are on this machine
             return own // self.place.size
-        return min(
-            [own, *[default_kv_bytes(one.memory_bytes, one.weights_bytes) for one in self.loaded]]
-        )
+        beside = [(one.memory_bytes, one.weights_bytes + adapter_bytes) for one in self.loaded]
+        return min([own, *[default_kv_bytes(*sizes) for sizes in beside]])
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
         """Every rank makes a cache like this; `taps` as of `Forward`.
@@ -220,9 +221,11 @@ class RankGroup:
         others = self._await(messages.Ready, FORM_S)
         if self._pipeline:  # layers differ, and so does what they take
             every = [own, *others]
+            counts = [min(each) for each in zip(*[one.num_pages for one in every], strict=True)]
+            costs = [max(each) for each in zip(*[one.page_bytes for one in every], strict=True)]
             cache.lower(
                 min(one.max_batch for one in every),
-                [min(counts) for counts in zip(*[one.num_pages for one in every], strict=True)],
+                list(zip(counts, costs, strict=True)),
                 min(one.max_snapshots for one in every),
             )
             return
@@ -357,12 +360,10 @@ class RankGroup:
 
     def _next_answer(self, kind: type, timeout_s: float) -> Any:
         """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""
-        try:
+        answer = None
+        with contextlib.suppress(queue.Empty):
             answer = self._answers[kind].get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if answer is None:
-            assert self.failure is not None
+        if self.failure is not None:
             raise self.failure
         return answer
 
@@ -406,7 +407,7 @@ class RankGroup:
         if isinstance(reply, messages.Checked):
             if self._sums.pop((rank, reply.number), reply.value) != reply.value:
                 raise self.fail(RuntimeError(f"rank {rank} disagrees about step {reply.number}"))
-        elif isinstance(reply, messages.Loaded) and reply.number != self._num_loads:
+        elif isinstance(reply, OfModel) and reply.load != self._num_loads:
             pass  # of a model that was given up
         elif not isinstance(reply, messages.Pong):
             if isinstance(reply, messages.Loaded) and reply.problem is not None:

@@ -113,7 +113,7 @@ class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
     """The model is there, or why not."""
 
     rank: int
-    number: int  # of the order
+    load: int  # number of the order
     problem: str | None
     weights_bytes: int
     bytes_read: int  # from files
@@ -125,6 +125,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     max_batch: int
     num_pages: list[int]  # of each layer group
+    page_bytes: list[int]  # of each layer group; 0: this rank has none of its layers
     max_snapshots: int  # of states
 
 
@@ -132,6 +133,7 @@ class AdapterDone(msgspec.Struct, array_like=True, tag="adapted"):
     """An adapter was read, or a piece of it loaded, or why not."""
 
     rank: int
+    load: int  # number of the order that loaded the model
     number: int
     problem: str | None
     num_bytes: int  # that it will take here; of pieces 0
@@ -174,7 +176,8 @@ def ready(cache: KVCache) -> Ready:
     """What there is room for in a cache."""
     states = cache.state_group
     pages = [group.allocator.num_pages for group in cache.groups]
-    return Ready(cache.max_batch, pages, 0 if states is None else states.max_snapshots)
+    costs = [group.page_bytes for group in cache.groups]
+    return Ready(cache.max_batch, pages, costs, 0 if states is None else states.max_snapshots)
 
 
 def orders() -> Messages:

@@ -356,7 +356,8 @@ def open_engine(
         config = options.config(model, disk)
         if group is not None:
             stated = options.max_memory is not None
-            budget = group.kv_bytes(config.kv_budget_bytes, stated=stated)
+            kept = options.adapter_bytes
+            budget = group.kv_bytes(config.kv_budget_bytes, stated=stated, adapter_bytes=kept)
             config = replace(config, kv_budget_bytes=budget)
         config, proposer = add_speculation(options, folder, model, config)
         proposers.append(proposer)

@@ -215,6 +215,41 @@ def test_adapters_come_and_go_while_requests_run(
     harness.loop.close()
 
 
+def test_a_load_that_ends_after_its_model_leaves_the_next_one_as_it_is(group: RankGroup) -> None:
+    """Adapters of each model are numbered from 1."""
+    case, asked = "qwen3-v4", Asked(0, tuple(prompt(20)), 8, None, "first")
+    folder, loads = folders(case)["first"], []
+    for _ in range(2):
+        model = group.load(case, folder_of(case), dtype="auto", watch=None)
+        harness = Harness(model, followers=group)
+        loads.append(harness.loop.adapters.load("first", read_adapter(folder)))
+        next(loads[-1])
+        if len(loads) == 1:
+            harness.loop.close()
+    list(loads[1])
+    loads[0].close()
+    params = SamplingParams(max_tokens=8, logprobs=2)
+    harness.add("a", list(asked.prompt_ids), params, adapter="first")
+    assert_same(harness.drain()["a"], plain_run(case, KVOptions(), asked), near_tie=0.0)
+    harness.loop.close()
+
+
+def test_adapters_take_the_memory_of_pages_that_other_stages_have(group: RankGroup) -> None:
+    """Of four layers the third has pages: on rank 0 one costs nothing."""
+    case = "qwen3_next-v5"
+    model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
+    harness = Harness(model, followers=group)
+    (pages,) = harness.loop.cache.groups
+    before = pages.allocator.num_pages
+    list(harness.loop.adapters.load("first", read_adapter(folders(case)["first"])))
+    spec = next(spec for spec in model.cache_specs if isinstance(spec, KVSpec))
+    page_bytes = spec.numbers * model.activation_dtype.size * PAGE
+    assert pages.page_bytes == 0
+    freed = (before - pages.allocator.num_pages) * page_bytes
+    assert 0 <= freed - harness.loop.adapters.num_bytes < page_bytes
+    harness.loop.close()
+
+
 def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) -> None:
     """Drawn, with seeds; what is sent is two sums a layer and that of the embeddings, and logits
     go to rank 0 alone.

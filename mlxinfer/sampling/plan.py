@@ -33,7 +33,7 @@ ROW = np.dtype(
         ("top_k", np.int32),
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("penalised", np.bool_),
+        ("penalised", np.bool_),  # over all tokens; a window of the last ones is apart
         ("repetition", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
@@ -67,7 +67,7 @@ def row_of(params: SamplingParams, vocab_size: int) -> tuple[object, ...]:
         top_k,
         top_p if top_p < 1 else KEEP_ALL,
         params.min_p,
-        params.penalised,
+        repeats or params.presence_penalty != 0 or params.frequency_penalty != 0,
         strength_of(params) if repeats else 1.0,
         params.presence_penalty,
         params.frequency_penalty,
@@ -139,6 +139,7 @@ def make_plan(
     asked = np.flatnonzero(rows["logprobs"] >= 0).tolist()
     biased = [place for place, slot in enumerate(slots) if slot in biases]
     dried = dry_rows(slots, dry, vocab_size) if dry else None
+    windowed = window_rows(slots, windows) if windows else None
     penalised = bool(biased) or bool(rows["penalised"].any())
     return SamplingPlan(
         slots=slots,
@@ -151,13 +152,13 @@ def make_plan(
         if biased
         else None,
         dry=dried,
-        windows=window_rows(slots, windows) if windows else None,
+        windows=windowed,
         cuts=cuts,
         logprobs=logprob_rows(asked, rows["logprobs"][asked].tolist()) if asked else None,
         settings=_settings(rows),
         width=padded_width(vocab_size),
         padding=row_padding(len(rows), vocab_size),
-        adjusts=penalised or dried is not None or cuts is not None,
+        adjusts=penalised or any(part is not None for part in (dried, windowed, cuts)),
     )
 
 

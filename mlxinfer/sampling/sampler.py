@@ -210,7 +210,7 @@ class Sampler:
         bias = sparse_bias(params, stop_ids)
         if bias is not None:
             self._biases[slot] = bias
-        if params.penalised:
+        if self._table["penalised"][slot]:
             self._penalised.add(slot)
             self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
         if params.repetition_penalty != 1 and params.repetition_window > 0:

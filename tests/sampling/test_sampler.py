@@ -13,6 +13,7 @@ from mlxinfer.core import SamplingParams, TokenLogprobs
 from mlxinfer.sampling import Sampler, read_logprobs
 from mlxinfer.sampling.cuts import EXCLUDING
 from mlxinfer.sampling.draw import stream_of, uniforms
+from mlxinfer.sampling.plan import SamplingPlan
 
 Choice = tuple[int, TokenLogprobs | None]
 
@@ -246,6 +247,30 @@ def test_a_slot_used_again_keeps_nothing_of_the_request_before():
     sampled = sampler.sample(logits, (0,), np.array([1]))
     assert sampled.tokens.tolist() == [0]
     assert sampled.logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("params", "kinds"),
+    [
+        ({"repetition_window": 0}, set()),
+        ({"repetition_window": 9}, {"windows"}),
+        ({"repetition_window": 9, "presence_penalty": 0.5}, {"windows", "penalties"}),
+        ({}, {"penalties"}),
+    ],
+)
+def test_a_penalty_over_the_last_tokens_runs_none_of_that_over_all(
+    params: dict[str, float], kinds: set[str]
+):
+    plan = plan_of(SamplingParams(repetition_penalty=1.2, **params))  # type: ignore[arg-type]
+    assert {name for name in ("windows", "penalties") if getattr(plan, name) is not None} == kinds
+    assert plan.adjusts == bool(kinds)
+
+
+def plan_of(params: SamplingParams) -> SamplingPlan:
+    """The plan of a batch of one request."""
+    sampler = Sampler(VOCAB)
+    sampler.add(0, params, [1, 2], [], frozenset())
+    return sampler._plan_for((0,))
 
 
 MIXED = [

@@ -40,6 +40,8 @@ EIGHT, FOUR, ROTATING, ENDS = (
     KVOptions(bits=(8, 8), plain_ends=True),  # layers of one group are stored differently
 )
 
+SLOW = pytest.mark.slow  # what other cases have, too, if not all of it together
+
 
 def wide_model(
     monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2, bits: int | None = None
@@ -61,9 +63,9 @@ def wide_model(
 def run(model: Model, kv: KVOptions, kernels: Chooser) -> list[Outcome]:
     """Mixed requests at once: greedy, drawn, penalised, constrained, ragged, some joining later."""
     harness = Harness(model, kernels=kernels, kv=kv, max_batch=4, num_pages=40)
-    seeded = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, seed=5)
-    top_k = SamplingParams(max_tokens=7, temperature=1.1, top_k=12, min_p=0.02, seed=2)
-    harness.add("greedy", prompt(37), SamplingParams(max_tokens=12))
+    seeded = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=5)
+    top_k = SamplingParams(max_tokens=5, temperature=1.1, top_k=12, min_p=0.02, seed=2)
+    harness.add("greedy", prompt(28), SamplingParams(max_tokens=8))
     harness.add("drawn", prompt(20, seed=1), seeded)
     harness.turn(4)
     harness.add("penalised", prompt(5, seed=2), replace(top_k, repetition_penalty=1.3))
@@ -88,9 +90,9 @@ def choose_all(seen: set[str]) -> Chooser:
         ("qwen3-v4", KVOptions(), 4),
         ("qwen3-v4", FOUR, 8),
         ("qwen3-v4", ENDS, None),
-        ("llama-v4", ROTATING, None),
+        pytest.param("llama-v4", ROTATING, None, marks=SLOW),  # the default run preempts it
         ("gemma2-v4", KVOptions(), None),
-        ("gemma3_text-v4", EIGHT, None),
+        pytest.param("gemma3_text-v4", EIGHT, None, marks=SLOW),
         ("gpt_oss-v4", KVOptions(), None),
         ("qwen3_5_text-v4", EIGHT, None),
         ("qwen3_moe-v4", EIGHT, 8),
@@ -144,7 +146,9 @@ def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -
 
 
 @requires_compiler
-@pytest.mark.parametrize(("case", "kv"), [("qwen3-v4", EIGHT), ("llama-v4", ROTATING)])
+@pytest.mark.parametrize(
+    ("case", "kv"), [pytest.param("qwen3-v4", EIGHT, marks=SLOW), ("llama-v4", ROTATING)]
+)
 def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
     case: str, kv: KVOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +169,7 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
 def wide() -> tuple[Model, list[Outcome]]:
     """A model and its answers in plain MLX."""
     with pytest.MonkeyPatch.context() as patch:
-        model = wide_model(patch, "qwen3_moe-v4", bits=8)
+        model = wide_model(patch, "qwen3_moe-v4", layers=1, bits=8)
     return model, run(model, EIGHT, choose_none)
 
 
@@ -184,7 +188,7 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
 
 
 @requires_compiler
-@pytest.mark.parametrize("kv", [KVOptions(), EIGHT, FOUR])
+@pytest.mark.parametrize("kv", [KVOptions(), pytest.param(EIGHT, marks=SLOW), FOUR])
 def test_keys_in_values_on_kernels_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +216,9 @@ def test_keys_in_values_on_kernels_as_in_plain_mlx(
 
 
 @requires_compiler
-@pytest.mark.parametrize("kv", [KVOptions(), EIGHT, KVOptions(window=24, sinks=3)])
+@pytest.mark.parametrize(
+    "kv", [pytest.param(KVOptions(), marks=SLOW), EIGHT, KVOptions(window=24, sinks=3)]
+)
 def test_latent_attention_on_its_kernel_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,15 +1,27 @@
 """Through pages, tails, chunks and ragged batches every family still gives transformers' logits."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from engine.harness import Harness, prompt, tiny_model
 from models.cases import CASES
 
 from mlxinfer.core import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data" / "parity"
+# Of a family's two cases one goes in chunks and the other in steps; models/test_parity.py has both
+# ways for each, and `-m slow` here, too.
+FIRST = {case.rpartition("-")[0]: case for case in reversed(CASES)}.values()
+LAST = {case.rpartition("-")[0]: case for case in CASES}.values()
+
+
+def cases(chosen: Collection[str]) -> list[ParameterSet]:
+    """All of them, those that are not chosen in the slow run alone."""
+    slow = pytest.mark.slow
+    return [pytest.param(case, marks=() if case in chosen else slow) for case in CASES]
 
 
 def reference(case: str) -> tuple[list[int], np.ndarray]:
@@ -23,7 +35,7 @@ def assert_parity(logits: np.ndarray, expected: np.ndarray) -> None:
     assert (logits.argmax(-1) == expected.argmax(-1)).all()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(LAST))
 def test_chunks_beside_others(case: str) -> None:
     ids, expected = reference(case)
     harness = Harness(tiny_model(case), prefill_chunk=32)
@@ -37,7 +49,7 @@ def test_chunks_beside_others(case: str) -> None:
     assert outcome.token_ids == [int(expected[-1].argmax())]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(FIRST))
 def test_steps_beside_others(case: str) -> None:
     """The reference's own tokens, forced one by one after two beginnings of them in one batch, so
     that every position is a decode step.

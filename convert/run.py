@@ -71,9 +71,11 @@ class Conversion:
     _learned: list[LearnedLayer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for a target that no formats meet."""
+        """Raise InvalidRequestError for a target that no formats meet, or experts that are not."""
         self.arranged = arrange(self.source)
         plan = self.plan()
+        if self.options.split_experts:
+            check_splits(plan)
         limit = self.options.limit_bytes(plan.num_weights)
         if limit is None:
             return
@@ -183,8 +185,6 @@ class Conversion:
         unloadable = self._check_side_files(place)
         texts, found = self._measure(place)
         plan = self.plan(self._formats(found))
-        if self.options.split_experts:
-            check_splits(plan)
         check_same_plan(place, plan)
         write_json(
             place.model / "config.json", config_json(self.source, self.arranged.config, plan)

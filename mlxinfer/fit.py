@@ -198,12 +198,17 @@ def _converted_bytes(config: LanguageConfig, weights_bytes: int, bits: int) -> i
 
 
 def _expert_memory(config: LanguageConfig, folder: Path, fit: Fit) -> int | None:
-    """What the rest of a mixture and its KV cache leave for experts, in 100 MB, or all of them."""
+    """What the rest of a mixture and its KV cache leave for experts, in 100 MB.
+
+    None: it is less than the experts that a token goes to, or all of them have room.
+    """
     if not config.num_experts or not any(folder.glob("*.safetensors")):
         return None
     experts = expert_bytes(folder)
+    least = experts * max(config.experts_per_token, 2) // config.num_experts
     left = fit.limit_bytes - fit.kv_bytes - (fit.weights_bytes - experts)
-    return left // 10**8 * 10**8 if 10**8 <= left < experts else None
+    whole = left // 10**8 * 10**8
+    return whole if max(least, 10**8) <= whole and left < experts else None
 
 
 def _ranks(folder: Path, fit: Fit) -> tuple[int | None, bool]:

@@ -30,7 +30,8 @@ def parse_bytes(size: str | int, *, param: str = "max_memory") -> int:
         number = float(match[1]) * scale
     if not 1 <= number < 2**63:
         raise InvalidRequestError(
-            f"{param} is {shown(size)}; expected a number of bytes, or a size such as '8GB'.",
+            f"{param} is {shown(size)}; expected a number of bytes above 0, or a size such as "
+            "'8GB'.",
             param=param,
         )
     return int(number)

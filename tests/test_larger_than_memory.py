@@ -109,6 +109,7 @@ def test_the_program_prints_an_answer_and_what_was_read(folder: Path) -> None:
     [
         ({"expert_memory": "30kB"}, InsufficientMemoryError, "a token goes to 4: give it"),
         ({"expert_memory": "all"}, InvalidRequestError, "expected a number of bytes"),
+        ({"expert_memory": 0}, InvalidRequestError, "a number of bytes above 0"),
         ({"slow_experts": True}, InvalidRequestError, "goes with expert_memory"),
         ({"expert_memory": "1GB", "slow_experts": 1}, InvalidRequestError, "slow_experts"),
         ({"expert_memory": "1GB", "ranks": 2}, InvalidRequestError, "ranks"),

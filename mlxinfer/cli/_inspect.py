@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 
 from .. import hub
-from ..errors import CheckpointError, MlxinferError
+from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..fit import Fit, Verdict, fit_of
 from ..hub.remote import Listing, RemoteFile, read_range
 from ..models import load_any_config
@@ -46,22 +46,29 @@ class Summary:
     config: LanguageConfig | None
     weights: Weights | None
     chat_template: bool
-    problem: str | None
+    problem: MlxinferError | None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether files are missing or damaged; an unsupported architecture is no damage."""
+        return self.problem is not None and not isinstance(self.problem, UnsupportedModelError)
 
 
 def summarise(folder: Path) -> Summary:
     """Read what can be read; a broken or unsupported part is reported in `problem`, not raised."""
-    problem, config, weights, template = None, None, None, False
+    problems: list[MlxinferError] = []
+    config, weights, template = None, None, False
     try:
         template = has_chat_template(folder)
         config = load_any_config(folder)
     except MlxinferError as error:
-        problem = str(error)
+        problems.append(error)
     try:
         weights = count_weights(folder, config)
         Tokenizer.from_folder(folder)
     except MlxinferError as error:
-        problem = problem or str(error)
+        problems.append(error)
+    problem = problems[0] if problems else None
     return Summary(folder, _model_type(folder), config, weights, template, problem)
 
 

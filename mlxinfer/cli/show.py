@@ -36,6 +36,8 @@ def command(name: str, context: int | None, on: str | None, as_json: bool) -> No
         emit_json(facts)
     else:
         click.echo(render(facts, mac))
+    if summary.problem is not None and summary.is_broken:
+        raise summary.problem
 
 
 def describe(
@@ -50,7 +52,7 @@ def describe(
         "name": name,
         "path": str(summary.folder),
         "supported": summary.problem is None,
-        "problem": summary.problem,
+        "problem": None if summary.problem is None else str(summary.problem),
         "definition": config.definition if config else None,
         "alone_because": config.alone_because if config else None,
         "task": "generate" if pooling is None else str(pooling.task),

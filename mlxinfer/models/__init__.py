@@ -166,7 +166,7 @@ def whole_tables(
 ) -> tuple["Model", int]:
     """What a head on rank 0 shares with a model, and the bytes that it takes beside the model's.
 
-    Embedding and output projection in one piece: a head is not spread, and runs without a word from
+    Embedding and output projection in one piece: a head is not spread, and needs no message of
     other ranks. Where each rank has some of their rows, rank 0 reads them whole.
 
     Args:

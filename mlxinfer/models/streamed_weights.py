@@ -10,8 +10,9 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -287,36 +288,33 @@ def disk_rate(spans: Sequence[Span]) -> float:
     chosen = [parts[i * len(parts) // count] for i in range(count)]
     began_s = time.monotonic()
     with ThreadPoolExecutor(READS_AT_ONCE, "mlxinfer-disk-rate") as threads:
-        files: dict[Path, int] = {}
-        try:
-            for path in {path for path, _ in chosen}:
-                files[path] = open_uncached(path)
-            total = sum(threads.map(lambda part: _sample(part, files, began_s), chosen))
-        finally:
-            for file in files.values():
-                os.close(file)
+        total = sum(threads.map(lambda part: _sample(part, began_s), chosen))
     return max(total, 1) / max(time.monotonic() - began_s, 1e-6)
 
 
-def open_uncached(path: Path) -> int:
-    """A descriptor with reads that pass the page cache, where the system has that."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-        if sys.platform == "darwin":
-            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
-        else:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return file
+def _sample(part: tuple[Path, int], began_s: float) -> int:
+    """Bytes that are read of a part, unless the time is over.
 
-
-def _sample(part: tuple[Path, int], files: Mapping[Path, int], began_s: float) -> int:
-    """Bytes that are read of a part, unless the time is over."""
+    Each part opens its file: a model has hundreds, and macOS lets a process open 256 by default.
+    """
     path, start = part
     if time.monotonic() - began_s > SAMPLE_S:
         return 0
     try:
-        return len(os.pread(files[path], SAMPLE_READ, start))
+        file = os.open(path, os.O_RDONLY)
+        try:
+            _pass_cache(file, start)
+            return len(os.pread(file, SAMPLE_READ, start))
+        finally:
+            os.close(file)
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def _pass_cache(file: int, start: int) -> None:
+    """Let the read of a part pass the page cache, where the file system has that."""
+    with suppress(OSError):
+        if sys.platform == "darwin":
+            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+        else:
+            os.posix_fadvise(file, start, SAMPLE_READ, os.POSIX_FADV_DONTNEED)

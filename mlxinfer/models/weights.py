@@ -217,7 +217,7 @@ class Weights:
     def named(
         self, stored: StoredMatrix, path: str, tensor: str, *, outputs_axis: int = -2
     ) -> StoredMatrix:
-        """A matrix that knows which one of the checkpoint it is, for adapters.
+        """A matrix with its name in the checkpoint, for adapters.
 
         Args:
             stored: the matrix, with all of its outputs in order.

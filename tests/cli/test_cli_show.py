@@ -152,7 +152,9 @@ def test_a_broken_file_is_named_and_the_rest_is_shown(
 ) -> None:
     folder = write_model(tmp_path / "m", CONFIG)
     (folder / broken).write_bytes(b"\x00")
-    assert outcome("show", str(folder)).out.splitlines()[2].startswith("cannot run ")
+    shown = outcome("show", str(folder))
+    assert shown.out.splitlines()[2].startswith("cannot run ")
+    assert (shown.code, broken in shown.err) == (1, True)
     facts = json.loads(outcome("show", "--json", str(folder)).out)
     assert facts["supported"] is False
     assert broken in facts["problem"]
@@ -187,7 +189,7 @@ def test_a_config_that_is_none_is_a_problem_and_no_fault(
     (folder / "config.json").write_text(text)
     seen = outcome("show", str(folder), "--json")
     facts = json.loads(seen.out, parse_constant=pytest.fail)
-    assert (seen.code, facts["supported"], facts["architecture"]) == (0, False, None)
+    assert (seen.code, facts["supported"], facts["architecture"]) == (1, False, None)
     assert "config.json" in facts["problem"]
     assert "cannot run" in outcome("show", str(folder)).out
 

@@ -111,3 +111,4 @@ def test_a_model_without_single_experts_is_refused(tmp_path: Path, outcome: Outc
     done = outcome(source, tmp_path / "out", "--fast", "--split-experts")
     assert done.code != 0
     assert "leave --split-experts out" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]  # before anything is measured

@@ -507,6 +507,9 @@ def test_one_run_at_a_time_writes_a_file(tmp_path: Path) -> None:
     first.close()
     assert (tmp_path / "errors").read_bytes() == before
     ResultFiles(tmp_path / "out", tmp_path / "errors").close()
+    with pytest.raises(InvalidRequestError, match="name two files"):
+        ResultFiles(tmp_path / "new", tmp_path / ".." / tmp_path.name / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_bytes_are_counted_while_a_thread_opens_a_file(

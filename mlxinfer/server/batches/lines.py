@@ -175,12 +175,16 @@ class ResultFiles:
         num_failed: of these, in `errors`.
 
     Raises:
-        InvalidRequestError: a file is there that was not written by a batch, or another process
-            writes it.
+        InvalidRequestError: a file is there that was not written by a batch, another process
+            writes it, or both are one.
         OSError: one cannot be written.
     """
 
     def __init__(self, output: Path, errors: Path) -> None:
+        if output.resolve() == errors.resolve():
+            raise InvalidRequestError(
+                f"Answers and errors would both go to {output}; name two files.", param="errors"
+            )
         self._paths = {False: output, True: errors}
         self._files: dict[bool, BinaryIO] = {}
         self._synced_s = time.monotonic()

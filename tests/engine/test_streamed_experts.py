@@ -42,7 +42,7 @@ from mlxinfer.models.decoder import Model
 from mlxinfer.models.language import reachable
 from tests.bench.checkpoints import Experts, write_checkpoint
 
-NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "3"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 CASES = (
     *("qwen3_moe-v4", "mixtral-v4", "deepseek_v3-v4", "glm4_moe-v4", "gemma4_text-v4"),
@@ -127,9 +127,9 @@ def test_logits_are_bit_for_bit_the_resident_ones(
     monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")  # slots have the layout of a GPU's experts
     resident = load(checkpoint(case, stacks=False))
     k = resident.config.experts_per_token
-    ids = prompt(90, 5)
+    ids = prompt(70, 5)
     expected = logits_of(resident, ids)
-    for num_slots in (k, k + 1, 2 * k):
+    for num_slots in (k, 2 * k):
         model = streamed(checkpoint(case, stacks=case in STORED_ALONE), num_slots)
         assert (logits_of(model, ids) == expected).all()
 
@@ -229,12 +229,12 @@ def test_a_prompt_takes_no_more_memory_than_in_the_resident_model(tmp_path: Path
     with cpu_layers(False):
         for experts in (None, ExpertOptions(1 << 40)):
             model = load(folder, dtype="float32", experts=experts)
-            harness = Harness(model, prefill_chunk=1024, prefix_cache=False)
+            harness = Harness(model, prefill_chunk=512, prefix_cache=False)
             for turn in range(2):  # in the first, memory that stays is taken
                 mx.clear_cache()
                 mx.reset_peak_memory()
                 before = mx.get_active_memory()
-                harness.add(f"{turn}", [5 + turn] * 1024, SamplingParams(max_tokens=2))
+                harness.add(f"{turn}", [5 + turn] * 512, SamplingParams(max_tokens=2))
                 assert harness.drain()[f"{turn}"].error is None
             peaks.append(mx.get_peak_memory() - before)
             harness.loop.close()

@@ -327,7 +327,7 @@ programs = st.tuples(
     max_batch=st.integers(1, 3),
     launch_ahead=st.booleans(),
 )
-@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "5")))
+@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "3")))
 def test_disk_hits_give_the_tokens_of_the_plain_run(
     case: str,
     bits: int | None,

@@ -125,7 +125,7 @@ def plain_answer(length: int) -> list[int]:
     launch_ahead=st.booleans(),
     late=st.integers(0, 12),
 )
-@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "10")))
+@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "6")))
 def test_a_failed_step_fails_its_requests_only(
     at: int, reading: bool, launch_ahead: bool, late: int
 ) -> None:
@@ -238,7 +238,7 @@ def spoil(harness: Harness, token_id: int) -> None:
     constrained=st.booleans(),
     length=st.sampled_from([3, 20, 90]),
 )
-@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "10")))
+@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "6")))
 def test_logits_that_are_no_numbers_end_their_own_request_only(
     bad: set[int], launch_ahead: bool, constrained: bool, length: int
 ) -> None:

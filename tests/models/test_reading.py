@@ -68,7 +68,14 @@ def data_bytes(folder: Path) -> int:
     return sum(info.end - info.start for header in headers for info in header.values())
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of a family's cases the last; the others in the slow run.
+LAST = {case.rpartition("-")[0]: case for case in CASES}.values()
+ONE_OF_EACH_FAMILY = [
+    pytest.param(case, marks=() if case in LAST else pytest.mark.slow) for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH_FAMILY)
 def test_each_byte_is_read_once(case, tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path, case)
     reads = Reads(monkeypatch)

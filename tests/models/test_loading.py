@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -32,6 +33,7 @@ def write(folder: Path, config: dict, tensors: dict) -> Path:
     return folder
 
 
+@cache
 def arrays_of(case: str) -> dict[str, mx.array]:
     return {name: mx.array(value) for name, value in tiny_tensors(tiny_config(case)).items()}
 

@@ -178,7 +178,7 @@ def test_a_request_that_needs_more_pages_copies_few_layers_at_a_time() -> None:
     cache, grown, mixed = grows.loop.cache, 0, 0
     assert {pool.num_pages for pool in cache.pools} == {FIRST_PAGES}
     page_bytes = cache.groups[0].page_bytes // len(cache.pools)  # of a layer
-    for i in range(60):
+    for i in range(45):
         for harness in (grows, fixed):
             harness.add(str(i), prompt(40, i), SamplingParams(max_tokens=2))
         while not grows.loop.idle:

@@ -5,6 +5,7 @@ import os
 import weakref
 from dataclasses import fields, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -314,9 +315,13 @@ def test_nan_in_a_reused_tail_reaches_no_later_owner() -> None:
             assert harness.drain()[name].token_ids == expected
 
 
-@pytest.mark.parametrize("also_launch", [False, True])
-@pytest.mark.parametrize("late", range(4))
-@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize(
+    ("at", "late", "also_launch"),
+    [  # every second one, the others in the slow run
+        pytest.param(at, late, also, marks=pytest.mark.slow if (at + late + also) % 2 else ())
+        for at, late, also in product(range(1, 7), range(4), (False, True))
+    ],
+)
 def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_launch: bool) -> None:
     """Also those in the step after it, which ran on what it left, or failed itself."""
     model = tiny_model(CASE, quantized=True)

@@ -25,8 +25,8 @@ from mlxinfer.ranks.group import RankGroup
 from mlxinfer.speculation.options import SpeculationOptions
 from mlxinfer.speculation.sources import load_network, make_speculation, share_budget
 
-GREEDY = SamplingParams(max_tokens=14)
-DRAWN = SamplingParams(max_tokens=14, temperature=0.9, top_p=0.95, seed=11)
+GREEDY = SamplingParams(max_tokens=10)
+DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=11)
 HEADS = ("mtp", "mtp latent", "eagle", "dflash")
 CASES = {"mtp": "qwen3_5_text-v4", "mtp latent": "glm4_moe_lite-v4"}
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from _pytest.mark import ParameterSet
 from engine.harness import Harness, prompt, tiny_model
 from models.cases import CASES
 
@@ -18,7 +18,7 @@ FIRST = {case.rpartition("-")[0]: case for case in reversed(CASES)}.values()
 LAST = {case.rpartition("-")[0]: case for case in CASES}.values()
 
 
-def cases(chosen: Collection[str]) -> list[ParameterSet]:
+def cases(chosen: Collection[str]) -> list[Any]:
     """All of them, those that are not chosen in the slow run alone."""
     slow = pytest.mark.slow
     return [pytest.param(case, marks=() if case in chosen else slow) for case in CASES]

@@ -155,11 +155,11 @@ def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
     print(f"seed {seed}")
     rng, seen = random.Random(seed), set()
     for _ in range(40):
-        limit = memory(weights * rng.uniform(0.8, 4))
-        mac = Machine("M4", CHIPS["M4"], round(limit / MODELS_SHARE))
+        num_bytes = int(weights * rng.uniform(0.8, 4))
+        limit, mac = memory(num_bytes), Machine("M4", CHIPS["M4"], num_bytes)
         on = estimate(load_any_config(folder), weights, Work(1, 1), mac, 512, folder=folder)["fit"]
         fit = fit_of(load_any_config(folder), weights, limit, folder=folder)
-        assert abs(on["limit_bytes"] - limit) <= 1
+        assert on["limit_bytes"] == limit
         assert on["text"] == fit.text
         seen.add(on["verdict"])
         if on["verdict"] != Verdict.TOO_LARGE:

@@ -145,16 +145,7 @@ def divide(
             f"The model has {num_layers} layers,{together} which {size} pipeline stages cannot "
             f"share; use {last_cut + 1} ranks at most."
         )
-    layer_bytes, tables = [0] * num_layers, 0
-    for name, tensor in tensors.items():
-        ours = rename(name)
-        if ours is None:
-            continue
-        index = layer_of(ours)
-        if index is None:
-            tables += tensor.nbytes
-        elif index < num_layers:  # those behind predict tokens further ahead
-            layer_bytes[index] += tensor.nbytes
+    layer_bytes, tables = _sizes(tensors, rename, num_layers)
 
     @cache
     def best(first: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
@@ -172,8 +163,25 @@ def divide(
     return [range(a, b) for a, b in zip((0, *stops), stops, strict=False)]
 
 
+def _sizes(
+    tensors: Mapping[str, FileTensor], rename: Callable[[str], str | None], num_layers: int
+) -> tuple[list[int], int]:
+    """Bytes of each layer, and of what is in no layer; arguments as of `divide`."""
+    layer_bytes, tables = [0] * num_layers, 0
+    for name, tensor in tensors.items():
+        ours = rename(name)
+        if ours is None:
+            continue
+        index = layer_of(ours)
+        if index is None:
+            tables += tensor.nbytes
+        elif index < num_layers:  # those behind predict tokens further ahead
+            layer_bytes[index] += tensor.nbytes
+    return layer_bytes, tables
+
+
 class StageModel:
-    """One rank's layers, joined to those of the others; see `decoder.LanguageModel`.
+    """One rank's layers, joined to those of the others; see `language.LanguageModel`.
 
     All ranks build the same steps in the same order. Each operation of the link is launched as it
     is built: arrays that are received depend on nothing, so that MLX knows no order among them.

@@ -152,11 +152,14 @@ class FileStore:
         return [StoredFile(*row) for row in rows]
 
     def delete(self, owner: str, id: str) -> bool:
-        """Forget a file; False if it is not there."""
+        """Forget a file; False if it is not there. One that a batch reads is hidden until its end."""
+        now_s = self.clock()
         with self._lock, self._db:
-            gone = self._db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (id, owner))
-        if gone.rowcount:
-            self._unlink(id)
+            gone = self._db.execute(
+                "UPDATE files SET expires_s = 0 WHERE id = ? AND owner = ? AND expires_s > ?",
+                (id, owner, now_s),
+            )
+        self.drop_old()
         return gone.rowcount > 0
 
     def drop_old(self) -> None:

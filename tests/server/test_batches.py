@@ -422,6 +422,34 @@ def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
         assert found.keys() == {each["custom_id"] for each in lines}
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_batch_outlives_its_file(tmp_path: Path, *, cleared: bool) -> None:
+    """A file that was deleted is hidden at once, and lies there until the batch has ended."""
+    with BatchServer(tmp_path) as server, openai_client(server) as client:
+        slow = chat("Count", ignore_eos=True, max_tokens=1900)
+        began = server.begin(client, [line(0), line(1, slow)])
+        wait_until(lambda: num_completed(client, began.id) == 1)
+        assert client.files.delete(began.input_file_id).deleted
+        assert not list(client.files.list())
+        with pytest.raises(openai.NotFoundError):
+            client.files.delete(began.input_file_id)
+    if cleared:  # by somebody who knows nothing of batches
+        (tmp_path / began.input_file_id).unlink()
+    with BatchServer(tmp_path) as server, openai_client(server) as client:
+        if not cleared:
+            client.batches.cancel(began.id)
+        batch = server.ended_batch(client, began.id)
+        assert batch.status == ("failed" if cleared else "cancelled")
+        assert batch.output_file_id
+        assert results_of(client.files.content(batch.output_file_id).read()).keys() == {"row 0"}
+        assert bool(batch.errors) == cleared
+        if not cleared:
+            assert batch.error_file_id
+            errors = results_of(client.files.content(batch.error_file_id).read())
+            assert errors["row 1"]["error"]["code"] == "batch_cancelled"
+        wait_until(lambda: not (tmp_path / began.input_file_id).exists())
+
+
 def test_what_a_killed_server_left_unlisted_is_removed(tmp_path: Path) -> None:
     """But for the answers of a batch that goes on."""
     store = FileStore(tmp_path)

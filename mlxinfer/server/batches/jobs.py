@@ -153,8 +153,9 @@ class _Job:
     async def run(self) -> None:
         """From where it is to its end."""
         batch, path = self.batch, self._files.path(self.batch.input_file_id)
-        if not path.exists():
-            self._fail([Problem(code="no_input", message="The file is gone.", line=0)])
+        if not path.exists():  # somebody cleared the folder: what was answered is listed
+            problem = Problem(code="no_input", message="The file of requests is gone.", line=0)
+            batch.errors = Problems(data=[problem])
         elif batch.status == "validating":
             await self._validate()
         elif not batch.request_counts.total:  # cancelled before it was looked at
@@ -166,8 +167,8 @@ class _Job:
         paths = self._files.path(output), self._files.path(errors)
         self._results = results = await _aside(lambda: ResultFiles(*paths))
         try:
-            outcome = await self._answered(results)
-            if outcome in REASONS:
+            outcome: Status = "failed" if batch.errors else await self._answered(results)
+            if outcome in REASONS and not batch.errors:
                 left = (row for row in rows_of(path) if row.custom_id not in results.done)
                 code, message = REASONS[outcome]
                 await _to_its_end(lambda: unanswered(left, results, code, message))

@@ -152,7 +152,7 @@ class FileStore:
         return [StoredFile(*row) for row in rows]
 
     def delete(self, owner: str, id: str) -> bool:
-        """Forget a file; False if it is not there. One that a batch reads is hidden until its end."""
+        """Forget a file; False if it is not there. One that a batch reads stays until its end."""
         now_s = self.clock()
         with self._lock, self._db:
             gone = self._db.execute(

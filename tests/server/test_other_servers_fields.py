@@ -268,6 +268,8 @@ def test_the_effort_has_other_names(fields: dict[str, Any]) -> None:
         ({"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
         ({"reasoning_budget": -2}, "reasoning_budget"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"reasoning_effort": "low", "think": "high"}, "think"),
+        ({"think": "high", "reasoning": {"effort": "low"}}, "reasoning.effort"),
     ],
 )
 def test_contradictions_of_reasoning_are_named(

@@ -229,10 +229,15 @@ def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
 
 
 def test_chats_name_of_the_effort_is_read(scripted: ScriptedServer) -> None:
-    for fields in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}):
+    names: list[Any] = [{"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}]
+    for fields in [*names, names[0] | names[1]]:
         with scripted.says("x"):
             answer = scripted.post("/v1/responses", {"input": "x", **fields}).json()
         assert answer["reasoning"]["effort"] == "low"
+    differing = {"input": "x", "reasoning_effort": "high", **names[1]}
+    answer = scripted.post("/v1/responses", differing)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "reasoning_effort"
 
 
 LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}

@@ -4,7 +4,8 @@ A field that would change the answer is refused, unless its value asks for what 
 Unknown fields are skipped: clients send many of their own.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,6 +13,7 @@ from ...errors import InvalidRequestError
 from ...grammar.schema import MAX_BYTES
 from ..errors import UnsupportedFieldError
 
+T = TypeVar("T")
 MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
 
 
@@ -105,6 +107,24 @@ def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
         return
     usable = f" (only {neutral[0]!r} is)" if neutral else ""
     raise UnsupportedFieldError(f"{name} is not supported here{usable}.", param=name)
+
+
+def agreed(given: Mapping[str, T | None]) -> T | None:
+    """The value of a field that has several names; None: it is absent.
+
+    Args:
+        given: what the request has, by name.
+
+    Raises:
+        InvalidRequestError: two names with different values.
+    """
+    found = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise InvalidRequestError(
+                f"{name} and {found[0][0]} are one field, and differ; send one.", param=name
+            )
+    return found[0][1] if found else None
 
 
 def check_json_size(value: Any, *, param: str, max_depth: int) -> None:

@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, UnsetType
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError
 from ...outputs import Result
-from ..fields.checks import refuse
+from ..fields.checks import agreed, refuse
 from ..fields.grammar import ConstraintFields
 from ..fields.prompt import Effort
 from ..fields.sampling import UNLIMITED, ReasoningLimit, TokenLimit
@@ -118,13 +118,7 @@ class ChatRequest(ToolFields, kw_only=True):
             given["thinking.budget_tokens"] = self.thinking.budget_tokens
         if self.reasoning is not None:
             given["reasoning.max_tokens"] = self.reasoning.max_tokens
-        limits = {name: limit for name, limit in given.items() if limit is not None and limit > 0}
-        if len(set(limits.values())) > 1:
-            first, second = list(limits)[:2]
-            raise InvalidRequestError(
-                f"{second} and {first} are one limit, and differ; send one.", param=second
-            )
-        return next(iter(limits.values()), None)
+        return agreed({name: limit for name, limit in given.items() if limit and limit > 0})
 
     def prepare(self) -> None:
         """Resolve fields of other servers; raise UnsupportedFieldError for unsupported ones."""
@@ -132,20 +126,25 @@ class ChatRequest(ToolFields, kw_only=True):
         self._resolve_thinking()
 
     def _resolve_thinking(self) -> None:
-        """Give other servers' switches of reasoning to the chat template."""
+        """Give other servers' switches of reasoning to the chat template.
+
+        Raises:
+            InvalidRequestError: two fields that contradict each other.
+        """
         wishes: list[tuple[str, bool | None]] = [("enable_thinking", self.enable_thinking)]
         thinking = self.thinking
         if isinstance(thinking, ThinkingSwitch):
             thinking = thinking.type != "disabled"
         wishes.append(("thinking", thinking))
-        effort = None if isinstance(self.think, bool) else self.think
+        efforts = {"reasoning_effort": self.reasoning_effort}
+        efforts["think"] = None if isinstance(self.think, bool) else self.think
         wishes.append(("think", self.think if isinstance(self.think, bool) else None))
         if self.reasoning is not None:
             refuse("reasoning.exclude", self.reasoning.exclude, (False,))
-            effort = self.reasoning.effort or effort
+            efforts["reasoning.effort"] = self.reasoning.effort
             wishes.append(("reasoning.enabled", self.reasoning.enabled))
         wishes += [(name, False) for name in _BUDGETS if getattr(self, name) == 0]
-        self.reasoning_effort = self.reasoning_effort or effort
+        self.reasoning_effort = agreed(efforts)
         for name, enabled in wishes:
             if enabled is None:
                 continue

@@ -308,7 +308,7 @@ def _encode(
     messages = conversation(body, before, declared, source=source)
     check_messages(model, messages, param="input")
     check = text_check(model, param="input")
-    variables = effort_variables(body.effort, source)
+    variables = effort_variables(body.reasoning_effort, source)
     return model.builder.encode_chat(messages, check, tools=tools, **variables)
 
 
@@ -329,7 +329,7 @@ def _begun(
         presence_penalty=params.presence_penalty,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
-        reasoning={"effort": body.effort, "summary": None},
+        reasoning={"effort": body.reasoning_effort, "summary": None},
         safety_identifier=body.safety_identifier,
         store=call.service.store is not None and body.store is not False,
         temperature=params.temperature,

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...core import MAX_LOGPROBS
-from ..fields.checks import refuse
+from ..fields.checks import agreed, refuse
 from ..fields.prompt import Effort
 from ..fields.sampling import OtherServersFields
 from .logprobs import TokenLogprob
@@ -107,6 +107,13 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
     max_completion_tokens: Any = None
     response_format: Any = None
 
+    def prepare(self) -> None:
+        """Resolve fields of other APIs; raises as the same method of SamplerFields."""
+        super().prepare()
+        own = self.reasoning.effort if self.reasoning else None
+        names = {"reasoning.effort": own, "reasoning_effort": self.reasoning_effort}
+        self.reasoning_effort = agreed(names)
+
     def refuse(self) -> None:
         """Raise UnsupportedFieldError for fields that would change the answer."""
         OtherServersFields.refuse(self)
@@ -121,12 +128,6 @@ class ResponsesRequest(OtherServersFields, kw_only=True):
                 refuse("include", name, ("reasoning.encrypted_content",))
         for name, neutral in _NOT_OF_THIS_API.items():
             refuse(name, getattr(self, name), neutral)
-
-    @property
-    def effort(self) -> Effort | None:
-        """How much the model shall reason; None: as much as it does by itself."""
-        own = self.reasoning.effort if self.reasoning else None
-        return own or self.reasoning_effort
 
     @property
     def num_logprobs(self) -> int | None:

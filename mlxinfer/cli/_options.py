@@ -68,6 +68,12 @@ _SAMPLING = (
     click.option(
         "--repetition-penalty", type=float, help="Divide logits of tokens that came before by N."
     ),
+    click.option(
+        "--repetition-window",
+        type=int,
+        metavar="N",
+        help="That penalty looks at the last N tokens only.  [default: all]",
+    ),
     click.option("--top-n-sigma", type=float, help="Drop logits N deviations below the highest."),
     click.option("--typical-p", type=float, help="Draw from the most typical that add up to P."),
     click.option(
@@ -189,7 +195,7 @@ _RANKS = (
 )
 SAMPLING_NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
-    *("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_window", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
     *("dry_multiplier", "dry_allowed_length"),
 )
 SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")

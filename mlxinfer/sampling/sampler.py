@@ -242,7 +242,7 @@ class Sampler:
                 if slot in self._dry:
                     self._dry[slot].append(token_id)
                 if slot in self._windows:
-                    self._windows[slot].ids.append(token_id)
+                    self._windows[slot].append(token_id)
 
     def sample(
         self,

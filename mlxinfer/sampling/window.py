@@ -6,15 +6,17 @@ llama.cpp's `repeat_last_n` and mlx-lm's `repetition_context_size`. The penalty 
 The newest tokens of a row may be known to the device alone (`recent`), as in `adjustments`.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from .adjustments import repeated, strength_of
+
+MIN_ROOM = 64  # tokens that are added before any is moved
 
 
 class WindowHistory:
@@ -26,8 +28,23 @@ class WindowHistory:
     """
 
     def __init__(self, params: SamplingParams, ids: Sequence[int]) -> None:
-        self.strength = strength_of(params)
-        self.ids = deque(ids, maxlen=params.repetition_window)
+        self.strength, self.size = strength_of(params), params.repetition_window
+        self._ids = np.array(ids[-self.size :], dtype=np.int32)
+        self._end = len(self._ids)
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """(N,) the tokens of the window, in order."""
+        return self._ids[max(self._end - self.size, 0) : self._end]
+
+    def append(self, token_id: int) -> None:
+        """Add one token. Those of the window move once in as many calls as it has tokens."""
+        if self._end == len(self._ids):
+            kept = self.ids
+            room = np.empty(max(len(kept), MIN_ROOM), dtype=np.int32)
+            self._ids, self._end = np.concatenate([kept, room]), len(kept)
+        self._ids[self._end] = token_id
+        self._end += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,7 @@ def window_rows(slots: Sequence[int], histories: Mapping[int, WindowHistory]) ->
     return Windows(
         slots=tuple(slots[place] for place in places),
         places=mx.array(places, mx.int32),
-        sizes=mx.array([[each.ids.maxlen] for each in found], mx.int32),
+        sizes=mx.array([[each.size] for each in found], mx.int32),
         strengths=mx.array([[each.strength] for each in found], mx.float32),
     )
 

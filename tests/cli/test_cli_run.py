@@ -195,6 +195,7 @@ def test_an_error_is_one_line(fake: FakeLLM, outcome: Any) -> None:
     [
         (["--temperature", "-1", "hi"], "--temperature: temperature is -1.0; expected"),
         (["--top-p", "2", "hi"], "--top-p"),
+        (["--repetition-window", "-2", "hi"], "--repetition-window: repetition_window is -2"),
         (["--max-tokens", "x", "hi"], "'x' is not a valid integer"),
         (["--kv-bits", "5", "hi"], "--kv-bits"),
         (["--kv-sinks", "4", "hi"], "--kv-sinks: kv_sinks goes with kv_window"),

@@ -14,6 +14,7 @@ from mlxinfer.sampling import Sampler, read_logprobs
 from mlxinfer.sampling.cuts import EXCLUDING
 from mlxinfer.sampling.draw import stream_of, uniforms
 from mlxinfer.sampling.plan import SamplingPlan
+from mlxinfer.sampling.window import MIN_ROOM, WindowHistory
 
 Choice = tuple[int, TokenLogprobs | None]
 
@@ -264,6 +265,18 @@ def test_a_penalty_over_the_last_tokens_runs_none_of_that_over_all(
     plan = plan_of(SamplingParams(repetition_penalty=1.2, **params))  # type: ignore[arg-type]
     assert {name for name in ("windows", "penalties") if getattr(plan, name) is not None} == kinds
     assert plan.adjusts == bool(kinds)
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 100])
+@pytest.mark.parametrize("size", [1, 5, 80, 1000])
+def test_a_window_holds_the_last_tokens(size: int, num_before: int) -> None:
+    ids = list(range(num_before + 500))
+    params = SamplingParams(repetition_penalty=1.2, repetition_window=size)
+    history = WindowHistory(params, ids[:num_before])
+    for count, token_id in enumerate(ids[num_before:], start=num_before + 1):
+        history.append(token_id)
+        assert history.ids.tolist() == ids[max(count - size, 0) : count]
+    assert len(history._ids) <= 2 * max(size, MIN_ROOM)
 
 
 def plan_of(params: SamplingParams) -> SamplingPlan:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .core import FinishReason, Request, SamplingParams, TokenEvent
     from .errors import (
+        AdapterNotFoundError,
         BackendMissingError,
         CheckpointError,
         ContextLengthError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AdapterNotFoundError",
     "BackendMissingError",
     "CheckpointError",
     "ContextLengthError",

@@ -32,7 +32,7 @@ class Adapters(Retrieval):
         Raises:
             InvalidRequestError: the name is taken, or is none.
             InsufficientMemoryError: there is no room for it.
-            ModelNotFoundError: there is no adapter.
+            AdapterNotFoundError: there is no adapter.
             CheckpointError: a file is broken, a pickle, or not for this model.
             UnsupportedModelError: it changes what cannot be changed here; the message names it.
         """

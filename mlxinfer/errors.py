@@ -7,6 +7,7 @@
     │   └── UnknownArgumentError       400  unknown_argument       also a TypeError
     ├── ModelError                     400  model_error
     │   ├── ModelNotFoundError         404  model_not_found
+    │   │   └── AdapterNotFoundError   404  adapter_not_found
     │   ├── UnsupportedModelError      400  unsupported_model
     │   ├── CheckpointError            400  bad_checkpoint         broken, truncated or lying files
     │   └── DownloadError              502  download_failed
@@ -79,6 +80,12 @@ class ModelNotFoundError(ModelError):
 
     status = 404
     code = "model_not_found"
+
+
+class AdapterNotFoundError(ModelNotFoundError):
+    """No folder with an adapter is there."""
+
+    code = "adapter_not_found"
 
 
 class UnsupportedModelError(ModelError):

@@ -9,7 +9,7 @@ from ..errors import InvalidRequestError
 from ..memory import human_bytes
 from ._asking import thinking
 from ._chat_session import ChatSession, check_setting
-from ._output import table
+from ._output import counted, table
 from ._terminal import copy
 
 
@@ -92,13 +92,13 @@ def _edit(session: ChatSession, text: str) -> Reply:
 def _save(session: ChatSession, name: str) -> Reply:
     path = _path(name, "/save")
     session.save(path)
-    return Reply(f"saved {len(session.messages)} messages to {path}")
+    return Reply(f"saved {counted(len(session.messages), 'message')} to {path}")
 
 
 def _load(session: ChatSession, name: str) -> Reply:
     path = _path(name, "/load")
     session.load(path)
-    return Reply(f"loaded {len(session.messages)} messages")
+    return Reply(f"loaded {counted(len(session.messages), 'message')}")
 
 
 def _stats(session: ChatSession, _: str) -> Reply:
@@ -109,7 +109,7 @@ def _stats(session: ChatSession, _: str) -> Reply:
     speculation = stats.get("speculation") or {}
     rows = [
         ("model", f"{info.name}, {info.summary}"),
-        ("chat", f"{len(session.messages)} messages, {session.params.words}"),
+        ("chat", f"{counted(len(session.messages), 'message')}, {session.params.words}"),
         ("last answer", last),
         ("memory", _memory(stats)),
         (

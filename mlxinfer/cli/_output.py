@@ -27,6 +27,11 @@ def human_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(count: int, what: str) -> str:
+    """1, 'file' -> '1 file'; 2, 'file' -> '2 files'."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> str:
     """Return left-aligned columns, two spaces apart, without borders, for awk and for people."""
     lines = [header, *rows] if header else list(rows)

@@ -13,7 +13,7 @@ from ..memory import MODELS_SHARE
 from ..progress import progress_bar
 from ._configuration import requested_models
 from ._options import Size, engine_options_without
-from ._output import note
+from ._output import counted, note
 from .serve import registry
 
 if TYPE_CHECKING:
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 SHOWN_PROBLEMS = 5
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("input_path", metavar="IN.jsonl", type=click.Path(exists=True, path_type=Path))
+@click.argument("input_path", metavar="IN.jsonl", type=_INPUT)
 @click.argument("output_path", metavar="OUT.jsonl", type=_FILE)
 @click.option(
     "--errors",
@@ -120,8 +121,8 @@ async def _run(service: Any, model: str | None, work: Callable[[], Any]) -> None
 
 def _summarise(results: "ResultFiles", output_path: Path, errors_path: Path) -> None:
     answered = len(results.done) - results.num_failed
-    note(f"{answered} answers are in {output_path}")
+    note(f"{counted(answered, 'answer')} in {output_path}")
     if results.num_failed:
         raise MlxinferError(
-            f"{results.num_failed} requests failed; {errors_path} says why, line by line."
+            f"{counted(results.num_failed, 'request')} failed; {errors_path} says why, by line."
         )

@@ -22,7 +22,7 @@ from ._options import (
     sampling_options,
     sampling_values,
 )
-from ._output import note, wrapped
+from ._output import counted, note, wrapped
 from ._terminal import Reader, open_reader, silent_interrupts
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def command(
         if sys.stdin.isatty():
             note(f"{summary.name} is ready ({session.params.words}); /help lists commands")
             if continued and log is not None:
-                note(f"{log.title}: {len(session.messages)} messages")
+                note(f"{log.title}: {counted(len(session.messages), 'message')}")
         console, shown = Console(), options["show_thinking"]
         num_failed = converse(session, open_reader(COMMANDS), console, thoughts=shown)
     finally:

@@ -16,7 +16,7 @@ from ..memory import human_bytes
 from ..progress import progress_lines, wants_lines
 from ._convert_options import check_usage, checks, convert_options, shape, wrong_usage
 from ._options import json_option
-from ._output import emit_json, human_count, note, table
+from ._output import counted, emit_json, human_count, note, table
 
 if TYPE_CHECKING:
     from ..convert.plan import ConversionPlan
@@ -83,7 +83,7 @@ def show_plan(plan: dict[str, Any]) -> None:
     click.echo(table(rows, header=["tensor", "shape", "source", "format", "count", "bytes"]))
     click.echo(
         f"\n{human_count(plan['num_weights'])} weights, {human_bytes(plan['num_bytes'])} in "
-        f"{_files(len(plan['shards']))}, {plan['bits_per_weight']:.3f} bits per weight\n"
+        f"{counted(len(plan['shards']), 'file')}, {plan['bits_per_weight']:.3f} bits per weight\n"
         f"peak memory about {human_bytes(plan['peak_memory_bytes'])}, "
         f"disk {human_bytes(plan['disk_bytes'])}"
     )
@@ -92,10 +92,6 @@ def show_plan(plan: dict[str, Any]) -> None:
             f"Formats and sizes above are those of {plan['recipe']}; what meets the target follows "
             "from measuring."
         )
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count} files"
 
 
 def show_report(report: "ConversionReport", out: str) -> None:

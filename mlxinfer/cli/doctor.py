@@ -17,7 +17,7 @@ from ..backend import require_mlx
 from ..errors import MlxinferError
 from ..memory import human_bytes
 from ._options import json_option
-from ._output import emit_json, styled
+from ._output import counted, emit_json, styled
 
 if TYPE_CHECKING:
     from ..metal_kernels.verdicts import Verdict
@@ -200,7 +200,7 @@ def cache() -> Check:
     models = [model for model in hub.list_models() if model.source == "cache"]
     broken = [model.name for model in models if not model.complete]
     size = human_bytes(sum(model.size_bytes for model in models))
-    found = f"{len(models)} models, {size}"
+    found = f"{counted(len(models), 'model')}, {size}"
     if broken:
         advice = f"mlxinfer pull {broken[0]}, or mlxinfer rm {broken[0]}"
         return Check("hub cache", WARN, f"{found}; incomplete: {', '.join(broken)}", advice)

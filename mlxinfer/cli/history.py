@@ -14,7 +14,7 @@ from ..errors import InvalidRequestError
 from ..history import Conversation, History, StoredMessage, text_sent
 from ._chat_log import open_history, owner
 from ._options import json_option
-from ._output import emit_json, escaped, note, printable, table
+from ._output import counted, emit_json, escaped, note, printable, table
 
 NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
 SHORT_ID = 8  # characters that `list` shows
@@ -127,7 +127,7 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
     found = _with_history(chosen)
     if everything and not yes:
-        click.confirm(f"Delete {len(found)} conversations?", abort=True, err=True)
+        click.confirm(f"Delete {counted(len(found), 'conversation')}?", abort=True, err=True)
 
     def delete(history: History) -> None:
         for conversation in {each.id: each for each in found}.values():

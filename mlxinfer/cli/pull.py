@@ -9,7 +9,7 @@ from ..errors import InsufficientMemoryError, MlxinferError
 from ..memory import human_bytes
 from ._model import download_bar
 from ._options import complete_models, json_option
-from ._output import emit_json, note
+from ._output import counted, emit_json, note
 
 
 @click.command()
@@ -76,7 +76,7 @@ def _plan(name: str, *, as_json: bool) -> None:
         )
     else:
         click.echo(
-            f"{plan.repo}: {human_bytes(plan.total_bytes)} in {len(plan.files)} files, "
+            f"{plan.repo}: {human_bytes(plan.total_bytes)} in {counted(len(plan.files), 'file')}, "
             f"{human_bytes(plan.missing_bytes)} to download, "
             f"{human_bytes(plan.free_bytes)} free\n{fit.text}"
         )

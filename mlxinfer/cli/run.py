@@ -22,7 +22,7 @@ from ._options import (
     sampling_options,
     sampling_values,
 )
-from ._output import emit_json, note, printable, styled
+from ._output import counted, emit_json, note, printable, styled
 from ._process import INTERRUPTED
 from ._ranks import follow_if_asked
 
@@ -190,7 +190,7 @@ def explain_end(result: Result, *, limited: bool) -> None:
         return
     what = "cut off while it was thinking" if empty and result.reasoning else "cut off"
     limit = "--max-tokens allows" if limited else "the context holds"
-    note(f"{what} after {len(result.token_ids)} tokens (length): {limit} no more")
+    note(f"{what} after {counted(len(result.token_ids), 'token')} (length): {limit} no more")
 
 
 def new_writer(options: dict[str, Any]) -> "Writer":

@@ -10,6 +10,7 @@ from fake_llm import FakeLLM
 
 from mlxinfer import __version__
 from mlxinfer.cli._commands import cli, guarded
+from mlxinfer.cli._output import counted
 
 
 def test_a_bug_is_named_and_said_to_be_one(fake: FakeLLM, outcome: Any) -> None:
@@ -138,3 +139,36 @@ def test_a_size_that_is_none_is_wrong_usage(outcome: Any, option: str) -> None:
     assert seen.code == 2
     assert option in seen.err
     assert "'8GB'" in seen.err
+
+
+LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("fuse", "demo", "no_adapter", "out"), 1, "There is no folder 'no_adapter'; an adapter"),
+        (("batch", "folder", "out"), 2, "'folder' is a directory"),
+        (("batch", "in", "no_folder/out"), 1, "There is no folder no_folder for out; make it"),
+        (("batch", "in", "o" * 300), 1, "oo: File name too long"),
+    ],
+)
+def test_what_is_wrong_with_a_path_is_said_in_words(
+    outcome: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("in").write_text(LINE)
+    seen = outcome(*arguments)
+    assert (seen.code, words in seen.err) == (code, True), seen.err
+    assert "Errno" not in seen.err
+    assert "mlxinfer list" not in seen.err
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(n, "request") for n in (0, 1, 2)] == ["0 requests", "1 request", "2 requests"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from ...errors import CheckpointError, ModelNotFoundError
+from ...errors import AdapterNotFoundError, CheckpointError
 from ..identity import hash_files
 from ..jsonfields import Fields, read_json
 from ..safetensors import TensorInfo, read_header
@@ -94,11 +94,11 @@ def find_file(folder: Path) -> tuple[Path, Fields]:
     """The tensors of an adapter and its config.
 
     Raises:
-        ModelNotFoundError: there is no adapter.
+        AdapterNotFoundError: there is no adapter.
         CheckpointError: it is a pickle, or the config is broken.
     """
     if not os.path.isdir(folder):  # unlike `is_dir` not an error where a path is too long
-        raise ModelNotFoundError(
+        raise AdapterNotFoundError(
             f"There is no folder {str(folder)[:200]!r}; an adapter is a folder with {CONFIG} and "
             f"{PEFT_FILE} (PEFT) or {MLX_FILE} (mlx-lm)."
         )
@@ -110,7 +110,7 @@ def find_file(folder: Path) -> tuple[Path, Fields]:
                 f"{folder} has its adapter in {pickles[0]}, a pickle, which can run any code and "
                 "is never opened; save it with safe_serialization=True."
             )
-        raise ModelNotFoundError(f"{folder} has no {PEFT_FILE} and no {MLX_FILE}.")
+        raise AdapterNotFoundError(f"{folder} has no {PEFT_FILE} and no {MLX_FILE}.")
     if len(found) > 1:
         raise CheckpointError(f"{folder} has both {PEFT_FILE} and {MLX_FILE}; leave one of them.")
     if not (folder / CONFIG).is_file():

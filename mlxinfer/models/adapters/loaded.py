@@ -29,7 +29,7 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
     """What an adapter changes, in PEFT's layout or mlx-lm's; reads no matrices.
 
     Raises:
-        ModelNotFoundError: there is none.
+        AdapterNotFoundError: there is none.
         CheckpointError: a file is broken, disagrees with the config, or is a pickle.
         UnsupportedModelError: a kind of adapter that is not supported.
     """

@@ -176,7 +176,7 @@ class ResultFiles:
 
     Raises:
         InvalidRequestError: a file is there that was not written by a batch, another process
-            writes it, or both are one.
+            writes it, both are one, or a folder is missing.
         OSError: one cannot be written.
     """
 
@@ -258,6 +258,11 @@ def _sync(files: Iterable[BinaryIO]) -> None:
 
 def _opened(path: Path) -> BinaryIO:
     """A file to be read, and written at its end, by this process alone."""
+    if not path.parent.is_dir():
+        raise InvalidRequestError(
+            f"There is no folder {path.parent} for {path.name}; make it, or name another file.",
+            param="output",
+        )
     file = path.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends

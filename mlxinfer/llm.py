@@ -5,12 +5,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from .adapters import Adapters
 from .boundary import apublic, ashort_errors, check_names, public, short_errors
 from .core import SamplingParams, SamplingValues
 from .errors import InvalidRequestError
-from .opened import connect, load_session
-from .outputs import Delta, Facts, Result, Results
+from .open_model import OpenModel, connect, load_session
+from .outputs import Delta, Result, Results
 from .progress import is_watched, progress_bar
 from .session.engine_client import last
 from .session.engine_factory import EngineArguments
@@ -19,8 +18,6 @@ from .session.request_builder import ChatOptions, Message, Prompt, ResponseForma
 from .session.session import Session
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from .display.show import Heat
 
 
@@ -28,7 +25,7 @@ class ChatArguments(ChatOptions, SamplingValues, total=False):
     """Keyword arguments of LLM.chat, documented there."""
 
 
-class LLM(Adapters):
+class LLM(OpenModel):
     """A language model and the engine that runs it, or the server that has it.
 
     Args:
@@ -113,14 +110,14 @@ class LLM(Adapters):
         if name.startswith(("http://", "https://")):
             if tool_format != "auto":
                 options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
-            self._session = connect(name, api_key, served_model, options)
+            session: Session | PoolingSession = connect(name, api_key, served_model, options)
         elif api_key is not None or served_model is not None:
             raise InvalidRequestError(
                 f"api_key and served_model go with the address of a server; {name} runs here."
             )
         else:
-            self._session = load_session(name, options, tool_format, progress)
-        self.model_info = self._session.info
+            session = load_session(name, options, tool_format, progress)
+        super().__init__(session)
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -305,27 +302,17 @@ class LLM(Adapters):
 
         self.last = show(self.stream_chat(messages, params, **options))
 
-    @property
-    def chat_params(self) -> SamplingParams:
-        """How `chat` chooses tokens if nothing is said: by the model's generation_config.json.
+    @public
+    def heat(self, result: Result) -> "Heat":
+        """The tokens of an answer, which a notebook shows on a ground that is hot where one was
+        improbable.
 
-        Models that reason repeat themselves without end where the most probable token is always
-        taken. An answer is as long as the context allows.
+        Raises:
+            InvalidRequestError: the answer has no log-probabilities: ask with logprobs=3.
         """
-        return self._generator.chat_params
+        from .display.show import Heat
 
-    @property
-    def _generator(self) -> Session:
-        """The session of a model that generates; raises InvalidRequestError for another."""
-        session = self._session
-        if isinstance(session, PoolingSession):
-            kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
-            if session.embeds:
-                kind, methods = "an embedding model", "embed(texts), rerank or score"
-            raise InvalidRequestError(
-                f"{session.info.name} is {kind} and gives no text; call {methods}."
-            )
-        return session
+        return Heat.of(result, self.tokenizer.token_bytes)
 
     def _chat(
         self,
@@ -347,92 +334,6 @@ class LLM(Adapters):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self._generator.chat(messages, params, sampling, **rest)
-
-    # -- the model itself -----------------------------------------------------------------------
-
-    @public
-    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
-        """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
-
-        Pinned pages are evicted only when running requests need their room and hold every page
-        that is not pinned: a running request goes before a kept prefix. Then they go last page
-        first, and are computed again like any other prefix.
-
-        Returns:
-            How many tokens are kept: whole pages. The next request that begins with them finds as
-            many, unless some had to go meanwhile.
-
-        Raises:
-            InvalidRequestError: there is no prefix cache, or it is a server's.
-        """
-        return self._generator.pin(prompt)
-
-    @public
-    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> "np.ndarray":
-        """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
-        return self._generator.logits(prompt, adapter)
-
-    @public
-    def heat(self, result: Result) -> "Heat":
-        """The tokens of an answer, which a notebook shows on a ground that is hot where one was
-        improbable.
-
-        Raises:
-            InvalidRequestError: the answer has no log-probabilities: ask with logprobs=3.
-        """
-        from .display.show import Heat
-
-        return Heat.of(result, self.tokenizer.token_bytes)
-
-    @public
-    def stats(self) -> dict[str, Any]:
-        """Counters, pages and memory of the engine, as plain numbers; a card in a notebook."""
-        return Facts(self._session.stats())
-
-    @public
-    def close(self) -> None:
-        """Abort running requests and free the memory; closing twice is fine."""
-        self._session.close()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called, or the engine ended after a fault."""
-        return self._session.closed
-
-    def __repr__(self) -> str:
-        state = ", closed" if self.closed else ""
-        return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
-
-    def _repr_html_(self) -> str:
-        from .display.cards import facts_card
-
-        info, state = self.model_info, " (closed)" if self.closed else ""
-        context = f"{info.max_context:,} tokens" if info.max_context else "-"
-        facts = {"model": info.summary, "context": context}
-        if isinstance(self._session, Session):
-            facts["chat"] = self.chat_params.words
-        return facts_card(f"{info.name}{state}", facts)
-
-    @property
-    def path(self) -> Path:
-        """The folder of the model; raises InvalidRequestError where it is a server's."""
-        return self._session.path
-
-    @property
-    def tokenizer(self) -> Any:
-        """Of the model; raises InvalidRequestError where it is a server's."""
-        return self._session.tokenizer
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return self._session.end_ids
 
 
 def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:

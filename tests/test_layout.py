@@ -80,9 +80,7 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
 ASSEMBLERS = {
     "llm",
-    "opened",
-    "retrieval",
-    "adapters",
+    "open_model",
     "library",
     "magic",
     "cli",

@@ -3,22 +3,26 @@
 What only an engine in this process has (its tokenizer, logits, pinned prefixes) is refused by name.
 """
 
+import base64
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ..core import SamplingParams
 from ..errors import EngineClosedError, InvalidRequestError
 from ..http_json import NoServerError, ServerError, exchange
-from ..outputs import Delta, Result
+from ..outputs import Delta, Ranked, Result
 from .answer import RemoteAnswer, error_of
 from .request import RemoteRequest, chat_request, text_request
-from .retrieval import RemoteRetrieval
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 API_KEY = "MLXINFER_API_KEY"  # environment variable
 ASK_S = 30.0  # that a server may take to say what it is
@@ -39,7 +43,7 @@ class RemoteInfo:
         return f"at {self.url}"
 
 
-class RemoteSession(RemoteRetrieval):
+class RemoteSession:
     """One model of a server.
 
     Args:
@@ -64,7 +68,6 @@ class RemoteSession(RemoteRetrieval):
         found = exchange(self._url, "/v1/models", None, key=key, timeout_s=ASK_S)
         self.info = _chosen(self._url, found, served_model)
         self.closed = False
-        super().__init__(self.info.name, self._post_json)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -166,12 +169,46 @@ class RemoteSession(RemoteRetrieval):
                         yield delta
         yield answer.finish()
 
-    def _post_json(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of an answer."""
+    # -- vectors and scores ---------------------------------------------------------------------
+
+    def embed(
+        self, texts: Any, *, truncate: int | bool = False, **options: Any
+    ) -> "NDArray[np.float32]":
+        """Vectors (N, dim); arguments as of LLM.embed."""
+        import numpy as np
+
+        body = {"input": texts, "encoding_format": "base64", **_given(options), **_cut(truncate)}
+        data = self._post("/v1/embeddings", body)["data"]
+        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
+        return np.stack(rows).astype(np.float32)
+
+    def rerank(
+        self, query: str, documents: Sequence[str], *, truncate: int | bool = False, **options: Any
+    ) -> list[Ranked]:
+        """Documents by their scores; arguments as of LLM.rerank."""
+        body = {"query": query, "documents": list(documents), "return_documents": False}
+        results = self._post("/v1/rerank", {**body, **_given(options), **_cut(truncate)})["results"]
+        return [
+            Ranked(each["index"], each["relevance_score"], documents[each["index"]])
+            for each in results
+        ]
+
+    def score(
+        self, a: Any, b: Any, *, truncate: int | bool = False, **options: Any
+    ) -> "NDArray[np.float32]":
+        """Scores (N,); arguments as of LLM.score."""
+        import numpy as np
+
+        body = {"text_1": a, "text_2": b, **_given(options), **_cut(truncate)}
+        data = self._post("/v1/score", body)["data"]
+        return np.array([each["score"] for each in data], np.float32)
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON of what the model gives for `body`."""
         import httpx2
 
         with self._failures(), httpx2.Client(**self._options()) as client:
-            response = client.post(path, json=body)
+            response = client.post(path, json={"model": self.info.name, **body})
         if response.status_code != 200:
             raise _refusal(response.status_code, response.content)
         return response.json()
@@ -289,3 +326,14 @@ def _refusal(status: int, body: bytes) -> Exception:
     except (ValueError, KeyError, TypeError):
         said = {"message": f"The server answered with status {status}."}
     return error_of(said, status)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _cut(truncate: int | bool) -> dict[str, Any]:
+    """A request's fields for what LLM calls `truncate`."""
+    if isinstance(truncate, bool):
+        return {"truncate": truncate}
+    return {"truncate_prompt_tokens": truncate}

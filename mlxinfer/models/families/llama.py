@@ -1,10 +1,20 @@
-"""Llama 2 and 3, and Mistral."""
+"""Llama, and families that differ from it in a few rules: their biases, norms, ropes or names.
 
+Llama 2 and 3, Mistral, Seed-OSS, Hunyuan, ERNIE 4.5, Phi 3 and SmolLM3.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
+from ...errors import CheckpointError
+from ...layers.linear import Projection
+from ...layers.mlp import FeedForward
+from ...layers.rope import RopeSpec
+from ..config import ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
+from ..rope_config import FULL, SLIDING, read_layer_types
 
 
 class Llama(Family):
@@ -25,3 +35,143 @@ class Mistral(Family):
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
         """None."""
         return False, False
+
+
+class SeedOss(Family):
+    """Seed-OSS: biases on Q, K and V; the output projection's is stated apart."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "max_position_embeddings": 524_288,
+    }
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """As stated."""
+        return fields.boolean("attention_bias"), fields.boolean("attention_out_bias")
+
+
+class HunYuanDense(Family):
+    """Hunyuan 0.5B to 7B: a norm of Q and K behind the rope.
+
+    `alpha` in rope_scaling raises the base of the rope.
+    """
+
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
+    head_norms = True
+    norm_last = True
+    qk_norms = ("query_layernorm", "key_layernorm")
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+
+class Ernie4_5(Family):
+    """ERNIE 4.5, dense: rotary pairs side by side, and one field for all biases."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 131_072,
+        "use_bias": False,
+        "tie_word_embeddings": True,
+    }
+    interleaved = True
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """As stated."""
+        return fields.boolean("use_bias"), fields.boolean("use_bias")
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """The feed-forward blocks' biases too."""
+        return replace(config, mlp_bias=config.fields.boolean("use_bias"))
+
+
+class Phi3(Family):
+    """Phi 3, 3.5 and 4 mini: packed projections, and long RoPE by each request's length.
+
+    Q, K and V are one tensor in the checkpoint, and so are gate and up.
+
+    The reference recomputes its frequencies in the middle of an answer that grows past the original
+    context, while the keys before stay as they were. Here a sequence keeps the frequencies that its
+    greatest possible length asks for; see `Model.rope_variant`.
+    """
+
+    defaults: ClassVar = {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+    }
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    def qkv(self, index: int) -> Projection:
+        """As stored."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        widths = [count * config.head_dim for count in heads]
+        return self.weights.linear(
+            f"{path}.qkv_proj", sum(widths), config.hidden_size, parts=widths
+        )
+
+    def mlp(self, index: int) -> FeedForward:
+        """gate_up_proj, the gate first, and down_proj."""
+        return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
+
+
+class SmolLM3(Family):
+    """SmolLM3: every fourth layer has no positions (arXiv 2501.18795).
+
+    Windows count only where `use_sliding_window` says so.
+    """
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2_000_000.0,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    }
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else layers without positions have the window."""
+        if not fields.boolean("use_sliding_window", default=False):
+            return [FULL] * num_layers
+        if fields.items("layer_types") is not None or fields.get("sliding_window") is None:
+            return read_layer_types(fields, num_layers)
+        return [FULL if turns else SLIDING for turns in layers_with_positions(fields, num_layers)]
+
+    @classmethod
+    def rope_specs(
+        cls, fields: Fields, layer_types: Sequence[str], head_dim: int
+    ) -> tuple[RopeSpec | None, ...]:
+        """None where `no_rope_layers` has a 0."""
+        specs = super().rope_specs(fields, layer_types, head_dim)
+        pairs = zip(specs, layers_with_positions(fields, len(specs)), strict=True)
+        return tuple(spec if turns else None for spec, turns in pairs)
+
+
+def layers_with_positions(fields: Fields, num_layers: int) -> list[bool]:
+    """Whether each layer has positions."""
+    stated = fields.items("no_rope_layers")
+    if stated is None:
+        interval = fields.integer("no_rope_layer_interval")
+        return [bool((i + 1) % interval) for i in range(num_layers)]
+    if len(stated) != num_layers or not all(value in (0, 1) for value in stated):
+        raise CheckpointError(
+            f"no_rope_layers in {fields.where} must be {num_layers} times 0 or 1."
+        )
+    return [bool(value) for value in stated]

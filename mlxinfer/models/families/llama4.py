@@ -22,7 +22,7 @@ from ..config import ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..rope_config import FULL
-from .smollm3 import turning
+from .llama import layers_with_positions
 
 _CHUNKED = "chunked_attention"
 _STACK = re.compile(r"\.feed_forward\.experts\.(?!\d)")  # of all experts, not one of them
@@ -72,7 +72,7 @@ class Llama4(Family):
     ) -> tuple[RopeSpec | None, ...]:
         """None where `no_rope_layers` has a 0."""
         specs = super().rope_specs(fields, layer_types, head_dim)
-        pairs = zip(specs, turning(fields, len(specs)), strict=True)
+        pairs = zip(specs, layers_with_positions(fields, len(specs)), strict=True)
         return tuple(spec if turns else None for spec, turns in pairs)
 
     @classmethod

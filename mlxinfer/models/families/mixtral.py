@@ -1,10 +1,14 @@
-"""Mixtral: Mistral with a mixture of experts in every layer."""
+"""Mixtral and MiniMax M2: experts in every layer, with projections that are named w1, w2 and w3."""
 
 import re
 from typing import ClassVar
 
+import mlx.core as mx
+
 from ...layers.mlp import FeedForward
-from ...layers.moe import top_k_softmax
+from ...layers.moe import grouped_routing, top_k_softmax
+from ...layers.norm import Norm
+from ...layers.rope import RopeSpec
 from ..family import Family
 from ..jsonfields import Fields
 
@@ -18,7 +22,7 @@ def name_projections(name: str) -> str:
 
 
 class Mixtral(Family):
-    """Mixtral 8x7B and 8x22B."""
+    """Mixtral 8x7B and 8x22B: Mistral with a mixture of experts in every layer."""
 
     defaults: ClassVar = {
         "num_key_value_heads": 8,
@@ -43,3 +47,49 @@ class Mixtral(Family):
         """A softmax over the best experts."""
         choose = top_k_softmax(self.config.experts_per_token)
         return self.experts(f"model.layers.{index}.block_sparse_moe", choose)
+
+
+class MiniMaxM2(Family):
+    """MiniMax M2 and M2.5: QK-norm over all heads at once, partial RoPE, a biased router."""
+
+    defaults: ClassVar = {
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "rope_theta": 5_000_000.0,
+        "max_position_embeddings": 196_608,
+    }
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """The turning part of a head is stated as `rotary_dim`."""
+        rotary = fields.integer("rotary_dim", high=head_dim, default=None)
+        if rotary is not None and fields.get("partial_rotary_factor") is None:
+            values = {**fields.values, "partial_rotary_factor": rotary / head_dim}
+            fields = Fields(values, fields.where)
+        return super().rope_spec(fields, layer_type, head_dim)
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Experts' projections by what they are."""
+        return name_projections(name)
+
+    def qk_norm(self, index: int) -> Norm:
+        """One norm over the whole of Q, and one over the whole of K."""
+        return self.wide_qk_norm(index)
+
+    def mlp(self, index: int) -> FeedForward:
+        """Every layer is a mixture of experts."""
+        config, path = self.config, f"model.layers.{index}.block_sparse_moe"
+        bias = self.weights.raw(f"{path}.e_score_correction_bias", (config.num_experts,))
+        choose = grouped_routing(
+            config.experts_per_token, bias=bias.astype(mx.float32), normalise=True
+        )
+        return self.experts(path, choose)

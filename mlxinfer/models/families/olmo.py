@@ -1,19 +1,18 @@
-"""OLMo 2 and 3: norms after the blocks instead of before, and QK-norm over all heads at once."""
+"""OLMo 2 and 3, and EXAONE 4: norms after the blocks instead of before."""
 
 from typing import ClassVar
 
+from ...errors import CheckpointError
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import SLIDING
+from ..rope_config import FULL, SLIDING, read_layer_types
 
 
-class Olmo2(Family):
-    """Post-norm layers (arXiv 2501.00656)."""
-
-    defaults: ClassVar = {"rms_norm_eps": 1e-5}
+class PostNormFamily(Family):
+    """Layers in which norms follow the blocks (arXiv 2501.00656)."""
 
     def layer(self, index: int) -> Layer:
         """Each block's output is normalised before it is added to the residual stream."""
@@ -21,6 +20,12 @@ class Olmo2(Family):
         names = ("post_attention_layernorm", "post_feedforward_layernorm")
         norms = [self.norm(f"{path}.{name}") for name in names]
         return ResidualLayer(self.mixer(index), self.mlp(index), after=norms)
+
+
+class Olmo2(PostNormFamily):
+    """OLMo 2."""
+
+    defaults: ClassVar = {"rms_norm_eps": 1e-5}
 
     def qk_norm(self, index: int) -> Norm:
         """One norm over the whole of Q, and one over the whole of K."""
@@ -42,4 +47,48 @@ class Olmo3(Olmo2):
         """`rope_scaling` is for layers that see everything."""
         if layer_type == SLIDING:
             fields = Fields({**fields.values, "rope_scaling": None}, fields.where)
+        return super().rope_spec(fields, layer_type, head_dim)
+
+
+class Exaone4(PostNormFamily):
+    """EXAONE 4: QK-norm over each head; in its hybrids only windowed layers have positions.
+
+    The small models have no windows, and then every layer has positions.
+    """
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    }
+    head_norms = True
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """None."""
+        return False, False
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated, or by a pattern: a period, or letters such as "LLLG" that repeat."""
+        pattern = fields.get("sliding_window_pattern")
+        windowed = fields.get("sliding_window") is not None and pattern != 0
+        if not windowed:
+            return [FULL] * num_layers
+        if fields.items("layer_types") is not None or not isinstance(pattern, str):
+            return read_layer_types(fields, num_layers)
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise CheckpointError(
+                f"sliding_window_pattern in {fields.where} is {pattern[:40]!r}; expected L for "
+                "layers with a window and G for others."
+            )
+        kinds = [SLIDING if letter == "L" else FULL for letter in pattern]
+        return [kinds[i % len(kinds)] for i in range(num_layers)]
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """None in layers that see everything beside windowed ones."""
+        if layer_type == FULL and fields.get("sliding_window") is not None:
+            return None
         return super().rope_spec(fields, layer_type, head_dim)

@@ -18,8 +18,8 @@ from ..registry.models import Models
 from ..registry.slots import Entry
 from ..settings import ServerConfig
 from ..store import ResponseStore
+from ..watch.logs import RecentProblems
 from ..watch.readiness import EngineStats, Readiness
-from ..watch.recent import RecentProblems
 from ..watch.request_metrics import RequestMetrics
 from ..watch.tracing import Tracing
 from .key_limits import KeyLimiter

@@ -1,4 +1,6 @@
-"""The server's log on stderr: one line an event, as text or JSON, without prompts.
+"""The server's log: on stderr, one line an event, as text or JSON; its last warnings in memory.
+
+No line holds a text of prompts.
 
 Loggers: mlxinfer.server (what happens), mlxinfer.access (a line a request), uvicorn.error.
 """
@@ -7,6 +9,10 @@ import json
 import logging
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -19,6 +25,9 @@ _NOISE = frozenset(
         "ASGI callable returned without completing response.",
     }
 )
+
+KEPT = 50  # warnings and errors, for the dashboard
+MAX_CHARS = 500  # of the message of each
 
 
 def set_up_logging(format: str, level: str) -> None:
@@ -94,3 +103,52 @@ def _quoted(value: object) -> str:
 def _iso(seconds: float) -> str:
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One line of the log."""
+
+    time_s: float  # since 1970
+    level: str
+    message: str
+    model: str | None
+    request_id: str | None
+
+
+class RecentProblems(logging.Handler):
+    """Keeps the last lines from level warning up, in memory only."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: deque[Problem] = deque(maxlen=KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        said = vars(record)
+        message = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            message = f"{message}: {type(record.exc_info[1]).__name__}"
+        self._lines.append(
+            Problem(
+                time_s=record.created,
+                level=record.levelname.lower(),
+                message=message[:MAX_CHARS],
+                model=said.get("model"),
+                request_id=said.get("request_id"),
+            )
+        )
+
+    def newest(self) -> list[Problem]:
+        """The lines, the newest first."""
+        return list(self._lines)[::-1]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Listen to the server's loggers while the block runs."""
+        logger = logging.getLogger("mlxinfer")
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)

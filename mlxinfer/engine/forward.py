@@ -220,7 +220,7 @@ class Forward:
             return known
         assert tokens is not None
         if self._link is not None:
-            tokens = self._link.sum(tokens.astype(mx.int32))  # those of other ranks are 0
+            tokens = self._link.sum(tokens.astype(mx.int32), "tokens")  # those of other ranks are 0
         if step.pending is None:
             return tokens
         if (step.pending >= 0).all():

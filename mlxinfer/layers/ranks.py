@@ -10,7 +10,7 @@ Or a rank has whole layers, and something that does nothing stands for those of 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
@@ -19,6 +19,10 @@ from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection
 from .mlp import FeedForward
 from .step import Step
+
+
+Summand = Literal["layers", "embedding", "tokens", "adapters"]
+"""What a sum is of: links count their bytes by it."""
 
 
 class Link(Protocol):
@@ -34,7 +38,7 @@ class Link(Protocol):
         """How many there are."""
         ...
 
-    def sum(self, x: mx.array) -> mx.array:
+    def sum(self, x: mx.array, of: Summand) -> mx.array:
         """The sum of every rank's x; the same bits everywhere."""
         ...
 
@@ -70,7 +74,7 @@ class Sums:
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """The sum of every rank's x, plus the residual, which all of them have."""
         if not self._held:
-            x = self.link.sum(x)
+            x = self.link.sum(x, "layers")
         return x if residual is None else residual + x
 
     @contextmanager
@@ -141,7 +145,8 @@ class SplitEmbedding:
         own = ids.astype(mx.int32) - self.link.rank * self.num_rows
         mine = (own >= 0) & (own < self.num_rows)
         rows = self.part(mx.where(mine, own, 0))
-        return self.link.sum(mx.where(mine[:, None], rows, mx.zeros((), rows.dtype)))
+        rows = mx.where(mine[:, None], rows, mx.zeros((), rows.dtype))
+        return self.link.sum(rows, "embedding")
 
     def as_linear(self) -> "SplitHead":
         """The output projection of a model that shares the table with its input."""

@@ -88,6 +88,7 @@ class RankGroup:
         self._lock = threading.Lock()  # of sending, and of what follows
         self._sums: dict[tuple[int, int], int] = {}  # checksums that others will say: rank, step
         self._sent_s: list[float] = []  # when the steps that were not read yet were sent
+        self._num_steps = self._num_rows = self._step_bytes = 0  # that were sent
         self._closed = False
         try:
             self._ranks = self._gather(place, secret)
@@ -261,7 +262,11 @@ class RankGroup:
             value = checksum(step)
             self._sums |= {(rank, message.number): value for rank in self._ranks}
         self._sent_s.append(time.monotonic())
-        self._tell(message)
+        self._num_steps += 1
+        self._num_rows += len(step.segments.positions)
+        frame = self._orders.encode(message)
+        self._step_bytes += len(frame) * len(self._ranks)
+        self._send_frame(frame)
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """The first step of those that were sent and not read has ended; as `KVCache.commit`."""
@@ -308,14 +313,13 @@ class RankGroup:
         return self.failure
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Plain numbers: steps and the tokens computed in them, bytes of this rank by kind."""
         return {
             "ranks": self.place.size,
-            "sums": self._group_link.num_sums,
-            "gathers": self._group_link.num_gathers,
-            "sends": self._group_link.num_sends,
-            "bytes_sent": self._group_link.bytes_sent,
-            "bytes_received": self._group_link.bytes_received,
+            "steps": self._num_steps,
+            "rows": self._num_rows,
+            "bytes_sent": {**self._group_link.sent, "steps": self._step_bytes},
+            "bytes_received": dict(self._group_link.received),
             "failed": None if self.failure is None else str(self.failure),
         }
 
@@ -336,7 +340,9 @@ class RankGroup:
 
     def _tell(self, message: msgspec.Struct) -> None:
         """Send a message to all others."""
-        frame = self._orders.encode(message)
+        self._send_frame(self._orders.encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
         try:
             with self._lock:
                 if self.failure is None:

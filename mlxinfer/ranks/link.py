@@ -1,6 +1,10 @@
 """The link between ranks over a group of MLX's `distributed`, which counts what it sends."""
 
+from collections import Counter
+
 import mlx.core as mx
+
+from ..layers.ranks import Summand
 
 
 class GroupLink:
@@ -10,24 +14,23 @@ class GroupLink:
         group: of MLX.
 
     Attributes:
-        num_sums, num_gathers, num_sends: operations since the beginning.
-        bytes_sent, bytes_received: by this rank for them; for a sum, as a ring does it, 2 (n - 1) /
-            n of the array.
+        sent, received: bytes of this rank since the beginning, by what they are: kinds of sums (as
+            a ring does one, 2 (n - 1) / n of the array in both directions), logits, and hidden
+            states between stages.
     """
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self._group: mx.distributed.Group | None = group
         self.rank = group.rank()
         self.size = group.size()
-        self.num_sums = self.num_gathers = self.num_sends = 0
-        self.bytes_sent = self.bytes_received = 0
+        self.sent: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
 
-    def sum(self, x: mx.array) -> mx.array:
+    def sum(self, x: mx.array, of: Summand) -> mx.array:
         """The sum of every rank's x."""
-        self.num_sums += 1
         num_bytes = 2 * (self.size - 1) * x.nbytes // self.size
-        self.bytes_sent += num_bytes
-        self.bytes_received += num_bytes
+        self.sent[of] += num_bytes
+        self.received[of] += num_bytes
         return mx.distributed.all_sum(x, group=self._group)
 
     def to_first(self, x: mx.array) -> mx.array:
@@ -39,7 +42,6 @@ class GroupLink:
         Each operation is launched as it is built: what is received depends on nothing, so that MLX
         knows no order between it and the sums that x was made of.
         """
-        self.num_gathers += 1
         half = self.size // 2
         mx.async_eval(x)
         if self.rank == 0:
@@ -54,7 +56,7 @@ class GroupLink:
         if count:
             others = self._received(behind, x, count)
             x = mx.concatenate([x, others] if self.rank <= half else [others, x], axis=-1)
-        self.bytes_sent += x.nbytes
+        self.sent["logits"] += x.nbytes
         x = mx.distributed.send(x, to, group=self._group)
         mx.async_eval(x)
         return x
@@ -63,20 +65,19 @@ class GroupLink:
         """(T, count * n) from a neighbour, of `count` ranks; like (T, n)."""
         shape = like.shape[0], count * like.shape[1]
         found = mx.distributed.recv(shape, like.dtype, rank, group=self._group)
-        self.bytes_received += found.nbytes
+        self.received["logits"] += found.nbytes
         mx.async_eval(found)
         return found
 
     def send(self, x: mx.array) -> mx.array:
         """x, which the next rank receives once it is evaluated."""
-        self.num_sends += 1
-        self.bytes_sent += x.nbytes
+        self.sent["hidden"] += x.nbytes
         return mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group)
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """What the rank before sends."""
         found = mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
-        self.bytes_received += found.nbytes
+        self.received["hidden"] += found.nbytes
         return found
 
     def close(self) -> None:

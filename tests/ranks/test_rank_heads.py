@@ -75,7 +75,7 @@ def test_answers_are_those_of_one_rank(
     sizes = {"kv_budget_bytes": rest.kv_budget_bytes, "max_batch": 3}
     harness = Harness(model, proposer=speculation, followers=group, **sizes)
     positions = counted_positions(group, monkeypatch)
-    sent = group.stats()["bytes_sent"]
+    sent = group.stats()["bytes_sent"].get("hidden", 0)
     rows = {"0": (prompt(12, 0), GREEDY), "1": (prompt(72, 1), DRAWN), "2": (prompt(40, 2), GREEDY)}
     for name, (ids, params) in rows.items():
         harness.add(name, ids, params)
@@ -100,7 +100,7 @@ def test_answers_are_those_of_one_rank(
         assert stats["accepted"] == stats["drafted"], "the head is made to be right"
     if pipeline:
         width = model.config.hidden_size * model.activation_dtype.size
-        assert group.stats()["bytes_sent"] - sent == sum(positions) * width
+        assert group.stats()["bytes_sent"]["hidden"] - sent == sum(positions) * width
 
 
 def counted_positions(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> list[int]:  # noqa: F811

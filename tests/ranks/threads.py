@@ -8,6 +8,8 @@ from typing import TypeVar
 import mlx.core as mx
 import numpy as np
 
+from mlxinfer.layers.ranks import Summand
+
 T = TypeVar("T")
 
 
@@ -37,8 +39,8 @@ class ThreadLink:
         self.size = meeting.size
         self.calls: list[str] = []
 
-    def sum(self, x: mx.array) -> mx.array:
-        self.calls.append("sum")
+    def sum(self, x: mx.array, of: Summand) -> mx.array:
+        self.calls.append(f"sum of {of}")
         parts = self._meeting.exchange(self.rank, x)
         return mx.array(np.sum(parts, axis=0, dtype=parts[0].dtype))
 

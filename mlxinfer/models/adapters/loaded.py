@@ -241,7 +241,7 @@ class ModelAdapters:
         square = self._squares(index)[rows] + 2 * (b * product[:, rows]).sum(axis=0)
         square = square + (b * ((a.T @ a) @ b)).sum(axis=0)
         if place.inputs is not None and self._model.link is not None:  # of some of the inputs
-            square = self._model.link.sum(square)
+            square = self._model.link.sum(square, "adapters")
             mx.eval(square)  # now: all ranks do their sums in one order
         length = _outputs(tensors[name].reshape(-1).astype(mx.float32), placement, origin, axis=0)
         return length / mx.sqrt(mx.maximum(square, 1e-30)) - 1

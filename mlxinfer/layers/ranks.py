@@ -20,7 +20,6 @@ from .linear import Embedding, Projection
 from .mlp import FeedForward
 from .step import Step
 
-
 Summand = Literal["layers", "embedding", "tokens", "adapters"]
 """What a sum is of: links count their bytes by it."""
 

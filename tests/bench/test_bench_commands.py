@@ -69,8 +69,11 @@ def test_hybrid_beside_mlx_lm() -> None:
 @pytest.mark.slow
 def test_ranks_beside_mlx_lm() -> None:
     found = json.loads(bench("ranks", "--small", "--runs", "1", "--json"))
-    shares = {name: max(found[name]["weights"]) for name in found if ", 2" in name}
-    assert found["mlxinfer, 2, stages"]["bytes"] < found["mlxinfer, 2"]["bytes"]
+    shares = {name: max(found[name]["weights"]) for name in found if "weights" in found[name]}
+    two_sums, sent = found["model"]["two_sums"], found["mlxinfer, 2, no proposals"]["bytes"]
+    assert sent["rows"] == 1
+    assert sent["out layers"] == found["mlx-lm, 2"]["bytes"]["out layers"] == two_sums
+    assert found["mlxinfer, 2, stages"]["bytes"]["out hidden"] < two_sums
     assert shares["mlxinfer, 2"] < shares["mlx-lm, 2"], "it keeps tables on every rank"
 
 

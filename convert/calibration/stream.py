@@ -255,7 +255,7 @@ class StreamedModel:
         rows = self.embedding_rows(unique.tolist()) if table is None else table
         model = self._without_layers(len(unique), {EMBEDDING: rows})
         model.norm = _same
-        x = model(mx.array(places.astype(np.int32)), mx.zeros(len(ids), mx.int32), [])
+        x = model(mx.array(places.astype(np.int32)), Step(mx.zeros(len(ids), mx.int32), {}))
         mx.eval(x)
         return x
 

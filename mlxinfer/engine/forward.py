@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..core import CacheSpec, KVSpec
 from ..errors import RanksFailedError
 from ..layers.ranks import AbsentMixer, Link
-from ..layers.step import Taps
+from ..layers.step import Step, Taps
 from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
 from .kernels import Chooser, Kernels, choose_kernels
@@ -191,15 +191,15 @@ class Forward:
         """
         ids = self._ids(step, tokens)
         taps = Taps(self._taps) if self._taps else None
-        hidden = self.model(
-            ids,
+        caches, adapters = self.cache.begin_step(step.segments), step.adapters
+        seen = Step(
             mx.array(step.segments.positions),
-            self.cache.begin_step(step.segments),
+            dict(zip(self.model.mixers, caches, strict=True)),
             rope_variants=step.rope_variants,
-            adapters=step.adapters,
+            adapters=adapters,
             taps=taps,
         )
-        adapters = step.adapters
+        hidden = self.model(ids, seen)
         prompt = [
             self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
             for a, b in step.prompt_rows

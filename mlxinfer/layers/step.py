@@ -216,13 +216,15 @@ class Taps:
 
 
 class Step:
-    """One forward pass over T tokens, as every mixer sees it.
+    """One forward pass over T tokens of any sequences, as a model and its mixers see it.
 
     Args:
         positions: (T,) int32, each token's place in its own sequence.
         caches: of each mixer that keeps something.
         rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
             `Model.rope_variant`; None: 0 for all.
+        adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
+        taps: takes outputs of layers that are wanted; None: none are.
 
     Attributes:
         left: the output x of a layer, a norm, and norm(x), for the layer that reads it next; None:
@@ -232,8 +234,8 @@ class Step:
     """
 
     __slots__ = (
-        *("_prepared", "caches", "left", "per_layer", "positions", "rope_variants"),
-        "token_types",
+        *("_prepared", "adapters", "caches", "left", "per_layer", "positions", "rope_variants"),
+        *("taps", "token_types"),
     )
 
     def __init__(
@@ -242,10 +244,14 @@ class Step:
         caches: Mapping[Any, Any],
         *,
         rope_variants: Rows | None = None,
+        adapters: Rows | None = None,
+        taps: Taps | None = None,
     ) -> None:
         self.positions = positions
         self.caches = caches
         self.rope_variants = rope_variants
+        self.adapters = adapters
+        self.taps = taps
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}

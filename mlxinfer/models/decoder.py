@@ -7,7 +7,7 @@ behind the cache that the caller passes for each layer.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from ..layers.factory import Place
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm
-from ..layers.step import FINAL, Rows, Step, Taps
+from ..layers.step import FINAL, Rows, Step
 from .config import ModelConfig
 from .language import Replaceable, arrays
 
@@ -155,32 +155,18 @@ class Model:
         self._long_ropes = {rope for rope in config.ropes if rope and rope.long}
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
 
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences.
 
         Args:
             ids: (T,) int32, each in [0, vocab_size): MLX does not check.
-            positions: (T,) int32, each token's place in its own sequence.
-            caches: one for each of `mixers`, which know the sequences; see `layers/step.py`.
-            rope_variants: (T,) `rope_variant` of each token's sequence; None: 0 for all.
-            adapters: (T,) the adapter of each token's sequence, 0 for none; None: none for all.
-            taps: takes outputs of layers that are wanted; None: none are.
+            step: where the tokens stand, and the cache of each of `mixers`.
 
         Returns:
             (T, hidden_size) after the final norm.
         """
-        self.begin_adapters(adapters)
-        by_mixer = dict(zip(self.mixers, caches, strict=True))
-        step = Step(positions, by_mixer, rope_variants=rope_variants)
+        self.begin_adapters(step.adapters)
+        taps = step.taps
         x = self.enter(ids, step)
         for index, layer in enumerate(self.layers):
             x = layer(x, step)

@@ -1,7 +1,7 @@
 """Heads that go on from a model's hidden states: MTP modules and EAGLE-3 drafts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -10,7 +10,7 @@ from ..layers.attention import Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
-from ..layers.step import Rows, Step, Taps
+from ..layers.step import Rows, Step
 from .config import ModelConfig
 from .decoder import Layer, Model, keeping
 from .language import Replaceable, arrays
@@ -161,21 +161,10 @@ class DraftHead:
         """The hidden states (T, hidden) that the next step reads."""
         self._hidden = hidden
 
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T positions of any sequences, after `feed`: (T, hidden)."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "feed was not called"
-        by_mixer = dict(zip(self.mixers, caches, strict=True))
-        step = Step(positions, by_mixer, rope_variants=rope_variants)
         x = self.block(self._embed(ids), hidden, step)
         self.output = self.norm(x) if self._chains_normed else x
         return self.output

@@ -10,7 +10,7 @@ from ..core import CacheSpec
 from ..layers.mlp import MLP, Gated
 from ..layers.moe import ExpertChoice
 from ..layers.norm import Join
-from ..layers.step import Rows, Taps
+from ..layers.step import Rows, Step
 from .quantization import Quantization
 
 if TYPE_CHECKING:
@@ -155,16 +155,7 @@ class LanguageModel(Protocol):
         """As of `Model`."""
         ...
 
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """As of `Model`."""
         ...
 

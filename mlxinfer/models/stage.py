@@ -220,21 +220,10 @@ class StageModel:
         self.num_bytes = sum(array.nbytes for array in own)
         self.rope_variant = part.rope_variant
 
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """As of `Model`; what this rank's layers give, (T, hidden_size)."""
-        self.part.begin_adapters(adapters)
-        by_mixer = dict(zip(self.mixers, caches, strict=True))
-        step = Step(positions, by_mixer, rope_variants=rope_variants)
-        rank, num_rows = self._link.rank, positions.shape[0]
+        self.part.begin_adapters(step.adapters)
+        taps, rank, num_rows = step.taps, self._link.rank, step.positions.shape[0]
         tapped: list[mx.array] = []  # of layers of ranks 1 and on, in their order
         if self._is_first:
             x = self.part.enter(ids, step)

@@ -28,6 +28,7 @@ from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.engine.kernels import choose_kernels
+from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
 from tests.bench.peer import peer_caches
@@ -79,8 +80,8 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
         nonlocal spans
         found = step_segments([], [], spans)
         spans = spans.advance()
-        positions = mx.array(found.positions)
-        return model.logits(model(ids, positions, cache.begin_step(found)))
+        caches = dict(zip(model.mixers, cache.begin_step(found), strict=True))
+        return model.logits(model(ids, Step(mx.array(found.positions), caches)))
 
     return step
 

@@ -4,17 +4,16 @@ Attention over a long prompt takes minutes on a CPU, and the peak comes at its e
 run for the last chunk and the answer only, over a cache of full length.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 
 from mlxinfer.bench.report import Report, Table
-from mlxinfer.cache.step import StepKV
 from mlxinfer.config import KVOptions
+from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from tests.bench.checkpoints import Dense, random_prompt, write_checkpoint
@@ -54,14 +53,12 @@ class LastChunkModel:
         self._model = model
         self._left = start
 
-    def __call__(
-        self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV], **rows: Any
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """(T,) tokens -> (T, hidden)."""
         if self._left > 0:
             self._left -= ids.shape[0]
             return mx.zeros((ids.shape[0], self.config.hidden_size), self.activation_dtype)
-        return self._model(ids, positions, kv, **rows)
+        return self._model(ids, step)
 
 
 def measure(model: Model, label: str, kv: KVOptions, context: int) -> Peak:

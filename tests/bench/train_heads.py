@@ -29,7 +29,7 @@ from tokenizers import Tokenizer  # noqa: E402
 
 from examples.demo_model.batches import DRILL_FROM, batch  # noqa: E402
 from mlxinfer import hub  # noqa: E402
-from mlxinfer.layers.step import Taps  # noqa: E402
+from mlxinfer.layers.step import Step, Taps  # noqa: E402
 from mlxinfer.models import load  # noqa: E402
 from mlxinfer.models.decoder import Model  # noqa: E402
 from tests.models.dense_kv import DenseCache  # noqa: E402
@@ -208,12 +208,9 @@ def tapped(model: Model, ids: np.ndarray, layers: list[int]) -> mx.array:
     """(B, L, taps * hidden) outputs of layers over rows ids (B, L)."""
     count, length = ids.shape
     cache, taps = DenseCache(model), Taps(layers)
-    model(
-        mx.array(ids.ravel()),
-        mx.array(np.tile(np.arange(length, dtype=np.int32), count)),
-        cache.step([(str(row), length) for row in range(count)]),
-        taps=taps,
-    )
+    positions = mx.array(np.tile(np.arange(length, dtype=np.int32), count))
+    caches = cache.step([(str(row), length) for row in range(count)])
+    model(mx.array(ids.ravel()), Step(positions, caches, taps=taps))
     return mx.stop_gradient(taps.joined().reshape(count, length, -1))
 
 

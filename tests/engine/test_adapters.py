@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from adapters.cases import base
@@ -16,6 +17,7 @@ from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
+from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
@@ -53,9 +55,9 @@ class Recorder:
     def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
-    def __call__(self, ids, positions, caches, *, adapters=None, **rows):  # type: ignore[no-untyped-def]
-        self.steps.append((ids.tolist(), adapters))
-        return self._model(ids, positions, caches, adapters=adapters, **rows)
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
+        self.steps.append((ids.tolist(), step.adapters))
+        return self._model(ids, step)
 
 
 @pytest.mark.parametrize("guesses", [False, True])

@@ -64,7 +64,7 @@ def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray
     specs, bits = lay_out(model.cache_specs, options, key_bias=False)
     cache = DenseCache(model)
     layers = zip(specs, bits, model.mixers, strict=True)
-    cache.layers = [StoredKV(spec, b, mixer) for spec, b, mixer in layers]
+    cache.layers = {mixer: StoredKV(spec, b, mixer) for spec, b, mixer in layers}
     return np.concatenate([np.array(cache.run(model, [("a", [i])])) for i in ids])
 
 

@@ -1,7 +1,8 @@
 """The plainest possible KV cache: a list of keys and values per sequence, and masked softmax.
 
 cache = DenseCache(model)
-hidden = model(ids, positions, cache.step([("a", 5), ("b", 1)]))   # 5 tokens of a, then 1 of b
+caches = cache.step([("a", 5), ("b", 1)])  # 5 tokens of a, then 1 of b
+hidden = model(ids, Step(positions, caches))
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxinfer.core import KVSpec, LatentSpec, StateSpec
+from mlxinfer.layers.step import Step
 
 
 class DenseLayerKV:
@@ -198,13 +200,16 @@ class DenseCache:
     """A dense cache for each layer of a model."""
 
     def __init__(self, model) -> None:
-        self.layers = [dense_cache(spec) for spec in model.cache_specs]
+        self.layers = {
+            mixer: dense_cache(spec)
+            for mixer, spec in zip(model.mixers, model.cache_specs, strict=True)
+        }
         self.lengths: dict[str, int] = {}
         self.rope_variants: dict[str, int] = {}  # of sequences where it is not 0
 
-    def step(self, segments: Sequence[tuple[str, int]]) -> list:
-        """The caches for a step of these (sequence, number of tokens), in this order."""
-        for layer in self.layers:
+    def step(self, segments: Sequence[tuple[str, int]]) -> dict:
+        """The caches of mixers for a step of these (sequence, number of tokens), in this order."""
+        for layer in self.layers.values():
             layer.segments = segments
         return self.layers
 
@@ -216,15 +221,13 @@ class DenseCache:
             positions += range(start, start + len(ids))
             self.lengths[name] = start + len(ids)
         flat = [token for _, ids in chunks for token in ids]
-        kv = self.step([(name, len(ids)) for name, ids in chunks])
         variants = [self.rope_variants.get(name, 0) for name, ids in chunks for _ in ids]
-        hidden = model(
-            mx.array(flat, mx.int32),
+        step = Step(
             mx.array(positions, mx.int32),
-            kv,
+            self.step([(name, len(ids)) for name, ids in chunks]),
             rope_variants=np.array(variants, np.int32) if any(variants) else None,
         )
-        return model.logits(hidden)
+        return model.logits(model(mx.array(flat, mx.int32), step))
 
 
 def masked_attention(

@@ -15,6 +15,7 @@ from models.tiny import tiny_checkpoint, tiny_config
 
 from mlxinfer.core import KVSpec
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
@@ -256,7 +257,7 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
             return queries.flatten(1)
 
     ids = mx.array([3, 4], mx.int32)
-    hidden = model(ids, mx.arange(2), [Spy() for _ in model.cache_specs])
+    hidden = model(ids, Step(mx.arange(2), {mixer: Spy() for mixer in model.mixers}))
     assert {model.activation_dtype, hidden.dtype, *seen} == {getattr(mx, dtype)}
     assert model.logits(hidden).dtype == getattr(mx, dtype)
 

@@ -20,6 +20,7 @@ from models.tiny import tiny_checkpoint
 from ranks.threads import ThreadLink, run_ranks
 
 from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.layers.step import Step
 from mlxinfer.models import load, load_share
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
 from mlxinfer.models.language import LanguageModel
@@ -61,7 +62,7 @@ def load_all(model: LanguageModel, adapters: Mapping[str, Path]) -> ModelAdapter
 def logits_of(model: LanguageModel, adapters: np.ndarray | None = ROWS) -> np.ndarray:
     caches = DenseCache(model).step([("a", len(IDS))])
     positions = mx.arange(len(IDS), dtype=mx.int32)
-    hidden = model(mx.array(IDS), positions, caches, adapters=adapters)
+    hidden = model(mx.array(IDS), Step(positions, caches, adapters=adapters))
     return np.array(model.logits(hidden, adapters))
 
 

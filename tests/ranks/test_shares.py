@@ -19,7 +19,7 @@ from ranks.threads import ThreadLink, run_ranks
 from mlxinfer import hub
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import UnsupportedModelError
-from mlxinfer.layers.step import FINAL, Taps
+from mlxinfer.layers.step import FINAL, Step, Taps
 from mlxinfer.models import load, load_share, whole_tables
 from mlxinfer.models.cut_weights import CutWeights
 from mlxinfer.models.decoder import Model
@@ -38,7 +38,7 @@ IDS = np.random.default_rng(0).integers(3, 90, 40).astype(np.int32)
 
 def logits_of(model: LanguageModel) -> np.ndarray:
     caches = DenseCache(model).step([("a", len(IDS))])
-    hidden = model(mx.array(IDS), mx.arange(len(IDS), dtype=mx.int32), caches)
+    hidden = model(mx.array(IDS), Step(mx.arange(len(IDS), dtype=mx.int32), caches))
     return np.array(model.logits(hidden))
 
 
@@ -125,7 +125,7 @@ def test_hidden_states_of_any_layer_come_back_from_stages(case, size, tmp_path):
     def tapped(model: LanguageModel, wanted: list[int]) -> tuple[np.ndarray, Taps]:
         taps, positions = Taps(wanted), mx.arange(len(IDS), dtype=mx.int32)
         caches = DenseCache(model).step([("a", len(IDS))])
-        hidden = model(mx.array(IDS), positions, caches, taps=taps)
+        hidden = model(mx.array(IDS), Step(positions, caches, taps=taps))
         mx.eval(list(taps._states.values()))  # on the thread of this rank
         return np.array(model.logits(hidden[5:8])), taps
 

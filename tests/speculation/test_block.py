@@ -14,7 +14,7 @@ from speculation.head_checkpoints import dflash_checkpoint
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
-from mlxinfer.layers.step import Taps
+from mlxinfer.layers.step import Step, Taps
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import load_dflash
 from mlxinfer.speculation.block import BlockProposer
@@ -54,12 +54,8 @@ def reference(folder: Path, ids: Seq[int], count: int, *, window: int, causal: b
     tensors: Any = mx.load(str(folder / "model.safetensors"))
     cache, taps = DenseCache(model()), Taps(TAPS)  # type: ignore[no-untyped-call]
     before = len(ids) - 1
-    model()(
-        mx.array(ids[:before]),
-        mx.arange(before),
-        cache.step([("a", before)]),  # type: ignore[no-untyped-call]
-        taps=taps,
-    )
+    caches = cache.step([("a", before)])  # type: ignore[no-untyped-call]
+    model()(mx.array(ids[:before]), Step(mx.arange(before), caches, taps=taps))
     hidden = rms(taps.joined() @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     x = model().embed(mx.array([ids[-1], *[2] * count]))
     for index in range(2):

@@ -5,14 +5,14 @@ their own. Requests still arrive, wait, run beside each other and stop as all ot
 lost is one forward pass for all of them, and what needs pages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ...core import CacheSpec, OwnCacheSpec
-from ...layers.step import Rows, Taps
+from ...layers.step import Rows, Step
 from ..language import Replaceable
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
@@ -72,21 +72,11 @@ class AloneModel:
         self.cache_specs: list[CacheSpec] = [kept_by(definition, dtype)]
         self.num_bytes = definition.num_bytes
 
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
-        assert taps is None, "mlx-lm's definitions give no hidden states"
-        (step,) = caches
+        assert step.taps is None, "mlx-lm's definitions give no hidden states"
         outputs = []
-        for part in step.parts:
+        for part in step.caches[self].parts:
             if part.cache is None:
                 part.cache = Kept(self.definition.own_caches())
             outputs.append(self.definition.hidden(ids[part.rows][None], part.cache.caches)[0])

@@ -7,6 +7,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...core import KVSpec
+from ...layers.step import Step
 from .alone import AloneModel, Kept
 from .config import ZooConfig
 from .definitions import Definition, with_narrow_windows
@@ -131,7 +132,8 @@ def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
                 layer.counts = counts
             positions = mx.concatenate([mx.arange(span.start, span.stop) for span in spans])
             flat = mx.concatenate([some[span] for some, span in zip(ids, spans, strict=True)])
-            logits = model.logits(model(flat, positions, layers))
+            step = Step(positions, dict(zip(model.mixers, layers, strict=True)))
+            logits = model.logits(model(flat, step))
             first, second = mx.split(logits, [counts[0]])
             found[0].append(first)
             found[1].append(second)

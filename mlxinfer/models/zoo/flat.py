@@ -6,7 +6,7 @@ attention function goes to the engine's caches, which know the sequences. All ot
 token by token. T = tokens of the step, H = heads, D = numbers of a key, V = of a value.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
-from ...layers.step import Rows, Taps
+from ...layers.step import Rows, Step
 from ..language import Replaceable
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
@@ -244,20 +244,11 @@ class FlatModel:
         self._caches = traced.caches
         self._used = [traced.caches[i] for i in traced.places]
 
-    def __call__(
-        self,
-        ids: mx.array,
-        positions: mx.array,
-        caches: Sequence[Any],
-        *,
-        rope_variants: Rows | None = None,
-        adapters: Rows | None = None,
-        taps: Taps | None = None,
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
-        assert taps is None, "mlx-lm's definitions give no hidden states"
-        for cache, layer in zip(self._used, caches, strict=True):
-            cache.begin(layer, positions)
+        assert step.taps is None, "mlx-lm's definitions give no hidden states"
+        for cache, mixer in zip(self._used, self.mixers, strict=True):
+            cache.begin(step.caches[mixer], step.positions)
         try:
             return self.definition.hidden(ids[:, None], self._caches)[:, 0]
         finally:

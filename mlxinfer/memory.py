@@ -1,7 +1,11 @@
-"""How much memory there is, and how much the KV cache may take. Knows sizes, not models."""
+"""What a process may take: memory, how much of it for the KV cache, and files that are open.
+
+Knows sizes, not models.
+"""
 
 import os
 import re
+import resource
 
 from .errors import InvalidRequestError, shown
 
@@ -11,6 +15,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECA
 
 MIN_KV_BYTES = 64 * 10**6
 KV_SHARE = 0.4  # of what the weights leave, by default
+SPARE_FILES = 2048  # beside those that are counted: shards of other models, logs, the disk tier
 MODELS_SHARE = 0.7  # of the machine's memory, what a server gives to models by default
 
 
@@ -45,6 +50,19 @@ def total_memory_bytes() -> int:
 def default_kv_bytes(available_bytes: int, weights_bytes: int) -> int:
     """The default budget of the KV cache beside weights of this size."""
     return max(int((available_bytes - weights_bytes) * KV_SHARE), MIN_KV_BYTES)
+
+
+def raise_file_limit(num_files: int) -> None:
+    """Raise the limit of open files to so many and some more, as far as the system allows it.
+
+    macOS starts processes with a limit of 256, and a large model has as many files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def human_bytes(count: float) -> str:

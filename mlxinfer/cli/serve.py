@@ -249,9 +249,10 @@ def command(
     Models of -m are loaded at the start as far as there is room, those of the config file when a
     request names them, unless they are pinned.
     """
+    from ..memory import raise_file_limit
     from ..server.app import ENDPOINTS
     from ..server.calls.service import Service
-    from ..server.running import Server, bind, raise_file_limit, url_of
+    from ..server.running import Server, bind, url_of
     from ..server.watch.logs import set_up_logging
 
     keep_history, advertise = options.pop("history"), options.pop("advertise")

@@ -7,6 +7,7 @@ The format (github.com/huggingface/safetensors, README "Format"): eight bytes of
 header length, a JSON object of name -> {dtype, shape, data_offsets}, then the data without holes.
 """
 
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ModelNotFoundError
+from ..memory import raise_file_limit
 from .jsonfields import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -301,7 +303,9 @@ class WeightFile:
 
 def open_weights(folder: Path, readers: ThreadPoolExecutor) -> list[WeightFile]:
     """The weight files of a checkpoint, open; errors as of `read_headers`."""
-    files = [WeightFile(path, readers) for path in _weight_files(folder)]
+    paths = _weight_files(folder)
+    raise_file_limit(len(paths))
+    files = [WeightFile(path, readers) for path in paths]
     _each_once({file.path: file.header for file in files})
     return files
 
@@ -349,4 +353,5 @@ def _read_in_turn(reads: Sequence[tuple[WeightFile, memoryview, int]]) -> None:
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
     """What is raised where the system does not read a file."""
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}.")
+    advice = " Allow the process more of them (`ulimit -n`)." if error.errno == errno.EMFILE else ""
+    return CheckpointError(f"{path} cannot be read: {error.strerror or error}.{advice}")

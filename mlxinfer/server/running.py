@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
@@ -25,7 +24,6 @@ from .settings import ServerConfig
 
 log = logging.getLogger("mlxinfer.server")
 
-SPARE_FILES = 256  # for models, logs, the disk tier
 TEND_S = 0.5  # between two checks for idle models
 
 
@@ -205,19 +203,6 @@ def _bind(host: str, port: int, *, alone: bool) -> socket.socket:
             param="port",
         ) from None
     return listener
-
-
-def raise_file_limit(num_connections: int) -> None:
-    """Raise the limit of open files to one a connection and some more, as far as allowed.
-
-    macOS starts processes with a limit of 256.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + SPARE_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
+from mlxinfer.models import safetensors
 from mlxinfer.models.jsonfields import read_json
-from mlxinfer.models.safetensors import TensorInfo, read_header, read_headers
+from mlxinfer.models.safetensors import TensorInfo, open_weights, read_header, read_headers
 
 
 def write(path, header, data: bytes, *, length: int | None = None):
@@ -200,3 +203,22 @@ def test_an_index_with_a_name_that_no_file_can_have(tmp_path):
     index(tmp_path, {"a": "x" * 300 + ".safetensors"})
     with pytest.raises(CheckpointError, match="missing"):
         read_headers(tmp_path)
+
+
+def test_a_model_may_have_more_files_than_the_process_may_open(tmp_path, monkeypatch):
+    """macOS allows 256 at first, and a model of 400 GB has as many."""
+    for number in range(40):
+        write(tmp_path / f"model-{number}.safetensors", {f"t{number}": entry(0, 4)}, bytes(4))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = os.open(tmp_path, os.O_RDONLY) + 20
+    with ThreadPoolExecutor() as readers:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+            assert len(open_weights(tmp_path, readers)) == 40
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+            monkeypatch.setattr(safetensors, "raise_file_limit", lambda _: None)
+            with pytest.raises(CheckpointError, match=r"ulimit -n"):
+                open_weights(tmp_path, readers)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            os.close(few - 20)

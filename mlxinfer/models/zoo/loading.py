@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import CheckpointError
+from ...memory import raise_file_limit
 from ..quantization import Quantization, format_of_shapes
 from ..safetensors import read_headers
 from ..tensors import FLOATS, choose_dtype
@@ -25,7 +26,9 @@ def lazy_arrays(folder: Path) -> dict[str, mx.array]:
         ModelNotFoundError: there is none.
     """
     tensors: dict[str, mx.array] = {}
-    for path, header in read_headers(folder).items():
+    headers = read_headers(folder)
+    raise_file_limit(len(headers))
+    for path, header in headers.items():
         try:
             found = mx.load(str(path))
         except (RuntimeError, ValueError) as error:

@@ -268,8 +268,9 @@ struct Candidates {
   uint count;
 };
 
-// Takes the tokens of ranges up to `last` down. Lanes that have one at the same time share one count
-// and write to neighbouring places: no bank of the memory is asked twice.
+// Writes down the tokens of ranges up to `last`. The lanes that have one at the same time get their
+// places by one atomic addition, and write to neighbouring words, which lie in different banks of
+// threadgroup memory.
 template <typename Tokens>
 void collect(
     Tokens row, Candidates to, threadgroup atomic_uint* count, Ranges ranges, uint last,

@@ -7,7 +7,7 @@
 //
 // A tile lies in the order of fragments: (groups of 8 tokens, chunks of 8 numbers, 32 lanes, 2). A
 // lane that fills it has read the numbers which the same lane of every SIMD group multiplies, and
-// a SIMD group stores and loads 32 neighbouring words: no bank of the memory is asked twice.
+// a SIMD group stores and loads 32 neighbouring words, which lie in different banks.
 //
 // The members of a team differ in one of two ways. PARTNERS 2: each takes 8 tokens of a tile, and
 // they merge at the end (few rows). HALVES 2: each has one half of the numbers of keys and values,

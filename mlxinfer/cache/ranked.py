@@ -8,13 +8,13 @@ Source: DeepSeek-V3.2, arXiv 2512.02556.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ..core import LatentSpec
-from .formats import make_format
+from .formats import PLAIN, Bits, make_format
 from .inputs import Ints
 from .latent import LatentPool, LatentProjection, LatentStep
 from .pool import Plane, Stored
@@ -34,10 +34,27 @@ class RankedPool(LatentPool):
     Index keys stay in the activations' dtype: fewer bits would choose other tokens.
     """
 
-    def __init__(self, spec: LatentSpec, *, dtype: mx.Dtype, **others: Any) -> None:
+    def __init__(
+        self,
+        spec: LatentSpec,
+        *,
+        page_size: int,
+        num_pages: int,
+        num_slots: int,
+        dtype: mx.Dtype,
+        bits: Bits = PLAIN,
+    ) -> None:
         """Arguments as of `LatentPool`."""
         self.index_format = make_format(spec.index_dim, dtype, None)
-        super().__init__(spec, dtype=dtype, more=[self.index_format], **others)
+        super().__init__(
+            spec,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            dtype=dtype,
+            bits=bits,
+            more=[self.index_format],
+        )
         self.num_ranked = spec.num_ranked
 
     def step(self, plan: GroupPlan, *, tiles: bool) -> "RankedStep":

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from .. import cluster, hub
 from ..configfile import ModelEntry, parse_duration
 from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
 from ._configuration import (
     PREFIX,
     RequestedModel,
@@ -249,7 +250,6 @@ def command(
     Models of -m are loaded at the start as far as there is room, those of the config file when a
     request names them, unless they are pinned.
     """
-    from ..memory import raise_file_limit
     from ..server.app import ENDPOINTS
     from ..server.calls.service import Service
     from ..server.running import Server, bind, url_of
@@ -377,7 +377,6 @@ def with_aliases(
 
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
-    from ..memory import MODELS_SHARE, parse_bytes, total_memory_bytes
     from ..server.registry.models import Models
 
     try:

@@ -433,7 +433,7 @@ def test_a_batch_outlives_its_file(tmp_path: Path, *, cleared: bool) -> None:
         assert not list(client.files.list())
         with pytest.raises(openai.NotFoundError):
             client.files.delete(began.input_file_id)
-    if cleared:  # by somebody who knows nothing of batches
+    if cleared:  # by hand, out of the folder
         (tmp_path / began.input_file_id).unlink()
     with BatchServer(tmp_path) as server, openai_client(server) as client:
         if not cleared:

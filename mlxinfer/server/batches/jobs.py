@@ -153,7 +153,7 @@ class _Job:
     async def run(self) -> None:
         """From where it is to its end."""
         batch, path = self.batch, self._files.path(self.batch.input_file_id)
-        if not path.exists():  # somebody cleared the folder: what was answered is listed
+        if not path.exists():  # taken out of the folder: what was answered is listed
             problem = Problem(code="no_input", message="The file of requests is gone.", line=0)
             batch.errors = Problems(data=[problem])
         elif batch.status == "validating":

@@ -70,8 +70,11 @@ class AdapterTable:
             raise no_adapter(name, self.names)
         return self._by_name[name]
 
-    def load(self, name: str, adapter: AdapterFolder) -> Generator[None]:
+    def load(self, name: str, adapter: AdapterFolder) -> Generator[float]:
         """Load an adapter; other steps may run wherever this yields.
+
+        Yields:
+            Seconds until it is worth to go on.
 
         Raises:
             InvalidRequestError: the name is taken.
@@ -108,12 +111,13 @@ class AdapterTable:
             )
         self._in_use[loaded.number] = loaded
 
-    def _load_pieces(self, loaded: LoadedAdapter, placements: list[Placement]) -> Generator[None]:
+    def _load_pieces(self, loaded: LoadedAdapter, placements: list[Placement]) -> Generator[float]:
         """Load the matrices, on all ranks at the same time."""
         number, adapter = loaded.number, loaded.adapter
         pieces = self._loaded.load(number, adapter, placements)
         if self._others is None:
-            yield from pieces
+            for _ in pieces:
+                yield 0.0
             loaded.num_bytes = self._loaded.bytes_of(number)
             self._reserve(self.num_bytes)
             return
@@ -124,9 +128,9 @@ class AdapterTable:
                 ended = bool(next(pieces, True))
             finally:  # they have done theirs, whatever came of this one
                 ended &= self._others.end_piece(number, adapter)
-            yield
+            yield 0.0
 
-    def unload(self, name: str) -> Generator[None]:
+    def unload(self, name: str) -> Generator[float]:
         """Refuse an adapter to new requests; its memory is freed when its last request has ended.
 
         Raises:

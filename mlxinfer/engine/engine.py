@@ -262,11 +262,12 @@ class Engine:
             self._running.release()
         return left
 
-    def change(self, begin: Callable[[Any], Generator[None]]) -> None:
+    def change(self, begin: Callable[[Any], Generator[float]]) -> None:
         """Change the loop on its thread, piece by piece between steps: running requests go on.
 
         Args:
-            begin: given the loop, returns the pieces; closed early, they undo what they did.
+            begin: given the loop, returns the pieces, each of which gives the seconds until the
+                next may begin; closed early, they undo what they did.
 
         Raises:
             EngineClosedError: the engine was closed, or is meanwhile.
@@ -274,8 +275,8 @@ class Engine:
         """
         pieces = self.call(lambda: begin(self._loop))
         try:
-            while self.call(lambda: next(pieces, self)) is None:
-                pass
+            while (pause_s := self.call(lambda: next(pieces, None))) is not None:
+                time.sleep(pause_s)
         finally:  # also after Ctrl-C between two pieces
             self.call(pieces.close)
 

@@ -65,8 +65,11 @@ class InFlight(Protocol):
 class OtherAdapters(Protocol):
     """The adapters on the other ranks, each of which loads its part of them."""
 
-    def check(self, number: int, adapter: AdapterFolder) -> Generator[None, None, int]:
-        """Let them read an adapter; the most bytes on one of them. Raises CheckpointError."""
+    def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
+        """Let them read an adapter; the most bytes on one of them. Raises CheckpointError.
+
+        Yields seconds until the next look for their answers.
+        """
         ...
 
     def begin_piece(self, number: int) -> None:

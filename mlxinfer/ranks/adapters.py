@@ -20,12 +20,12 @@ from ..models.adapters.loaded import ModelAdapters, read_adapter
 from ..models.language import LanguageModel
 from . import messages
 
-POLL_S = 0.01  # that one look for an answer may take, between two of which steps run
+POLL_S = 0.01  # between two looks for an answer
 CHECK_S = 600.0  # that a rank may take to read the files
 
 Tell = Callable[[msgspec.Struct], None]
 Hear = Callable[[type, float], Any]
-"""The next answer of a kind; None: none came within so many seconds."""
+"""The next answer of a kind; None: none came within so many seconds; 0: none is there."""
 
 
 class OtherAdapters:
@@ -54,8 +54,11 @@ class OtherAdapters:
         self._piece_s = piece_s
         self._answers: dict[int, list[messages.AdapterDone]] = {}  # by number of the adapter
 
-    def check(self, number: int, adapter: AdapterFolder) -> Generator[None, None, int]:
+    def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
         """Let every rank read what the adapter changes; other work may go on where this yields.
+
+        Yields:
+            Seconds until it is worth looking for answers again.
 
         Returns:
             The most bytes that its matrices take on one of them.
@@ -66,10 +69,10 @@ class OtherAdapters:
         """
         self._tell(messages.AdapterCheck(number, str(adapter.folder), adapter.identity))
         deadline_s = time.monotonic() + CHECK_S
-        while not self._all_answered(number, POLL_S):
+        while not self._all_answered(number, 0.0):
             if time.monotonic() > deadline_s:
                 raise self._fail(TimeoutError(f"a rank reads an adapter for {CHECK_S:g} seconds"))
-            yield
+            yield POLL_S
         return max(one.num_bytes for one in self._taken(number, adapter))
 
     def begin_piece(self, number: int) -> None:
@@ -95,12 +98,13 @@ class OtherAdapters:
         self._tell(messages.AdapterRemove(number))
 
     def _all_answered(self, number: int, timeout_s: float) -> bool:
-        """Whether all have answered about this adapter, waiting for one answer at most."""
-        if len(self._answers.get(number, ())) < self._num_others:
+        """Whether all have answered about this adapter, each within so many seconds."""
+        while len(self._answers.get(number, ())) < self._num_others:
             answer = self._hear(messages.AdapterDone, timeout_s)
-            if answer is not None:
-                self._answers.setdefault(answer.number, []).append(answer)
-        return len(self._answers.get(number, ())) == self._num_others
+            if answer is None:
+                return False
+            self._answers.setdefault(answer.number, []).append(answer)
+        return True
 
     def _taken(self, number: int, adapter: AdapterFolder) -> list[messages.AdapterDone]:
         """All answers; raises CheckpointError where one has a problem."""

@@ -5,10 +5,11 @@ are those of one rank. Ranks are threads here; all families, and four ranks, wit
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +26,8 @@ from mlxinfer.models import load, load_share
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
 from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.share import SPLITTABLE
+from mlxinfer.ranks import messages
+from mlxinfer.ranks.adapters import POLL_S, OtherAdapters
 
 SOME = [
     "qwen2-v5",
@@ -121,3 +124,23 @@ def test_stages_with_adapters_give_the_logits_of_one_rank(case: str, size: int) 
     assert (results[0][0] == expected).all(), "each layer is computed as it is on one rank"
     assert sum(num_bytes for _, num_bytes in results) == total
     assert all(num_bytes for _, num_bytes in results)
+
+
+def test_a_look_for_answers_holds_no_step_up() -> None:
+    """Others take seconds to read an adapter, and this thread runs the steps meanwhile."""
+    adapter = read_adapter(next(iter(folders("qwen2-v5").values())))
+    came = [messages.AdapterDone(rank, 1, 7, None, 100 * rank, False) for rank in (1, 2)]
+    waits: list[float] = []
+
+    def hear(_: type, timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        return came.pop() if len(waits) > 3 and came else None
+
+    others, most = OtherAdapters(2, lambda _: None, hear, AssertionError, piece_s=1.0), []
+
+    def checking() -> Iterator[float]:
+        most.append((yield from others.check(7, adapter)))
+
+    assert list(checking()) == [POLL_S] * 3
+    assert most == [200]
+    assert set(waits) == {0.0}

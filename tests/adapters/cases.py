@@ -39,8 +39,7 @@ def folders(case: str) -> dict[str, Path]:
     if case not in CASES:
         return {}
     write = {"first": write_peft, "second": write_mlx, "third": write_peft}
-    names = NAMES[1:] if case == "nemotron_h-v5" else NAMES  # its experts take no adapters
-    return {name: write[name](Path(mkdtemp()), drawn(case, name)) for name in names}
+    return {name: write[name](Path(mkdtemp()), drawn(case, name)) for name in NAMES}
 
 
 @cache

@@ -6,10 +6,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from adapters.cases import base
+from adapters.cases import base, merged
+from adapters.cases import folders as folders_of
 from adapters.drawn import dense_tensors, draw, write_peft
 from engine.harness import PAGE, Harness, Outcome, prompt, tiny_model
 from metal_cpu import MetalCPU, requires_compiler
+from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import Request, SamplingParams
@@ -20,7 +22,8 @@ from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.models import load
-from mlxinfer.models.adapters.loaded import read_adapter
+from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
+from mlxinfer.models.language import LanguageModel
 
 CASE = "qwen3-v4"
 NAMES = ("first", "second")
@@ -241,3 +244,23 @@ def test_adapters_come_and_go_beside_the_kernel_of_gate_and_up(
     assert found == plain
     assert adapted == 0
     assert min(before, after) > 0
+
+
+def test_experts_without_a_gate_take_adapters() -> None:
+    """An adapter names each by its own path; the model has them as stacks of other names."""
+    case, ids = "nemotron_h-v5", np.arange(3, 33, dtype=np.int32)
+
+    def logits(model: LanguageModel, number: int) -> np.ndarray:
+        caches, rows = DenseCache(model).step([("a", len(ids))]), np.full(len(ids), number)
+        hidden = model(
+            mx.array(ids), mx.arange(len(ids)), caches, adapters=rows if number else None
+        )
+        return np.array(model.logits(hidden, rows if number else None))
+
+    model, adapter = load(base(case)), read_adapter(folders_of(case)["first"])
+    assert any(".experts." in module.path for module in adapter.modules)
+    adapters = ModelAdapters(model)
+    for _ in adapters.load(1, adapter, adapters.check(adapter)):
+        pass
+    expected = logits(merged(case, "first"), 0)
+    assert np.abs(logits(model, 1) - expected).max() < 1e-4 * expected.std()

@@ -19,6 +19,7 @@ from ..safetensors import is_expert
 from .folder import AdapterFolder, AdapterModule
 
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_UNGATED = {"up_proj": "fc1", "down_proj": "fc2"}  # as stacks of experts without a gate have them
 _HALVES = ("gate_proj", "up_proj")
 _BOTH = "gate_up_proj"
 
@@ -125,8 +126,9 @@ class Targets:
         if root == block:
             return []
         for stack in (f"{root}.switch_mlp", f"{root}.experts"):
-            if f"{stack}.{name}" in self._spots:
-                return [(f"{stack}.{name}", None, None)]
+            for own in (name, _UNGATED.get(name)):
+                if f"{stack}.{own}" in self._spots:
+                    return [(f"{stack}.{own}", None, None)]
             if name == _BOTH and f"{stack}.{_HALVES[0]}" in self._spots:
                 total = 2 * self._spots[f"{stack}.{_HALVES[0]}"][0].total
                 return [(f"{stack}.{half}", self._half(half, total), None) for half in _HALVES]

@@ -179,20 +179,21 @@ class RankGroup:
         for rank, problem in sorted(self._problems.items()):
             raise CheckpointError(f"Rank {rank} cannot load {order.name}: {problem}")
 
-    def kv_bytes(self, own: int, *, stated: bool, adapter_bytes: int = 0) -> int:
-        """Bytes of the KV cache of each rank, given what this one would take.
+    def kv_bytes(
+        self, room: Callable[[int], int], own_bytes: int, *, adapter_bytes: int = 0
+    ) -> int:
+        """Bytes that the KV cache of each rank may take, by the rank with the least room.
 
         Args:
-            own: bytes.
-            stated: the caller asked for that; else it is what this machine has room for.
-            adapter_bytes: that each rank keeps for adapters beside it.
+            room: on this machine, beside so many bytes of weights and the adapters of one rank.
+            own_bytes: of this rank's weights, with those of a draft that it has alone.
+            adapter_bytes: that each rank keeps for adapters.
         """
-        if stated:
-            return own
+        others = [one.weights_bytes + adapter_bytes for one in self.loaded]
         if self._local is not None:  # all are on this machine
-            return own // self.place.size
-        beside = [(one.memory_bytes, one.weights_bytes + adapter_bytes) for one in self.loaded]
-        return min([own, *[default_kv_bytes(*sizes) for sizes in beside]])
+            return room(own_bytes + sum(others)) // self.place.size
+        machines = [one.memory_bytes for one in self.loaded]
+        return min(room(own_bytes), *map(default_kv_bytes, machines, others))
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
         """Every rank makes a cache like this; `taps` as of `Forward`.

@@ -5,6 +5,7 @@ its positions alone. What is left of a step on the other side is a `StepInputs` 
 numbers; now and then both sides compare a checksum of them.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from ..cache.inputs import (
     Load,
     Move,
     PartialCopy,
-    QuerySegment,
     Segments,
     Spill,
     StepSegments,
@@ -28,6 +28,7 @@ from ..cache.pages import PageTable
 from ..engine.forward import StepInputs
 
 CHECK_EVERY = 32  # steps between two checksums
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class TableChange(msgspec.Struct, array_like=True):
@@ -324,36 +325,42 @@ def spill_of(part: SpillPart) -> Spill:
 
 
 def checksum(step: StepInputs) -> int:
-    """Of all numbers of a step that decide what is computed and where it is written."""
-    total = zlib.crc32(_bytes(step.segments.positions))
+    """Of all that decides what a step computes, and what it reads and writes of the cache."""
+    total = 0
 
     def add(data: bytes) -> None:
         nonlocal total
         total = zlib.crc32(data, total)
 
-    def add_segment(tables: Sequence[PageTable], *numbers: int) -> None:
-        add(repr(numbers).encode())
-        for table in tables:
-            add(table.numbers_from(0).tobytes())
-
-    for part in step.segments.short:
-        for array in (part.rows, part.starts, part.counts, part.sealed, part.slots):
-            add(_bytes(array))
-        for tables in part.tables:
-            add_segment(tables)
-    for segment in step.segments.long:
-        add_segment(segment.tables, *_places(segment))
-    for one in (step.known_ids, step.pending, step.rows, step.adapters):
+    segments, work = step.segments, step.work
+    arrays = [step.known_ids, step.pending, step.rows, step.rope_variants, step.adapters]
+    add(_ENCODER.encode([_scalars(step), [one is None for one in arrays]]))
+    for part in segments.short:
+        arrays += [part.rows, part.starts, part.counts, part.sealed, part.slots]
+    for one in [segments.positions, *arrays]:
         add(b"" if one is None else _bytes(one))
-    for move in step.work.seal:
-        add_segment(move.tables, move.slot, move.start, move.stop)
-    places = [one[:2] for one in step.work.spill] + [one[:2] for one in step.work.load]
-    add(repr(places).encode() if places else b"")
+    tables = [tables for part in segments.short for tables in part.tables]
+    tables += [each.tables for each in segments.long]
+    tables += [each.tables for each in work.seal] + [each.tables for each in work.copies]
+    for table in itertools.chain.from_iterable(tables):
+        add(table.numbers_from(0).tobytes())
     return total
 
 
-def _places(segment: QuerySegment) -> tuple[int, int, int, int, int]:
-    return segment.row, segment.start, segment.num_tokens, segment.sealed, segment.slot
+def _scalars(step: StepInputs) -> list[object]:
+    """What is no array and no page table."""
+    work = step.work
+    return [
+        [step.follows, step.is_barrier, step.num_slots, step.num_rows],
+        [step.new_slots, step.prompt_rows],
+        [(s.row, s.start, s.num_tokens, s.sealed, s.slot) for s in step.segments.long],
+        [part.width for part in step.segments.short],
+        [move[1:] for move in work.seal],
+        [spill_part(spill) for spill in work.spill],
+        [(load.group, load.page, load.key) for load in work.load],
+        [copy[1:] for copy in work.copies],
+        [work.save, work.leave, work.resume, work.drop],
+    ]
 
 
 def _bytes(array: Ints) -> bytes:

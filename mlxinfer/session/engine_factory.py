@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -144,8 +144,10 @@ class EngineOptions:
                 param="disk_cache_dir",
             )
 
-    def config(self, model: "LanguageModel", disk: DiskOptions | None) -> EngineConfig:
-        """The sizes of an engine for a loaded model, and its disk cache.
+    def config(
+        self, model: "LanguageModel", disk: DiskOptions | None, kv_bytes: int
+    ) -> EngineConfig:
+        """The sizes of an engine for a loaded model with a KV cache of so many bytes, and its disk.
 
         A prefix cache that the model cannot have is left out: answers are the same without it.
         """
@@ -156,7 +158,6 @@ class EngineOptions:
                 param="disk_cache",
             )
         limit = model.config.max_context
-        kv_bytes = self.kv_bytes(model.num_bytes)
         chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
         return EngineConfig(
@@ -353,13 +354,16 @@ def open_engine(
             pipeline = options.spread.pipeline
             model = group.load(name, folder, dtype=options.dtype, pipeline=pipeline, watch=watch)
         described.append(describe(name, folder, model))
-        config = options.config(model, disk)
-        if group is not None:
-            stated = options.max_memory is not None
-            kept = options.adapter_bytes
-            budget = group.kv_bytes(config.kv_budget_bytes, stated=stated, adapter_bytes=kept)
-            config = replace(config, kv_budget_bytes=budget)
-        config, proposer = add_speculation(options, folder, model, config)
+
+        def kv_bytes(draft_bytes: int) -> int:
+            """Of each rank, where rank 0 also has the weights of a draft."""
+            weights = model.num_bytes + draft_bytes
+            if group is None or options.max_memory is not None:
+                return options.kv_bytes(weights)
+            return group.kv_bytes(options.kv_bytes, weights, adapter_bytes=options.adapter_bytes)
+
+        config = options.config(model, disk, kv_bytes(0))
+        config, proposer = add_speculation(options, folder, model, config, kv_bytes)
         proposers.append(proposer)
         return model, config
 
@@ -392,7 +396,11 @@ def _group(name: str, folder: Path, options: EngineOptions) -> "RankGroup | None
 
 
 def add_speculation(
-    options: EngineOptions, folder: Path, model: "LanguageModel", config: EngineConfig
+    options: EngineOptions,
+    folder: Path,
+    model: "LanguageModel",
+    config: EngineConfig,
+    kv_bytes: Callable[[int], int],
 ) -> "tuple[EngineConfig, Proposer | None]":
     """What proposes tokens, and what it leaves of the memory; None: nothing does.
 
@@ -401,6 +409,7 @@ def add_speculation(
         folder: that the model was loaded from.
         model: that tokens are proposed for.
         config: of its engine.
+        kv_bytes: for both KV caches, beside so many bytes of a draft's weights.
 
     Raises:
         InvalidRequestError: this model cannot verify proposals, and they were asked for by name.
@@ -421,7 +430,5 @@ def add_speculation(
     found = load_network(speculation, folder, model, dtype=options.dtype)
     if found is None:
         return config, make_speculation(speculation)
-    budget = options.kv_bytes(model.num_bytes + found.num_bytes)
-    budget = min(budget, config.kv_budget_bytes)  # other ranks may have less room
-    config, draft = share_budget(config, budget, model, found)
+    config, draft = share_budget(config, kv_bytes(found.num_bytes), model, found)
     return config, make_speculation(speculation, model, draft)

@@ -11,6 +11,7 @@ from ranks.test_wire import PAGE, step_of
 
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.errors import CheckpointError, InvalidRequestError, RanksFailedError
+from mlxinfer.memory import default_kv_bytes
 from mlxinfer.ranks import control, messages
 from mlxinfer.ranks import group as group_module
 from mlxinfer.ranks.control import Connection, Hello, connect
@@ -142,6 +143,22 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "Two processes are rank 1 (process 41 came last)" in str(results[0])
     for connection in came:
         connection.close()
+
+
+def test_the_kv_cache_of_ranks_leaves_room_for_all_weights(three: Group) -> None:
+    """On one machine those of every rank, the draft of rank 0 with them; else each has its own."""
+    group, _ = three
+    machines = {1: 2 * 10**9, 2: 10**9}
+    group.loaded = [Loaded(i, 1, None, 200_000_000, 0, size) for i, size in machines.items()]
+
+    def room(weights: int) -> int:
+        return 1_500_000_000 - weights
+
+    found = group.kv_bytes(room, 300_000_000, adapter_bytes=100_000_000)
+    assert found == default_kv_bytes(10**9, 300_000_000) < room(300_000_000)
+    group._local = LocalRanks()
+    found = group.kv_bytes(room, 300_000_000, adapter_bytes=100_000_000)
+    assert found == room(900_000_000) // 3
 
 
 def test_ranks_run_one_model_at_a_time(three: Group) -> None:

@@ -1,4 +1,4 @@
-"""The matrix of ranks over Open MPI in place of the ring, and how its programs end.
+"""The matrix of ranks and its heads over Open MPI in place of the ring, and how programs end.
 
 Needs `mpirun` and `libmpi.so` (Debian: openmpi-bin, libopenmpi-dev). pytest -m slow tests/ranks
 """
@@ -21,7 +21,6 @@ from mlxinfer.ranks.hosts import launched, shared_secret
 
 follow(launched(), shared_secret(), Path)
 """
-MATRIX = str(Path(__file__).with_name("test_rank_matrix.py"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -49,8 +48,10 @@ def mpirun(*programs: list[str], **variables: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_matrix_over_mpi(size: int) -> None:
-    rank_0 = ["1", sys.executable, "-m", "pytest", "-n0", MATRIX]
+@pytest.mark.parametrize("what", ["matrix", "heads"])
+def test_answers_over_mpi_are_those_of_one_rank(what: str, size: int) -> None:
+    tests = str(Path(__file__).with_name(f"test_rank_{what}.py"))
+    rank_0 = ["1", sys.executable, "-m", "pytest", "-n0", tests]
     others = [str(size - 1), sys.executable, "-c", FOLLOW]
     done = mpirun(
         rank_0,

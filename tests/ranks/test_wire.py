@@ -1,14 +1,27 @@
 """Steps over the wire: what the other side has is what was sent, whatever became of the tables."""
 
+from dataclasses import fields
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxinfer.cache.inputs import CacheWork, Move, Segments, StepSegments, ints
+from mlxinfer.cache.inputs import (
+    CacheWork,
+    Load,
+    Move,
+    PartialCopy,
+    Segments,
+    Spill,
+    StepSegments,
+    ints,
+)
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.engine.forward import StepInputs
 from mlxinfer.ranks.messages import orders
-from mlxinfer.ranks.wire import Reader, Writer, checksum
+from mlxinfer.ranks.wire import LongSegment, Reader, Writer, checksum
 
 PAGE = 16
 
@@ -87,3 +100,95 @@ def test_a_steady_batch_is_its_positions() -> None:
     second.work = CacheWork()
     frame = messages.encode(writer.message(second, [6250]))
     assert len(frame) <= 3 * 4 * 64 + 200
+
+
+def full_step() -> StepInputs:
+    """One in which everything occurs that a step may have."""
+    tables = [[PageTable(PAGE, pages=[7 + i])] for i in range(4)]
+    one = np.array([1, 2], dtype=np.int32)
+    return StepInputs(
+        segments=StepSegments(
+            [Segments(tables[:2], one, one + 1, one + 2, one + 3, one + 4, width=4)],
+            [LongSegment(tables[2], 9, 16, 5, 0, 3)],
+            ints([3, 4, 5, 16]),
+        ),
+        follows=False,
+        known_ids=ints([5, 6, 7, 8]),
+        pending=ints([-1, 0, -1, -1]),
+        work=CacheWork(
+            seal=[Move(tables[0], 1, 0, 16)],
+            spill=[Spill(0, 5, b"key", b"parent", (1, 2))],
+            load=[Load(0, 6, memoryview(b"read"), b"other")],
+            copies=[PartialCopy(tables[3], 2, 16, 20, [4, None])],
+            save=[(1, 2)],
+            leave=[3],
+            resume=[(4, 5)],
+            drop=[6],
+        ),
+        num_slots=4,
+        new_slots=[2],
+        is_barrier=True,
+        rows=ints([0, 3]),
+        num_rows=2,
+        prompt_rows=[(1, 3)],
+        rope_variants=ints([0, 1, 0, 0]),
+        adapters=ints([0, 0, 2, 0]),
+    )
+
+
+CHANGED: dict[type, dict[str, Any]] = {
+    StepInputs: {
+        "follows": True,
+        "known_ids": ints([5, 6, 7, 9]),
+        "pending": None,
+        "num_slots": 5,
+        "new_slots": [3],
+        "is_barrier": False,
+        "rows": ints([0, 2]),
+        "num_rows": 3,
+        "prompt_rows": [(1, 2)],
+        "rope_variants": ints([0, 0, 1, 0]),
+        "adapters": None,
+    },
+    CacheWork: {
+        "seal": [Move([PageTable(PAGE, pages=[7])], 1, 0, 15)],
+        "spill": [Spill(0, 5, b"key", b"parent", (1, 3))],
+        "load": [Load(0, 6, memoryview(b"read"), b"key")],
+        "copies": [PartialCopy([PageTable(PAGE, pages=[10])], 2, 16, 20, [5, None])],
+        "save": [(1, 3)],
+        "leave": [],
+        "resume": [(4, 6)],
+        "drop": [7],
+    },
+    StepSegments: {"positions": ints([3, 4, 5, 17]), "short": [], "long": []},
+    Segments: {
+        **{name: ints([1, 9]) for name in ("rows", "starts", "counts", "sealed", "slots")},
+        "tables": [[PageTable(PAGE, pages=[i])] for i in (7, 9)],
+        "width": 5,
+    },
+    LongSegment: {
+        **dict.fromkeys(("row", "start", "num_tokens", "sealed", "slot"), 8),
+        "tables": [PageTable(PAGE, pages=[8])],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_the_checksum_takes_in_everything(kind: type) -> None:
+    """Whatever a rank has otherwise than rank 0 is found by the next comparison."""
+    names = {f.name for f in fields(kind) if not f.name.startswith("_")}
+    assert set(CHANGED[kind]) == names - {"segments", "work"}, "these have fields of their own"
+    whole = checksum(full_step())
+    assert checksum(full_step()) == whole
+    for name, value in CHANGED[kind].items():
+        step = full_step()
+        parts = [step, step.work, step.segments, step.segments.short[0], step.segments.long[0]]
+        (part,) = [part for part in parts if type(part) is kind]
+        object.__setattr__(part, name, value)
+        assert checksum(step) != whole, name
+
+
+def test_a_step_with_everything_has_one_checksum_on_both_sides() -> None:
+    writer, reader, messages = Writer(), Reader(PAGE), orders()
+    sent = messages.decode(messages.encode(writer.message(full_step(), [3])))
+    assert checksum(reader.step(sent, {b"other": memoryview(b"")})) == checksum(full_step())

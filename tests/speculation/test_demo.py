@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,12 +114,16 @@ def test_the_draft_takes_its_share_of_the_memory() -> None:
     assert 0.7 * whole < rest < 0.9 * whole  # the draft's tokens are an eighth of the model's
 
 
-def test_a_draft_takes_no_more_than_the_rank_of_least_room_has() -> None:
-    """The budget of ranks, which the config has, is below what this machine alone would give."""
+def test_a_drafts_weights_and_cache_are_taken_from_the_memory_of_the_model() -> None:
+    """What is left beside them may be decided by the rank with the least room."""
     options, folder = EngineOptions.of({"draft": "demo-draft"}, hub.resolve), hub.resolve("demo")
-    model = load(folder)
-    config = replace(options.config(model, None), kv_budget_bytes=10_000_000)
-    rest, proposer = add_speculation(options, folder, model, config)
+    model, draft = load(folder), load(hub.resolve("demo-draft"))
+
+    def kv_bytes(draft_bytes: int) -> int:
+        return 10_000_000 + draft.num_bytes - draft_bytes
+
+    config = options.config(model, None, kv_bytes(0))
+    rest, proposer = add_speculation(options, folder, model, config, kv_bytes)
     assert proposer is not None
     assert 7_000_000 < rest.kv_budget_bytes < 9_000_000
 

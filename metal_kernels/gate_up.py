@@ -25,6 +25,7 @@ MAX_ROWS = 8  # of more, MLX's product of matrices reads the matrix less often
 SHARING_ROWS = 4  # rows that share what is read; more would not leave registers for loads
 ROUNDING = {"float32": 2e-4, "float16": 2**-5, "bfloat16": 2**-2}  # of numbers below 64
 CASE_INNER = 12
+MOST_TIMED_BYTES = 128 << 20  # of a matrix: more than caches hold, and little beside a model
 MAX_LAUNCHES = 64  # that are remembered
 
 
@@ -195,13 +196,23 @@ def _case(variant: Variant) -> Case:
 
 def _timed(variant: Variant, _: int, __: int) -> Case:
     """Beside MLX's product and its compiled activation behind it: two dispatches."""
-    form, x, matrix = _inputs(variant, variant.number("rows"), variant.number("inner"))
+    form, x, matrix = _inputs(variant, variant.number("rows"), timed_inner(variant))
     activation = in_mlx(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],
         lambda: [activation(product(x, matrix, form))],
         (0.0,),
     )
+
+
+def timed_inner(variant: Variant) -> int:
+    """Numbers of an output row when a variant is timed: its own, as far as the bytes allow.
+
+    Both ways read the matrix at the speed of memory from there on, so their ratio stays.
+    """
+    bits = variant.number("bits") or 8 * DTYPES[str(variant["stored"])].size
+    most = MOST_TIMED_BYTES * 8 // (2 * variant.number("in_dims") * bits)
+    return min(variant.number("inner"), most // PER_THREADGROUP * PER_THREADGROUP)
 
 
 def _registers(variant: Variant) -> int:

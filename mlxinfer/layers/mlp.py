@@ -44,11 +44,12 @@ class MLP:
     matrix, and is used as it is.
 
     Attributes:
+        form: what a kernel would do with the projection that was given; None: none does the like.
         in_kernel: what the kernel does; None: it is not used. Set by the engine.
         ready: for how many rows it may be used. Set by the engine.
     """
 
-    __slots__ = ("activation", "down_proj", "gate_up_proj", "in_kernel", "ready")
+    __slots__ = ("activation", "down_proj", "form", "gate_up_proj", "in_kernel", "ready")
 
     def __init__(
         self, gate_up_proj: Projection, down_proj: Projection, activation: Activation
@@ -56,22 +57,9 @@ class MLP:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation = activation
+        self.form = _form_of(gate_up_proj, activation)
         self.in_kernel: GateUp | None = None
         self.ready: ReadyFor = never
-
-    @property
-    def form(self) -> GateUp | None:
-        """What a kernel would do; None: none does the like."""
-        projection, activation = self.gate_up_proj, self.activation
-        matrix = matrix_of(projection)
-        if matrix is None or not isinstance(activation, Gated) or activation.gate is None:
-            return None
-        codes, group_size = PLAIN_NUMBERS, 1
-        if isinstance(projection, QuantizedLinear):
-            codes, group_size = (projection.bits, projection.group_size), projection.group_size
-        out_dims, num_groups = matrix[-1].shape
-        sizes = num_groups * group_size, out_dims // 2
-        return gate_up_of(activation.gate, *sizes, *codes, matrix[-1].dtype)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
@@ -86,6 +74,18 @@ class MLP:
             return None
         matrix = matrix_of(self.gate_up_proj)
         return None if matrix is None else gate_up_in_kernel(x, matrix, form)
+
+
+def _form_of(projection: Projection, activation: Activation) -> GateUp | None:
+    matrix = matrix_of(projection)
+    if matrix is None or not isinstance(activation, Gated) or activation.gate is None:
+        return None
+    codes, group_size = PLAIN_NUMBERS, 1
+    if isinstance(projection, QuantizedLinear):
+        codes, group_size = (projection.bits, projection.group_size), projection.group_size
+    out_dims, num_groups = matrix[-1].shape
+    sizes = num_groups * group_size, out_dims // 2
+    return gate_up_of(activation.gate, *sizes, *codes, matrix[-1].dtype)
 
 
 class Gated:

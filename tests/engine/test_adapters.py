@@ -20,6 +20,7 @@ from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
 from mlxinfer.layers.step import Step
+from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
@@ -251,11 +252,10 @@ def test_experts_without_a_gate_take_adapters() -> None:
     case, ids = "nemotron_h-v5", np.arange(3, 33, dtype=np.int32)
 
     def logits(model: LanguageModel, number: int) -> np.ndarray:
-        caches, rows = DenseCache(model).step([("a", len(ids))]), np.full(len(ids), number)
-        hidden = model(
-            mx.array(ids), mx.arange(len(ids)), caches, adapters=rows if number else None
-        )
-        return np.array(model.logits(hidden, rows if number else None))
+        caches = DenseCache(model).step([("a", len(ids))])
+        rows = np.full(len(ids), number) if number else None
+        hidden = model(mx.array(ids), Step(mx.arange(len(ids)), caches, adapters=rows))
+        return np.array(model.logits(hidden, rows))
 
     model, adapter = load(base(case)), read_adapter(folders_of(case)["first"])
     assert any(".experts." in module.path for module in adapter.modules)

@@ -16,6 +16,8 @@ from mlxinfer.layers.mlp import MLP
 from mlxinfer.metal_kernels.gate_up import (
     CODES,
     MAX_ROWS,
+    MOST_TIMED_BYTES,
+    PER_THREADGROUP,
     PLAIN,
     SHARING_ROWS,
     GateUp,
@@ -26,6 +28,7 @@ from mlxinfer.metal_kernels.gate_up import (
     has_matrix,
     most_rows,
     product,
+    timed_inner,
 )
 from mlxinfer.metal_kernels.gated import FUNCTIONS, gate_of, gated_twin
 from mlxinfer.metal_kernels.launch import running_on
@@ -239,7 +242,21 @@ def test_an_adapter_in_the_projections_place_is_used_as_it_is() -> None:
     with running_on(MetalCPU()):
         found = layer(x)
     assert mx.array_equal(found, gated_twin(product(x, matrix, form), form.gate))
-    assert layer.form is None
+    assert layer.form is form, "it has its kernel again where the adapter goes"
+
+
+@pytest.mark.parametrize("codes", [(4, 64), (8, 32), PLAIN])
+def test_a_large_matrix_is_timed_in_part(codes: tuple[int, int]) -> None:
+    """That of a model of 70B has 0.2 to 0.9 GB, which the host would hold twice."""
+    bits = codes[0] or 16
+    small, large = (
+        gate_up_variant(gate_up_of(gate_of("silu", mx.bfloat16), *sizes, *codes, mx.bfloat16), 1)
+        for sizes in ((4096, 1024), (8192, 28672))
+    )
+    assert timed_inner(small) == 1024
+    inner = timed_inner(large)
+    assert inner % PER_THREADGROUP == 0
+    assert 100 << 20 < 2 * inner * 8192 * bits // 8 <= MOST_TIMED_BYTES
 
 
 def test_what_is_no_plain_matrix_has_no_kernel() -> None:

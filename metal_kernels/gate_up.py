@@ -200,7 +200,7 @@ def _timed(variant: Variant, _: int, __: int) -> Case:
     activation = in_mlx(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],
-        lambda: [activation(product(x, matrix, form))],
+        lambda: [activation(*mx.split(product(x, matrix, form), 2, axis=-1))],
         (0.0,),
     )
 

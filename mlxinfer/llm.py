@@ -18,6 +18,8 @@ from .session.request_builder import ChatOptions, Message, Prompt, ResponseForma
 from .session.session import Session
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .display.show import Heat
 
 
@@ -302,6 +304,15 @@ class LLM(OpenModel):
 
         self.last = show(self.stream_chat(messages, params, **options))
 
+    @property
+    def chat_params(self) -> SamplingParams:
+        """How `chat` chooses tokens if nothing is said: by the model's generation_config.json.
+
+        Models that reason repeat themselves without end where the most probable token is always
+        taken. An answer is as long as the context allows.
+        """
+        return self._generator.chat_params
+
     @public
     def heat(self, result: Result) -> "Heat":
         """The tokens of an answer, which a notebook shows on a ground that is hot where one was
@@ -313,6 +324,19 @@ class LLM(OpenModel):
         from .display.show import Heat
 
         return Heat.of(result, self.tokenizer.token_bytes)
+
+    @property
+    def _generator(self) -> Session:
+        """The session of a model that generates; raises InvalidRequestError for another."""
+        session = self._session
+        if isinstance(session, PoolingSession):
+            kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
+            if session.embeds:
+                kind, methods = "an embedding model", "embed(texts), rerank or score"
+            raise InvalidRequestError(
+                f"{session.info.name} is {kind} and gives no text; call {methods}."
+            )
+        return session
 
     def _chat(
         self,
@@ -334,6 +358,64 @@ class LLM(OpenModel):
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return self._generator.chat(messages, params, sampling, **rest)
+
+    # -- the model itself -----------------------------------------------------------------------
+
+    @public
+    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
+        """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
+
+        Pinned pages are evicted only when running requests need their room and hold every page
+        that is not pinned: a running request goes before a kept prefix. Then they go last page
+        first, and are computed again like any other prefix.
+
+        Returns:
+            How many tokens are kept: whole pages. The next request that begins with them finds as
+            many, unless some had to go meanwhile.
+
+        Raises:
+            InvalidRequestError: there is no prefix cache, or it is a server's.
+        """
+        return self._generator.pin(prompt)
+
+    @public
+    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> "np.ndarray":
+        """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
+        return self._generator.logits(prompt, adapter)
+
+    @public
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load an adapter: from now on requests may name it (`adapter=name`), in any mix.
+
+        Answers are those of the model that the adapter is merged into. Requests run on meanwhile.
+
+        Args:
+            name: letters, digits, ".", "_" and "-".
+            path: a folder in PEFT's layout (adapter_config.json, adapter_model.safetensors: LoRA,
+                rsLoRA or DoRA) or in mlx-lm's (adapters.safetensors).
+
+        Raises:
+            InvalidRequestError: the name is taken, or is none.
+            InsufficientMemoryError: there is no room for it.
+            AdapterNotFoundError: there is no adapter.
+            CheckpointError: a file is broken, a pickle, or not for this model.
+            UnsupportedModelError: it changes what cannot be changed here; the message names it.
+        """
+        self._generator.load_adapter(name, path)
+
+    @public
+    def unload_adapter(self, name: str) -> None:
+        """Let no new request name an adapter; its memory is free when the last one has ended.
+
+        Raises:
+            InvalidRequestError: there is none of this name.
+        """
+        self._generator.unload_adapter(name)
+
+    @property
+    def adapters(self) -> list[dict[str, Any]]:
+        """The adapters that requests may name: each with name, kind, path and bytes."""
+        return self._generator.adapters()
 
 
 def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from . import hub
 from .backend import require_mlx
 from .boundary import public
-from .core import SamplingParams
 from .errors import InvalidRequestError
 from .outputs import Facts, Ranked
 from .progress import patient, progress_bars
 from .session.engine_factory import EngineArguments, EngineOptions
 from .session.pooling_rows import Text
 from .session.pooling_session import PoolingSession, open_session
-from .session.request_builder import Message, Prompt
 from .session.session import Session
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OpenModel:
-    """What any model has: its facts and files, its adapters, and vectors and scores if it pools.
+    """What any model has: its facts and files, and vectors and scores where it pools.
 
     Args:
         session: of the model, as `load_session` and `connect` give it.
@@ -65,7 +63,7 @@ class OpenModel:
         context = f"{info.max_context:,} tokens" if info.max_context else "-"
         facts = {"model": info.summary, "context": context}
         if isinstance(self._session, Session):
-            facts["chat"] = self.chat_params.words
+            facts["chat"] = self._session.chat_params.words
         return facts_card(f"{info.name}{state}", facts)
 
     @property
@@ -83,87 +81,7 @@ class OpenModel:
         """Tokens that end an answer."""
         return self._session.end_ids
 
-    # -- a model that generates --------------------------------------------------------------------
-
-    @property
-    def chat_params(self) -> SamplingParams:
-        """How `chat` chooses tokens if nothing is said: by the model's generation_config.json.
-
-        Models that reason repeat themselves without end where the most probable token is always
-        taken. An answer is as long as the context allows.
-        """
-        return self._generator.chat_params
-
-    @public
-    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
-        """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
-
-        Pinned pages are evicted only when running requests need their room and hold every page
-        that is not pinned: a running request goes before a kept prefix. Then they go last page
-        first, and are computed again like any other prefix.
-
-        Returns:
-            How many tokens are kept: whole pages. The next request that begins with them finds as
-            many, unless some had to go meanwhile.
-
-        Raises:
-            InvalidRequestError: there is no prefix cache, or it is a server's.
-        """
-        return self._generator.pin(prompt)
-
-    @public
-    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> "np.ndarray":
-        """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
-        return self._generator.logits(prompt, adapter)
-
-    @public
-    def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load an adapter: from now on requests may name it (`adapter=name`), in any mix.
-
-        Answers are those of the model that the adapter is merged into. Requests run on meanwhile.
-
-        Args:
-            name: letters, digits, ".", "_" and "-".
-            path: a folder in PEFT's layout (adapter_config.json, adapter_model.safetensors: LoRA,
-                rsLoRA or DoRA) or in mlx-lm's (adapters.safetensors).
-
-        Raises:
-            InvalidRequestError: the name is taken, or is none.
-            InsufficientMemoryError: there is no room for it.
-            AdapterNotFoundError: there is no adapter.
-            CheckpointError: a file is broken, a pickle, or not for this model.
-            UnsupportedModelError: it changes what cannot be changed here; the message names it.
-        """
-        self._generator.load_adapter(name, path)
-
-    @public
-    def unload_adapter(self, name: str) -> None:
-        """Let no new request name an adapter; its memory is free when the last one has ended.
-
-        Raises:
-            InvalidRequestError: there is none of this name.
-        """
-        self._generator.unload_adapter(name)
-
-    @property
-    def adapters(self) -> list[dict[str, Any]]:
-        """The adapters that requests may name: each with name, kind, path and bytes."""
-        return self._generator.adapters()
-
-    @property
-    def _generator(self) -> Session:
-        """The session of a model that generates; raises InvalidRequestError for another."""
-        session = self._session
-        if isinstance(session, PoolingSession):
-            kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
-            if session.embeds:
-                kind, methods = "an embedding model", "embed(texts), rerank or score"
-            raise InvalidRequestError(
-                f"{session.info.name} is {kind} and gives no text; call {methods}."
-            )
-        return session
-
-    # -- a model that pools ------------------------------------------------------------------------
+    # -- vectors and scores -----------------------------------------------------------------------
 
     @public
     def embed(

@@ -307,7 +307,6 @@ class Scheduler:
         Rows after an end, or after a proposal that was not sampled, are discarded.
         """
         sampling, result = batch.sampling, CommitResult()
-        assert len(token_ids) == len(sampling)
         proposals = sampling.proposals
         accepted = proposals.accepted(token_ids) if proposals is not None else None
         rows = zip(sampling.sequences, token_ids, strict=True)
@@ -330,7 +329,7 @@ class Scheduler:
                 or request.grammar is not None
             ):
                 self._finish(sequence, token_id, row, result)
-        self.counters.tokens_sampled += len(sampling) - len(result.discarded)
+        self.counters.tokens_sampled += len(token_ids) - len(result.discarded)
         if self._proposer is not None:
             self._proposer.observe(batch, result)
         return result

@@ -210,7 +210,13 @@ class Attention(AttentionShape):
         else:
             qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
             qk, values = mx.split(qkv, self.v_start, axis=1)
-            queries, keys = mx.split(self.turned(qk, step), self.k_start, axis=1)
+            if self.qk_norm is not None and not self.norm_last:
+                qk = self.qk_norm(qk)
+            if self.rope is not None:
+                qk = self.rope(qk, step.prepared(self.rope))
+            if self.qk_norm is not None and self.norm_last:
+                qk = self.qk_norm(qk)
+            queries, keys = mx.split(qk, self.k_start, axis=1)
             if self.query_scale is not None:
                 queries = self.query_scale(queries, step.prepared(self.query_scale))
             if self.v_norm is not None:
@@ -219,14 +225,6 @@ class Attention(AttentionShape):
         if self.gate_proj is not None:
             outputs = outputs * mx.sigmoid(self.gate_proj(x))
         return self.o_proj(outputs, residual)  # of the heads side by side
-
-    def turned(self, qk: mx.array, step: Step) -> mx.array:
-        """Queries and keys (T, H + Hkv, D) with norm and positions."""
-        if self.qk_norm is not None and not self.norm_last:
-            qk = self.qk_norm(qk)
-        if self.rope is not None:
-            qk = self.rope(qk, step.prepared(self.rope))
-        return self.qk_norm(qk) if self.qk_norm is not None and self.norm_last else qk
 
     def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:
         """What the bias adds to keys of `heads` (N,) at `positions` (N,): (N, head_dim) float32."""

@@ -100,12 +100,12 @@ class Gated:
         fused: as for `in_mlx`.
     """
 
-    __slots__ = ("_in_mlx", "gate", "in_kernel")
+    __slots__ = ("_product", "gate", "in_kernel")
 
     def __init__(
         self, product: Product, gate: Gate | None = None, *, fused: bool | None = None
     ) -> None:
-        self._in_mlx = in_mlx(product, fused=fused)
+        self._product = in_mlx(product, fused=fused)
         self.gate = gate
         self.in_kernel = False  # set by the engine
 
@@ -113,7 +113,7 @@ class Gated:
         """gate_up (..., 2 * dims) -> (..., dims)."""
         if self.in_kernel and self.gate is not None:
             return gated_in_kernel(gate_up, self.gate)
-        return self._in_mlx(gate_up)
+        return self._product(*mx.split(gate_up, 2, axis=-1))
 
 
 def relu_squared(x: mx.array) -> mx.array:

@@ -5,7 +5,7 @@ Each token goes to `k` of the experts; its output is their outputs, weighted by 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -206,74 +206,35 @@ def softmax_top_k(k: int) -> ExpertChoice:
     return ExpertChoice(choose, routing_of(k, sigmoid=False, normalised=False))
 
 
-def grouped_routing(
-    k: int,
-    *,
-    num_groups: int = 1,
-    num_best: int = 1,
-    counted: int = 1,
-    bias: mx.array | None = None,
-    normalise: bool = False,
-    eps: float = 1e-20,
-    factor: float = 1.0,
-) -> ExpertChoice:
-    """Arguments as of `GroupedRouting`; where all groups may be chosen from there is a kernel."""
-    plain = GroupedRouting(
-        k,
-        num_groups=num_groups,
-        num_best=num_best,
-        counted=counted,
-        bias=bias,
-        normalise=normalise,
-        eps=eps,
-        factor=factor,
-    )
-    routing = None
-    if num_best >= num_groups:
-        biased = bias is not None
-        routing = routing_of(
-            k, sigmoid=biased, normalised=normalise, biased=biased, eps=eps, factor=factor
-        )
-    return ExpertChoice(plain, routing, bias)
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupedRouting:
-    """Experts in groups: only the best groups' experts may be chosen (DeepSeek-V2 and V3).
+    """Experts in groups: only the best groups' experts may be chosen (DeepSeek-V2 and V3)."""
 
-    Args:
-        k: experts of each token.
-        num_groups: groups of equally many experts, which stand side by side.
-        num_best: groups that may be chosen from.
-        counted: a group is worth the sum of so many of its best experts.
-        bias: (E,) added to the scores of a sigmoid for the choice alone; None: scores are those of
-            a softmax.
-        normalise: divide the chosen weights by their sum.
-        eps: added to that sum.
-        factor: multiplies the weights.
-    """
+    k: int  # experts of each token
+    _: KW_ONLY
+    num_groups: int = 1  # of equally many experts, which stand side by side
+    num_best: int = 1  # groups that may be chosen from
+    counted: int = 1  # a group is worth the sum of so many of its best experts
+    # (E,) added to the scores of a sigmoid for the choice alone; None: scores of a softmax
+    bias: mx.array | None = None
+    normalise: bool = False  # divide the chosen weights by their sum
+    eps: float = 1e-20  # added to that sum
+    factor: float = 1.0  # multiplies the weights
 
-    __slots__ = ("bias", "counted", "eps", "factor", "k", "normalise", "num_best", "num_groups")
-
-    def __init__(
-        self,
-        k: int,
-        *,
-        num_groups: int = 1,
-        num_best: int = 1,
-        counted: int = 1,
-        bias: mx.array | None = None,
-        normalise: bool = False,
-        eps: float = 1e-20,
-        factor: float = 1.0,
-    ) -> None:
-        self.k = k
-        self.num_groups = num_groups
-        self.num_best = num_best
-        self.counted = counted
-        self.bias = bias
-        self.normalise = normalise
-        self.eps = eps
-        self.factor = factor
+    def choice(self) -> ExpertChoice:
+        """The choice of experts; where all groups may be chosen from there is a kernel."""
+        routing = None
+        if self.num_best >= self.num_groups:
+            biased = self.bias is not None
+            routing = routing_of(
+                self.k,
+                sigmoid=biased,
+                normalised=self.normalise,
+                biased=biased,
+                eps=self.eps,
+                factor=self.factor,
+            )
+        return ExpertChoice(self, routing, self.bias)
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) float32 and experts (T, k)."""

@@ -61,15 +61,10 @@ class TextStream:
         self._matcher = StopMatcher(stop, include_stop=include_stop)
         self._tools = tools
         self._single_call = single_call
-        self._called = False  # the only tool call is complete
         self._min_tokens = min_tokens
         self._finished = False
+        self.stopped = False
         self.num_tokens = 0
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string, or the only tool call, has ended the answer."""
-        return self._called or self._matcher.matched is not None
 
     @property
     def stop_match(self) -> str | None:
@@ -124,10 +119,11 @@ class TextStream:
             if isinstance(part, TextPart):
                 enabled = self.num_tokens >= self._min_tokens
                 parts.append(TextPart(self._matcher.push(part.text, enabled=enabled)))
+                self.stopped = self._matcher.matched is not None
                 continue
             parts += [TextPart(self._matcher.finish()), part]
             if isinstance(part, ToolCallDelta) and part.status is CallStatus.DONE:
-                self._called = self._single_call
+                self.stopped = self._single_call
 
 
 def _special_ids_in(tokenizer: Tokenizer, marks: Sequence[str]) -> frozenset[int]:

@@ -9,7 +9,7 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.layers.moe import (
     ExpertChoice,
-    grouped_routing,
+    GroupedRouting,
     sigmoid_of_top_k,
     softmax_top_k,
     top_k_softmax,
@@ -24,8 +24,8 @@ CHOICES = {
     "softmax of the best": (top_k_softmax(8), 128),
     "softmax of all": (softmax_top_k(4), 60),
     "sigmoids": (sigmoid_of_top_k(1), 16),
-    "of a bias": (grouped_routing(6, bias=BIAS, normalise=True, factor=2.5), 70),
-    "not normalised": (grouped_routing(2, factor=16.0), 8),
+    "of a bias": (GroupedRouting(6, bias=BIAS, normalise=True, factor=2.5).choice(), 70),
+    "not normalised": (GroupedRouting(2, factor=16.0).choice(), 8),
     "as many as a SIMD group has lanes": (top_k_softmax(32), 40),
     "512 experts": (top_k_softmax(10), 512),
 }
@@ -85,7 +85,7 @@ def test_of_equal_experts_the_first_and_never_one_that_is_not_there() -> None:
 
 
 def test_groups_have_no_kernel() -> None:
-    assert grouped_routing(2, num_groups=4, num_best=2, bias=mx.zeros(8)).routing is None
+    assert GroupedRouting(2, num_groups=4, num_best=2, bias=mx.zeros(8)).choice().routing is None
     assert top_k_softmax(8).routing is top_k_softmax(8).routing, "layers share launches"
 
 

@@ -90,8 +90,8 @@ def test_sums_and_norms_run_against_the_layers_own() -> None:
         moe.top_k_softmax(8),
         moe.sigmoid_of_top_k(1),
         moe.softmax_top_k(6),
-        moe.grouped_routing(6, factor=16.0),
-        moe.grouped_routing(8, bias=mx.zeros(64), normalise=True),
+        moe.GroupedRouting(6, factor=16.0).choice(),
+        moe.GroupedRouting(8, bias=mx.zeros(64), normalise=True).choice(),
     ],
     ids=["softmax of top", "sigmoid of top", "top of softmax", "factor", "biased"],
 )

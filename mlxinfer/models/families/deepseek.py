@@ -17,7 +17,7 @@ from ...layers.latent_attention import (
 )
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import ExpertChoice, grouped_routing
+from ...layers.moe import ExpertChoice, GroupedRouting
 from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
 from ..config import ModelConfig
@@ -220,12 +220,12 @@ class DeepseekV2(DeepseekV3):
         """Scores of a softmax; groups by their best expert."""
         fields = self.config.fields
         grouped = fields.text("topk_method") == "group_limited_greedy"
-        return grouped_routing(
+        return GroupedRouting(
             self.config.experts_per_token,
             num_groups=fields.integer("n_group") if grouped else 1,
             num_best=fields.integer("topk_group") if grouped else 1,
             factor=fields.number("routed_scaling_factor"),
-        )
+        ).choice()
 
 
 class DeepseekV32(DeepseekV3):
@@ -309,7 +309,7 @@ def biased_routing(family: Family, path: str) -> ExpertChoice:
     """Scores of a sigmoid; groups and experts are chosen by scores with a bias."""
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
-    return grouped_routing(
+    return GroupedRouting(
         config.experts_per_token,
         num_groups=fields.integer("n_group"),
         num_best=fields.integer("topk_group"),
@@ -317,7 +317,7 @@ def biased_routing(family: Family, path: str) -> ExpertChoice:
         bias=bias.astype(mx.float32),
         normalise=config.norm_topk_prob,
         factor=fields.number("routed_scaling_factor"),
-    )
+    ).choice()
 
 
 def shared_expert(family: Family, path: str) -> FeedForward:

@@ -10,7 +10,7 @@ from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
-from ...layers.moe import grouped_routing
+from ...layers.moe import GroupedRouting
 from ...layers.short_conv import ShortConv
 from ..config import ModelConfig
 from ..decoder import Layer, ResidualLayer
@@ -150,13 +150,13 @@ class Lfm2MoE(Lfm2):
         bias = mx.zeros(config.num_experts)
         if fields.boolean("use_expert_bias"):
             bias = self.weights.raw(f"{path}.expert_bias", (config.num_experts,))
-        choose = grouped_routing(
+        choose = GroupedRouting(
             config.experts_per_token,
             bias=bias.astype(mx.float32),
             normalise=config.norm_topk_prob,
             eps=1e-6,
             factor=fields.number("routed_scaling_factor"),
-        )
+        ).choice()
         return self.experts(path, choose)
 
 

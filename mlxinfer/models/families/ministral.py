@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ...errors import CheckpointError
-from ...layers.moe import ExpertChoice, grouped_routing
+from ...layers.moe import ExpertChoice, GroupedRouting
 from ...layers.rope import QueryScale
 from ..family import PACKED
 from ..jsonfields import Fields
@@ -69,14 +69,14 @@ class Mistral4(DeepseekV3):
     def routing(self, path: str) -> ExpertChoice:
         """Scores of a softmax; groups by their two best experts."""
         fields = self.config.fields
-        return grouped_routing(
+        return GroupedRouting(
             self.config.experts_per_token,
             num_groups=fields.integer("n_group"),
             num_best=fields.integer("topk_group"),
             counted=2,
             normalise=self.config.norm_topk_prob,
             factor=fields.number("routed_scaling_factor"),
-        )
+        ).choice()
 
 
 def _query_scale(fields: Fields) -> QueryScale:

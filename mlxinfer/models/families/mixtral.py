@@ -6,7 +6,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...layers.mlp import FeedForward
-from ...layers.moe import grouped_routing, top_k_softmax
+from ...layers.moe import GroupedRouting, top_k_softmax
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ..family import Family
@@ -89,7 +89,7 @@ class MiniMaxM2(Family):
         """Every layer is a mixture of experts."""
         config, path = self.config, f"model.layers.{index}.block_sparse_moe"
         bias = self.weights.raw(f"{path}.e_score_correction_bias", (config.num_experts,))
-        choose = grouped_routing(
+        choose = GroupedRouting(
             config.experts_per_token, bias=bias.astype(mx.float32), normalise=True
-        )
+        ).choice()
         return self.experts(path, choose)

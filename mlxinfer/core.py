@@ -150,7 +150,7 @@ class SamplingParams:
             )
 
     def changed(self, values: Mapping[str, Any]) -> "SamplingParams":
-        """The same with other values, by their names."""
+        """These parameters with other values, by their names."""
         return replace(self, **values) if values else self
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -165,7 +165,7 @@ class SamplingParams:
         check_token_ids(self.logit_bias, vocab_size, param="logit_bias")
 
     def seeded(self) -> "SamplingParams":
-        """The same with a seed, a random one where tokens are drawn and none was given."""
+        """These parameters with a seed, a random one where tokens are drawn and none was given."""
         if self.greedy or self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63))
@@ -195,9 +195,9 @@ class SamplingParams:
 
 
 class Grammar(Protocol):
-    """What one answer may say next. A state of one request, which follows the tokens of its answer.
+    """The grammar of one answer: which tokens may come next after those that came.
 
-    End tokens are none of its business: an answer may end where the grammar is `accepting`.
+    It says nothing of end tokens: an answer may end where the grammar is `accepting`.
     """
 
     @property
@@ -207,17 +207,17 @@ class Grammar(Protocol):
 
     @property
     def accepting(self) -> bool:
-        """Whether the answer so far is whole."""
+        """Whether the answer so far is complete."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether it is whole and nothing may follow."""
+        """Whether the answer is complete and nothing may follow."""
         ...
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot go on, such as a limit; None: it can."""
+        """Why the grammar cannot go on, such as a limit; None: it can."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -310,7 +310,7 @@ class TokenEvent(NamedTuple):
         prompt_logits: "NDArray[np.float32] | None" = None,
         pooled: "NDArray[np.float32] | None" = None,
     ) -> "TokenEvent":
-        """Made now."""
+        """An event without a token, made now."""
         return cls(
             request_id,
             None,

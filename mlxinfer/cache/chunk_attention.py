@@ -49,7 +49,7 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """One prefill chunk."""
+    """One prefill chunk: where its tokens go, and what they see."""
 
     rows: slice  # of the step's flat list
     writes: list[tuple[int, int]]  # pool slots of the new tokens
@@ -233,7 +233,7 @@ def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _begun(queries: mx.array, values: mx.array, sinks: mx.array | None) -> Running:
-    """Before any key: a sink logit has taken its share."""
+    """The running softmax before any key; a sink logit is in it already."""
     num_heads, count, _ = queries.shape
     kv_heads, _, dim = values.shape
     shape = kv_heads, num_heads // kv_heads * count, 1
@@ -252,7 +252,10 @@ def _joined(
     seen: mx.array | bool,
     soft_cap: float | None,
 ) -> Running:
-    """With more keys: queries (heads, n, D), keys (H, S, D), values (H, S, V)."""
+    """The running softmax after more keys.
+
+    Queries (heads, n, D), keys (H, S, D), values (H, S, V).
+    """
     kv_heads, num_keys, _ = keys.shape
     _, count, dim = queries.shape
     scores = queries.reshape(kv_heads, -1, dim) @ keys.swapaxes(1, 2)

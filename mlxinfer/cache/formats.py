@@ -52,11 +52,11 @@ class Plain:
         self.parts = [(dim, dtype)]
 
     def encode(self, vectors: mx.array) -> list[mx.array]:
-        """Nothing to do."""
+        """Vectors as they are, the only part."""
         return [vectors]
 
     def decode(self, parts: list[mx.array]) -> mx.array:
-        """Nothing to do."""
+        """The only part, as it is."""
         return parts[0]
 
 
@@ -184,7 +184,7 @@ class Cut:
         self._own = slice(first, first + dim)
 
     def encode(self, vectors: mx.array) -> list[mx.array]:
-        """Of whole vectors."""
+        """Whole vectors to the parts that the other format stores."""
         return self._whole.encode(vectors)
 
     def decode(self, parts: list[mx.array]) -> mx.array:

@@ -32,7 +32,7 @@ class AttentionWindow:
         return int(self.lowest_of(np.int64(position)))
 
     def lowest_of(self, positions: Positions) -> Positions:
-        """The same of each of many positions."""
+        """`lowest` of each of many positions."""
         if self.size is None:
             return positions * 0
         if self.chunked:

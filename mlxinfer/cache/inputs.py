@@ -104,7 +104,7 @@ class Segments:
         ]
 
     def some(self, places: NDArray[np.int64]) -> "Segments":
-        """Those at these places among the B."""
+        """The segments at these places among the B."""
         return Segments(
             [self.tables[place] for place in places.tolist()],
             self.rows[places],
@@ -234,7 +234,7 @@ class CacheWork:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is to be done."""
+        """Whether there is nothing to do."""
         states = self.save or self.leave or self.resume or self.drop
         return not (self.seal or self.spill or self.load or self.copies or states)
 
@@ -245,7 +245,7 @@ class CacheWork:
 
     @property
     def num_slots(self) -> int:
-        """Tails that must be there."""
+        """How many tails its copies need."""
         return 1 + max([copy.slot for copy in self.copies]) if self.copies else 0
 
 

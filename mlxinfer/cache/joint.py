@@ -19,7 +19,7 @@ from .pool import PagePool, Stored
 
 
 class JointPool(PagePool):
-    """Pages and tails of such a layer: one plane.
+    """Pages and tails of a layer that keeps key and value in one vector: one plane.
 
     With 4 bits blocks of t numbers are multiplied by a Hadamard matrix before they are stored:
     outliers of single channels are spread over all of a block. The matrix is its own inverse, as

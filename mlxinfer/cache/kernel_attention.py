@@ -24,7 +24,7 @@ Attentions = dict[Hashable, PagedAttention]
 
 
 class AttentionOptions(NamedTuple):
-    """What a layer asks beside its queries."""
+    """How a layer attends: what scales and caps scores, and whether it has sink logits."""
 
     scale: float
     sinks: bool
@@ -207,7 +207,7 @@ class PrefillPlanner:
 
 
 def _flat_rows(short: Segments, count: int) -> Ints:
-    """(T',) one after another."""
+    """(T',) the rows of segments that stand one after another."""
     return int(short.rows[0]) + np.arange(count, dtype=np.int32)
 
 

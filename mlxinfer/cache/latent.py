@@ -34,7 +34,7 @@ class LatentProjection(Protocol):
 
     @property
     def value_dim(self) -> int:
-        """dv."""
+        """dv, the numbers of a value."""
         ...
 
     def absorb(self, q_nope: mx.array) -> mx.array:

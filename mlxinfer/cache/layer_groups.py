@@ -31,7 +31,7 @@ class LayerGroup(PageGroup):
 
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
-    """Sizes and formats that the layer groups of a cache follow from.
+    """Makes the layer groups of a cache, which follow from sizes and formats.
 
     Args:
         specs: of the layers that have pages.
@@ -162,5 +162,5 @@ def _key(spec: PagedSpec) -> GroupKey:
 
 
 def _no_plan(segments: object, num_rows: int) -> list[Any]:
-    """Of a group without layers."""
+    """The planner of a group without layers."""
     return []

@@ -18,7 +18,7 @@ class OwnCache(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of their arrays."""
+        """Bytes of their arrays."""
         ...
 
     def unread(self) -> Sequence[mx.array]:
@@ -43,7 +43,7 @@ class OwnPart:
 
     @property
     def cache(self) -> OwnCache | None:
-        """See above."""
+        """The caches of the sequence; None: it begins."""
         return self._pool.caches.get(self._slot)
 
     @cache.setter
@@ -78,7 +78,7 @@ class OwnCachePool:
         return sum(cache.num_bytes for cache in self.caches.values())
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget the caches of all sequences."""
         self.caches, self._stepped = {}, []
 
     def begin_step(self, segments: StepSegments) -> OwnStep:

@@ -230,7 +230,10 @@ class Plane:
 
 
 def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
-    """With zeros behind it; padding writes the new array alone, where joining makes them first."""
+    """The array with `extra` zeros at the end of an axis.
+
+    Padding writes the new array alone, where a concatenation would make the zeros first.
+    """
     return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])
 
 
@@ -358,7 +361,7 @@ class PagePool:
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
 
     def restored(self, outputs: mx.array) -> mx.array:
-        """What attention over stored values gives (T, heads * V), in the basis of values."""
+        """Outputs of attention over stored values (T, heads * V), in the basis of the values."""
         return outputs
 
     def grow_pages(self, num_pages: int) -> None:

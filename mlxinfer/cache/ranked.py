@@ -29,7 +29,7 @@ between them weights (T, Hi)."""
 
 
 class RankedPool(LatentPool):
-    """Pages and tails of one such layer: latent vectors, and index keys in a plane of their own.
+    """Pages and tails of one layer: latent vectors, and index keys in a plane of their own.
 
     Index keys stay in the activations' dtype: fewer bits would choose other tokens.
     """
@@ -75,7 +75,7 @@ class RankedPool(LatentPool):
 
 
 class RankedStep(LatentStep):
-    """One such layer's cache during one step.
+    """One layer's cache during one step.
 
     Where no sequence is longer than the number of tokens that one sees, all are seen.
     """

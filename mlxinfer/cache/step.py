@@ -206,7 +206,10 @@ class StepKV:
         sinks: mx.array | None = None,
         soft_cap: float | None = None,
     ) -> mx.array:
-        """Write first, then read: a view taken before a write would make the write a copy."""
+        """Store keys and values, then attend over all that each token may see.
+
+        Written first, since a view taken before a write would make the write a copy.
+        """
         queries, stored = self._pool.encode(queries, keys, values, self.plan.positions)
         write_step(self._pool, self.plan, stored)
         return self._read(queries, scale, sinks, soft_cap)
@@ -225,7 +228,7 @@ class StepKV:
     def _read(
         self, queries: mx.array, scale: float, sinks: mx.array | None, soft_cap: float | None
     ) -> mx.array:
-        """Attend over what is stored; queries in the basis of stored keys."""
+        """Attend over what is stored, with queries in the basis of stored keys."""
         pool, order = self._pool, self.plan.order
         parts = self.plan.tiled_parts if self._tiles else self.plan.parts
         how: dict[str, Any] = {"scale": scale, "sinks": sinks, "soft_cap": soft_cap}

@@ -1,1 +1,1 @@
-"""engine."""
+"""The engine: continuous batching over a paged KV cache. Token ids in, token ids out."""

@@ -16,7 +16,9 @@ MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are pr
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Positions count from 0 over prompt and answer.
+    """One request in the engine: its tokens, and what it holds of the KV cache.
+
+    Positions count from 0 over prompt and answer.
 
     `num_computed` runs ahead of `token_ids`: a launched step counts as computed, and the tokens
     that it samples are counted in `num_pending` until they are read. Of a step that verifies
@@ -46,12 +48,12 @@ class Sequence:
 
     @property
     def background(self) -> bool:
-        """Whether it gives way to sequences that are not in the background; see `Request`."""
+        """Whether the sequence gives way to those that are not in the background; see `Request`."""
         return self.request.background
 
     @property
     def priority(self) -> int:
-        """Of its pages in the prefix cache; those of background sequences are evicted first."""
+        """The priority of its pages in the prefix cache; background pages are evicted first."""
         return self.request.priority - self.background
 
     @property
@@ -78,7 +80,7 @@ class Sequence:
 
     @property
     def num_answered(self) -> int:
-        """Of these, those of the answer."""
+        """Tokens of the answer that the host knows."""
         return len(self.token_ids) - self.num_prompt
 
     @property
@@ -88,7 +90,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Positions with a token and without computed KV: 1 in decode."""
+        """Positions that have a token and no computed KV yet: 1 in decode."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
@@ -98,7 +100,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether the next step computes that token: not if the last one is in flight."""
+        """Whether the next step computes its newest token: not if its last token is in flight."""
         num_tokens = len(self.token_ids) + self.num_pending
         return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known
 
@@ -180,7 +182,7 @@ class DecodeBatch:
         return DecodeBatch(self.sequences, self.slots, segments, output_index)
 
     def sealed_to(self, stops: Ints) -> "DecodeBatch":
-        """The same tokens after tails were sealed up to (B,) these positions."""
+        """The same batch after its tails were sealed up to these positions (B,)."""
         return replace(self, segments=self.segments.sealed_to(stops))
 
     @property
@@ -312,7 +314,7 @@ class Batch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All, in flat order."""
+        """The sequences of the step, in flat order."""
         return self.decodes.sequences + [segment.sequence for segment in self.ragged]
 
     @property
@@ -322,7 +324,7 @@ class Batch:
         return step_segments(self.short, self.long, single)
 
     def known_ids(self) -> Ints:
-        """(T,) token ids as far as the host knows them, else anything."""
+        """(T,) token ids; an id that the host does not know yet has no meaning."""
         known = [sequence.token_ids[-1] for sequence in self.decodes.sequences]
         for segment in self.ragged:
             known += segment.sequence.token_ids[segment.start : segment.stop]
@@ -375,7 +377,7 @@ class Batch:
 
 @dataclass(slots=True)
 class CommitResult:
-    """What came of a step's tokens, by row of its `sampling`."""
+    """What became of the tokens that a step sampled, by row of its `sampling`."""
 
     finished: dict[int, FinishReason] = field(default_factory=dict)  # with this token
     failed: dict[int, BaseException] = field(default_factory=dict)  # the grammar's fault over it

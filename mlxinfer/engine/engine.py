@@ -104,11 +104,11 @@ def generation(
     proposer: Callable[[], Proposer | None] | None = None,
     followers: Followers | None = None,
 ) -> Callable[[Emit], Loop]:
-    """What makes the loop of a model that generates, on the engine's thread.
+    """A factory of the loop of a model that generates; the engine calls it on its own thread.
 
     Args:
         load: returns the model and how to run it.
-        proposer: called after it; makes what proposes tokens for steps to verify. None: nothing.
+        proposer: called after `load`; makes the proposer of tokens that steps verify; None: none.
         followers: the other ranks of a model that is spread over several; None: it is not.
     """
 
@@ -377,7 +377,7 @@ class Engine:
         mx.clear_cache()
 
     def _survives(self, last_work: Callable[[], object]) -> bool:
-        """Whether it went well; else every request that has a listener ends with an error."""
+        """Do the last work of a closing engine; False: it failed, and every request ends so."""
         try:
             last_work()
         except BaseException as error:  # at the end a fault must not leave callers waiting
@@ -401,7 +401,7 @@ class Engine:
         self._drain_inbox(wait_s=None if idle else 0.0)
 
     def _drain_inbox(self, *, wait_s: float | None) -> bool:
-        """Take in all messages; whether there were any.
+        """Take in all messages that callers sent; returns whether there were any.
 
         Args:
             wait_s: for the first one; None: until it comes.

@@ -90,12 +90,12 @@ class Followers(Protocol):
 
     @property
     def disks(self) -> OtherDisks:
-        """Theirs."""
+        """Their disk tiers."""
         ...
 
     @property
     def adapters(self) -> OtherAdapters:
-        """Theirs."""
+        """Their parts of adapters."""
         ...
 
     @property
@@ -270,7 +270,7 @@ def make_cache(
 
 
 def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
-    """The same for a rank without a loop: it runs the steps that rank 0 sends."""
+    """The KV cache of a rank without a loop, which runs the steps that rank 0 sends."""
     layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
     kernels = choose_kernels(model, *layout, chooser)
     kernels.put_into(model)

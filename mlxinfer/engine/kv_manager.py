@@ -165,7 +165,7 @@ class KVManager:
     def take_work(self) -> CacheWork:
         """What is to be done to the cache's arrays before the next step.
 
-        Its copies are as good as made: what they are made from may be evicted.
+        Its copies count as made: the pages that they read may be evicted from now on.
         """
         spills, loads = self._transfers.take() if self._transfers else ([], [])
         work = CacheWork(self._closing, spills, loads, list(self._copies.values()))
@@ -194,7 +194,7 @@ class KVManager:
             self._extend(table, group, num_tokens)
 
     def extend_each(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> bool:
-        """The same for sequences that lack a page of a group at most, while pages are free.
+        """`extend` for sequences that lack at most one page of each group, while pages are free.
 
         Returns:
             False: not enough are; some may have got theirs of a group.
@@ -205,7 +205,7 @@ class KVManager:
         )
 
     def _extend(self, table: PageTable, group: int, num_tokens: int) -> None:
-        """The same of one group."""
+        """`extend` for the table of one group."""
         end = table.end
         if num_tokens <= end:
             return
@@ -216,11 +216,11 @@ class KVManager:
         table.append(allocator.allocate(missing, after=table.last))
 
     def wrote(self, sequence: Sequence) -> None:
-        """A step that is being launched writes whole pages of a prompt."""
+        """Note that the step being launched writes whole pages of a prompt."""
         self._written.append(sequence)
 
     def wrote_answer(self, sequence: Sequence) -> None:
-        """A step that is being launched writes whole pages of an answer.
+        """Note that the step being launched writes whole pages of an answer.
 
         They go to the tree when it ends, unless a window recycles them before.
         """
@@ -292,7 +292,7 @@ class KVManager:
         sequence.sharers = {}
 
     def forget(self) -> None:
-        """What was computed is not to be trusted: nothing of it is found any more."""
+        """Drop all that was computed, after a failed step: no prompt finds any of it again."""
         self._closing, self._written, self._copies = [], [], {}
         if self._transfers is not None:
             self._transfers.forget()
@@ -312,7 +312,7 @@ class KVManager:
 
 
 class Snapshots:
-    """When states of sequences are kept, and what is done for that before the next step.
+    """Decides when recurrent states are snapshotted, and collects what that takes before a step.
 
     A snapshot is as large as the KV of thousands of tokens, so few are taken: every
     `ROLLING_TOKENS` of a long prompt, each in place of the one before; at the last page boundary
@@ -336,7 +336,7 @@ class Snapshots:
         self._resume: dict[Sequence, tuple[int, int]] = {}  # snapshot, slot
 
     def begin(self, sequence: Sequence, slot: int, point: RestorePoint) -> None:
-        """A sequence goes on from the snapshot of a restore point, or from the beginning."""
+        """Let a sequence go on from the snapshot of a restore point, or from the beginning."""
         if point.snapshot is not None:
             self._resume[sequence] = point.snapshot.number, slot
         places = [*sequence.request.boundaries, sequence.num_prompt - 1]
@@ -389,14 +389,14 @@ class Snapshots:
         return taken
 
     def end(self, sequence: Sequence) -> None:
-        """The slot of a sequence is given up."""
+        """Forget a sequence that gives up its slot."""
         self._leave.append(sequence.slot)
         self._resume.pop(sequence, None)
         self._boundaries.pop(sequence, None)
         self._rolling.pop(sequence, None)
 
     def take(self, work: CacheWork) -> list[Sequence]:
-        """Add what is to be done before the next step; the sequences that resume."""
+        """Add the work on states to that of the next step; returns the sequences that resume."""
         resumed = list(self._resume)
         work.save, work.leave = self._save, self._leave
         work.resume = list(self._resume.values())
@@ -405,7 +405,7 @@ class Snapshots:
         return resumed
 
     def forget(self) -> None:
-        """All states are lost."""
+        """Forget what was to be done: all states are lost."""
         self._group.take_dropped()
         self._save, self._leave, self._resume = [], [], {}
 

@@ -29,7 +29,7 @@ class GroupLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the thread of a caller needs to know of an engine.
+    """What a request must fit into, for the threads of callers.
 
     The engine hands it over when it is ready, and a new one after each restart: nothing in it
     changes, and no caller reads the loop's own objects.

@@ -26,13 +26,13 @@ TRIES = 16  # of so many fetches that seem too slow, one is made: a disk may hav
 
 @dataclass(slots=True)
 class Rate:
-    """Amounts and seconds; the latest count the most."""
+    """A measured speed: amounts and the seconds that they took, the latest weighted most."""
 
     amount: float = 0.0
     seconds: float = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """One more measurement."""
+        """Add a measurement."""
         self.amount = FORGET * self.amount + amount
         self.seconds = FORGET * self.seconds + seconds
 
@@ -42,7 +42,7 @@ class Rate:
 
 
 class Stored(NamedTuple):
-    """What was read for a page."""
+    """The payload that was read for a page."""
 
     key: bytes
     payload: memoryview
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the disk adds to a match."""
+    """What the disk adds to the prefix that the tree has of a prompt."""
 
     num_pages: int  # whole pages from position 0 on that are then there for all groups
     pages: list[dict[int, Stored]]  # by group: page number -> what was read
@@ -61,7 +61,7 @@ class OtherDisks(Protocol):
 
     @property
     def form(self) -> str:
-        """What their parts are: pages of other parts are of no use to them."""
+        """How the model is divided among them: pages of another division are of no use."""
         ...
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
@@ -81,7 +81,7 @@ class OtherDisks(Protocol):
         ...
 
     def end_save(self, timeout_s: float) -> bool:
-        """Whether they have."""
+        """Wait for `begin_save`; whether every rank has written its part."""
         ...
 
 

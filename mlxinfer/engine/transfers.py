@@ -78,7 +78,7 @@ class Transfers:
         ids: list[int],
         has_room: Callable[[RestorePoint], bool],
     ) -> None:
-        """Put into the tree what the disk has of a prompt beyond that, where there is room."""
+        """Put what only the disk has of a prompt into the tree, where there is room."""
         point = tree.probe(namespace, ids)
         lease = tree.hold_path(point)
         if has_room(point):

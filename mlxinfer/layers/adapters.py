@@ -95,7 +95,7 @@ class ActiveAdapters:
         self.step: StepAdapters | None = None
 
     def begin(self, numbers: Rows | None) -> None:
-        """From now on these rows are meant: (T,) numbers of adapters; None: no row has one."""
+        """Set the adapter of each row (T,) for the layers called next; None: no row has one."""
         self.step = None if numbers is None else StepAdapters(numbers)
 
 
@@ -201,7 +201,7 @@ class Stack:
         return self.a.nbytes + self.b.nbytes + (0 if self.gains is None else self.gains.nbytes)
 
     def added(self, number: int, new: LowRank) -> "Stack":
-        """The same with one more adapter."""
+        """This stack with one more adapter."""
         a = mx.concatenate([self.a, new.a.astype(self.a.dtype)])
         b = mx.concatenate([self.b, new.b.flatten(0, 1).astype(self.b.dtype)])
         gains = self.gains
@@ -210,7 +210,7 @@ class Stack:
         return self._evaluated((*self.members, number), a, b, gains)
 
     def without(self, number: int) -> "Stack | None":
-        """The same without an adapter; None: there is no other."""
+        """This stack without an adapter; None: it was the only one."""
         if self.members == (number,):
             return None
         keep = [place for place, member in enumerate(self.members) if member != number]
@@ -279,7 +279,7 @@ class Stack:
         return mx.gather_mm(low, self.b, left, right).flatten(1)
 
     def _by_runs(self, x: mx.array, plan: Plan) -> mx.array:
-        """The same, adapter by adapter: (n, outputs)."""
+        """`gathered`, adapter by adapter: (n, outputs)."""
         products = [self._product(x[a:b], place) for a, b, place in plan.runs]
         return products[0] if len(products) == 1 else mx.concatenate(products)
 
@@ -322,7 +322,7 @@ class Adapted:
         self.stacks: tuple[Stack, ...] = ()
 
     def add(self, number: int, new: LowRank) -> None:
-        """One more adapter."""
+        """Add an adapter."""
         for at, stack in enumerate(self.stacks):
             if stack.a.shape[2] == new.a.shape[2] and (stack.gains is None) == (new.gain is None):
                 self.stacks = (*self.stacks[:at], stack.added(number, new), *self.stacks[at + 1 :])
@@ -331,7 +331,7 @@ class Adapted:
         self.stacks = (*self.stacks, made)
 
     def remove(self, number: int) -> None:
-        """Without an adapter; nothing where it has none of this number."""
+        """Remove an adapter; nothing changes where there is none of this number."""
         kept = [s.without(number) if number in s.members else s for s in self.stacks]
         self.stacks = tuple(stack for stack in kept if stack is not None)
 

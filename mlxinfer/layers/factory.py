@@ -42,14 +42,14 @@ class Origin:
         return Origin(self.path, len(rows), self.total, rows, factor)
 
     def scaled(self, factor: mx.array) -> "Origin":
-        """The same, multiplied once more."""
+        """These outputs, multiplied by a factor more."""
         whole = factor if self.factor is None else self.factor * factor
         return Origin(self.path, self.num_rows, self.total, self.rows, whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Those of all inputs of the checkpoint's matrix that a rank has, side by side."""
+    """The inputs of a checkpoint's matrix that one rank has, side by side."""
 
     start: int
     total: int
@@ -162,5 +162,5 @@ class LayerFactory:
         return LongRope(rope, self._rope(spec.long, head_dim, dtype))
 
     def _rope(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
-        """Of one variant."""
+        """The rope of one variant."""
         return FusedRope(spec, head_dim, dtype)

@@ -146,7 +146,7 @@ class LatentAttention:
         return outputs.flatten(1)
 
     def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:
-        """What the layer's cache is given beside; `compressed`: the last projection's input."""
+        """More arguments of the cache's `attend`; `compressed`: the last projection's input."""
         return {}
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:

@@ -90,7 +90,7 @@ class MoE:
         return self.mix(x, self.router(x), residual)
 
     def mix(self, x: mx.array, logits: mx.array, residual: mx.array | None = None) -> mx.array:
-        """The same with logits (T, E) that a router gave."""
+        """As of `__call__`, with router logits (T, E) that are there already."""
         weights, experts = self.choose(logits)  # (T, k) each
         if self.weighs_inputs:  # each pair is a token of its own, with one expert
             weighted = x[:, None] * weights[..., None].astype(x.dtype)  # (T, k, hidden)

@@ -48,7 +48,7 @@ class Join:
 
     @property
     def form(self) -> AddNorm | None:
-        """What a kernel would do; None: none does the like."""
+        """What the kernel would do; None: there is none for these norms."""
         norms = [norm for norm in (self.after, self.before) if norm is not None]
         rms = [norm for norm in norms if isinstance(norm, RMSNorm)]
         if not rms or len(rms) < len(norms) or len({norm.weight.dtype for norm in rms}) > 1:

@@ -71,7 +71,7 @@ class ModelConfig:
 
     @property
     def definition(self) -> str:
-        """A family of this library."""
+        """Families are defined in this library."""
         return "native"
 
     @property

@@ -32,7 +32,7 @@ class Layer(Protocol):
 
     @property
     def mixer(self) -> LayerMixer | None:
-        """Lets tokens of one sequence see each other; None: nothing does."""
+        """The block that lets tokens of one sequence see each other; None: there is none."""
         ...
 
     def __call__(self, x: mx.array, step: Step) -> mx.array:
@@ -197,7 +197,7 @@ class Model:
         return scaled_logits(self.lm_head(hidden), self.config)
 
     def begin_adapters(self, adapters: Rows | None) -> None:
-        """Let layers know the adapter of each row (T,) that they are called with next."""
+        """Set the adapter of each row (T,) for the layers that are called next."""
         if self.active_adapters.last_number:  # else the model never had one
             self.active_adapters.begin(adapters)
 
@@ -221,7 +221,7 @@ class Model:
 
 
 def link_norms(layers: Sequence[Layer], last: Norm) -> None:
-    """Tell each layer which norm reads its output: the next one's first, or the last of all."""
+    """Give each layer the norm that reads its output: the next one's first, or the last of all."""
     for layer, following in pairwise([*layers, None]):
         if not isinstance(layer, ResidualLayer):
             continue

@@ -83,7 +83,7 @@ class BlockLayer:
         self.causal = causal
 
     def keys_values(self, x: mx.array, positions: mx.array) -> KeysValues:
-        """Of rows x (n, hidden) at positions (n,)."""
+        """Keys and values of rows x (n, hidden) at positions (n,)."""
         _, kv_heads, dim = self.sizes
         both = self.kv_proj(x).reshape(-1, 2 * kv_heads, dim)  # (n, 2 Hkv, D)
         keys = self.k_norm(both[:, :kv_heads])

@@ -113,7 +113,7 @@ def load_eagle(folder: Path, model: Model) -> DraftHead:
 
 
 def _config(raw: dict[str, Any]) -> ModelConfig:
-    """Of the layer, which speculators' checkpoints state in a part of its own."""
+    """The config of the layer, which speculators' checkpoints state in a part of its own."""
     layer = raw.get("transformer_layer_config")
     stated = {**raw, **layer} if isinstance(layer, dict) else raw
     config = normalise({**stated, "model_type": "llama"})

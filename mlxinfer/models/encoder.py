@@ -113,7 +113,7 @@ class Encoder(Family):
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
-        """No: there are no logits to compare, which is what layers are run for."""
+        """False: layers are run one by one to compare logits, and encoders give none."""
         return False
 
     @classmethod

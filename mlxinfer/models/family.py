@@ -93,7 +93,7 @@ class Family(FeedForwards):
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """The same for all layers of a type."""
+        """How the layers of a type encode positions; None: not at all."""
         return read_rope(fields, layer_type, head_dim=head_dim)
 
     @classmethod

@@ -125,7 +125,7 @@ class FeedForwards:
     def _packed(
         self, path: str, each: str, shape: tuple[int, int, int], parts: Sequence[int] | None = None
     ) -> StoredMatrix:
-        """The same as one tensor of the hub, or as that is when its experts are apart."""
+        """The experts' matrices of one name in the hub's layout: one tensor, or one an expert."""
         name = f"{path}.{each}"
         if not self.transposed_experts:
             return self.weights.experts(name, f"{path}.{{}}.{each}", shape, parts=parts)

@@ -21,7 +21,7 @@ class Block(Protocol):
 
     @property
     def mixer(self) -> Mixer:
-        """Its attention."""
+        """The attention of the block, which has the head's cache."""
         ...
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:

@@ -30,7 +30,7 @@ class Replaceable:
 
     @staticmethod
     def of(layers: Any) -> "Replaceable":
-        """Those in some layers."""
+        """The replaceable parts of some layers."""
         return Replaceable(
             list(reachable(layers, Gated)),
             list(reachable(layers, MLP)),
@@ -49,17 +49,17 @@ class LanguageConfig(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a position."""
+        """Tokens that there are: as many logits has each position."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """For people."""
+        """How many layers there are; only shown."""
         ...
 
     @property
     def max_context(self) -> int:
-        """Tokens."""
+        """Tokens of the longest context."""
         ...
 
     @property
@@ -69,17 +69,17 @@ class LanguageConfig(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """For people."""
+        """Numbers of a hidden state; only shown."""
         ...
 
     @property
     def num_experts(self) -> int:
-        """For people; 0: there are none."""
+        """Experts of a layer, 0 where there are none; only shown."""
         ...
 
     @property
     def experts_per_token(self) -> int:
-        """Of these, those that a token is computed with."""
+        """Experts that each token is computed with; only shown."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class LanguageConfig(Protocol):
         ...
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """What is kept for each of these."""
+        """What the mixer of a layer keeps in the cache."""
         ...
 
     @property
@@ -113,12 +113,12 @@ class LanguageConfig(Protocol):
 
     @property
     def quantization(self) -> Quantization | None:
-        """Of the weights."""
+        """The formats of quantised weights; None: none is quantised."""
         ...
 
 
 class LanguageModel(Protocol):
-    """What the engine runs: `Model`, and what stands for another library's definition."""
+    """What the engine runs: `Model`, a stage of it, or one of mlx-lm's definitions."""
 
     @property
     def config(self) -> LanguageConfig:

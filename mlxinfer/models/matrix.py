@@ -42,7 +42,7 @@ class StoredMatrix:
         return words if self.form is None else words * 32 // self.form.bits
 
     def reordered(self, order: Sequence[int]) -> "StoredMatrix":
-        """The same with outputs in another order, or some of them."""
+        """This matrix with its outputs in another order, or some of them."""
         rows = mx.array(list(order))
         (origin,) = self.origins or (None,)
         chosen = () if origin is None else (origin.chosen(np.array(order, np.int32)),)
@@ -147,7 +147,7 @@ def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:
 
 
 def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertProjection:
-    """The same for matrices that are stacked by expert."""
+    """`fused` for matrices that are stacked by expert."""
     if len({part.form for part in parts}) > 1:
         return JoinedExperts([part.expert_projection(make) for part in parts])
     return _side_by_side(parts).expert_projection(make)

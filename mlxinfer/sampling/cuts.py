@@ -26,7 +26,7 @@ LOWEST = mx.finfo(mx.float32).min
 
 @dataclass(frozen=True, slots=True)
 class SomeRows:
-    """P rows of a batch."""
+    """P of the R rows of a batch."""
 
     places: mx.array | None  # (P,) int32; None: all of it, in order
 
@@ -114,7 +114,7 @@ class ExcludingCuts:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """All of a batch."""
+    """The cuts of a batch; None: no row has that one."""
 
     sigma: SigmaCuts | None
     typical: TypicalCuts | None
@@ -132,7 +132,7 @@ class Cuts:
 
 
 def some_rows(places: Sequence[int] | NDArray[np.int64], num_rows: int) -> SomeRows:
-    """These rows of a batch of so many."""
+    """The rows at these places of a batch of `num_rows`."""
     array = np.asarray(places, dtype=np.int32)
     whole = np.array_equal(array, np.arange(num_rows))
     return SomeRows(None if whole else mx.array(array))

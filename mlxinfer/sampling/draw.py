@@ -130,7 +130,7 @@ def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What orders the places along one axis; all of one shape, and made once for many draws."""
+    """Constants that order the places along one axis: arrays of one shape, kept for many draws."""
 
     places: mx.array  # int32, 0, 1, 2 ... along the axis
     beyond: mx.array  # int32, higher than all of them
@@ -139,7 +139,7 @@ class Ranks:
 
     @classmethod
     def along(cls, axis: int, shape: tuple[int, ...]) -> "Ranks":
-        """Those of the places along one axis of this shape."""
+        """The constants for an axis of this shape."""
         num_places = shape[axis]
         line = [num_places if i == axis else 1 for i in range(len(shape))]
         places = mx.arange(num_places, dtype=mx.int32).reshape(line)
@@ -157,7 +157,7 @@ class DrawRanks:
 
     @classmethod
     def of(cls, num_rows: int, width: int) -> "DrawRanks":
-        """Those of weights (R, width)."""
+        """The constants for weights (R, width)."""
         shape = (num_rows, width // BLOCK, 1)
         block = mx.full((num_rows, 1, 1), BLOCK, mx.uint32)
         return cls(Ranks.along(1, shape), Ranks.along(2, (num_rows, 1, BLOCK)), block)

@@ -135,7 +135,7 @@ class ProposingChoice(PlainChoice):
     def choose(
         self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
     ) -> mx.array:
-        """As always."""
+        """As of `PlainChoice`; `weights` are those of this step afterwards."""
         self.weights = {}
         return super().choose(plan, logits, counts, mask)
 

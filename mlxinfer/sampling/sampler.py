@@ -31,7 +31,7 @@ MAX_PLANS = 2
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one step chose; lazy until evaluated."""
+    """The tokens that one step chose; lazy until evaluated."""
 
     tokens: mx.array  # (R,) int32
     logprobs: LogprobArrays | None  # None: no row asks for them
@@ -64,7 +64,7 @@ class Choice(Protocol):
 
 
 class SamplingKernels(Protocol):
-    """Which Metal kernels may be used now; one that may not be is asked for by that."""
+    """Which Metal kernels may be used now; asking for one that may not requests its check."""
 
     def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
         """Whether one samples from logits of this dtype, with or without a grammar's mask."""
@@ -76,7 +76,7 @@ class SamplingKernels(Protocol):
 
 
 class PlainChoice:
-    """In plain MLX."""
+    """The choice in MLX's own operations."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, ...], DrawRanks] = {}  # by shape: one for each number of rows
@@ -125,10 +125,10 @@ class PlainChoice:
 
 
 class KernelChoice(PlainChoice):
-    """One dispatch for all rows, whatever their settings, mask included; plain MLX does the rest.
+    """The choice in one dispatch for all rows, whatever their settings, masks included.
 
     Args:
-        kernels: that there are.
+        kernels: says which may be used; MLX's own operations do the rest.
     """
 
     def __init__(self, kernels: SamplingKernels) -> None:
@@ -161,8 +161,8 @@ class Sampler:
 
     Args:
         vocab_size: of the model.
-        kernels: of Metal; None: none.
-        choice: how tokens are chosen, in place of that.
+        kernels: says which Metal kernels may be used; None: none.
+        choice: how tokens are chosen, in place of `KernelChoice` or `PlainChoice`.
     """
 
     def __init__(

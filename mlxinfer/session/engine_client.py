@@ -76,7 +76,7 @@ class RequestGroup:
             self._engine.submit(output.request, _scoring(output, listener))
 
     def index_of(self, event: TokenEvent) -> int | None:
-        """Of the request of an event; None: the request has ended, and `push` drops the event."""
+        """Index of the request of an event; None: it has ended, and `push` drops the event."""
         return self._unfinished.get(event.request_id)
 
     def push(self, event: TokenEvent) -> list[Step]:
@@ -119,7 +119,7 @@ class RequestGroup:
 
 
 class EngineClient:
-    """The way to one engine.
+    """Submits requests to one engine and reads their events, for threads and for asyncio.
 
     Args:
         engine: as far as it is used here, it may be called from any thread.

@@ -191,7 +191,7 @@ class EngineOptions:
 
     @property
     def adapter_bytes(self) -> int:
-        """Kept for adapters."""
+        """Memory kept for adapters."""
         if self.adapter_memory is None:
             return 0
         return parse_bytes(self.adapter_memory, param="adapter_memory")
@@ -402,7 +402,7 @@ def add_speculation(
     config: EngineConfig,
     kv_bytes: Callable[[int], int],
 ) -> "tuple[EngineConfig, Proposer | None]":
-    """What proposes tokens, and what it leaves of the memory; None: nothing does.
+    """The proposer of tokens, or None, and the memory that it leaves for the KV cache.
 
     Args:
         options: of the engine.

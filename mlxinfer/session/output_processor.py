@@ -67,7 +67,7 @@ class OutputProcessor:
             self._fresh_grammar = grammar.fork()
 
     def _begin(self) -> None:
-        """Nothing of the answer has come."""
+        """Reset to the beginning of an attempt: nothing of the answer has come."""
         self.prompt_logits: list[NDArray[np.float32]] = []
         self.ended_early = False
         self.result: Result | None = None
@@ -80,7 +80,7 @@ class OutputProcessor:
         self._first_token_s = 0.0
 
     def try_again(self) -> bool:
-        """Make another request where the answer breaks a schema; False: it is as it shall be.
+        """Make another request where the answer breaks a schema; False: the answer is valid.
 
         An answer that was cut off is not checked. Each further attempt is drawn at a
         higher temperature: at 0 it would be the same.

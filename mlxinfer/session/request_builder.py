@@ -1,4 +1,4 @@
-"""Text to requests: prompts, conversations, tools and forms of the answer. Runs nothing."""
+"""Text to requests: prompts, conversations, tools and response formats. Runs nothing."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -233,7 +233,7 @@ class RequestBuilder:
         grammar: "TokenGrammar | None" = None,
         prompt_logprobs: int | None = None,
     ) -> OutputProcessor:
-        """A request for the engine, in the object that turns its tokens into text.
+        """A request for the engine, inside the `OutputProcessor` that turns its tokens into text.
 
         Args:
             ids: the whole prompt.

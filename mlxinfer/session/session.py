@@ -105,13 +105,13 @@ class Session:
         form: Any,
         adapter: str | None = None,
     ) -> BuiltRequest:
-        """A request to continue one prompt; arguments and errors as of LLM.stream."""
+        """Build a request to continue one prompt; arguments and errors as of LLM.stream."""
         return self.builder.prompt(prompt, params, form, adapter)
 
     def prompts(
         self, prompts: Any, params: Any, response_format: Any, adapter: Any = None
     ) -> list[BuiltRequest]:
-        """Requests to continue one prompt or many; arguments and errors as of LLM.generate."""
+        """Build requests to continue prompts; arguments and errors as of LLM.generate."""
         return self.builder.batch(prompts, params, response_format, adapter)
 
     def chat(
@@ -121,7 +121,7 @@ class Session:
         sampling: Mapping[str, Any],
         **options: Any,
     ) -> BuiltRequest:
-        """A request to answer a conversation; arguments and errors as of LLM.chat.
+        """Build a request to answer a conversation; arguments and errors as of LLM.chat.
 
         Args:
             messages: the conversation.

@@ -142,7 +142,7 @@ class DiskStore:
         return entry
 
     def _mark_used(self, paths: Sequence[str]) -> None:
-        """Later ones count as used later."""
+        """Set the time of use of files to now, in the order given."""
         now = self._clock_ns()
         for age, path in enumerate(reversed(paths)):
             with self._errors_counted(missing_is_fine=True):

@@ -121,7 +121,7 @@ class Node:
 
 
 class Snapshot:
-    """The state of recurrent layers after `offset` tokens of a node; begin = end, as coverage."""
+    """The state of recurrent layers after `offset` tokens of a node: it covers that position."""
 
     __slots__ = ("holds", "node", "number", "offset", "tick")
 
@@ -281,7 +281,10 @@ def find(
     boundary: int,
     alignment: int,
 ) -> RestorePoint:
-    """Whole pages, then the child that agrees for longest, then back to where all can resume.
+    """The longest prefix of a prompt that all groups can resume after.
+
+    Whole pages are matched, then the child that agrees for longest; then it goes back to the last
+    position at which every group can resume.
 
     Args:
         root: of the namespace; None: it has nothing.

@@ -38,7 +38,7 @@ class EvictionQueue(Generic[Item]):
         return set(self._entry)
 
     def push(self, item: Item, worth: tuple[int, ...]) -> None:
-        """Put an item in, or give it another worth; of equals the first one in is the first out."""
+        """Put an item in, or change its worth; among equals the first one in is the first out."""
         self._num_pushed += 1
         self._entry[item] = self._num_pushed
         heapq.heappush(self._heap, (worth, self._num_pushed, item))
@@ -156,7 +156,7 @@ class NodeStore:
         return lease
 
     def grow(self, lease: Lease, node: Node) -> None:
-        """The path goes on with a node that was locked for it, and is its tip from now on."""
+        """Add a node to the path of a lease, as its new tip; the node was locked for it."""
         number = lease.num_pages
         lease.nodes.append(node)
         for group in self.windowed:
@@ -185,7 +185,7 @@ class NodeStore:
         self.unlock(cut, now)
 
     def end(self, lease: Lease) -> None:
-        """Protect nothing more; what was protected counts as just used."""
+        """End a lease; what it protected counts as just used."""
         assert not lease.released
         lease.released = True
         self.release_cut(lease)
@@ -211,14 +211,14 @@ class NodeStore:
     # -- in use ---------------------------------------------------------------------------------
 
     def lock(self, node: Node) -> None:
-        """One more lease on a node."""
+        """Count one more lease on a node."""
         node.locks += 1
         if node.locks == 1 and node.parent is not None:
             self.num_unlocked -= node.alive
             self.leaves.discard(node)
 
     def unlock(self, node: Node, now: int) -> None:
-        """One lease less; `now` becomes the time of last use. Children before parents."""
+        """Count one lease less; `now` is the time of last use. Children before parents."""
         node.locks -= 1
         assert node.locks >= 0
         node.tick = now
@@ -233,12 +233,12 @@ class NodeStore:
             self.offer(node)
 
     def hold(self, node: Node, group: int) -> None:
-        """One more lease that needs a windowed page."""
+        """Count one more lease that needs a windowed page."""
         node.holds[group] += 1
         self.loose[group].discard(node)
 
     def unhold(self, node: Node, group: int, now: int) -> None:
-        """One lease less that needs a windowed page."""
+        """Count one lease less that needs a windowed page."""
         node.holds[group] -= 1
         assert node.holds[group] >= 0
         if node.alive:
@@ -247,12 +247,12 @@ class NodeStore:
             self.release([node], [group])
 
     def hold_snapshot(self, snapshot: Snapshot) -> None:
-        """One more lease that goes on from a snapshot."""
+        """Count one more lease that goes on from a snapshot."""
         snapshot.holds += 1
         self.snapshots.discard(snapshot)
 
     def unhold_snapshot(self, snapshot: Snapshot, now: int) -> None:
-        """One lease less that goes on from a snapshot."""
+        """Count one lease less that goes on from a snapshot."""
         snapshot.holds -= 1
         assert snapshot.holds >= 0
         if not snapshot.holds:
@@ -262,7 +262,7 @@ class NodeStore:
                 self.remove_snapshot(snapshot)
 
     def offer_snapshot(self, snapshot: Snapshot, now: int) -> None:
-        """A snapshot was used, and may be evicted when it is the longest unused."""
+        """Put a snapshot that was just used among those that may be evicted."""
         snapshot.tick = now
         if not snapshot.holds:
             self.snapshots.push(snapshot, (snapshot.node.priority, now))
@@ -279,7 +279,7 @@ class NodeStore:
                 self.snapshots.push(snapshot, (STRANDED, snapshot.tick))
 
     def offer(self, node: Node) -> None:
-        """A node may have become evictable; without any page it is of no use, and goes."""
+        """Put a node among those that may be evicted, if it may; without a page it is removed."""
         if not node.evictable:
             return
         if node.empty:
@@ -288,14 +288,14 @@ class NodeStore:
             self.leaves.push(node, (node.priority, node.tick))
 
     def offer_window(self, node: Node, group: int, now: int) -> None:
-        """A windowed page may have become evictable; of one path the deepest is the first to go."""
+        """Put a windowed page among those that may be evicted; the deepest of a path goes first."""
         if node.pages[group] is not None and not node.holds[group]:
             self.loose[group].push(node, (node.anchored[group], node.priority, now, -node.number))
 
     # -- coming and going -----------------------------------------------------------------------
 
     def add(self, parent: Node, tokens: Tokens, pages: list[int | None], priority: int) -> Node:
-        """A new node, locked by its maker as its parent is.
+        """Add a node, locked by its maker as its parent is.
 
         Partial leaves that it begins with make room for it, and leave it their snapshots.
         """
@@ -328,7 +328,7 @@ class NodeStore:
         self.offer_window(node, group, self.clock())
 
     def add_snapshot(self, node: Node, offset: int) -> Snapshot:
-        """A new snapshot after `offset` tokens of a node; there is room for it."""
+        """Add a snapshot after `offset` tokens of a node; there is room for it."""
         assert self.states is not None
         snapshot = Snapshot(node, offset, self.states.allocate(), self.clock())
         node.snapshots[offset] = snapshot

@@ -1,1 +1,1 @@
-"""One file per family: what its architecture does differently from Llama."""
+"""Families of models: what their architectures do differently from Llama; see registry.py."""

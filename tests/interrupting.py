@@ -1,6 +1,6 @@
 """Interrupts the calls of an LLM at any point, and looks whether it is still whole.
 
-    python tests/interrupting.py points N CALL ...   at every N-th point of these calls, one by one
+    python tests/interrupting.py points CALL=N ...   at every N-th point of each of these calls
     python tests/interrupting.py times N SEED      N calls, after times at random
 
 A program of its own: KeyboardInterrupts belong to no test runner. It exits with 0, or says what
@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -140,12 +140,12 @@ def interrupted_at(call: Callable[[], object], point: int) -> int:
     return count
 
 
-def every_point(victim: Victim, every: int, names: Sequence[str]) -> None:
-    for name in names:
+def every_point(victim: Victim, every: Mapping[str, int]) -> None:
+    for name, gap in every.items():
         with no_hang():
             count = interrupted_at(victim.calls[name], 0)
         victim.check(name)
-        points = range(1, count + 1, every)
+        points = range(1, count + 1, gap)
         for point in points:
             with no_hang():
                 interrupted_at(victim.calls[name], point)
@@ -201,7 +201,8 @@ if __name__ == "__main__":
     logging.getLogger("asyncio").disabled = True  # it tells of what it was interrupted in
     victim = Victim()
     if sys.argv[1] == "points":
-        every_point(victim, int(sys.argv[2]), sys.argv[3:])
+        given = (argument.partition("=") for argument in sys.argv[2:])
+        every_point(victim, {name: int(gap) for name, _, gap in given})
     else:
         at_random(victim, int(sys.argv[2]), int(sys.argv[3]))
     victim.llm.close()

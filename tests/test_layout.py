@@ -139,8 +139,13 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@cache
+def modules() -> tuple[tuple[str, Path], ...]:
     """(dotted name below mlxinfer, file) of every module."""
+    return tuple(found_modules())
+
+
+def found_modules() -> Iterator[tuple[str, Path]]:
     for prefix, folder in FOLDERS.items():
         for path in sorted(folder.rglob("*.py")):
             parts = [*prefix.split(".")[1:], *path.relative_to(folder).with_suffix("").parts]
@@ -155,19 +160,26 @@ def part_of(name: str) -> str:
     return name.split(".")[0]
 
 
-def imported(name: str, path: Path, *, everything: bool = False) -> Iterator[str]:
+@cache
+def imported(
+    name: str, path: Path, *, everything: bool = False, at_once: bool = False
+) -> tuple[str, ...]:
     """Modules that a module names in import statements, absolute: mlxinfer.core, mlx.core, json.
 
     Imports for type checkers only are left out, as nothing is imported by them, unless it is to
-    be `everything`.
+    be `everything`; `at_once`: those within functions, too.
     """
+    nodes = statements(parsed(path), everything=everything, at_once=at_once)
+    return tuple(targets(name, path, nodes))
+
+
+def targets(name: str, path: Path, nodes: Iterable[ast.AST]) -> Iterator[str]:
     package = ["mlxinfer", *name.split(".")]
     if name == "__init__":
         package = ["mlxinfer"]
     elif path.name != "__init__.py":
         package = package[:-1]
-    tree = parsed(path)
-    for node in ast.walk(tree) if everything else runtime_nodes(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -178,12 +190,19 @@ def imported(name: str, path: Path, *, everything: bool = False) -> Iterator[str
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        yield node
-        yield from runtime_nodes(node)
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements may stand
+
+
+def statements(tree: ast.AST, *, everything: bool, at_once: bool) -> Iterator[ast.AST]:
+    """Of a module, at any depth; arguments as of `imported`."""
+    for block in BLOCKS:
+        for node in getattr(tree, block, ()):
+            for_checkers = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+            later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if (for_checkers and not everything) or (later and at_once):
+                continue
+            yield node
+            yield from statements(node, everything=everything, at_once=at_once)
 
 
 def upward(
@@ -270,7 +289,7 @@ def test_no_hasattr_dispatch_and_no_stubs() -> None:
     wrong = []
     for name, path in modules():
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "hasattr":
                 wrong.append(f"{name}:{node.lineno} hasattr")
             if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node):
                 wrong.append(f"{name}:{node.lineno} NotImplementedError")
@@ -280,3 +299,14 @@ def test_no_hasattr_dispatch_and_no_stubs() -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [name for name, path in modules() if not ast.get_docstring(parsed(path))]
     assert not silent
+
+
+def test_optional_packages_are_imported_where_they_are_used() -> None:
+    """Inside a function: a server that writes no spans, and a start of a command, load none."""
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in modules()
+        for target in imported(name, path, at_once=True)
+        if target.split(".")[0] in {"opentelemetry", "pypdf", "zeroconf", "matplotlib", "pandas"}
+    ]
+    assert not wrong

@@ -285,7 +285,7 @@ def test_what_is_not_answered_in_time_expires(tmp_path: Path) -> None:
     with BatchServer(tmp_path, store=store) as server, openai_client(server) as client:
         body = chat("Count", ignore_eos=True, max_tokens=1900)
         batch = server.begin(client, [line(1), line(2, body)], completion_window="1h")
-        wait_until(lambda: num_completed(client, batch.id) == 1)
+        wait_until(lambda: num_completed(client, batch.id) == 1, pause_s=0.05)
         late_s = 3601.0
         ended = server.ended_batch(client, batch.id)
         assert ended.status == "expired"
@@ -396,9 +396,9 @@ def test_uploads_at_once_are_bounded_together(tmp_path: Path) -> None:
 
 
 def test_the_deadline_of_live_requests_ends_none_of_a_batch(tmp_path: Path) -> None:
-    slow = chat("Count", ignore_eos=True, max_tokens=200)
+    slow = chat("Count", ignore_eos=True, max_tokens=60)
     with (
-        BatchServer(tmp_path, engine={"max_batch": 1}, deadline_s=0.3) as server,
+        BatchServer(tmp_path, engine={"max_batch": 1}, deadline_s=0.02) as server,
         openai_client(server) as client,
     ):
         batch = server.run(client, [line(number, slow) for number in range(3)])
@@ -412,7 +412,7 @@ def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
     lines = [line(0), line(1, slow), line(2, slow), line(3)]
     with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
         id = server.begin(client, lines).id
-        wait_until(lambda: num_completed(client, id) > 0)
+        wait_until(lambda: num_completed(client, id) > 0, pause_s=0.05)
     with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
         assert client.batches.retrieve(id).status == "in_progress"
         batch = server.ended_batch(client, id)

@@ -5,13 +5,12 @@ They come with the extra `clients`; each is left out where it is not installed.
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from openai import AsyncOpenAI
 from scripted import ScriptedServer
 
@@ -115,26 +114,21 @@ def test_openai_agents(server: ScriptedServer) -> None:
         assert turns.num_asked == 2
 
 
-def test_llm(server: ScriptedServer, tmp_path: Path) -> None:
+def test_llm(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simon Willison's command, with its list of other models."""
-    pytest.importorskip("llm")
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    command = pytest.importorskip("llm.cli").cli
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: here\n  model_name: demo\n  api_base: {server.url}/v1\n"
         "  api_key_name: none\n  supports_tools: true\n"
     )
     (tmp_path / "keys.json").write_text(json.dumps({"none": "x"}))
     with server.says("It rains."):
-        done = subprocess.run(
-            [sys.executable, "-m", "llm", "-m", "here", "Weather?"],
-            env={"LLM_USER_PATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-    assert done.stdout.strip() == "It rains."
+        done = CliRunner().invoke(command, ["-m", "here", "Weather?"])
+    assert (done.exit_code, done.stdout.strip()) == (0, "It rains."), done.output
 
 
+@pytest.mark.slow  # importing it takes five seconds
 def test_litellm(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of aider and of many gateways, with each of the APIs that it speaks here."""
     monkeypatch.setenv(

@@ -21,7 +21,7 @@ from mlxinfer import cluster
 
 KEY = "replica-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-CONVERSATIONS, TURNS = 30, 3
+CONVERSATIONS, TURNS = 10, 2
 SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 

@@ -33,7 +33,7 @@ from mlxinfer.text import ChatTemplate, Tokenizer
 
 VICTIM = "zebra"  # stands in the prompt of the request that is to fail
 SECRET = "/Users/somebody/secret at 0x7ffe"
-QUESTIONS = [f"What is {number} + 38" for number in range(44, 48)]
+QUESTIONS = [f"What is {number} + 38" for number in range(44, 46)]
 FORM = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 
@@ -122,7 +122,7 @@ def victim(**fields: Any) -> dict[str, Any]:
 
 
 def ask(server: LiveServer, question: str) -> str:
-    answer = server.post(CHAT, chat(question, max_tokens=16))
+    answer = server.post(CHAT, chat(question, max_tokens=8))
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text

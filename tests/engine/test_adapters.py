@@ -20,7 +20,6 @@ from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
 from mlxinfer.layers.step import Step
-from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter

@@ -7,7 +7,7 @@ import pytest
 from live_server import LiveServer
 from scripted import ScriptedServer
 
-from mlxinfer.server.fields import infill
+from mlxinfer.server.fields import prompt as prompt_fields
 from mlxinfer.text.fim import FimTokens
 from mlxinfer.text.tokenizer import Tokenizer, load_backend
 
@@ -123,7 +123,7 @@ def test_what_was_typed_since_is_all_that_is_computed(
 ) -> None:
     """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
-    monkeypatch.setattr(infill, "fim_tokens", lambda _: marks)
+    monkeypatch.setattr(prompt_fields, "fim_tokens", lambda _: marks)
     page = live.model.session.limits.page_size
     lines = [f"    value_{number} = {number} * factor\n" for number in range(60)]
     body: dict[str, Any] = {"input_prefix": "".join(lines), "input_suffix": "\nreturn total\n"}

@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
 from ..fields.checks import refuse
-from ..fields.skipped import Skipped
+from ..fields.tools import Skipped
 from .types import AnthropicMessage, AnthropicTool, Block, CountRequest, ToolChoice
 
 Plain = dict[str, Any]

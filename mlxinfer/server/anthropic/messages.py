@@ -21,11 +21,10 @@ from ...text import ToolUse
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
-from ..fields.arguments import begun_object
 from ..fields.grammar import format_constraint, start_answers
-from ..fields.prompt import check_messages, fitted, text_check, tool_use
+from ..fields.prompt import check_messages, fitted, text_check
 from ..fields.sampling import sampler_params
-from ..fields.skipped import Skipped
+from ..fields.tools import Skipped, begun_object, tool_use
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel

@@ -1,7 +1,7 @@
-"""Fields that make the prompt, whichever API they came by: template variables, tools, lengths."""
+"""Fields that make the prompt, whichever API they came by: template variables, gaps, lengths."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -9,14 +9,14 @@ import msgspec
 
 from ...core import SamplingParams
 from ...errors import InvalidRequestError
-from ...text import ToolUse
+from ...text import Tokenizer, fim_tokens
 from ...text.tokenizer import exceeds_tokens
 from ..errors import PromptTooLongError, UnsupportedFieldError
 from ..registry.served import ServedModel
-from .checks import MAX_DEPTH, check_json_size, refuse
+from .checks import check_json_size, refuse
 
 MAX_VARIABLE_DEPTH = 8  # levels of JSON of a template variable
-MAX_TOOLS = 512
+_FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -75,28 +75,6 @@ def template_kwargs(
     return {**kwargs, "add_generation_prompt": begins, "continue_final_message": continues}
 
 
-def tool_use(
-    model: ServedModel,
-    tools: Sequence[Mapping[str, Any]] | None,
-    choice: str | Mapping[str, Any] | None,
-    *,
-    parallel: bool | None = None,
-) -> ToolUse | None:
-    """How a request uses tools; None: not at all.
-
-    Raises:
-        InvalidRequestError: a tool or the choice is wrong.
-        TemplateError: the model's template knows no tools.
-    """
-    if tools and len(tools) > MAX_TOOLS:
-        raise InvalidRequestError(
-            f"{len(tools)} tools; at most {MAX_TOOLS} are accepted.", param="tools"
-        )
-    check_json_size(tools, param="tools", max_depth=MAX_DEPTH)
-    check_json_size(choice, param="tool_choice", max_depth=MAX_DEPTH)
-    return model.builder.tool_use(tools, choice, parallel=parallel is not False)
-
-
 def room_for_answer(model: ServedModel, num_prompt: int, *, param: str) -> int:
     """Tokens that the context leaves to the answer; raise PromptTooLongError if there are none."""
     if num_prompt >= model.max_context:
@@ -143,3 +121,43 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
         yield message["content"]
     for call in message.get("tool_calls", ()):
         yield msgspec.json.encode(call["function"]["arguments"]).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of a prompt, and its text, which may be echoed."""
+
+    ids: list[int]
+    text: str
+    half: str = ""  # U+FFFD for half a character at the end, which the answer may complete
+    end_ids: frozenset[int] = frozenset()  # tokens that end the answer to this prompt
+
+
+def infill_prompt(
+    model: ServedModel, prefix: str, suffix: str, *, files: Sequence[tuple[str, str]] = ()
+) -> Prompt:
+    """The prompt for the text between `prefix` and `suffix`, after other files (name, text).
+
+    Raises:
+        UnsupportedFieldError: the model has no tokens for this.
+        PromptTooLongError: it does not fit.
+    """
+    tokens = fim_tokens(model.tokenizer)
+    if tokens is None:
+        raise UnsupportedFieldError(
+            f"The model {model.name!r} has no tokens for filling in the middle; code models have.",
+            param="suffix",
+        )
+    check_texts(model, [prefix, suffix, *(text for _, text in files)], param="prompt")
+    before = [i for name, text in files for i in _file_ids(model.tokenizer, name, text)]
+    ids = tokens.prompt_ids(model.tokenizer, prefix, suffix, before=before)
+    room_for_answer(model, len(ids), param="prompt")
+    return Prompt(ids, prefix, end_ids=tokens.end_ids)
+
+
+def _file_ids(tokenizer: Tokenizer, name: str, text: str) -> list[int]:
+    """One of the other files, behind the token that separates files if the model has one."""
+    found = (tokenizer.piece_to_id(mark) for mark in _FILE_MARKS)
+    mark = next((i for i in found if i is not None), None)
+    head = [] if mark is None else [mark]
+    return head + tokenizer.encode_plain(f"{name}\n{text}\n")

@@ -14,12 +14,18 @@ from ...session.output_processor import OutputProcessor
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
-from ..fields.arguments import begun_object
 from ..fields.grammar import ollama_format, start_answers
-from ..fields.infill import infill_prompt
-from ..fields.prompt import check_messages, check_texts, effort_variables, fitted, text_check
-from ..fields.prompt import tool_use as plan_tools
+from ..fields.prompt import (
+    check_messages,
+    check_texts,
+    effort_variables,
+    fitted,
+    infill_prompt,
+    text_check,
+)
 from ..fields.sampling import UNLIMITED, sampling_params
+from ..fields.tools import begun_object
+from ..fields.tools import tool_use as plan_tools
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel
 from .models import slot_of

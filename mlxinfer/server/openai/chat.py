@@ -14,8 +14,9 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_answers
-from ..fields.prompt import fitted, tool_use
+from ..fields.prompt import fitted
 from ..fields.sampling import sampling_params
+from ..fields.tools import tool_use
 from ..http import sse
 from ..http.replies import Events, Reply, json_body
 from ..registry.served import ServedModel

@@ -7,13 +7,13 @@ import msgspec
 
 from ...errors import InvalidRequestError, TemplateError
 from ..errors import UnsupportedFieldError
-from ..fields.arguments import call_arguments
 from ..fields.prompt import (
     TemplateFields,
     check_messages,
     template_kwargs,
     text_check,
 )
+from ..fields.tools import call_arguments
 from ..registry.served import ServedModel
 from .declared_tools import INPUT
 

@@ -11,8 +11,7 @@ from ...errors import InvalidRequestError
 from ...text import Detokenizer
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields
-from ..fields.infill import Prompt, infill_prompt
-from ..fields.prompt import check_texts, room_for_answer
+from ..fields.prompt import Prompt, check_texts, infill_prompt, room_for_answer
 from ..registry.served import ServedModel
 from .logprobs import CompletionLogprobs
 from .types import PromptProgress, Timings, Usage

@@ -15,8 +15,7 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import constraint, start_answers
-from ..fields.infill import Prompt
-from ..fields.prompt import fitted
+from ..fields.prompt import Prompt, fitted
 from ..fields.sampling import UNLIMITED, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body

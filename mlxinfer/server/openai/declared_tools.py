@@ -10,10 +10,9 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
-from ..fields.arguments import begun_object
 from ..fields.checks import MAX_DEPTH, check_json_size
 from ..fields.lark_pattern import NotRegularError, lark_pattern
-from ..fields.skipped import Skipped
+from ..fields.tools import Skipped, begun_object
 
 Plain = dict[str, Any]
 INPUT = "input"  # the one parameter of a custom tool

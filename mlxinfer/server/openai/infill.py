@@ -17,8 +17,7 @@ from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.checks import refuse
 from ..fields.grammar import ConstraintFields, constraint, start_answers
-from ..fields.infill import infill_prompt
-from ..fields.prompt import fitted
+from ..fields.prompt import fitted, infill_prompt
 from ..fields.sampling import UNLIMITED, sampling_params
 from ..http import sse
 from ..http.replies import Events, Reply, json_body

@@ -20,8 +20,9 @@ from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.generation import Generation
 from ..fields.grammar import format_constraint, start_answers
-from ..fields.prompt import check_messages, effort_variables, fitted, text_check, tool_use
+from ..fields.prompt import check_messages, effort_variables, fitted, text_check
 from ..fields.sampling import sampler_params
+from ..fields.tools import tool_use
 from ..http import sse
 from ..http.replies import (
     ErrorStyle,

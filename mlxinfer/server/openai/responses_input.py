@@ -9,7 +9,7 @@ import msgspec
 
 from ...errors import InvalidRequestError
 from ..errors import UnsupportedFieldError
-from ..fields.arguments import call_arguments
+from ..fields.tools import call_arguments
 from .declared_tools import INPUT, DeclaredTools, shown_name
 from .responses_types import InputItem, InputPart, ResponsesRequest
 

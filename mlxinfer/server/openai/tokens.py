@@ -10,7 +10,8 @@ from ...errors import InvalidRequestError
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..fields.checks import refuse
-from ..fields.prompt import Effort, tool_use
+from ..fields.prompt import Effort
+from ..fields.tools import tool_use
 from ..http.replies import Reply, json_body
 from ..registry.served import ServedModel
 from .chat_prompt import Message, encode_conversation

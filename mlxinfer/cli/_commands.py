@@ -124,8 +124,8 @@ def report(error: Exception) -> int:
             _write("hint", hint)
         return FAILED
     if isinstance(error, OSError):
-        named = error.filename is not None and error.strerror is not None
-        _write("error", f"{error.filename}: {error.strerror}" if named else str(error))
+        where = "" if error.filename is None else f"{error.filename}: "
+        _write("error", where + (error.strerror or str(error)))
         return FAILED
     _write("error", f"unexpected {type(error).__name__}: {error}")
     _write("hint", f"this is a bug; set {TRACEBACK}=1 to see where it happened")

@@ -86,6 +86,8 @@ def command(
     from ..server.calls.service import Service
     from ..server.settings import ServerConfig
 
+    if not input_path.is_file():
+        raise click.UsageError(f"{input_path} is no file; it is read twice, so write it to one.")
     endpoints = batch_endpoints(ENDPOINTS)
     total, problems = check_rows(input_path, endpoints, most=None)
     if problems:

@@ -222,8 +222,9 @@ def check_tls(config: ServerConfig) -> None:
         )
     except OSError as error:  # SSLError is one
         raise InvalidRequestError(
-            f"--tls-cert {config.tls_cert} with --tls-key {config.tls_key}: {error}. Expected a "
-            "certificate chain and its key, without a password, both PEM.",
+            f"--tls-cert {config.tls_cert} with --tls-key {config.tls_key}: "
+            f"{error.strerror or error}. Expected a certificate chain and its key, without a "
+            "password, both PEM.",
             param="tls_cert",
         ) from None
 

@@ -1,5 +1,6 @@
 """What goes wrong becomes one line and an exit code, never a traceback."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ LINE = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {
     [
         (("fuse", "demo", "no_adapter", "out"), 1, "There is no folder 'no_adapter'; an adapter"),
         (("batch", "folder", "out"), 2, "'folder' is a directory"),
+        (("batch", "pipe", "out"), 2, "pipe is no file; it is read twice"),
+        (("batch", "in", "pipe"), 1, "pipe is no file"),
         (("batch", "in", "no_folder/out"), 1, "There is no folder no_folder for out; make it"),
         (("batch", "in", "o" * 300), 1, "oo: File name too long"),
     ],
@@ -164,6 +167,7 @@ def test_what_is_wrong_with_a_path_is_said_in_words(
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("in").write_text(LINE)
+    os.mkfifo("pipe")
     seen = outcome(*arguments)
     assert (seen.code, words in seen.err) == (code, True), seen.err
     assert "Errno" not in seen.err

@@ -1,6 +1,8 @@
 """Batches: OpenAI's files and batches, beside live requests, each key its own, through kills."""
 
 import asyncio
+import codecs
+import errno
 import io
 import json
 import os
@@ -27,7 +29,7 @@ from mlxinfer.cli.batch import command
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server.batches import types as batch_types
 from mlxinfer.server.batches.jobs import _to_its_end
-from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows
+from mlxinfer.server.batches.lines import ResultFiles, ResultLine, RowError, check_rows, rows_of
 from mlxinfer.server.batches.run import BatchRun
 from mlxinfer.server.batches.upload import read_upload
 from mlxinfer.server.calls.service import BackgroundWorkers
@@ -577,6 +579,20 @@ def test_a_disk_that_fails_leaves_no_file_locked(
     again.close()
 
 
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BufferedRandom):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    opened = "mlxinfer.server.batches.lines._opened"
+    monkeypatch.setattr(opened, lambda path: Full(io.FileIO(path, "a+")))
+    results = ResultFiles(tmp_path / "out", tmp_path / "errors")
+    with pytest.raises(OSError, match=r"No space left on device: .*errors"):
+        results.write(ResultLine(id="1", custom_id="x"))
+    with pytest.raises(OSError, match=r"No space left on device: .*(out|errors)"):
+        results.close()
+
+
 def test_a_slow_disk_holds_no_answer_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are written on the event loop, and there is one thread at a time that syncs them."""
     goes_on, syncs, error = threading.Event(), [], RowError(code="a", message="b")
@@ -664,6 +680,9 @@ def test_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path.write_bytes(as_file([line(1), line(2, {"x": "y" * 2000})]))
     _, (problem,) = check_rows(path, [CHAT])
     assert (problem.line, problem.code) == (2, "line_too_long")
+    path.write_bytes(codecs.BOM_UTF8 + as_file([line(1), line(2)]).replace(b"\n", b"\r\n\r\n"))
+    assert check_rows(path, [CHAT]) == (2, [])
+    assert [row.line for row in rows_of(path)] == [1, 3]
     path.write_bytes(as_file([line(number, {}) for number in range(9)]) + b"no more is read\n")
     total, (problem,) = check_rows(path, [CHAT], most=2)
     assert (total, problem.code) == (3, "too_many_requests")

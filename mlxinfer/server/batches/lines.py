@@ -5,12 +5,13 @@ what is cut off is dropped when they are opened again. So a run that was killed 
 was: no line is answered twice in them, and none is lost.
 """
 
+import codecs
 import fcntl
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -95,7 +96,7 @@ class Row:
 def rows_of(path: Path) -> Iterator[Row]:
     """The requests of a file that was checked, in order; lines without text are skipped."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_without_mark(file), start=1):
             if line.strip():
                 found = msgspec.json.decode(line, type=BatchLine)
                 yield Row(number, found.custom_id, found.url, bytes(found.body))
@@ -114,7 +115,7 @@ def check_rows(
     known: set[str] = set()
     problems: list[Problem] = []
     with path.open("rb") as file:
-        for number, line in enumerate(_bounded_lines(file), start=1):
+        for number, line in enumerate(_without_mark(_bounded_lines(file)), start=1):
             if len(problems) >= MAX_PROBLEMS or (most is not None and len(known) > most):
                 break
             if line.strip():
@@ -125,6 +126,12 @@ def check_rows(
         message = f"The file has more than {most} requests, which is the most accepted."
         problems.append(Problem(code="too_many_requests", message=message, line=most + 1))
     return len(known), problems
+
+
+def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The same lines, less the mark of UTF-8 that editors of Windows put before the first."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix(codecs.BOM_UTF8)
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -175,8 +182,8 @@ class ResultFiles:
         num_failed: of these, in `errors`.
 
     Raises:
-        InvalidRequestError: a file is there that was not written by a batch, another process
-            writes it, both are one, or a folder is missing.
+        InvalidRequestError: a file is there that was not written by a batch, or is a device or a
+            pipe; another process writes it; both are one; or a folder is missing.
         OSError: one cannot be written.
     """
 
@@ -212,8 +219,9 @@ class ResultFiles:
         if line.custom_id in self.done:
             return
         file = self._file(failed=line.failed)
-        file.write(msgspec.json.encode(line) + b"\n")
-        file.flush()
+        with _naming(self._paths[line.failed]):
+            file.write(msgspec.json.encode(line) + b"\n")
+            file.flush()
         self.done.add(line.custom_id)
         self.num_failed += line.failed
         if time.monotonic() - self._synced_s > SYNC_S:
@@ -221,17 +229,19 @@ class ResultFiles:
 
     def close(self) -> None:
         """Write all to the disk; no file stays open or locked, also where that fails."""
-        files = list(self._files.values())
+        files = [(self._paths[failed], file) for failed, file in self._files.items()]
         try:
             if self._syncing is not None:
                 self._syncing.result()
-            for file in files:
-                file.flush()
-            _sync(files)
+            for path, file in files:
+                with _naming(path):
+                    file.flush()
+            _sync(file for _, file in files)
         finally:
             self._files = {}
             with ExitStack() as closing:
-                for file in files:
+                for path, file in files:
+                    closing.enter_context(_naming(path))
                     closing.callback(file.close)
 
     def _file(self, *, failed: bool) -> BinaryIO:
@@ -250,6 +260,16 @@ class ResultFiles:
         self._synced_s = time.monotonic()
 
 
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let errors of a file that is open say which it is: the system does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def _sync(files: Iterable[BinaryIO]) -> None:
     """Wait until what was flushed is on the disk."""
     for file in files:
@@ -263,6 +283,8 @@ def _opened(path: Path) -> BinaryIO:
             f"There is no folder {path.parent} for {path.name}; make it, or name another file.",
             param="output",
         )
+    if path.exists() and not path.is_file():  # a pipe or a device has no end, and is read
+        raise InvalidRequestError(f"{path} is no file; name one.", param="output")
     file = path.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends

@@ -57,7 +57,8 @@ if TYPE_CHECKING:
 @click.option(
     "--default-model",
     metavar="NAME",
-    help="Answers requests that name a model that is not here.  [default: they are refused]",
+    help="Answers requests that name no model, or one that is not here.  [default: the first "
+    "model, and they are refused]",
 )
 @click.option(
     "--alias",

@@ -79,7 +79,7 @@ def encode_rows(
 
 def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> ContextLengthError:
     """The error of a text that is too long."""
-    has = "more" if num_tokens is None else f"{num_tokens}"
+    has = f"more than {max_tokens}" if num_tokens is None else f"{num_tokens}"
     return ContextLengthError(
         f"{what} has {has} tokens, and the model reads at most {max_tokens}; shorten it, or ask "
         "for it to be truncated.",

@@ -393,7 +393,8 @@ def test_patterns_and_a_default_answer_to_other_names(machine: Machine) -> None:
     falling_back = Models(entries, limit_bytes=machine.limit_bytes, default="b")
     assert falling_back.find("other").entry.name == "b"
     assert falling_back.find("claude-x").entry.name == "a"
-    assert falling_back.find(None).entry.name == "a"
+    assert falling_back.find(None).entry.name == "b"
+    assert models.find(None).entry.name == "a"
 
 
 def test_a_model_joins_a_running_registry(machine: Machine) -> None:

@@ -34,7 +34,8 @@ class Models:
         entries: at least one.
         limit_bytes: of weights and KV caches of all loaded models together.
         clock: monotonic seconds.
-        default: answers requests that name a model that is not here; None: they are a 404.
+        default: answers requests that name no model, or one that is not here; None: the first one
+            answers those, and these are a 404.
 
     Raises:
         InvalidRequestError: two have one name, one does not fit, or the default is not here.
@@ -118,14 +119,14 @@ class Models:
     def resolve(self, name: str | None) -> tuple[Slot, str | None]:
         """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
 
-        Without a name it is the first one. `model:adapter`, or the adapter's name alone where no
+        Without a name it is the default one, or the first. `model:adapter`, or the adapter's name alone where no
         other model has one of that name, means a model with an adapter: the second value.
 
         Raises:
             ModelNotFoundError: no model is called so. Requests never load by path.
         """
         if name is None:
-            return self._slots[0], None
+            return self._default or self._slots[0], None
         slot = self._by_name.get(name) or self._like(name)
         if slot is not None:
             return slot, None

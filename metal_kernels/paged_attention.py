@@ -5,10 +5,21 @@ N = tokens of a run of pages, R = tail length (a ring of two pages).
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
 Runs = Sequence[mx.array]  # keys (H, D, N), or values (H, N, D), of consecutive pages
+
+
+class Softmax(NamedTuple):
+    """How a layer makes weights of queries times keys, the scores of its attention."""
+
+    scale: float  # multiplies the scores
+    sinks: mx.array | None = None  # (heads,) logits that join each softmax without a value
+    soft_cap: float | None = (
+        None  # scores become soft_cap * tanh(score / soft_cap); None: they stay
+    )
 
 
 def paged_attention(

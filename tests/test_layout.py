@@ -48,12 +48,12 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "threads": set(),
     "backend": LEAVES,
     "memory": LEAVES,
-    "pooling": LEAVES | {"layers", "models"},
+    "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
     | {"backend", "display", "engine", "fit", "grammar", "memory", "models", "speculation"}
     | {"pooling", "text"}
     | {"ranks"},
-    "convert": LEAVES | {"backend", "hub", "layers", "memory", "models", "text"},
+    "convert": LEAVES | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"},
     "server": LEAVES
     | {"backend", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
 }

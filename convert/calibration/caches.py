@@ -11,6 +11,7 @@ import mlx.core as mx
 from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
 from ...errors import ConversionError
 from ...layers.step import Advance, Arrays, LatentKeysValues
+from ...metal_kernels.paged_attention import Softmax
 
 
 def whole_sequences(spec: CacheSpec, length: int) -> Any:
@@ -34,10 +35,7 @@ class WholeSequences:
     def attend_heads(
         self,
         qkv: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Never used, since `heads` is None."""
         raise AssertionError("attend_heads without heads")
@@ -53,16 +51,14 @@ class WholeSequences:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """(N * L, heads, dim) each -> (N * L, heads * value_dim)."""
         q, k, v = (
             a.reshape(-1, self._length, *a.shape[1:]).swapaxes(1, 2)
             for a in (queries, keys, values)
         )
+        scale, sinks, soft_cap = softmax
         if soft_cap is not None:
             found = self._capped(q * scale, k, v, soft_cap)
         else:
@@ -102,7 +98,7 @@ class WholeLatents:
         k_rope = mx.broadcast_to(k_rope[:, None], q_rope.shape)
         keys = mx.concatenate([k_nope, k_rope], axis=-1)
         queries = mx.concatenate([q_nope, q_rope], axis=-1)
-        found = self._expanded.attend(queries, keys, values, scale=scale)
+        found = self._expanded.attend(queries, keys, values, Softmax(scale))
         return found.reshape(values.shape)
 
 

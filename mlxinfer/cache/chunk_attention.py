@@ -17,7 +17,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.paged_attention import capped
+from ..metal_kernels.paged_attention import Softmax, capped
 from .groups import AttentionWindow
 from .inputs import Ints, QuerySegment
 from .pool import PagePool, Runs
@@ -68,10 +68,7 @@ class ChunkPlan:
         self,
         pool: PagePool,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of the chunk see, (n, heads * V)."""
 
@@ -82,7 +79,7 @@ class ChunkPlan:
 
         own = queries[self.rows].swapaxes(0, 1)  # (heads, n, D)
         dims = own.shape[-1], pool.values.fmt.dim
-        found = self._attend(own, dims, read, scale, sinks, soft_cap)
+        found = self._attend(own, dims, read, softmax)
         return found.swapaxes(0, 1).flatten(1)
 
     def attend_to(
@@ -100,18 +97,17 @@ class ChunkPlan:
         Returns:
             (n, heads, V).
         """
-        return self._attend(queries.swapaxes(0, 1), dims, read, scale, None, None).swapaxes(0, 1)
+        return self._attend(queries.swapaxes(0, 1), dims, read, Softmax(scale)).swapaxes(0, 1)
 
     def _attend(
         self,
         queries: mx.array,
         dims: tuple[int, int],
         read: Read,
-        scale: float,
-        sinks: mx.array | None,
-        soft_cap: float | None,
+        softmax: Softmax,
     ) -> mx.array:
         """(heads, n, D) -> (heads, n, V)."""
+        scale, sinks, soft_cap = softmax
         if self.window.size is None and soft_cap is None and _is_fused(dims):
             keys, values = read(0, self.num_keys, None)
             found = mx.fast.scaled_dot_product_attention(

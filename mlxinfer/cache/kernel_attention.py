@@ -5,12 +5,12 @@ Knows page tables and tails, and asks which kernels may be used.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
+from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.paged_attention_kernel import PagedAttention
 from ..metal_kernels.prefill_attention import tiled
 from ..metal_kernels.prefill_plan import Chunks
@@ -23,23 +23,16 @@ from .step import Part, Planner, ShortPlan
 Attentions = dict[Hashable, PagedAttention]
 
 
-class AttentionOptions(NamedTuple):
-    """How a layer attends: what scales and caps scores, and whether it has sink logits."""
-
-    scale: float
-    sinks: bool
-    soft_cap: float | None
-
-
 def _prepared(
     known: Attentions,
-    options: AttentionOptions,
+    softmax: Softmax,
     pool: PagePool,
     queries: mx.array,
     plan: Callable[[], AttentionPlan],
 ) -> PagedAttention:
     """The attention of queries over a pool, made once for all layers with such sizes."""
-    sizes = pool.form, queries.shape, options
+    has_sinks = softmax.sinks is not None
+    sizes = pool.form, queries.shape, softmax.scale, has_sinks, softmax.soft_cap
     attention = known.get(sizes)
     if attention is None:
         attention = known[sizes] = PagedAttention.of(
@@ -47,9 +40,9 @@ def _prepared(
             pool.keys,
             pool.values,
             plan(),
-            scale=options.scale,
-            sinks=options.sinks,
-            soft_cap=options.soft_cap,
+            scale=softmax.scale,
+            sinks=has_sinks,
+            soft_cap=softmax.soft_cap,
             value_dim=pool.values.fmt.dim,
         )
     return attention
@@ -67,16 +60,12 @@ class KernelPlan:
         self,
         pool: PagePool,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         own = queries if self.rows is None else queries[self.rows]
-        how = AttentionOptions(scale, sinks is not None, soft_cap)
-        attention = _prepared(self._attentions, how, pool, own, lambda: self.plan)
-        return attention(own, pool.keys, pool.values, sinks)[0]
+        attention = _prepared(self._attentions, softmax, pool, own, lambda: self.plan)
+        return attention(own, pool.keys, pool.values, softmax.sinks)[0]
 
 
 class KernelPlanner:
@@ -156,22 +145,18 @@ class PrefillPlan:
         self,
         pool: PagePool,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of the chunks see, (T', heads * V)."""
         own = queries[self.rows]
-        how = AttentionOptions(scale, sinks is not None, soft_cap)
         attention = _prepared(
             self._attentions,
-            how,
+            softmax,
             pool,
             own,
             lambda: tiled(self.chunks, own, pool.keys, pool.values.fmt.dim),
         )
-        return attention(own, pool.keys, pool.values, sinks)[0]
+        return attention(own, pool.keys, pool.values, softmax.sinks)[0]
 
 
 class PrefillPlanner:

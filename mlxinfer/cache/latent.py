@@ -20,6 +20,7 @@ import numpy as np
 from ..core import LatentSpec
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
+from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.prefill_blocks import attend_in_tiles
 from .chunk_attention import ChunkPlan, cut_runs
 from .formats import PLAIN, Bits, KVFormat, make_format
@@ -191,7 +192,8 @@ class LatentStep:
         pool, num_heads = self._pool, q_nope.shape[1]
         absorbed = pool.rotate(projection.absorb(q_nope))
         queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (N, H, r + dr)
-        parts = [part.attend(pool, queries, scale=scale) for part in self.plan.short]
+        softmax = Softmax(scale)
+        parts = [part.attend(pool, queries, softmax) for part in self.plan.short]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         sums = mx.unflatten(joined, 1, (num_heads, pool.latent_dim))
         return projection.value(pool.rotate(sums))
@@ -212,17 +214,14 @@ class LatentKernelPlan:
         self,
         pool: PagePool,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Queries (N, H, r + dr) of all short rows -> those of these segments, (N', H * r)."""
         assert isinstance(pool, LatentPool)
         own = queries if self.rows is None else queries[self.rows]
         plan = self._plan(own.shape[1])
         outputs, _ = mla_attention_on_metal(
-            own, pool.keys, plan, scale=scale, value_dim=pool.latent_dim
+            own, pool.keys, plan, scale=softmax.scale, value_dim=pool.latent_dim
         )
         return outputs.flatten(1)
 

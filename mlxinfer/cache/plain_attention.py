@@ -12,14 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
-from ..metal_kernels.paged_attention import gathered_attention, paged_attention
+from ..metal_kernels.paged_attention import Softmax, gathered_attention, paged_attention
 from .groups import AttentionWindow
 from .inputs import Ints, Segments
 from .pool import PagePool, Views, views_of
@@ -95,10 +94,7 @@ class PlainPlan(ABC):
         self,
         pool: PagePool,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         shape, unpad = self.queries.shape, self.queries.unpad
@@ -107,14 +103,14 @@ class PlainPlan(ABC):
             pool,
             own.reshape(*shape, *queries.shape[1:]),
             pool.read_tails(self.queries.slots),
-            {"scale": scale, "sinks": sinks, "soft_cap": soft_cap},
+            softmax,
         )
         flat = outputs.reshape(shape[0] * shape[1], -1)
         return flat if unpad is None else flat[unpad]
 
     @abstractmethod
     def _attend(
-        self, pool: PagePool, queries: mx.array, tails: KeysValues, how: dict[str, Any]
+        self, pool: PagePool, queries: mx.array, tails: KeysValues, softmax: Softmax
     ) -> mx.array:
         """Queries (B, Q, heads, D) -> what they see of pages and `tails`, (B, Q, heads, V)."""
 
@@ -127,12 +123,14 @@ class GatherPlan(PlainPlan):
     mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
 
     def _attend(
-        self, pool: PagePool, queries: mx.array, tails: KeysValues, how: dict[str, Any]
+        self, pool: PagePool, queries: mx.array, tails: KeysValues, softmax: Softmax
     ) -> mx.array:
         ids = mx.depends([self.page_ids], [queries])[0]  # else all layers might gather first
         keys = pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2)
         values = pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1)
-        return gathered_attention(queries, keys, values, self.mask, *tails, self.tail_mask, **how)
+        return gathered_attention(
+            queries, keys, values, self.mask, *tails, self.tail_mask, **softmax._asdict()
+        )
 
 
 def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
@@ -200,7 +198,7 @@ class RunPlan(PlainPlan):
     run_masks: list[mx.array | None]
 
     def _attend(
-        self, pool: PagePool, queries: mx.array, tails: KeysValues, how: dict[str, Any]
+        self, pool: PagePool, queries: mx.array, tails: KeysValues, softmax: Softmax
     ) -> mx.array:
         several = len(self.views.covers) > 1
         # Else MLX may decode the first ranges of all layers before it computes the first layer.
@@ -208,7 +206,9 @@ class RunPlan(PlainPlan):
         keys = pool.keys.read_each(self.views, after, transposed=True)
         last = keys[-1][-1] if several and keys[-1] else None
         values = pool.values.read_each(self.views, last)
-        return paged_attention(queries, keys, values, self.run_masks, *tails, self.tail_mask, **how)
+        return paged_attention(
+            queries, keys, values, self.run_masks, *tails, self.tail_mask, **softmax._asdict()
+        )
 
 
 def split_long(runs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:

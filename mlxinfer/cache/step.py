@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from ..metal_kernels.heads import Form, Heads
 from ..metal_kernels.kv_write import KVWrite
+from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.tail_write import write_tails
 from .chunk_attention import ChunkPlan, plan_chunk
 from .groups import AttentionWindow
@@ -24,10 +25,7 @@ class ShortPlan(Protocol):
         self,
         pool: PagePool,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         ...
@@ -173,10 +171,7 @@ class StepKV:
     def attend_heads(
         self,
         qkv: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
         heads, positions = self.heads, self.plan.positions
@@ -188,23 +183,20 @@ class StepKV:
             marks = place.marks(pool.num_slots)
             queries, *tails = write_tails(qkv, positions, heads, *marks, pool.tail_parts())
             pool.replace_tails(tails)
-            return self._read(queries, scale, sinks, soft_cap)
+            return self._read(queries, softmax)
         write = self.plan.writes.get(heads.form)
         if write is None:
             write = self.plan.writes[heads.form] = KVWrite.of(qkv, positions, heads)
         queries, stored = write(qkv, positions, heads)
         write_step(self._pool, self.plan, stored)
-        return self._read(queries, scale, sinks, soft_cap)
+        return self._read(queries, softmax)
 
     def attend(
         self,
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Store keys and values, then attend over all that each token may see.
 
@@ -212,29 +204,23 @@ class StepKV:
         """
         queries, stored = self._pool.encode(queries, keys, values, self.plan.positions)
         write_step(self._pool, self.plan, stored)
-        return self._read(queries, scale, sinks, soft_cap)
+        return self._read(queries, softmax)
 
     def attend_again(
         self,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Other queries (T, heads, D) over what this step has stored."""
-        return self._read(self._pool.rotate(queries), scale, sinks, soft_cap)
+        return self._read(self._pool.rotate(queries), softmax)
 
-    def _read(
-        self, queries: mx.array, scale: float, sinks: mx.array | None, soft_cap: float | None
-    ) -> mx.array:
+    def _read(self, queries: mx.array, softmax: Softmax) -> mx.array:
         """Attend over what is stored, with queries in the basis of stored keys."""
         pool, order = self._pool, self.plan.order
         parts = self.plan.tiled_parts if self._tiles else self.plan.parts
-        how: dict[str, Any] = {"scale": scale, "sinks": sinks, "soft_cap": soft_cap}
         if len(parts) == 1:
-            return pool.restored(parts[0].attend(pool, queries, **how))
-        joined = mx.concatenate([part.attend(pool, queries, **how) for part in parts])
+            return pool.restored(parts[0].attend(pool, queries, softmax))
+        joined = mx.concatenate([part.attend(pool, queries, softmax) for part in parts])
         return pool.restored(joined if order is None else joined[order])
 
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..core import CacheSpec, KVSpec
 from ..metal_kernels.heads import Heads
+from ..metal_kernels.paged_attention import Softmax
 from .linear import Projection
 from .norm import Norm
 from .rope import QueryScale, RopeSpec, inverse_frequencies
@@ -154,8 +155,7 @@ class Attention(AttentionShape):
         "qkv_proj",
         "query_scale",
         "rope",
-        "scale",
-        "soft_cap",
+        "softmax",
         "spec",
         "v_norm",
         "v_start",
@@ -189,24 +189,22 @@ class Attention(AttentionShape):
         self.k_start = (num_heads,)
         self.v_start = (num_heads + spec.num_kv_heads,)
         self.heads_shape = (-1, num_heads + 2 * spec.num_kv_heads, spec.key_dim)
-        self.scale = scale
+        self.softmax = Softmax(scale, sinks, soft_cap)
         self.rope = rope
         self.qk_norm = qk_norm
         self.norm_last = norm_last
         self.query_scale = query_scale
         self.v_norm = v_norm
-        self.soft_cap = soft_cap
         self.gate_proj = gate_proj
         self.key_bias = key_bias
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         cache = step.caches[self]
-        how = {"scale": self.scale, "sinks": self.sinks, "soft_cap": self.soft_cap}
         projected = self.qkv_proj(x)  # (T, (H + 2 Hkv) * D)
         outputs: mx.array
         if cache.heads is not None:
-            outputs = cache.attend_heads(projected, **how)
+            outputs = cache.attend_heads(projected, self.softmax)
         else:
             qkv = projected.reshape(self.heads_shape)  # (T, H + 2 Hkv, D)
             qk, values = mx.split(qkv, self.v_start, axis=1)
@@ -221,7 +219,7 @@ class Attention(AttentionShape):
                 queries = self.query_scale(queries, step.prepared(self.query_scale))
             if self.v_norm is not None:
                 values = self.v_norm(values)
-            outputs = cache.attend(queries, keys, values, **how)
+            outputs = cache.attend(queries, keys, values, self.softmax)
         if self.gate_proj is not None:
             outputs = outputs * mx.sigmoid(self.gate_proj(x))
         return self.o_proj(outputs, residual)  # of the heads side by side
@@ -263,9 +261,7 @@ class SharedAttention:
             queries = self.q_norm(queries)
         if source.rope is not None:
             queries = source.rope(queries, step.prepared(source.rope))
-        outputs: mx.array = step.caches[source].attend_again(
-            queries, scale=source.scale, sinks=source.sinks, soft_cap=source.soft_cap
-        )
+        outputs: mx.array = step.caches[source].attend_again(queries, source.softmax)
         return self.o_proj(outputs, residual)
 
 

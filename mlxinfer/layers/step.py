@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.heads import Heads
+from ..metal_kernels.paged_attention import Softmax
 from .norm import Norm
 
 Rows = NDArray[np.int32]
@@ -26,10 +27,7 @@ class AttentionCache(Protocol):
     def attend_heads(
         self,
         qkv: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """`attend`, from the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
         ...
@@ -39,10 +37,7 @@ class AttentionCache(Protocol):
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Store this step's keys and values, then attend over all that each token may see.
 
@@ -50,9 +45,7 @@ class AttentionCache(Protocol):
             queries: (T, num_heads, key_dim), position-encoded.
             keys: (T, num_kv_heads, key_dim), position-encoded.
             values: (T, num_kv_heads, value_dim).
-            scale: multiplies the scores.
-            sinks: (num_heads,) learned logits that take part in each softmax and carry no value.
-            soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
+            softmax: of the layer.
 
         Returns:
             (T, num_heads * value_dim), the heads side by side.
@@ -62,10 +55,7 @@ class AttentionCache(Protocol):
     def attend_again(
         self,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Attend as `attend` does, with other queries over what it has stored in this step."""
         ...

@@ -12,6 +12,7 @@ import mlx.core as mx
 from ..core import CacheSpec, KVSpec, StateSpec
 from ..errors import UnsupportedModelError
 from ..layers.step import Advance, Arrays
+from ..metal_kernels.paged_attention import Softmax
 
 MAX_SCORES = 1 << 24  # numbers of a block of scores, where attention materialises them
 QUERY_BLOCK = 256  # queries of a long row at a time
@@ -116,27 +117,21 @@ class SegmentAttention:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """queries (T, heads, D), keys (T, H, D), values (T, H, V) -> (T, heads * V)."""
         self._stored = keys, values
-        return self.attend_again(queries, scale=scale, sinks=sinks, soft_cap=soft_cap)
+        return self.attend_again(queries, softmax)
 
     def attend_again(
         self,
         queries: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
-        soft_cap: float | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Other queries (T, heads, D) over the same keys and values."""
         assert self._stored is not None
         keys, values = self._stored
-        attention = _attention(self._attend, scale, sinks, soft_cap)
+        attention = _attention(self._attend, *softmax)
         outputs = [
             self._of_group(group, queries, keys, values, attention) for group in self._groups
         ]

@@ -12,6 +12,7 @@ from mlxinfer.cache.formats import PLAIN, Bits
 from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.cache.pool import LayerPool
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -47,10 +48,10 @@ def test_blocks_of_keys_change_nothing(
     pool = filled_pool(2_000, bits)
     plan = chunk(555, 300, window, [1_000, 400, 0, 1_400, 800])
     queries = mx.random.normal((300, HEADS, DIM), key=mx.random.key(2))
-    how = {"scale": 0.2, "sinks": mx.linspace(-1, 1, HEADS) if sinks else None}
-    whole = plan.attend(pool, queries, **how)
+    softmax = Softmax(0.2, mx.linspace(-1, 1, HEADS) if sinks else None)
+    whole = plan.attend(pool, queries, softmax)
     monkeypatch.setattr(chunk_attention, "KEY_BLOCK", 64)
-    found = plan.attend(pool, queries, **how)
+    found = plan.attend(pool, queries, softmax)
     assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
 
 
@@ -65,7 +66,7 @@ def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
         plan = chunk(start, count, AttentionWindow(), [i * 200 for i in range(48)])
         held = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(plan.attend(pool, queries, scale=0.1))
+        mx.eval(plan.attend(pool, queries, Softmax(0.1)))
         return mx.get_peak_memory() - held
 
     short, long = transient_bytes(4_000), transient_bytes(9_000)

@@ -17,6 +17,7 @@ from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.step import StepKV, plan_group
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.paged_attention import Softmax
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
 SPEC = KVSpec(HEADS, DIM, DIM, turning=16)
@@ -58,7 +59,7 @@ def step(
     plan = plan_group(segments, group=0, window=AttentionWindow(), page_size=PAGE, planner=planner)
     count = len(segments.positions)
     queries = vectors(count, HEADS * GROUP, seed + 2)
-    outputs = StepKV(pool, plan).attend(queries, *keys_and_values(count, seed), scale=0.125)
+    outputs = StepKV(pool, plan).attend(queries, *keys_and_values(count, seed), Softmax(0.125))
     mx.eval(outputs, pool.arrays())
     return outputs
 

@@ -11,6 +11,7 @@ from mlxinfer.cache.pages import PageTable
 from mlxinfer.cache.pool import LayerPool
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.paged_attention import Softmax
 
 PAGE, KV_HEADS, DIM = 16, 2, 64
 LAYERS = [(4, 0.125, False), (8, 0.125, False), (4, 0.5, False), (4, 0.125, True)]
@@ -50,7 +51,7 @@ def test_layers_that_differ_share_a_plan_and_no_launch() -> None:
             queries = mx.array(rng.standard_normal((2, heads, DIM), dtype=np.float32))
             sinks = mx.linspace(-1, 1, heads) if has_sinks else None
             found, expected = (
-                plan.attend(pool, queries, scale=scale, sinks=sinks)
+                plan.attend(pool, queries, Softmax(scale, sinks))
                 for plan in (shared, planned(spans()))
             )
             assert found.shape == (2, heads * DIM)

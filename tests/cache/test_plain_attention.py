@@ -15,7 +15,7 @@ from mlxinfer.cache.plain_attention import HIDDEN, PlainPlanner
 from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.step import StepKV, plan_group
 from mlxinfer.core import KVSpec
-from mlxinfer.metal_kernels.paged_attention import gathered_attention, paged_attention
+from mlxinfer.metal_kernels.paged_attention import Softmax, gathered_attention, paged_attention
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 32
 NUM_PAGES = 80
@@ -90,7 +90,7 @@ def attend(spans: Segments, pool: LayerPool, window: AttentionWindow, limit: int
         for heads in (HEADS * GROUP, HEADS, HEADS)
     )
     sinks = mx.array(rng.standard_normal(HEADS * GROUP, dtype=np.float32))
-    return StepKV(pool, plan).attend(queries, keys, values, scale=0.2, sinks=sinks)
+    return StepKV(pool, plan).attend(queries, keys, values, Softmax(0.2, sinks))
 
 
 draws = st.lists(

@@ -44,7 +44,7 @@ class StoredKV(DenseLayerKV):
             mixer.turned_bias if bits[0] == 4 and mixer.key_bias is not None else None
         )
 
-    def attend(self, queries, keys, values, *, scale, sinks=None, soft_cap=None):  # type: ignore[no-untyped-def]
+    def attend(self, queries, keys, values, softmax):  # type: ignore[no-untyped-def]
         if self.rotates:
             queries, keys = mx.hadamard_transform(queries), mx.hadamard_transform(keys)
         bias = mx.zeros(keys.shape)
@@ -56,7 +56,7 @@ class StoredKV(DenseLayerKV):
         of_keys, of_values = self.formats
         keys = of_keys.decode(of_keys.encode(keys - bias)) + bias
         values = of_values.decode(of_values.encode(values))
-        return super().attend(queries, keys, values, scale=scale, sinks=sinks)
+        return super().attend(queries, keys, values, softmax)
 
 
 def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray:

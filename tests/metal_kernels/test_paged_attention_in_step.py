@@ -17,6 +17,7 @@ from mlxinfer.cache.step import StepKV, padded_positions, plan_group
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
 from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.paged_attention import Softmax
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
@@ -122,6 +123,6 @@ def attend(
     )
     queries = vectors(count, HEADS * GROUP, seed)
     keys, values = vectors(count, HEADS, seed + 20), vectors(count, HEADS, seed + 40)
-    outputs = StepKV(pool, plan).attend(queries, keys, values, scale=0.125)
+    outputs = StepKV(pool, plan).attend(queries, keys, values, Softmax(0.125))
     mx.eval(outputs, pool.arrays())
     return queries, outputs

@@ -24,7 +24,7 @@ class DenseLayerKV:
         self.past: dict[str, tuple[mx.array, mx.array]] = {}
         self.segments: Sequence[tuple[str, int]] = []
 
-    def attend(self, queries, keys, values, *, scale, sinks=None, soft_cap=None):
+    def attend(self, queries, keys, values, softmax):
         spec = self.spec
         num_tokens = sum(count for _, count in self.segments)
         assert keys.shape == (num_tokens, spec.num_kv_heads, spec.key_dim)
@@ -32,39 +32,33 @@ class DenseLayerKV:
         outputs, start = [], 0
         for name, count in self.segments:
             rows = slice(start, start + count)
-            outputs.append(
-                self._attend_one(
-                    name, queries[rows], keys[rows], values[rows], scale, sinks, soft_cap
-                )
-            )
+            outputs.append(self._attend_one(name, queries[rows], keys[rows], values[rows], softmax))
             start += count
         return mx.concatenate(outputs).flatten(1)
 
-    def attend_again(self, queries, *, scale, sinks=None, soft_cap=None):
+    def attend_again(self, queries, softmax):
         outputs, start = [], 0
         for name, count in self.segments:
             rows = slice(start, start + count)
-            outputs.append(self._over_past(name, queries[rows], scale, sinks, soft_cap))
+            outputs.append(self._over_past(name, queries[rows], softmax))
             start += count
         return mx.concatenate(outputs).flatten(1)
 
-    def _attend_one(self, name, q, k, v, scale, sinks, soft_cap):
+    def _attend_one(self, name, q, k, v, softmax):
         if name in self.past:
             past_k, past_v = self.past[name]
             k, v = mx.concatenate([past_k, k]), mx.concatenate([past_v, v])
         self.past[name] = (k, v)
-        return self._over_past(name, q, scale, sinks, soft_cap)
+        return self._over_past(name, q, softmax)
 
-    def _over_past(self, name, q, scale, sinks, soft_cap):
+    def _over_past(self, name, q, softmax):
         return masked_attention(
             q,
             *self.past[name],
-            scale=scale,
             window=self.spec.window,
             kept=self.spec.sinks,
             chunked=self.spec.chunked,
-            sinks=sinks,
-            soft_cap=soft_cap,
+            **softmax._asdict(),
         )
 
 

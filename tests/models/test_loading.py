@@ -252,7 +252,7 @@ def test_dtypes_are_honoured(tmp_path, case, dtype):
     class Spy:
         heads = None
 
-        def attend(self, queries, keys, values, *, scale, sinks=None, soft_cap=None):
+        def attend(self, queries, keys, values, softmax):
             seen.extend([queries.dtype, keys.dtype, values.dtype])
             return queries.flatten(1)
 

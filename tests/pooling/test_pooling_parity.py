@@ -12,6 +12,7 @@ from pooling.tiny_pooling import pooling_folder, reference
 
 from mlxinfer.core import TokenEvent
 from mlxinfer.errors import CheckpointError, InvalidRequestError
+from mlxinfer.metal_kernels.paged_attention import Softmax
 from mlxinfer.pooling.config import read_pooling
 from mlxinfer.pooling.loop import PoolingLoop
 from mlxinfer.pooling.model import PoolingModel, load_pooling
@@ -182,7 +183,7 @@ def test_causal_masks_are_no_arrays(soft_cap, monkeypatch):
         for seed, count in enumerate((heads, 2, 2))
     )
     attention = SegmentAttention(row_groups([length]), Masks(False), None)
-    found = np.array(attention.attend(queries, keys, values, scale=0.5, soft_cap=soft_cap))
+    found = np.array(attention.attend(queries, keys, values, Softmax(0.5, soft_cap=soft_cap)))
     q, k, v = (np.array(x).repeat(heads // x.shape[1], 1) for x in (queries, keys, values))
     scores = np.einsum("qhd,khd->hqk", q, k) * 0.5
     scores = scores if soft_cap is None else np.tanh(scores / soft_cap) * soft_cap

@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 
 from ...core import KVSpec
 from ...layers.step import Step
+from ...metal_kernels.paged_attention import Softmax
 from .alone import AloneModel, Kept
 from .config import ZooConfig
 from .definitions import Definition, with_narrow_windows
@@ -71,16 +72,14 @@ class DenseLayer:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """As of `AttentionCache`."""
         outputs, start = [], 0
         for sequence, count in enumerate(self.counts):
             rows = slice(start, start + count)
             own = [part[rows].swapaxes(0, 1)[None] for part in (queries, keys, values)]
-            outputs.append(self._attend_one(sequence, own, scale, sinks))
+            outputs.append(self._attend_one(sequence, own, softmax))
             start += count
         return mx.concatenate(outputs)
 
@@ -88,8 +87,7 @@ class DenseLayer:
         self,
         sequence: int,
         own: Sequence[mx.array],
-        scale: float,
-        sinks: mx.array | None,
+        softmax: Softmax,
     ) -> mx.array:
         """Queries, keys and values (1, heads, L, ·) of one sequence -> (L, H * V)."""
         queries, keys, values = own
@@ -104,7 +102,7 @@ class DenseLayer:
         if self._window is not None:
             mask = mask & (of > at - self._window)
         found = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            queries, keys, values, scale=softmax.scale, mask=mask, sinks=softmax.sinks
         )
         return found[0].swapaxes(0, 1).flatten(1)
 

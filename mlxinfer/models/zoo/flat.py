@@ -15,6 +15,7 @@ import mlx.core as mx
 from ...core import CacheSpec, KVSpec
 from ...layers.attention import AttentionShape
 from ...layers.step import Rows, Step
+from ...metal_kernels.paged_attention import Softmax
 from ..language import Replaceable
 from .config import NO_ADAPTERS, ZooConfig
 from .definitions import Definition
@@ -94,7 +95,7 @@ class FlatCache(AttendingCache):
         self.num_attended += 1
         num_heads = queries.shape[1]
         parts = [part.squeeze(2).astype(values.dtype) for part in (queries, keys, values)]
-        found = self._layer.attend(*parts, scale=scale, sinks=sinks)
+        found = self._layer.attend(*parts, Softmax(scale, sinks))
         return mx.unflatten(found, -1, (num_heads, -1))[:, :, None]
 
     def _seen(self, mask: Any) -> int | None:
@@ -122,16 +123,14 @@ class _Recorder:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        *,
-        scale: float,
-        sinks: mx.array | None = None,
+        softmax: Softmax,
     ) -> mx.array:
         """Note the shapes: queries (T, H, D), keys (T, Hkv, D), values (T, Hkv, V)."""
         (num_tokens, num_heads, dim), (_, kv_heads, value_dim) = queries.shape, values.shape
         if keys.shape != (num_tokens, kv_heads, dim) or num_heads % kv_heads:
             raise NotFlatError("queries, keys and values do not fit together")
         self.sizes = kv_heads, dim, value_dim
-        self.shape = AttentionShape(num_heads, sinks=sinks)
+        self.shape = AttentionShape(num_heads, sinks=softmax.sinks)
         self.dtype = keys.dtype
         return mx.zeros((num_tokens, num_heads * value_dim), queries.dtype)
 

@@ -119,8 +119,9 @@ class Models:
     def resolve(self, name: str | None) -> tuple[Slot, str | None]:
         """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
 
-        Without a name it is the default one, or the first. `model:adapter`, or the adapter's name alone where no
-        other model has one of that name, means a model with an adapter: the second value.
+        Without a name it is the default one, or the first. `model:adapter`, or the adapter's name
+        alone where no other model has one of that name, means a model with an adapter: the second
+        value.
 
         Raises:
             ModelNotFoundError: no model is called so. Requests never load by path.

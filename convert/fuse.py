@@ -62,7 +62,6 @@ class FusedSource:
         self.config = source.config
         self.dtype = source.dtype
         self.fingerprint = f"{source.fingerprint} {adapter.identity} {dense}"
-        self.notes = (*source.notes, f"The adapter {adapter.folder.name} is merged into it.")
         loaded = mx.load(str(adapter.file))
         assert isinstance(loaded, dict)
         self._matrices: Mapping[str, mx.array] = loaded
@@ -72,7 +71,18 @@ class FusedSource:
             for name in self._changes:
                 tensors[name] = replace(tensors[name], lossless=None)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.notes = (*source.notes, *self._own_notes())
         self._check_shapes()
+
+    def _own_notes(self) -> Iterator[str]:
+        yield f"The adapter {self._adapter.folder.name} is merged into it."
+        count = sum(self.tensors[name].lossless is not None for name in self._changes)
+        if count:
+            yield (
+                f"Of what it changes, {count} quantised tensors were rounded to their formats "
+                "again; the figures compare what is written with these. --dequantize keeps them "
+                "as numbers."
+            )
 
     @property
     def origin(self) -> Origin:

@@ -51,6 +51,7 @@ class Computed:
     logits: mx.array | None  # (R, vocab)
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
+    hidden: list[mx.array]  # (T, hidden), where no row gives a token; else none
     outputs: list[mx.array] = field(default_factory=list)  # what the cache needs beside logits
 
 
@@ -101,6 +102,14 @@ class Followers(Protocol):
     @property
     def link(self) -> Link | None:
         """The link by which every rank gets the tokens of a step; None: only this one does."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks, this one included, that can work on different steps at the same time.
+
+        1: all of them work on each step together.
+        """
         ...
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Sequence[int]) -> None:
@@ -213,8 +222,8 @@ class Forward:
             if adapters is not None and step.rows is not None:
                 adapters = adapters[step.rows]
             logits = self.model.logits(wanted, adapters)  # (R, vocab)
-        outputs = [] if step.num_rows else [hidden]
-        return Computed(ids, logits, prompt, taps, [*outputs, *self.cache.step_outputs()])
+        unused = [] if step.num_rows else [hidden]
+        return Computed(ids, logits, prompt, taps, unused, self.cache.step_outputs())
 
     def _ids(self, step: StepInputs, tokens: mx.array | None) -> mx.array:
         """(T,) token ids; those that are pending are taken from the step in flight."""

@@ -3,16 +3,13 @@
 import contextlib
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
-from ..cache.disk import namespace_key
 from ..cache.formats import lay_out
-from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError, RanksFailedError
@@ -24,7 +21,7 @@ from .forward import Followers, make_cache
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
-from .limits import EngineLimits, stats_of
+from .limits import EngineLimits, disk_namespace, stats_of
 from .pagestore import SAVE_S, PageStore
 from .queues import Counters, failed_event, last_events, not_finite_event, stuck_in_grammar
 from .runner import Launched, Runner
@@ -73,7 +70,8 @@ class Loop:
         self.kernels = choose_kernels(model, *self._layout, kernels, when_idle=kernels_when_idle)
         self.kernels.put_into(model)
         self._emit = emit
-        self._in_flight: Launched | None = None
+        self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
+        self._num_stages = 1 if followers is None else followers.num_stages
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
         self._proposer = proposer
@@ -108,7 +106,7 @@ class Loop:
         )
         self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
-        self._in_flight = None
+        self._in_flight.clear()
         self._state_limits()
 
     def _make_scheduler(self) -> Scheduler:
@@ -126,6 +124,7 @@ class Loop:
             prefill_slice_s=config.prefill_slice_s,
             proposer=self._proposer,
             counters=self._counters,
+            num_stages=self._num_stages if config.launch_ahead else 1,
         )
 
     def _open_tier(self, wait_s: float) -> None:
@@ -138,13 +137,13 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            namespace = _namespace(identity, self.cache, store.form)
+            namespace = disk_namespace(identity, self.cache, store.form)
             store.open(str(options.folder.resolve()), namespace)
 
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
-        return self._in_flight is None and self.scheduler.queues.idle
+        return not self._in_flight and self.scheduler.queues.idle
 
     @property
     def asks_for_kernel(self) -> bool:
@@ -158,24 +157,23 @@ class Loop:
     def turn(self) -> None:
         """Launch the next step, then read the one before it: Python works while MLX does.
 
-        A step on which the next one depends is read first; see `Batch.is_read_first`.
+        A step on which the next one depends is read first; see `Scheduler.reads_first`. Of stages
+        as many steps as there are others stay in flight, each of other rows.
         """
         if self.store is not None and self.store.tier is None:
             self._open_tier(0.0)
-        previous, self._in_flight = self._in_flight, None
-        if previous is not None and (previous.batch.is_read_first or self.scheduler.proposes):
-            self._commit(previous)
-            previous = None
-        batch = self.scheduler.next_batch()
-        current = self._launch(batch, previous) if batch else None
-        if previous is not None and not self._commit(previous):
-            current = None  # it ran on what the failed step left
-        if current is not None and current.constrained_logits is not None:
-            current = self._sample_constrained(current)
-        if current is not None and not self.config.launch_ahead:
-            self._commit(current)
-            current = None
-        self._in_flight = current
+        steps, scheduler = self._in_flight, self.scheduler
+        if steps and (scheduler.reads_first(steps[-1].batch) or scheduler.proposes):
+            self._read(0)
+        batch = scheduler.next_batch()
+        if batch is None:
+            self._read(max(len(steps) - 1, 0))
+        elif self._launch(batch, steps[-1] if steps else None):
+            others = 1 if batch.parts == 1 else self._num_stages - 1
+            if self._read(others) and steps[-1].constrained_logits is not None:
+                self._sample_constrained(steps[-1])
+        if not self.config.launch_ahead:
+            self._read(0)
         if self.adapters.are_leaving:
             self.adapters.free_unused(self.scheduler.queues.unfinished())
 
@@ -240,37 +238,42 @@ class Loop:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
+    def _read(self, num_left: int) -> bool:
+        """Read the oldest steps until so many are left in flight; False: one failed, none is."""
+        while len(self._in_flight) > num_left:
+            if not self._commit(self._in_flight.popleft()):
+                return False
+        return True
+
+    def _launch(self, batch: Batch, previous: Launched | None) -> bool:
+        """Launch a step behind that before it; False: it failed."""
         for sequence in batch.admitted:
             sequence.request.started_s = sequence.request.started_s or time.monotonic()
         began_s = time.monotonic()
         try:
             launched = self.runner.launch(batch, previous)
             launched.began_s = began_s
-            return launched
+            self._in_flight.append(launched)
+            return True
         except BaseException as error:  # the fault boundary of a step: others go on
-            if previous is None or self._commit(previous):
+            if self._read(0):
                 self._fail_step(batch, error)
-            return None
+            return False
 
-    def _sample_constrained(self, launched: Launched) -> Launched | None:
-        """Sample the rows with a grammar, all tokens before known; None: the step failed."""
+    def _sample_constrained(self, launched: Launched) -> None:
+        """Sample the rows with a grammar, all tokens before known."""
         try:
             masks, stuck = self.grammar_masks.fill(launched.batch.sampling)
             self.runner.sample_constrained(launched, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
-            return None
+            return
         for sequence, problem in stuck:
             self.scheduler.queues.finish(sequence)
             self._emit([stuck_in_grammar(sequence, problem)])
-        return launched
 
     def _commit(self, launched: Launched) -> bool:
         """Read a step's tokens and pass them on; False: the step failed."""
-        if launched.committed:
-            return True
-        launched.committed = True
         try:
             token_ids = launched.token_ids()
             logprobs = launched.logprobs()
@@ -355,6 +358,8 @@ class Loop:
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing.
 
+        Steps in flight ran on what it left: none of them is read.
+
         Raises:
             RanksFailedError: it failed on other ranks too.
         """
@@ -362,6 +367,7 @@ class Loop:
         if self._followers is not None:
             self._followers.reset(error)
         queues = self.scheduler.queues
+        self._in_flight.clear()
         self._counters.step_failures += 1
         for sequence in batch.sequences:
             if not sequence.finished:
@@ -415,9 +421,7 @@ class Loop:
 
     def _save(self, store: PageStore) -> None:
         """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
-        if self._in_flight is not None and not self._commit(self._in_flight):
-            return
-        self._in_flight = None
+        self._read(0)
         kv_manager = self.scheduler.kv_manager
         work = kv_manager.take_work()
         if self._followers is not None:
@@ -435,16 +439,3 @@ class Loop:
         if self.model.expert_store is not None:
             stats["experts"] = self.model.expert_store.stats()
         return {**stats, "kernels": self.kernels.variants.stats()}
-
-
-def _namespace(identity: str, cache: KVCache, form: str) -> bytes:
-    """Pages on disk are shared only between equal weights, versions, device and KV format.
-
-    `form`: what part of a model spread over ranks this is; empty: it is not spread.
-    """
-    return namespace_key(
-        identity,
-        f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
-        f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
-        *([form] if form else []),
-    )

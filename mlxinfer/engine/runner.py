@@ -33,6 +33,7 @@ class Launched:
     sampled: Sampled | None  # lazy; None: no row samples, or all wait for their masks
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # from a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
+    own: list[mx.array] | None = None  # of these, what no later stage gives; None: all of them
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     finite: mx.array | None = None  # (R,) whether the logits are; None: not checked
@@ -40,17 +41,19 @@ class Launched:
     spilled: list[tuple[Spill, bytes]] = field(default_factory=list)  # read out before it
     began_s: float = 0.0  # when its launch began
     ended_s: float = inf  # by when it had ended, where the step after it waited for that
-    committed: bool = False  # its tokens were passed on
     goes_on: bool = False  # on other ranks behind this one, from which nothing comes back
 
     def wait(self) -> None:
-        """Return when the step is done and MLX holds none of its inputs."""
-        mx.eval(self.outputs)
+        """Return when this rank's part is done and MLX holds none of its inputs."""
+        mx.eval(self.outputs if self.own is None else self.own)
         mx.synchronize()
-        self.ended_s = time.monotonic()
+        if self.own is None:
+            self.ended_s = time.monotonic()
 
     def token_ids(self) -> Ints:
         """(R,) the sampled tokens, in the order of `batch.sampling`."""
+        if self.own is not None:  # what other stages give was left until now
+            mx.async_eval(self.outputs)
         return NO_TOKENS if self.sampled is None else np.array(self.sampled.tokens)
 
     def not_finite(self) -> list[Sequence]:
@@ -75,6 +78,9 @@ class Launched:
 class Runner:
     """A model, its KV cache and a sampler.
 
+    Where other ranks are stages behind this one, what they give is received as it comes, and rows
+    are sampled only as their step is read: else this rank's part of the next step would wait.
+
     Args:
         taps: layers of which every step gives the outputs beside its tokens, see `Taps`.
         followers: the other ranks of a model that is spread over several; None: it is not.
@@ -93,6 +99,7 @@ class Runner:
         self.forward = Forward(model, cache, taps=taps, link=link)
         self._followers = followers
         self._streams = followers is not None and link is None and not taps
+        self._defers = followers is not None and followers.num_stages > 1
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
@@ -154,10 +161,11 @@ class Runner:
         if computed.taps is not None:
             launched.hidden = computed.taps.joined()
             launched.outputs.append(launched.hidden)
-        launched.outputs += computed.outputs
+        launched.outputs += [*computed.hidden, *computed.outputs]
+        launched.own = computed.outputs if self._defers else None
         launched.spilled = spilled
         launched.goes_on = self._streams and not step.num_rows and not step.prompt_rows
-        mx.async_eval(launched.outputs)
+        mx.async_eval(launched.outputs if launched.own is None else launched.own)
         if runs_ahead:
             self.cache.count_copies()
         return launched
@@ -187,7 +195,8 @@ class Runner:
         launched.constrained, launched.constrained_logits = constrained, None
         new = [tokens, *constrained.arrays()]
         launched.outputs += new
-        mx.async_eval(new)
+        if launched.own is None:
+            mx.async_eval(new)
 
     def commit(self, batch: Batch, token_ids: Ints, result: CommitResult) -> None:
         """Let the sampler know the tokens (R,) that were read and kept."""

@@ -2,6 +2,11 @@
 
 Decode comes first, then prefill chunks, as many tokens as `PrefillSizer` has room for.
 
+Where ranks are pipeline stages, each step is of some rows only (a micro-batch), of such as are in
+no step in flight: while later stages work on it, this rank begins the next one, of other rows. So
+tokens of all rows but one are known when their next step is planned. Source: GPipe,
+arXiv:1811.06965.
+
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
 """
@@ -67,6 +72,7 @@ class Scheduler:
         prefill_slice_s: see `PrefillSizer`.
         proposer: of tokens to verify; None: every row brings one token.
         counters: to go on counting in.
+        num_stages: steps of different rows that may be in flight at once; 1: each is of all rows.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Scheduler:
         prefill_slice_s: float | None = None,
         proposer: Proposer | None = None,
         counters: Counters | None = None,
+        num_stages: int = 1,
     ) -> None:
         self.kv_manager = kv_manager
         self.page_size = kv_manager.page_size
@@ -88,12 +95,23 @@ class Scheduler:
         self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
         self._proposer = proposer
-        self._last: DecodeBatch | None = None  # of the last step, where the next may go on from it
+        self._num_stages = num_stages
+        self._newest: Seq[Sequence] = ()  # that the last step samples for
+        self._steady: list[DecodeBatch] = []  # the last of each group of rows, to go on from
 
     @property
     def proposes(self) -> bool:
-        """Whether the next step verifies proposals: the one in flight is read before, then."""
+        """Whether the next step verifies proposals: those in flight are read before, then."""
         return self._proposer is not None and self._proposer.depth(self.queues.running) > 0
+
+    def reads_first(self, batch: Batch) -> bool:
+        """Whether a step in flight is read before the next is planned.
+
+        Of stages only where it has proposals: others would wait for nothing of it.
+        """
+        if self._num_stages == 1:
+            return batch.is_read_first
+        return batch.sampling.proposals is not None
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -101,8 +119,8 @@ class Scheduler:
         """What to compute next; None where nothing can be done now."""
         queues = self.queues
         if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
-            self._last = None
-        decodes, verified = self._next_decodes()
+            self._steady = []
+        decodes, verified, parts = self._next_decodes()
         preemptions = self.counters.preemptions
         prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
         if self.counters.preemptions > preemptions:
@@ -118,24 +136,26 @@ class Scheduler:
             long=[s for s in segments if s.seals],
             cache_work=self.kv_manager.take_work(),
             admitted=admitted,
+            parts=parts,
         )
         self._seal_tails(batch)
         self._launch(batch)
         return batch
 
-    def _next_decodes(self) -> tuple[DecodeBatch, list[Segment]]:
+    def _next_decodes(self) -> tuple[DecodeBatch, list[Segment], int]:
         """The newest token of every sequence with a computed prompt, where there is room.
 
-        Those with proposals come as segments, the others as a batch of single tokens.
+        Those with proposals come as segments, the others as a batch of single tokens. Then, in how
+        many steps those of all sequences come: a step with proposals has all of them.
         """
-        preemptions = self.counters.preemptions
+        preemptions, parts = self.counters.preemptions, 1
         decoding = [s for s in self.queues.running if s.decodes]
         proposals = self._propose(decoding, self._proposer) if self._proposer else {}
+        if not proposals and self._num_stages > 1:
+            decoding, parts = self._micro_batch(decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
-        if self._last is not None and self._last.sequences == singles:
-            decodes = self._last.advance()
-        else:
-            decodes = DecodeBatch.of(singles)
+        steady = next((before for before in self._steady if before.sequences == singles), None)
+        decodes = DecodeBatch.of(singles) if steady is None else steady.advance()
         self._hold_decodes(decodes)
         verified = [
             self._verification(sequence, proposed)
@@ -144,7 +164,20 @@ class Scheduler:
         ]
         if self.counters.preemptions > preemptions:
             decodes, verified = _without_preempted(decodes, verified)
-        return decodes, verified
+        return decodes, verified, parts
+
+    def _micro_batch(self, decoding: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Of these, those of the next step, and how many such steps there are for all.
+
+        A sequence that decodes alone may be in the newest step: its token is taken from there.
+        """
+        num_rows = sum([s.num_computed >= s.num_prompt for s in self.queues.running])
+        parts = max(min(self._num_stages, num_rows), 1)
+        if parts > 1:
+            ready = [s for s in decoding if not s.num_pending]
+            return ready[: -(-num_rows // parts)], parts
+        newest = self._newest
+        return [s for s in decoding if s.num_pending <= (s in newest)], 1
 
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take the pages that the new tokens begin; the youngest sequences may be preempted."""
@@ -166,7 +199,8 @@ class Scheduler:
             return []
         prefilling = []
         if not all_decode:
-            prefilling = [s for s in queues.running if s.num_left > 0 and not s.decoding]
+            behind = [s for s in queues.running if s.num_left > 0 and not s.num_pending]
+            prefilling = [s for s in behind if not s.decoding]
         max_prefilling = self.prefill.most // self.page_size  # each gets a page at least
         preemptions = self.counters.preemptions
         while admitted := queues.admit(
@@ -207,6 +241,8 @@ class Scheduler:
         They are cut where the answer would have its full length, and where its grammar forbids one.
         """
         known = [s for s in decoding if not s.num_pending]
+        if self._num_stages > 1 and any([s.num_pending for s in self.queues.running]):
+            return {}
         depth = min(proposer.depth(known), self._max_short - 1) if known else 0
         if depth <= 0:
             return {}
@@ -296,9 +332,20 @@ class Scheduler:
             self.kv_manager.wrote(segment.sequence)
         batch.sampling = sampling_rows(batch.decodes, batch.ragged)
         batch.num_tokens = row
-        self._last = None if batch.ragged or batch.admitted else batch.decodes
+        self._note_steady(batch)
+        self._newest = batch.sampling.sequences
         self.counters.steps += 1
         self.counters.tokens_computed += row
+
+    def _note_steady(self, batch: Batch) -> None:
+        """Keep the decodes of a step, as long as none of its sequences is in another one."""
+        if batch.admitted:  # maybe again, in another slot
+            self._steady = []
+            return
+        stepped = set(batch.sequences)
+        self._steady = [before for before in self._steady if stepped.isdisjoint(before.sequences)]
+        if not batch.ragged:
+            self._steady = [*self._steady, batch.decodes][-self._num_stages :]
 
     def commit(self, batch: Batch, token_ids: Seq[int]) -> CommitResult:
         """Take in the tokens that a step sampled, one for each row of `batch.sampling`.

@@ -141,7 +141,7 @@ class Follower:
     # -- on the thread that owns MLX ------------------------------------------------------------
 
     def _form(self, _: messages.Form) -> None:
-        self._link = GroupLink(join_group(self._place))
+        self._link = GroupLink(join_group(self._place), overlaps=self._place.overlaps)
 
     def _load(self, message: messages.Load) -> None:
         assert self._link is not None, "a group is formed before a model is loaded"
@@ -213,7 +213,7 @@ class Follower:
         tokens = None if before is None else mx.zeros((before.num_rows,), mx.int32)
         computed = forward.run(step, tokens)
         logits = [] if computed.logits is None else [computed.logits]
-        arrays = [*logits, *computed.prompt_logits, *computed.outputs]
+        arrays = [*logits, *computed.prompt_logits, *computed.hidden, *computed.outputs]
         mx.async_eval(arrays)
         self._in_flight = _InFlight(computed, arrays)
 

@@ -101,7 +101,7 @@ class RankGroup:
         self._watcher.start()
         self._tell(messages.Form())
         try:
-            self._group_link = GroupLink(join_group(place))
+            self._group_link = GroupLink(join_group(place), overlaps=place.overlaps)
         except RuntimeError as error:
             raise self.fail(error) from error
 
@@ -109,6 +109,11 @@ class RankGroup:
     def link(self) -> GroupLink | None:
         """As of `engine.forward.Followers`: stages give no tokens to each other."""
         return None if self._pipeline else self._group_link
+
+    @property
+    def num_stages(self) -> int:
+        """As of `engine.forward.Followers`."""
+        return self.place.size if self._pipeline and self.place.overlaps else 1
 
     # -- models ---------------------------------------------------------------------------------
 

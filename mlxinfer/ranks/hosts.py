@@ -41,6 +41,11 @@ class Place:
         """Of MLX."""
         return "ring" if self.ring else "mpi"
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a rank can send while it waits for what another one sends, see `GroupLink`."""
+        return self.backend == "ring"
+
 
 def local_place(size: int) -> Place:
     """Rank 0 of `size` ranks on this machine, at free ports."""

@@ -12,6 +12,8 @@ class GroupLink:
 
     Args:
         group: of MLX.
+        overlaps: while `receive` waits, `send` and all else go on: each of the two has a stream of
+            its own. A ring has a socket to either side; MPI, as MLX begins it, has one thread.
 
     Attributes:
         sent, received: bytes of this rank since the beginning, by what they are: kinds of sums (as
@@ -19,8 +21,10 @@ class GroupLink:
             states between stages.
     """
 
-    def __init__(self, group: mx.distributed.Group) -> None:
+    def __init__(self, group: mx.distributed.Group, *, overlaps: bool = False) -> None:
         self._group: mx.distributed.Group | None = group
+        one, other = (mx.new_thread_local_stream(mx.cpu) for _ in range(2))
+        self._sending, self._receiving = (one, other) if overlaps else (None, None)
         self.rank = group.rank()
         self.size = group.size()
         self.sent: Counter[str] = Counter()
@@ -72,11 +76,13 @@ class GroupLink:
     def send(self, x: mx.array) -> mx.array:
         """x, which the next rank receives once it is evaluated."""
         self.sent["hidden"] += x.nbytes
-        return mx.distributed.send(x, (self.rank + 1) % self.size, group=self._group)
+        to = (self.rank + 1) % self.size
+        return mx.distributed.send(x, to, group=self._group, stream=self._sending)
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """What the rank before sends."""
-        found = mx.distributed.recv(shape, dtype, (self.rank - 1) % self.size, group=self._group)
+        source = (self.rank - 1) % self.size
+        found = mx.distributed.recv(shape, dtype, source, group=self._group, stream=self._receiving)
         self.received["hidden"] += found.nbytes
         return found
 

@@ -106,7 +106,8 @@ def mtp_of(model: Model) -> DraftHead:
 def head_of(model: Model, rng: random.Random, answers: Mapping[str, Seq[int]]) -> HalfRightHead:
     """It runs, and some of what it proposes holds."""
     name, head = "eagle", eagle_of(model)
-    if model.config.model_type in WITH_MTP and rng.random() < 0.7:
+    of_family = model.config.model_type in WITH_MTP and not model.config.qkv_bias
+    if of_family and rng.random() < 0.7:
         name, head = "mtp", mtp_of(model)
     vocab_size = model.config.vocab_size
     made = HalfRightHead(head, sizes_of(rng), name=name, vocab_size=vocab_size, cost=0.1)

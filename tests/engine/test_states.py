@@ -222,8 +222,7 @@ def test_a_failed_step_loses_no_other_request(model: Model) -> None:
     harness, ids = Harness(model), prompt(45)
     harness.add("a", ids, TEN)
     harness.turn(3)
-    harness.loop._fail_step(harness.loop._in_flight.batch, RuntimeError("broken"))  # type: ignore[union-attr]
-    harness.loop._in_flight = None
+    harness.loop._fail_step(harness.loop._in_flight[0].batch, RuntimeError("broken"))
     assert harness.outcomes["a"].error is not None
     assert answer(harness, ids) == alone(model, ids, TEN).token_ids
 

@@ -33,7 +33,6 @@ class Launched:
     fault: str | None = None
     unreadable: bool = False  # a fault: waiting for it or reading it raises
     done: bool = False  # it was waited for
-    committed: bool = False
 
     def wait(self) -> None:
         if self.unreadable:

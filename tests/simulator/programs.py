@@ -4,7 +4,7 @@ Every seed switches on some features only: what all of them together would hide 
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from simulator.fake_disk import FakeTier
@@ -55,9 +55,12 @@ class Program:
         seed: of all that is drawn.
         proposes: whether steps verify proposals: the same program, and the same tokens.
         recurrent: whether there are recurrent layers: their states are kept as snapshots.
+        num_stages: steps of different rows in flight.
     """
 
-    def __init__(self, seed: int, *, proposes: bool = False, recurrent: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, proposes: bool = False, recurrent: bool = False, num_stages: int = 1
+    ) -> None:
         rng = self.rng = random.Random(seed)
         self.seed = seed
         share = rng.choice([0.2, 0.5, 0.8])
@@ -67,7 +70,8 @@ class Program:
         disk = "disk" in self.features
         if disk:  # it is of use to long prompts that come again when they were evicted
             self.features |= {"the same again", "tight pool"}
-        self.sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
+        sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
+        self.sizes = replace(sizes, num_stages=num_stages)
         self.tier = FakeTier(random.Random(seed), fault_share=0.1 * ("bad disk" in self.features))
         proposer = Guesses(seed, self._oracle_of) if proposes else None
         self.state_rng = random.Random(f"states {seed}")

@@ -3,6 +3,7 @@
 Whatever happens, each request must get the tokens of its oracle, once, in order, to the end.
 """
 
+from collections import deque
 from dataclasses import asdict
 from typing import cast
 
@@ -49,7 +50,7 @@ class Simulation:
         self.next_fault: str | None = None
         self.num_faults = 0
         self.pins: list[Lease] = []  # held by no request
-        self.turns = 0
+        self.turns = self.most_in_flight = 0
         self.store = self._open(tier) if sizes.disk else None
         self.start()
 
@@ -89,6 +90,7 @@ class Simulation:
             max_batch=sizes.max_batch,
             prefill_chunk=sizes.prefill_chunk,
             proposer=self.proposer,
+            num_stages=sizes.num_stages if sizes.launch_ahead else 1,
         )
         self.kv = FakeKV(
             sizes.windows,
@@ -100,12 +102,12 @@ class Simulation:
         self.runner = FakeRunner(
             self.kv, vocab=sizes.vocab, verify=self._verify, fault=self._take_fault
         )
-        self._in_flight: Launched | None = None
+        self._in_flight: deque[Launched] = deque()
         self._counters = asdict(self.scheduler.counters)
 
     @property
     def idle(self) -> bool:
-        return self._in_flight is None and self.scheduler.queues.idle
+        return not self._in_flight and self.scheduler.queues.idle
 
     # -- what may happen between two turns -------------------------------------------------------
 
@@ -143,44 +145,45 @@ class Simulation:
 
     def turn(self) -> None:
         self.turns += 1
-        previous, self._in_flight = self._in_flight, None
-        if previous is not None and (previous.batch.is_read_first or self.scheduler.proposes):
-            self._commit(previous)
-            previous = None
+        steps = self._in_flight
+        if steps and (self.scheduler.reads_first(steps[-1].batch) or self.scheduler.proposes):
+            self._read(0)
         batch = self.scheduler.next_batch()
-        current = self._launch(batch, previous) if batch else None
-        if previous is not None and not self._commit(previous):
-            current = None
-        if current is not None and current.unsampled and not self._sample_constrained(current):
-            current = None
-        if current is not None and not self.sizes.launch_ahead:
-            self._commit(current)
-            current = None
-        self._in_flight = current
+        self.most_in_flight = max(self.most_in_flight, len(steps) + 1)
+        if batch is None:
+            self._read(max(len(steps) - 1, 0))
+        elif self._launch(batch, steps[-1] if steps else None):
+            others = 1 if batch.parts == 1 else self.sizes.num_stages - 1
+            if self._read(others) and steps[-1].unsampled:
+                self._sample_constrained(steps[-1])
+        if not self.sizes.launch_ahead:
+            self._read(0)
         self._check()
 
-    def _launch(self, batch: Batch, previous: Launched | None) -> Launched | None:
+    def _read(self, num_left: int) -> bool:
+        while len(self._in_flight) > num_left:
+            if not self._commit(self._in_flight.popleft()):
+                return False
+        return True
+
+    def _launch(self, batch: Batch, previous: Launched | None) -> bool:
         check_batch(self.scheduler, batch)
         check_decodes(self.scheduler, batch.decodes)
         try:
-            return self.runner.launch(batch, previous)
-        except StepFailed:
-            if previous is None or self._commit(previous):
-                self._fail_step(batch)
-            return None
-
-    def _sample_constrained(self, launched: Launched) -> bool:
-        try:
-            self.runner.sample_constrained(launched)
+            self._in_flight.append(self.runner.launch(batch, previous))
             return True
         except StepFailed:
-            self._fail_step(launched.batch)
+            if self._read(0):
+                self._fail_step(batch)
             return False
 
+    def _sample_constrained(self, launched: Launched) -> None:
+        try:
+            self.runner.sample_constrained(launched)
+        except StepFailed:
+            self._fail_step(launched.batch)
+
     def _commit(self, launched: Launched) -> bool:
-        if launched.committed:
-            return True
-        launched.committed = True
         if launched.unreadable:
             self._fail_step(launched.batch)
             return False
@@ -199,6 +202,7 @@ class Simulation:
         return True
 
     def _fail_step(self, batch: Batch) -> None:
+        self._in_flight.clear()
         for sequence in batch.sequences:
             if not sequence.finished:
                 self.scheduler.queues.finish(sequence, keep=False)

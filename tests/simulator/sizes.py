@@ -20,6 +20,7 @@ class Sizes:
     headroom: int
     vocab: int
     disk: bool
+    num_stages: int = 1
 
 
 def draw_reaches(rng: random.Random) -> tuple[AttentionWindow, ...]:

@@ -7,6 +7,7 @@ MLXINFER_FIRST_SEED=4711 MLXINFER_SEEDS=1 pytest tests/simulator -s
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from simulator.programs import Program
@@ -23,9 +24,9 @@ NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "30"))
 FIRST_SEED = int(os.environ.get("MLXINFER_FIRST_SEED", "0"))
 
 
-def run(seed: int, *, proposes: bool = False, recurrent: bool = False) -> Program:
+def run(seed: int, **how: Any) -> Program:
     """One program; where it fails, what happened is said."""
-    program = Program(seed, proposes=proposes, recurrent=recurrent)
+    program = Program(seed, **how)
     try:
         program.run()
     except Exception as error:
@@ -35,11 +36,9 @@ def run(seed: int, *, proposes: bool = False, recurrent: bool = False) -> Progra
     return program
 
 
-def run_all(
-    first_seed: int, count: int, *, proposes: bool = False, recurrent: bool = False
-) -> None:
+def run_all(first_seed: int, count: int, **how: Any) -> None:
     for seed in range(first_seed, first_seed + count):
-        run(seed, proposes=proposes, recurrent=recurrent)
+        run(seed, **how)
 
 
 def test_random_programs_give_every_request_the_tokens_of_its_oracle() -> None:
@@ -67,6 +66,16 @@ def test_random_programs_with_recurrent_layers_resume_at_the_right_state(
 ) -> None:
     monkeypatch.setattr(kv_manager, "ROLLING_TOKENS", 32)
     run_all(FIRST_SEED, NUM_SEEDS, proposes=proposes, recurrent=True)
+
+
+def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
+    """Every step is of rows that are in none in flight; of some seeds with all else, too."""
+    most = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS // 2):
+        rest = {"proposes": seed % 5 == 0, "recurrent": seed % 2 == 0}
+        program = run(seed, num_stages=2 + seed % 3, **rest)
+        most = max(most, program.simulation.most_in_flight)
+    assert NUM_SEEDS < 30 or most == 4
 
 
 def keeps_all(batch: Batch, result: object) -> dict[int, int]:

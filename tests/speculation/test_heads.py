@@ -171,8 +171,7 @@ def test_nothing_is_tapped_where_no_source_reads_hidden_states() -> None:
     harness = Harness(model)
     harness.add("a", prompt(20), GREEDY)
     harness.turn(3)
-    assert harness.loop._in_flight is not None
-    assert harness.loop._in_flight.hidden is None
+    assert harness.loop._in_flight[0].hidden is None
 
 
 # -- parity -------------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
-    parts: int = 1  # steps that take turns, so that all that decode get a token
+    num_decoding: int = 0  # with those of steps that take turns with it; 0: there are none such
     ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
     begins_answers: bool = field(init=False)  # whether it gives the first token of an answer
 

@@ -103,6 +103,7 @@ class Loop:
             self.model.config.vocab_size,
             kernels=self.kernels,
             choice=None if self._proposer is None else self._proposer.choice,
+            num_plans=self._num_stages + 1,
         )
         self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
         self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
@@ -169,9 +170,9 @@ class Loop:
         if batch is None:
             self._read(max(len(steps) - 1, 0))
         elif self._launch(batch, steps[-1] if steps else None):
-            others = 1 if batch.parts == 1 else self._num_stages - 1
-            if self._read(others) and steps[-1].constrained_logits is not None:
-                self._sample_constrained(steps[-1])
+            step, runs = steps[-1], self._read(scheduler.num_left(batch))
+            if runs and step.constrained_logits is not None:
+                self._sample_constrained(step)
         if not self.config.launch_ahead:
             self._read(0)
         if self.adapters.are_leaving:

@@ -46,7 +46,12 @@ class PrefillSizer:
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
     def shares(
-        self, prefilling: Seq[Sequence], num_running: int, *, gives_way: bool = False
+        self,
+        prefilling: Seq[Sequence],
+        num_running: int,
+        *,
+        gives_way: bool = False,
+        parts: int = 1,
     ) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt that gets any.
 
@@ -54,6 +59,7 @@ class PrefillSizer:
             prefilling: running sequences with prompts to compute, oldest first.
             num_running: of all that run, or of those that the step may keep waiting.
             gives_way: these are background sequences, and others run.
+            parts: steps, all with prompts, from one token of an answer to the next.
         """
         page_size, part = self._page_size, YIELDED if gives_way else 1
         if not prefilling:
@@ -66,7 +72,7 @@ class PrefillSizer:
             return prefill_shares(prefilling, self._size, page_size)
         if not self._beside:
             return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
-        left_s = self._slice_s / part - (self._decode_s or 0.0)
+        left_s = self._slice_s / part / parts - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
         if len(costs) > 1 and not gives_way:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))

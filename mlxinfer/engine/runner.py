@@ -33,8 +33,8 @@ class Launched:
     sampled: Sampled | None  # lazy; None: no row samples, or all wait for their masks
     prompt_logits: list[tuple[Sequence, int, mx.array]]  # from a position on: (n, vocab), lazy
     outputs: list[mx.array]  # evaluating these finishes the step
-    own: list[mx.array] | None = None  # of these, what no later stage gives; None: all of them
     constrained_logits: mx.array | None = None  # (G, vocab), until those rows are sampled
+    own: list[mx.array] | None = None  # of `outputs` what no later stage gives; None: all
     hidden: mx.array | None = None  # (T, n * hidden) of the layers that a proposer reads
     finite: mx.array | None = None  # (R,) whether the logits are; None: not checked
     constrained: Sampled | None = None  # of these rows; `sampled` has their tokens last, too

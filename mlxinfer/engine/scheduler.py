@@ -113,6 +113,15 @@ class Scheduler:
             return batch.is_read_first
         return batch.sampling.proposals is not None
 
+    def num_left(self, batch: Batch) -> int:
+        """How many steps may stay in flight once this one was launched, this one included.
+
+        One, where it takes a token from the step before: that is read next.
+        """
+        most = max(self._num_stages - 1, 1)
+        depends = most > 1 and any(s.num_pending > 1 for s in batch.decodes.sequences)
+        return 1 if depends else most
+
     # -- the next step --------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
@@ -120,9 +129,10 @@ class Scheduler:
         queues = self.queues
         if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
             self._steady = []
-        decodes, verified, parts = self._next_decodes()
+        decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
-        prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
+        parts = max(min(num_decoding, self._num_stages), 1)
+        prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running), parts)
         if self.counters.preemptions > preemptions:
             decodes, verified = _without_preempted(decodes, verified)
         segments = verified + prefills
@@ -136,7 +146,7 @@ class Scheduler:
             long=[s for s in segments if s.seals],
             cache_work=self.kv_manager.take_work(),
             admitted=admitted,
-            parts=parts,
+            num_decoding=num_decoding,
         )
         self._seal_tails(batch)
         self._launch(batch)
@@ -145,14 +155,14 @@ class Scheduler:
     def _next_decodes(self) -> tuple[DecodeBatch, list[Segment], int]:
         """The newest token of every sequence with a computed prompt, where there is room.
 
-        Those with proposals come as segments, the others as a batch of single tokens. Then, in how
-        many steps those of all sequences come: a step with proposals has all of them.
+        Those with proposals come as segments, the others as a batch of single tokens. Last, how
+        many decode in all, where this is a step of some; else 0.
         """
-        preemptions, parts = self.counters.preemptions, 1
+        preemptions, num_decoding = self.counters.preemptions, 0
         decoding = [s for s in self.queues.running if s.decodes]
         proposals = self._propose(decoding, self._proposer) if self._proposer else {}
         if not proposals and self._num_stages > 1:
-            decoding, parts = self._micro_batch(decoding)
+            decoding, num_decoding = self._micro_batch(decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
         steady = next((before for before in self._steady if before.sequences == singles), None)
         decodes = DecodeBatch.of(singles) if steady is None else steady.advance()
@@ -164,20 +174,19 @@ class Scheduler:
         ]
         if self.counters.preemptions > preemptions:
             decodes, verified = _without_preempted(decodes, verified)
-        return decodes, verified, parts
+        return decodes, verified, num_decoding
 
     def _micro_batch(self, decoding: list[Sequence]) -> tuple[list[Sequence], int]:
-        """Of these, those of the next step, and how many such steps there are for all.
+        """Of these, those of the next step, and how many there are with those in flight.
 
-        A sequence that decodes alone may be in the newest step: its token is taken from there.
+        A sequence that runs alone may be in the newest step: its token is taken from there.
         """
-        num_rows = sum([s.num_computed >= s.num_prompt for s in self.queues.running])
-        parts = max(min(self._num_stages, num_rows), 1)
-        if parts > 1:
-            ready = [s for s in decoding if not s.num_pending]
-            return ready[: -(-num_rows // parts)], parts
-        newest = self._newest
-        return [s for s in decoding if s.num_pending <= (s in newest)], 1
+        running, newest = self.queues.running, self._newest
+        if len(running) == 1:
+            return [s for s in decoding if s.num_pending <= (s in newest)], 1
+        num_decoding = sum([s.num_computed >= s.num_prompt for s in running])
+        ready = [s for s in decoding if not s.num_pending]
+        return ready[: -(-num_decoding // self._num_stages)], num_decoding
 
     def _hold_decodes(self, decodes: DecodeBatch) -> None:
         """Take the pages that the new tokens begin; the youngest sequences may be preempted."""
@@ -192,7 +201,7 @@ class Scheduler:
                 if sequence.slot >= 0:  # else it was just preempted
                     self.queues.hold(sequence, count)
 
-    def _next_prefills(self, all_decode: bool) -> list[Segment]:
+    def _next_prefills(self, all_decode: bool, parts: int) -> list[Segment]:
         """Chunks of running prompts, and of waiting ones for which there is room."""
         queues = self.queues
         if all_decode and not queues.waiting:
@@ -209,7 +218,7 @@ class Scheduler:
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
         shares = [
             (sequence, count)
-            for sequence, share in self._prefill_shares(prefilling)
+            for sequence, share in self._prefill_shares(prefilling, parts)
             if sequence.slot >= 0
             and (count := self._up_to_boundary(sequence, share))
             and queues.hold(sequence, sequence.num_computed + count)
@@ -220,13 +229,13 @@ class Scheduler:
             if s.slot >= 0
         ]
 
-    def _prefill_shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def _prefill_shares(self, prefilling: list[Sequence], parts: int) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt; background ones get what the others leave."""
         running, first = self.queues.running, foreground(prefilling)
         waited_for = len(foreground(running))
         if first:
-            return self.prefill.shares(first, waited_for)
-        return self.prefill.shares(prefilling, len(running), gives_way=waited_for > 0)
+            return self.prefill.shares(first, waited_for, parts=parts)
+        return self.prefill.shares(prefilling, len(running), gives_way=waited_for > 0, parts=parts)
 
     def _up_to_boundary(self, sequence: Sequence, count: int) -> int:
         """As many of the next `count` tokens as end where the KV manager wants a chunk to end."""
@@ -241,7 +250,7 @@ class Scheduler:
         They are cut where the answer would have its full length, and where its grammar forbids one.
         """
         known = [s for s in decoding if not s.num_pending]
-        if self._num_stages > 1 and any([s.num_pending for s in self.queues.running]):
+        if self._num_stages > 1 and any(s.num_pending for s in self.queues.running):
             return {}
         depth = min(proposer.depth(known), self._max_short - 1) if known else 0
         if depth <= 0:

@@ -23,8 +23,8 @@ class GroupLink:
 
     def __init__(self, group: mx.distributed.Group, *, overlaps: bool = False) -> None:
         self._group: mx.distributed.Group | None = group
-        one, other = (mx.new_thread_local_stream(mx.cpu) for _ in range(2))
-        self._sending, self._receiving = (one, other) if overlaps else (None, None)
+        stream = mx.new_thread_local_stream if overlaps else lambda device: device
+        self._sending, self._receiving = stream(mx.cpu), stream(mx.cpu)
         self.rank = group.rank()
         self.size = group.size()
         self.sent: Counter[str] = Counter()

@@ -26,8 +26,6 @@ from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of, sparse_bias
 from .truncation import kept_weights
 from .window import WindowHistory, penalise_window
 
-MAX_PLANS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -163,6 +161,7 @@ class Sampler:
         vocab_size: of the model.
         kernels: says which Metal kernels may be used; None: none.
         choice: how tokens are chosen, in place of `KernelChoice` or `PlainChoice`.
+        num_plans: batches that take turns, and of which each is the same for many steps.
     """
 
     def __init__(
@@ -171,7 +170,9 @@ class Sampler:
         *,
         kernels: SamplingKernels | None = None,
         choice: Choice | None = None,
+        num_plans: int = 2,
     ) -> None:
+        self._num_plans = num_plans
         self._vocab_size = vocab_size
         if choice is None:
             choice = PlainChoice() if kernels is None else KernelChoice(kernels)
@@ -183,7 +184,7 @@ class Sampler:
         self._penalised: set[int] = set()  # slots that have a history
         self._dry: dict[int, DryHistory] = {}
         self._windows: dict[int, WindowHistory] = {}
-        self._plans: dict[tuple[int, ...], SamplingPlan] = {}  # two batches may take turns
+        self._plans: dict[tuple[int, ...], SamplingPlan] = {}
 
     def add(
         self,
@@ -278,7 +279,7 @@ class Sampler:
         key = tuple(slots)  # the same object where it is a tuple already
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= MAX_PLANS:
+            if len(self._plans) >= self._num_plans:
                 self._plans.clear()
             plan = make_plan(
                 key,

@@ -283,19 +283,18 @@ class Speculation(Proposer):
         now_s, before_s = self._clock(), self._read_s
         steady = bool(batch.num_tokens) and not batch.long and not batch.begins_answers
         counts_now = steady and before_s is not None and (bool(num_proposals) or self._was_plain)
-        num_tokens = (len(batch.sampling) - len(result.discarded)) * batch.parts
-        num_sequences = (len(batch.sampling) - num_proposals) * batch.parts
+        num_tokens = len(batch.sampling) - len(result.discarded)
+        num_sequences = len(batch.sampling) - num_proposals
+        turns = max(batch.num_decoding / max(num_sequences, 1), 1)  # until all have got a token
         if num_sequences > 0:
             costly = [s for s in accepted if s in self._planned and self._planned[s].source.cost]
             lengths = {s.sequence: len(s.proposals) for s in batch.short}
             renew = self._policy.observe(
                 MeasuredStep(
-                    num_sequences,
+                    round(num_sequences * turns),
                     num_proposals,
-                    num_tokens,
-                    (now_s - before_s) * batch.parts
-                    if counts_now and before_s is not None
-                    else None,
+                    round(num_tokens * turns),
+                    (now_s - before_s) * turns if counts_now and before_s is not None else None,
                     self._draft_s if num_proposals else 0.0,
                     max([lengths[s] for s in costly], default=0),
                 )

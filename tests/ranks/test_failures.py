@@ -38,6 +38,8 @@ params = SamplingParams(max_tokens=900, ignore_eos=True)
 if when != "idle":
     ids = [3 + i % 80 for i in range(5 if when == "decode" else 3000)]
     engine.submit(Request("a", ids, params, frozenset()), events.put)
+    for name in ("b", "c"):  # stages have steps of each in flight
+        engine.submit(Request(name, ids[:5], params, frozenset()), lambda event: None)
     if when == "decode":
         [events.get(timeout=60) for _ in range(60)]
         drafted = engine.stats()["speculation"]["drafted"] if head else 0
@@ -53,7 +55,7 @@ while not engine.closed and time.monotonic() < began + 60:
     time.sleep(0.02)
 found |= {"seconds": time.monotonic() - began, "drafted": drafted}
 try:
-    engine.submit(Request("b", [3, 4], params, frozenset()), events.put)
+    engine.submit(Request("d", [3, 4], params, frozenset()), events.put)
 except Exception as error:
     found["later"] = f"{type(error).__name__}: {error}"
 engine.close()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from adapters.cases import drawn, folders
 from adapters.drawn import write_mlx
+from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, Harness, Outcome, alone, prompt
 from engine.proposers import some_proposer
 from engine.test_matrix import NEAR_TIE, Asked, assert_same, kv_options, play, programs
@@ -26,6 +27,7 @@ from models.tiny import tiny_checkpoint
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.engine import kv_manager
+from mlxinfer.engine.runner import Launched
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
@@ -287,6 +289,40 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
         plain = Harness(whole(case), launch_ahead=False)
         plain.add("alone", list(ids), params)
         assert outcomes[name].token_ids == plain.drain()["alone"].token_ids
+
+
+def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
+    """When a step is read, others of other rows were sent behind it, one for each other stage.
+
+    One row has a grammar, one is drawn with a penalty on what it said: both are sampled late.
+    """
+    case = "gemma3_text-v4"
+    whole_case, count = whole(case), 3 * SIZE
+    params = [SamplingParams(max_tokens=8, repetition_penalty=1.3, seed=i) for i in range(count)]
+    model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
+    harness = Harness(model, followers=group)
+    in_flight, commit = harness.loop._in_flight, harness.loop._commit
+    seen: list[tuple[int, int]] = []
+
+    def read(launched: Launched) -> bool:
+        rows = [s for step in [launched, *in_flight] for s in step.batch.decodes.sequences]
+        assert len({s.request.id for s in rows}) == len(rows), "no row is in two steps"
+        seen.append((len(launched.batch.decodes), len(in_flight)))
+        return commit(launched)
+
+    harness.loop._commit = read  # type: ignore[method-assign]
+    for i in range(count):
+        grammar = FakeGrammar() if i == 1 else None
+        harness.add(str(i), prompt(9, i), params[i], grammar=grammar)
+    outcomes = harness.drain()
+    harness.loop.close()
+    steady = [others for rows, others in seen if rows == 3]
+    assert len(steady) > 4 * SIZE
+    assert steady.count(SIZE - 1) > len(steady) - SIZE
+    for i in range(count):
+        grammar = FakeGrammar() if i == 1 else None
+        plain = alone(whole_case, prompt(9, i), params[i], grammar=grammar)
+        assert outcomes[str(i)].token_ids == plain.token_ids
 
 
 def test_the_seed_is_printed() -> None:

@@ -153,9 +153,9 @@ class Simulation:
         if batch is None:
             self._read(max(len(steps) - 1, 0))
         elif self._launch(batch, steps[-1] if steps else None):
-            others = 1 if batch.parts == 1 else self.sizes.num_stages - 1
-            if self._read(others) and steps[-1].unsampled:
-                self._sample_constrained(steps[-1])
+            step, runs = steps[-1], self._read(self.scheduler.num_left(batch))
+            if runs and step.unsampled:
+                self._sample_constrained(step)
         if not self.sizes.launch_ahead:
             self._read(0)
         self._check()

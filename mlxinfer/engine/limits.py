@@ -1,6 +1,6 @@
 """An engine as plain values: what a request must fit into, what was done, what is held.
 
-And whose pages on disk are its own.
+And the namespace of what it stores on disk.
 """
 
 from collections.abc import Sequence

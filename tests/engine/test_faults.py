@@ -226,8 +226,8 @@ def spoil(harness: Harness, token_id: int) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(forward, name)
 
-        def __call__(self, ids, positions, kv, **rows):  # type: ignore[no-untyped-def]
-            hidden = forward(ids, positions, kv, **rows)
+        def __call__(self, ids, step):  # type: ignore[no-untyped-def]
+            hidden = forward(ids, step)
             return mx.where(ids[:, None] == token_id, mx.array(float("nan"), hidden.dtype), hidden)
 
     harness.loop.runner.forward.model = Spoilt()  # type: ignore[assignment]

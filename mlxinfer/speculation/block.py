@@ -31,7 +31,7 @@ class Context:
         self._room: list[KeysValues] = []
 
     def extend(self, new: Seq[KeysValues]) -> None:
-        """Append those of the next positions."""
+        """Append keys and values of the next positions."""
         count, length = new[0][0].shape[1], self.stop - self.start
         have = self._room[0][0].shape[1] if self._room else 0
         if not self._room:
@@ -50,7 +50,7 @@ class Context:
         return [(k[:, :length], v[:, :length]) for k, v in self._room]
 
     def arrays(self) -> list[mx.array]:
-        """To be evaluated."""
+        """The arrays to evaluate."""
         return [array for keys_values in self._room for array in keys_values]
 
 
@@ -83,7 +83,7 @@ class BlockProposer:
 
     @property
     def priors(self) -> dict[Key, float]:
-        """By position."""
+        """Chances by the position in the block."""
         return {(NAME, place): chance for place, chance in enumerate(PRIORS)}
 
     def begin_step(self) -> None:
@@ -109,13 +109,13 @@ class BlockProposer:
         held.put(start, [(hidden, row + i) for i in range(count)])
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
-        """As many as a block has, where the context has room."""
+        """Keys of as many proposals as a block has, where the context has room."""
         room = self._max_context - sequence.num_known - sequence.num_pending - 1
         most = min(depth, room, self._draft.block_size - 1, len(PRIORS))
         return [(NAME, place) for place in range(most)]
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
-        """The likeliest tokens of one pass."""
+        """The most probable tokens of one pass."""
         rows = [s for s in sequences if self._follow(s, s.num_known - 1)]
         found: dict[Sequence, list[int]] = {}
         if rows:

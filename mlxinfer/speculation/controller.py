@@ -27,7 +27,7 @@ KEPT = 9  # measurements of which the median counts
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What could be proposed for a sequence."""
+    """What could be proposed for a sequence: how likely proposals hold, and what they cost."""
 
     chances: Seq[float]  # that the next proposal holds, those before it given; by position
     cost: float = 0.0  # of making a proposal, in plain steps, as long as it was not measured
@@ -35,7 +35,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What is known of a step that was read."""
+    """A step that was read: its proposals, its tokens, and how long it took."""
 
     num_sequences: int  # that got tokens
     num_proposals: int
@@ -49,7 +49,7 @@ class Policy(Protocol):
     """Says how many proposals a step verifies."""
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether `choose` may want any, whatever could be proposed for so many sequences."""
+        """Whether `choose` may want proposals with so many sequences; False: none need be made."""
         ...
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
@@ -73,11 +73,11 @@ class FixedDepth:
     depth: int
 
     def is_open(self, num_sequences: int) -> bool:
-        """Whether there are any."""
+        """Whether the depth is not 0."""
         return self.depth > 0
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
-        """As many as there are, up to the depth."""
+        """As many proposals as there are, up to the depth."""
         return [min(self.depth, len(outlook.chances)) for outlook in outlooks]
 
     def observe(self, step: MeasuredStep) -> bool:

@@ -42,11 +42,11 @@ PREFILL_TOKENS = 256  # of such a step: answers wait for it
 
 @dataclass(slots=True)
 class Counterpart:
-    """A sequence's other half in the draft model's cache."""
+    """What stands for a sequence of the model in the draft model's cache: a sequence of its own."""
 
-    own: Sequence  # the tokens of the other one, and proposals after them
-    num_followed: int  # tokens that are the other one's
-    offset: int = 0  # of the other one's tokens, so many in front are not here
+    own: Sequence  # the tokens of the model's sequence, and proposals after them
+    num_followed: int  # of them, tokens of the model's sequence
+    offset: int = 0  # tokens at the beginning of the model's sequence that are left out
 
 
 class DraftProposer:
@@ -98,7 +98,7 @@ class DraftProposer:
 
     @property
     def priors(self) -> dict[Key, float]:
-        """By position."""
+        """The same for every position after the known tokens."""
         return {(self.name, place): PRIOR for place in range(MAX_DEPTH)}
 
     def begin_step(self) -> None:
@@ -108,7 +108,7 @@ class DraftProposer:
         """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
-        """As many as the draft's context has room for."""
+        """Keys of as many proposals as the draft's context has room for."""
         room = self._max_context - sequence.num_known - sequence.num_pending - 1
         return [(self.name, place) for place in range(min(depth, room))]
 

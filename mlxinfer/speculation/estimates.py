@@ -50,7 +50,7 @@ class Acceptance:
         self._by_sequence: dict[Hashable, Trials] = {}
 
     def chance(self, sequence: Sequence, key: Key) -> float:
-        """Of one proposal, in [0, 1)."""
+        """The chance of one proposal, in [0, 1)."""
         own = self._by_sequence.get(sequence)
         factor = 1.0
         if own is not None:
@@ -74,7 +74,7 @@ class Acceptance:
         self._by_sequence.clear()
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         self._by_sequence.pop(sequence, None)
 
     def measured(self) -> dict[Key, float]:

@@ -42,7 +42,7 @@ class HeldStates:
         return self.start + len(self.rows)
 
     def put(self, start: int, rows: list[Row]) -> None:
-        """Those of a step that began at a position; what stood there before was rejected."""
+        """Keep those of a step that began at a position; what stood there before was rejected."""
         if not self.start <= start <= self.stop:
             self.start, self.rows = start, []
         self.rows[start - self.start :] = rows
@@ -54,7 +54,7 @@ class HeldStates:
         self.start += count
 
     def taken(self, count: int) -> mx.array:
-        """(count, width) those of the first positions."""
+        """(count, width) the hidden states of the first positions."""
         runs = _runs([(row, False) for row in self.rows[:count]])
         parts = [array[mx.array(places)] for array, places, _ in runs]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -180,7 +180,7 @@ class HeadProposer(DraftProposer):
         self._output = self._ahead = None
 
     def _position(self, counterpart: Counterpart) -> int:
-        """Of the first hidden states that the head may need again."""
+        """The position of the first hidden states that the head may need again."""
         return counterpart.own.num_sealed + counterpart.offset - 1
 
     def _num_waiting(self, sequence: Sequence) -> int:

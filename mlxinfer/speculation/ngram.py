@@ -118,12 +118,12 @@ class NgramProposer:
 
     @property
     def priors(self) -> dict[Key, float]:
-        """By match length."""
+        """Chances by match length."""
         return {(NAME, length): chance for length, chance in PRIORS.items()}
 
     @property
     def cost(self) -> float:
-        """Next to nothing."""
+        """Nothing: a look-up costs next to nothing."""
         return 0.0
 
     def begin_step(self) -> None:
@@ -134,7 +134,7 @@ class NgramProposer:
         """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
-        """By the number of tokens that agree, those in flight taken as guessed."""
+        """Keys by the number of tokens that agree; tokens in flight count as guessed."""
         followed = self._follow(sequence)
         match = followed.match
         if match is None:
@@ -229,7 +229,7 @@ def _guess(followed: Followed, match: Match, count: int) -> list[int]:
 
 
 def _key(length: int) -> Key:
-    """Of a guess after so many tokens that agree."""
+    """The key of a guess after so many tokens that agree."""
     return NAME, max(least for least in PRIORS if least <= length)
 
 

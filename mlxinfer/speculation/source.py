@@ -35,7 +35,7 @@ class Source(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """A step is planned."""
+        """A step is being planned; called before `outlook`."""
         ...
 
     def take(self, batch: Batch, hidden: Any) -> None:
@@ -76,7 +76,7 @@ class ForcedProposer:
 
     @property
     def priors(self) -> dict[Key, float]:
-        """Almost certain."""
+        """Forced tokens hold almost certainly."""
         return {(FORCED, 0): CERTAINTY}
 
     def begin_step(self) -> None:
@@ -86,7 +86,7 @@ class ForcedProposer:
         """It reads no hidden states."""
 
     def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
-        """As many as are forced after the tokens in flight."""
+        """Keys of as many proposals as are forced after the tokens in flight."""
         count = len(self._forced(sequence)) - sequence.num_pending
         return [(FORCED, 0)] * max(min(count, depth), 0)
 

@@ -44,7 +44,7 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The same, and the sizes of its cache."""
+    """A network that proposes tokens, and the sizes of its cache."""
 
     drafter: Drafter
     config: EngineConfig

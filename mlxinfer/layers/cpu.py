@@ -28,11 +28,9 @@ SWITCH = "MLXINFER_CPU_LAYERS"
 TILE = 32  # outputs a tile
 MAX_MISSING = 16  # of so many outputs one at most may be missing from the last tile
 UNPACKED = 1_000_000  # multiplications of a product that OpenBLAS does without packing it first
-BLOCK = 1 << 14  # numbers that numpy works on at a time
+BLOCK = 1 << 15  # numbers that numpy works on at a time
 UNPACK_FROM = 8  # rows from which a quantised matrix is dequantised as a whole
 MAX_UNPACKED = 1 << 26  # numbers that it may have for that, for the time of one product
-
-
 Numbers = TypeVar("Numbers", mx.array, NDArray[np.float32])
 
 
@@ -147,10 +145,11 @@ def attend_with_numpy(
     mask: mx.array | str | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """MLX's attention with numpy's exponentials. float32; others and causal ones as MLX has them.
+    """MLX's attention in numpy. float32; others and causal ones as MLX has them.
 
     MLX's CPU backend computes exponentials one by one, numpy many at once: the softmax took ten
     times as long (measured: 14 and 1.5 ns a score), half of all the time of texts of 200 tokens.
+    numpy's products read heads where they lie in the projection, which MLX copies first.
 
     Args:
         queries: (n, heads, l, D).
@@ -164,18 +163,21 @@ def attend_with_numpy(
         return mx.fast.scaled_dot_product_attention(
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
-    count, heads, length, dim = queries.shape
-    grouped = (queries * scale).reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
-    scores = grouped @ keys.swapaxes(2, 3)
-    if mask is not None:
-        seen = mx.tile(mask, (heads // keys.shape[1], 1))
-        scores = mx.where(seen, scores, -mx.inf)
-    mx.eval(scores)
-    weights = np.asarray(scores)  # the very numbers: nothing else holds them
-    weights -= weights.max(axis=-1, keepdims=True)
-    np.exp(weights, out=weights)
-    mixed = (scores @ values) / mx.array(weights.sum(axis=-1, keepdims=True))
-    return mixed.reshape(count, heads, length, -1)
+    mx.eval(queries, keys, values)
+    q, k, v = np.asarray(queries), np.asarray(keys)[:, :, None], np.asarray(values)[:, :, None]
+    count, _, length, dim = q.shape
+    q = q.reshape(count, k.shape[1], -1, length, dim)  # (n, H, heads / H, l, D)
+    mixed = np.empty((count, length, *q.shape[1:3], v.shape[-1]), np.float32)
+    with np.errstate(all="ignore"):  # what is infinite is found in the result
+        weights = (q * np.float32(scale)) @ k.swapaxes(-1, -2)  # (n, H, heads / H, l, S)
+        if mask is not None:
+            np.copyto(weights, -np.inf, where=~np.asarray(mask))
+        weights -= weights.max(axis=-1, keepdims=True)
+        np.exp(weights, out=weights)
+        view = mixed.transpose(0, 2, 3, 1, 4)
+        np.matmul(weights, v, out=view)
+        view /= weights.sum(axis=-1, keepdims=True)
+    return mx.array(mixed).flatten(2, 3).swapaxes(1, 2)
 
 
 def tiled(weight: mx.array) -> mx.array | None:
@@ -341,31 +343,39 @@ def lean_erf(x: mx.array) -> mx.array:
     return x * odd / even
 
 
-def gelu_with_numpy(x: mx.array) -> mx.array:
-    """GELU by the same quotient, in blocks that stay in a CPU's cache: 0.6 of the time.
+# Of y = x / 2, lowest power of y² last: tanh(y * polynomial) is erf(x / sqrt(2)).
+GELU_CURVE = (
+    1.485967e-05, -2.73987738e-04, 2.03472329e-03, -7.07499171e-03, -1.05685589e-03,
+    2.90673196e-01, 1.59576857e00,
+)  # fmt: skip
 
-    As MLX arrays the 30 intermediate results of hundreds of tokens go through memory. float32;
-    others as MLX has them.
+
+def gelu_with_numpy(x: mx.array) -> mx.array:
+    """GELU in blocks that stay in a CPU's cache: half the time of `lean_erf` in numpy.
+
+    erf(x / sqrt(2)) is tanh of an odd function of x that is nearly a line: the curve is half the
+    logit of the normal distribution, fitted so that GELU is within 2e-7 of max(1, |x|). numpy
+    computes tanh many at once. float32; others as MLX has them.
     """
     if x.dtype != mx.float32:
         return gelu_of(mx.erf)(x)
+    x = x * 0.5
     mx.eval(x)
-    given = np.asarray(x).reshape(-1)
-    found = np.empty_like(given)
-    for start in range(0, len(given), BLOCK):
-        part = given[start : start + BLOCK]
-        z = np.clip(part * np.float32(0.5**0.5), -ERF_END, ERF_END)
-        squares = z * z
-        odd, even = (_polynomial(squares, factors) for factors in (ERF_ODD, ERF_EVEN))
-        found[start : start + BLOCK] = 0.5 * part * (1 + z * odd / even)
-    return mx.array(found.reshape(x.shape))
+    numbers = np.asarray(x).reshape(-1)  # the very numbers: nothing else holds them
+    with np.errstate(all="ignore"):  # what is infinite is found in the result
+        for start in range(0, len(numbers), BLOCK):
+            y = numbers[start : start + BLOCK]
+            y += y * np.tanh(y * _polynomial(y * y, GELU_CURVE))
+    return x
 
 
 def _polynomial(x: Numbers, factors: Sequence[float]) -> Numbers:
     """factors[0] * x**n + … + factors[n]."""
-    y = x * factors[0] + factors[1]
-    for factor in factors[2:]:
-        y = y * x + factor
+    y = x * factors[0]
+    for factor in factors[1:-1]:
+        y += factor
+        y *= x
+    y += factors[-1]
     return y
 
 

@@ -13,7 +13,7 @@ from .request import PoolingRequest, TokenRow
 
 FIRST = 1024  # tokens of a pass before any was timed
 LEAST, MOST = 256, 16_384  # where passes are sized by time
-MOST_ON_CPU = 512  # what is computed of so many stays in the caches of a CPU
+MOST_ON_CPU = 1024  # fewer read the weights too often, more leave the caches of a CPU
 LATEST = 0.3  # weight of the latest measurement
 
 

@@ -402,7 +402,7 @@ def grammar(**options: Any) -> Report:
     number_option("--texts", 256, "Texts of mixed lengths."),
     number_option("--runs", 5, "Rounds of each side; the median counts."),
     click.option("--peer-python", help="Python that has sentence-transformers."),
-    layers="own",
+    layers="both",
 )
 def embed(**options: Any) -> Report:
     """Vectors of texts beside sentence-transformers, on the CPU."""

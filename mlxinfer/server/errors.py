@@ -11,6 +11,7 @@ MlxinferError
 ├── MediaTypeError             415  unsupported_media_type
 ├── HeadersTooLargeError       431  headers_too_large
 ├── DeadlineError              504  deadline_exceeded
+├── DiskFullError              507  storage_full
 ├── InvalidRequestError
 │   ├── UnsupportedFieldError  400  unsupported_parameter
 │   └── ContextLengthError
@@ -97,6 +98,13 @@ class DeadlineError(MlxinferError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class DiskFullError(MlxinferError):
+    """The server's disk has no room for what the request is to leave there."""
+
+    status = 507
+    code = "storage_full"
 
 
 class UnsupportedFieldError(InvalidRequestError):

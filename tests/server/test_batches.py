@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -379,6 +380,28 @@ def test_files_are_bounded(tmp_path: Path) -> None:
             server.upload(client, [line(number, {"x": "y" * 1000}) for number in range(30)])
         assert caught.value.status_code == 413
         assert len(list(client.files.list())) == 1
+
+
+def test_an_upload_to_a_full_disk_is_said_to_be_one(
+    batches: BatchServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    disk.execute("PRAGMA max_page_count = 1")
+
+    def put(*_: Any) -> None:
+        disk.execute("CREATE TABLE files (id)")  # SQLite's errors are its own
+
+    def room() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, full in (("put", put), ("room", room)):
+        with monkeypatch.context() as patch:
+            patch.setattr(batches.store, name, full)
+            files = {"file": ("a", as_file([line(1)]))}
+            answer = batches.client.post("/v1/files", files=files, data={"purpose": "batch"})
+        assert answer.status_code == 507, answer.text
+        assert answer.json()["error"]["code"] == "storage_full"
+        assert answer.headers["x-should-retry"] == "false"
 
 
 def test_uploads_at_once_are_bounded_together(tmp_path: Path) -> None:

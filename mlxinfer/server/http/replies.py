@@ -1,6 +1,8 @@
 """Replies of handlers: a JSON body, a stream of events, or an error in the style of an API."""
 
+import errno
 import math
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +11,7 @@ import msgspec
 from starlette.types import Send
 
 from ...errors import MlxinferError, OverloadedError
+from ..errors import DiskFullError
 from . import sse
 
 HIDDEN = "The server failed to answer this request. Its log says why, under the request id."
@@ -82,7 +85,15 @@ def public(error: Exception) -> MlxinferError:
     """The error that a client is shown: details of the server's own faults are hidden."""
     if isinstance(error, MlxinferError) and error.status != 500:
         return error
+    if _is_of_full_disk(error):
+        return DiskFullError("The server's disk is full; nothing was stored. Make room there.")
     return MlxinferError(HIDDEN)
+
+
+def _is_of_full_disk(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def logged(error: Exception) -> dict[str, object]:
@@ -99,7 +110,7 @@ def error_reply(error: Exception, style: ErrorStyle) -> Body:
         reply.headers.append((b"retry-after", str(max(1, math.ceil(shown.retry_after_s))).encode()))
     if shown.status == 401:
         reply.headers.append((b"www-authenticate", b"Bearer"))
-    if shown.status in (408, 504):  # to try again would cost as much and end the same way
+    if shown.status in (408, 504, 507):  # to try again would cost as much and end the same way
         reply.headers.append((b"x-should-retry", b"false"))
     return reply
 

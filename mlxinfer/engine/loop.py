@@ -170,7 +170,7 @@ class Loop:
         if batch is None:
             self._read(max(len(steps) - 1, 0))
         elif self._launch(batch, steps[-1] if steps else None):
-            step, runs = steps[-1], self._read(scheduler.num_left(batch))
+            step, runs = steps[-1], self._read(scheduler.max_in_flight(batch))
             if runs and step.constrained_logits is not None:
                 self._sample_constrained(step)
         if not self.config.launch_ahead:

@@ -113,7 +113,7 @@ class Scheduler:
             return batch.is_read_first
         return batch.sampling.proposals is not None
 
-    def num_left(self, batch: Batch) -> int:
+    def max_in_flight(self, batch: Batch) -> int:
         """How many steps may stay in flight once this one was launched, this one included.
 
         One, where it takes a token from the step before: that is read next.
@@ -351,8 +351,11 @@ class Scheduler:
         if batch.admitted:  # maybe again, in another slot
             self._steady = []
             return
-        stepped = set(batch.sequences)
-        self._steady = [before for before in self._steady if stepped.isdisjoint(before.sequences)]
+        if self._num_stages == 1:  # each step is of all rows
+            self._steady = []
+        else:
+            own = set(batch.sequences)
+            self._steady = [steady for steady in self._steady if own.isdisjoint(steady.sequences)]
         if not batch.ragged:
             self._steady = [*self._steady, batch.decodes][-self._num_stages :]
 

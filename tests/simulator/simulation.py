@@ -153,7 +153,7 @@ class Simulation:
         if batch is None:
             self._read(max(len(steps) - 1, 0))
         elif self._launch(batch, steps[-1] if steps else None):
-            step, runs = steps[-1], self._read(self.scheduler.num_left(batch))
+            step, runs = steps[-1], self._read(self.scheduler.max_in_flight(batch))
             if runs and step.unsampled:
                 self._sample_constrained(step)
         if not self.sizes.launch_ahead:

@@ -98,6 +98,7 @@ def test_names_that_are_wrong_taken_or_unknown_are_refused(server: LiveServer) -
     assert server.post(LOAD, {"lora_name": "poet", "lora_path": "poet"}).status_code == 200
     taken = server.post(LOAD, {"lora_name": "poet", "lora_path": "pirate"})
     assert "already; unload it first" in taken.json()["error"]["message"]
+    assert taken.json()["error"]["param"] == "lora_name"
     inplace = {"lora_name": "poet", "lora_path": "pirate", "load_inplace": True}
     assert server.post(LOAD, inplace).status_code == 200
     assert server.post(LOAD, {**inplace, "lora_path": "nothing"}).status_code == 404

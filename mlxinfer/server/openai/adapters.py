@@ -15,7 +15,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
     lora_name: str
     lora_path: str
-    base_model_name: str | None = None  # null: the first model
+    base_model_name: str | None = None  # null: the default one, or the first
     load_inplace: bool = False  # in place of the adapter that has the name, if one has
 
 
@@ -44,7 +44,8 @@ async def load(call: Call, body: LoadAdapterRequest) -> Reply:
         await models.unload_adapter(model, body.lora_name)
     try:
         await models.load_adapter(model, body.lora_name, folder)
-    except MlxinferError:
+    except MlxinferError as error:
+        error.param = "lora_name" if error.param == "name" else error.param
         if body.load_inplace and before is not None:  # what was to be replaced stays
             await models.load_adapter(model, body.lora_name, before)
         raise

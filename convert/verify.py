@@ -6,7 +6,7 @@ serves a conversion; `check_folder` (`--check-only`) does the same for a finishe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class CheckedTensor:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; figures are rounded, so that they do not depend on the order of sums."""
-        figures = {key: float(f"{asdict(self)[key]:.5g}") for key in ("relative", "largest")}
-        return asdict(self) | figures
+        figures = {key: float(f"{getattr(self, key):.5g}") for key in ("relative", "largest")}
+        return {field.name: getattr(self, field.name) for field in fields(self)} | figures
 
 
 class ShardReader:

@@ -7,6 +7,7 @@ and unmapped after it, so deleting or replacing it between reads does no harm.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,10 +80,10 @@ class StoredArray:
         try:
             if path.stat().st_size != self.files.size(self.file):
                 raise CheckpointError(f"{path} has changed while it was read; start again.")
-            data = np.memmap(path, NUMPY[self.dtype], "r", self.offset, self.shape or (1,))
+            data = _mapped(path, self.offset, self.num_bytes).view(NUMPY[self.dtype])
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-        return np.asarray(data).reshape(self.shape)[rows] if self.shape else np.asarray(data)[0]
+        return data.reshape(self.shape)[rows] if self.shape else data[0]
 
     def floats(self, rows: slice = slice(None)) -> Array:
         """The numbers as float32, which holds all of them exactly unless they are F64."""
@@ -103,6 +104,17 @@ class StoredArray:
         if shape is not None and self.shape != tuple(shape):
             raise self.fail(f"has shape {self.shape}; expected {tuple(shape)}")
         return self
+
+
+def _mapped(path: Path, offset: int, count: int) -> NDArray[np.uint8]:
+    """Bytes of a file, mapped as long as a view of them is there.
+
+    np.memmap resolves the path for each map, which takes longer than to map a small tensor.
+    """
+    start = offset - offset % ALLOCATIONGRANULARITY
+    with path.open("rb", buffering=0) as file:
+        data = mmap(file.fileno(), offset + count - start, access=ACCESS_READ, offset=start)
+    return np.frombuffer(data, np.uint8, count, offset - start)
 
 
 def to_float32(values: Array, dtype: str) -> Array:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -191,6 +192,13 @@ def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
             yield item
         elif isinstance(item, list | tuple):
             stack.extend(item)
-        elif type(item).__module__.startswith("mlxinfer."):
-            for base in type(item).__mro__:
-                stack.extend(getattr(item, name) for name in getattr(base, "__slots__", ()))
+        else:
+            stack.extend(getattr(item, name) for name in _slots(type(item)))
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of the attributes of a class of this package; of another class none."""
+    if not kind.__module__.startswith("mlxinfer."):
+        return ()
+    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))

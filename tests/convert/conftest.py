@@ -1,4 +1,4 @@
-"""What the tests of convert share: no figures, which cost a second each, and the command line."""
+"""What the tests of convert share: no figures, no waits for the disk, and the command line."""
 
 from types import SimpleNamespace
 
@@ -11,6 +11,12 @@ from mlxinfer.cli import main
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxinfer.convert.report.available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which power fails in no test; test_convert_killed.py looks at the order of syncs."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 @pytest.fixture

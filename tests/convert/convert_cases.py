@@ -16,7 +16,7 @@ from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
 
-TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 12
+TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 5
 NAMES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}
 Outcome = Callable[..., SimpleNamespace]  # of `mlxinfer convert ARGS`: code, out, err
 NUM_TOKENS = 95  # below every case's vocabulary

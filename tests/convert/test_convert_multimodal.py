@@ -101,8 +101,9 @@ def stored(folder: Path) -> dict[str, mx.array]:
 def test_stacks_are_calibrated_under_the_names_that_are_written(outer: str, tmp_path: Path) -> None:
     """Error feedback finds the inputs of experts, though their names differ from the decoder's."""
     source = multimodal(tmp_path / "source", outer)
-    convert(source, tmp_path / "fed-back", "4bit-g32", calibration=TEXT)
-    convert(source, tmp_path / "nearest", "4bit-g32", calibration=TEXT, error_feedback=False)
+    text = TEXT * 3  # enough for each expert
+    convert(source, tmp_path / "fed-back", "4bit-g32", calibration=text)
+    convert(source, tmp_path / "nearest", "4bit-g32", calibration=text, error_feedback=False)
     one, other = (stored(tmp_path / name) for name in ("fed-back", "nearest"))
     stacks = [name for name in one if "experts." in name or "switch_mlp." in name]
     stacks = [name for name in stacks if name.endswith(".weight") and one[name].ndim == 3]

@@ -236,7 +236,7 @@ def test_gpt_oss_says_how_it_stretches_positions(tmp_path: Path) -> None:
 def test_logits_moments_and_reports(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     out = tmp_path / "out"
-    report = convert(source, out, "8bit-g32", calibration=TEXT, open_model=open_logits)
+    report = convert(source, out, "8bit-g32", calibration=TEXT * 2, open_model=open_logits)
     assert [check.context for check in report.logits] == [64, 127]
     assert report.passed
     assert all(check.kl_mean < 0.02 and check.top1 > 0.8 for check in report.logits)

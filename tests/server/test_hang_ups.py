@@ -140,7 +140,7 @@ def test_a_client_that_does_not_read_is_left() -> None:
 
 
 def test_the_end_lets_requests_finish() -> None:
-    request = chat(max_tokens=300, ignore_eos=True)
+    request = chat(max_tokens=40, ignore_eos=True)
     with (
         LiveServer(drain_s=20) as server,
         hanging(server, behind=5) as go_on,

@@ -166,17 +166,17 @@ def test_fields_of_chat_that_ask_for_nothing_are_skipped(
         assert scripted.post(path, with_fields(path, **fields)).status_code == 200
 
 
-@pytest.mark.parametrize("window", ["repeat_last_n", "penalty_last_n", "repetition_context_size"])
-def test_a_window_of_the_repetition_penalty_is_kept(server: LiveServer, window: str) -> None:
+def test_a_window_of_the_repetition_penalty_is_kept(server: LiveServer) -> None:
     """Of all names of it; a window of no token is no penalty."""
-    fields = {"max_tokens": 24, "temperature": 0, "repeat_penalty": 50}
-    plain = said(server, max_tokens=24, temperature=0)
-    assert said(server, **fields, **{window: 0}) == plain
-    everywhere = said(server, **fields)
-    assert said(server, **fields, **{window: -1}) == everywhere != plain
-    assert said(server, **fields, **{window: 4}) == said(server, **fields, repetition_window=4)
-    answer = server.post(CHAT, chat(**{window: 4, "repetition_window": 5}))
-    assert answer.json()["error"]["param"] == window
+    fields = {"max_tokens": 16, "temperature": 0, "repeat_penalty": 50}
+    plain = said(server, max_tokens=16, temperature=0)
+    everywhere, recent = said(server, **fields), said(server, **fields, repetition_window=4)
+    assert len({plain, everywhere, recent}) == 3
+    for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):
+        for tokens, expected in ((0, plain), (-1, everywhere), (4, recent)):
+            assert said(server, **fields, **{window: tokens}) == expected, (window, tokens)
+        answer = server.post(CHAT, chat(**{window: 4, "repetition_window": 5}))
+        assert answer.json()["error"]["param"] == window
 
 
 def said(server: LiveServer, **fields: Any) -> str:

@@ -354,16 +354,6 @@ class Batch:
         return kept
 
     @property
-    def is_read_first(self) -> bool:
-        """Whether the next step is planned only when this one has been read.
-
-        A first token is what a caller waits for; how many proposals hold decides where the next
-        step starts; and how long a step with prompts took decides how many tokens the next one
-        gets. The next of these writes pages, so it would wait for this one anyway.
-        """
-        return bool(self.ragged)
-
-    @property
     def checks_logits(self) -> bool:
         """Whether to check that logits are finite: where an answer begins, since damaged weights
         show at once, and as often as tails are sealed, for what goes wrong later.

@@ -107,11 +107,12 @@ class Scheduler:
     def reads_first(self, batch: Batch) -> bool:
         """Whether a step in flight is read before the next is planned.
 
-        Of stages only where it has proposals: others would wait for nothing of it.
+        A first token is what a caller waits for; how many proposals hold decides where the next
+        step starts; and how long a step with prompts took decides how many tokens the next one
+        gets. The next of these writes pages, so it would wait for this one anyway. Of stages only
+        steps with proposals are: others would wait for nothing of them.
         """
-        if self._num_stages == 1:
-            return batch.is_read_first
-        return batch.sampling.proposals is not None
+        return bool(batch.ragged if self._num_stages == 1 else batch.sampling.proposals)
 
     def max_in_flight(self, batch: Batch) -> int:
         """How many steps may stay in flight once this one was launched, this one included.

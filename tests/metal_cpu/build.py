@@ -80,7 +80,9 @@ def cache_folder() -> Path:
 def arithmetic(target: str | None = None) -> tuple[str, ...]:
     """Options that round half and bfloat after each operation, as a GPU does."""
     machine = target or platform.machine()
-    return ("-fexcess-precision=16",) if machine.startswith("x86_64") else ()
+    if not machine.startswith("x86_64"):
+        return ()
+    return ("-fexcess-precision=16", *(() if target else ("-march=native",)))
 
 
 def _forget_unused(folder: Path) -> None:
@@ -97,12 +99,37 @@ def link(*, darwin: bool = DARWIN) -> tuple[str, ...]:
 
 
 def clang(*arguments: str | Path) -> str:
-    """Run the compiler; what it says.
+    """Run the compiler itself, for code without headers of the system; what it says.
 
     Raises:
         CompileError: it fails.
     """
-    command = [_zig(), "c++", *map(str, arguments)]
+    return _run("clang", "-fno-spell-checking", *arguments)
+
+
+def zig(*arguments: str | Path) -> str:
+    """Run the compiler with the system's headers, or the linker; what it says.
+
+    Raises:
+        CompileError: it fails.
+    """
+    return _run("c++", *arguments)
+
+
+def precompiled(*options: str | Path) -> tuple[str, ...]:
+    """Options for `clang` beside these: the shim is parsed once, not with each kernel."""
+
+    def make(work: Path, made: Path) -> None:
+        header = SHIM.parent / "library.h"
+        clang("-x", "c++-header", *options, by_content, header, "-o", made)
+
+    by_content = "-fpch-validate-input-files-content"  # a checkout may have changed the times
+    path = kept(".pch", ("shim", *map(str, options)), make)
+    return ("-include-pch", str(path), by_content)
+
+
+def _run(*arguments: str | Path) -> str:
+    command = [_zig(), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(done.stderr)

@@ -19,7 +19,7 @@ from metal_cpu.transform import transformed
 
 _MESSAGE = re.compile(r"^(?:.*/)?([^/:\n]+):(\d+):\d+: (error|warning): (.*)$", re.MULTILINE)
 OPTIONS = (
-    *("-c", "-fsyntax-only", "-std=c++14", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
+    *("-fsyntax-only", "-std=c++14", "-nostdinc++", "-DMSL_LINT", "-ferror-limit=40"),
     *("-Wno-everything", "-pedantic-errors", "-Wno-error=c++17-extensions", "-Werror=vla"),
     *("-Wc++17-extensions", "-Wc++20-extensions", "-Wimplicit-float-conversion"),
 )
@@ -48,7 +48,8 @@ def lint(kernel: Kernel) -> list[Fault]:
         )
         source.write_text("\n".join(lines))
         try:
-            made.write_text(build.clang(*OPTIONS, *SYSTEM, source))
+            shim = build.precompiled(*OPTIONS[1:], *SYSTEM)
+            made.write_text(build.clang(*OPTIONS, *SYSTEM, *shim, source))
         except build.CompileError as error:
             made.write_text(str(error))
 

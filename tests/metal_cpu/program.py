@@ -41,10 +41,11 @@ def program(kernel: Kernel, *, checked: bool) -> Program:
     def make(work: Path, made: Path) -> None:
         source, assembly = work / "kernel.cpp", work / "kernel.s"
         source.write_text(cpp(kernel, text, found))
-        build.clang("-S", *options, *INCLUDES, source, "-o", assembly)
+        shim = build.precompiled(*options, *INCLUDES)
+        build.clang("-S", *options, *INCLUDES, *shim, source, "-o", assembly)
         lines = assembly.read_text("latin-1")  # texts in it may hold any byte
         assembly.write_text(with_call_sites(lines, mach_o=build.DARWIN), "latin-1")
-        build.clang(*build.link(), assembly, _machine(), "-o", made)
+        build.zig(*build.link(), assembly, _machine(), "-o", made)
 
     ingredients = (text, kernel.function, kernel.instance, kernel.constants, options)
     path = build.kept(".so", ingredients, make)
@@ -74,6 +75,6 @@ def _machine() -> Path:
     """The machine's own code, compiled once for all kernels."""
 
     def make(work: Path, made: Path) -> None:
-        build.clang("-c", *build.MACHINE, build.HERE / "machine" / "machine.cpp", "-o", made)
+        build.zig("-c", *build.MACHINE, build.HERE / "machine" / "machine.cpp", "-o", made)
 
     return build.kept(".o", ("machine", build.MACHINE, platform.machine()), make)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from metal_cpu import build, requires_compiler
-from metal_cpu.build import CompileError, clang, kept
+from metal_cpu.build import CompileError, clang, kept, zig
 from metal_cpu.call_sites import with_call_sites
 from metal_cpu.capture import UTILITIES
 from metal_cpu.mlx_calls import FOLDER
@@ -112,7 +112,7 @@ def test_conversions_that_a_processor_may_lack(tmp_path: Path) -> None:
     library = tmp_path / "rounding.so"
     places = ("-I", build.HERE / "machine", "-I", build.SHIM)
     options = ("-std=c++20", "-O1", *build.CODE, "-fno-sanitize=all", *build.link())
-    clang(*options, *places, source, "-o", library)
+    zig(*options, *places, source, "-o", library)
     halves = np.arange(0x10000, dtype=np.uint16).view(np.float16)
     exact = halves[np.isfinite(halves)].astype(np.float32)
     near = np.concatenate([exact * np.float32(1 + d * 2.0**-12) for d in (-1, 0, 1, 2)])
@@ -136,6 +136,22 @@ def test_conversions_that_a_processor_may_lack(tmp_path: Path) -> None:
     assert (got_bf[number] == rounded[number]).all()
 
 
+def test_the_shim_is_parsed_once_for_all_times_of_its_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim = folder / "shim"
+    shutil.copytree(build.SHIM.parent, shim)
+    monkeypatch.setattr(build, "SHIM", shim / build.SHIM.name)
+    options = (*build.LANGUAGE, *build.arithmetic(), "-I", build.SHIM)
+    found = build.precompiled(*options)
+    for path in shim.rglob("*.h"):
+        os.utime(path, (0, 0))
+    assert build.precompiled(*options) == found
+    source = folder / "kernel.cpp"
+    source.write_text('#include "metal.h"\nfloat4 x;\n')
+    clang("-fsyntax-only", *options, *found, source)
+
+
 TARGETS = ["aarch64-macos", "x86_64-macos", "aarch64-linux-gnu", "x86_64-linux-gnu"]
 
 
@@ -156,8 +172,8 @@ def test_kernels_build_for_every_system(target: str, checked: bool, tmp_path: Pa
     assert ("msl_site_5:" in lines) is checked
     assembly.write_text(lines, "latin-1")
     code = build.HERE / "machine" / "machine.cpp"
-    clang("-c", *build.MACHINE, "-target", target, code, "-o", machine)
-    clang("-target", target, *build.link(darwin="macos" in target), assembly, machine, "-o",
+    zig("-c", *build.MACHINE, "-target", target, code, "-o", machine)
+    zig("-target", target, *build.link(darwin="macos" in target), assembly, machine, "-o",
           tmp_path / "k.so")  # fmt: skip
     magic = (tmp_path / "k.so").read_bytes()[:4]
     assert magic == (b"\xcf\xfa\xed\xfe" if "macos" in target else b"\x7fELF")

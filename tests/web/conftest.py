@@ -22,6 +22,8 @@ INSTALL = 'apt-get install chromium, and pip install "mlxinfer[test]"'
 ARGUMENTS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update"),
+    # A process for each tab, and one to draw, would cost a third more.
+    *("--renderer-process-limit=1", "--disable-site-isolation-trials", "--in-process-gpu"),
 )
 
 

@@ -1,5 +1,6 @@
 // Metal's language and library for clang on a CPU.
-#pragma once
+#ifndef MSL_METAL_H // holds where a precompiled file's times are others; `once` does not
+#define MSL_METAL_H
 #include "machine.h"
 #include "traits.h"
 #include "types.h"
@@ -8,3 +9,4 @@
 #include "matrix.h"
 #include "atomics.h"
 #include "keywords.h"
+#endif

@@ -67,8 +67,8 @@ def run(*, runs: int = 3, size: int = 2, small: bool = False, peer: bool = True)
         data["mlxinfer, 1"] = _ours(folder, measured, {})
         if peer:
             data["mlx-lm, 1"] = measured(PeerGeneration(folder).token_times)
-        answer = data["mlxinfer, 1"]["answer"]
-        data[f"mlxinfer, {size}"] = _ours(folder, measured, {"ranks": size})
+        spread = data[f"mlxinfer, {size}"] = _ours(folder, measured, {"ranks": size})
+        answer = spread["answer"]
         plain = {"ranks": size, "speculate": "off"}
         data[f"mlxinfer, {size}, no proposals"] = _ours(folder, lambda _: {"answer": answer}, plain)
         stages = {"ranks": size, "pipeline": True}

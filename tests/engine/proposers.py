@@ -99,7 +99,10 @@ def eagle_of(model: Model) -> DraftHead:
 def mtp_of(model: Model) -> DraftHead:
     """A random MTP module for a model of a family that has them."""
     how = None if model.config.quantization is None else {"group_size": 32, "bits": 4}
-    folder = mtp_checkpoint(Path(mkdtemp()), WITH_MTP[model.config.model_type], how=how)
+    case = WITH_MTP[model.config.model_type]
+    if model.config.qkv_bias:  # those that have it; the module is like the model's layers
+        case = case.replace("-v4", "-v5")
+    folder = mtp_checkpoint(Path(mkdtemp()), case, how=how)
     return load_prediction_head(folder, model)
 
 

@@ -291,5 +291,11 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     assert len(constrained) == len(free) == 5
 
 
-def test_the_seed_is_printed() -> None:
+def test_the_seed_that_is_printed_draws_the_programs() -> None:
     print(f"\n{NUM_PROGRAMS} random programs with grammars, HYPOTHESIS_SEED={SEED}")
+    assert (
+        vars(test_a_batched_program_gives_each_request_the_tokens_of_its_plain_run)[
+            "_hypothesis_internal_use_seed"
+        ]
+        == SEED
+    )

@@ -214,6 +214,7 @@ def plain_runs(case: str, options: KVOptions, run: list[Asked]) -> dict[str, Out
     }
 
 
-def test_the_seed_is_printed() -> None:
+def test_the_seed_that_is_printed_draws_the_programs() -> None:
     names = "" if CASES == ALL_CASES else f" of {', '.join(CASES)}"
     print(f"\n{NUM_PROGRAMS} random programs of everything{names}, HYPOTHESIS_SEED={SEED}")
+    assert vars(test_everything_at_once)["_hypothesis_internal_use_seed"] == SEED

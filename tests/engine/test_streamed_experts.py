@@ -277,5 +277,6 @@ def test_all_mixtures_are_streamed() -> None:
     assert model.num_bytes < model_of("deepseek_v3-v4").num_bytes
 
 
-def test_the_seed_is_printed() -> None:
+def test_the_seed_that_is_printed_draws_the_programs() -> None:
     print(f"\n{NUM_PROGRAMS} random programs of streamed experts, HYPOTHESIS_SEED={SEED}")
+    assert vars(test_streamed_tokens_equal_resident_tokens)["_hypothesis_internal_use_seed"] == SEED

@@ -325,5 +325,6 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
         assert outcomes[str(i)].token_ids == plain.token_ids
 
 
-def test_the_seed_is_printed() -> None:
+def test_the_seed_that_is_printed_draws_the_programs() -> None:
     print(f"\n{NUM_PROGRAMS} random programs over {SIZE} ranks, HYPOTHESIS_SEED={SEED}")
+    assert vars(test_everything_at_once_over_ranks)["_hypothesis_internal_use_seed"] == SEED

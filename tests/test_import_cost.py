@@ -59,7 +59,7 @@ def test_help_loads_click_and_nothing_heavy() -> None:
     assert loaded_after(code) & HEAVY == set()
 
 
-def cpu_s(*arguments: str, runs: int = 5) -> float:
+def cpu_s(*arguments: str, runs: int = 3) -> float:
     """The least CPU time of a fresh interpreter; wall time would measure other processes too."""
     times = []
     for _ in range(runs):

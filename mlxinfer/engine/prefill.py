@@ -30,10 +30,15 @@ class PrefillSizer:
         most: tokens of all prompts in one step; whole pages.
         slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
             takes `most` tokens, half of that while others run.
+        num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
+            follow each other from one token of an answer to the next.
     """
 
-    def __init__(self, *, page_size: int, most: int, slice_s: float | None = None) -> None:
+    def __init__(
+        self, *, page_size: int, most: int, slice_s: float | None = None, num_stages: int = 1
+    ) -> None:
         assert most % page_size == 0
+        self._num_stages = num_stages
         self.most = most
         self._page_size = page_size
         self._slice_s = slice_s
@@ -46,12 +51,7 @@ class PrefillSizer:
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
     def shares(
-        self,
-        prefilling: Seq[Sequence],
-        num_running: int,
-        *,
-        gives_way: bool = False,
-        parts: int = 1,
+        self, prefilling: Seq[Sequence], num_running: int, *, gives_way: bool = False
     ) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt that gets any.
 
@@ -59,7 +59,6 @@ class PrefillSizer:
             prefilling: running sequences with prompts to compute, oldest first.
             num_running: of all that run, or of those that the step may keep waiting.
             gives_way: these are background sequences, and others run.
-            parts: steps, all with prompts, from one token of an answer to the next.
         """
         page_size, part = self._page_size, YIELDED if gives_way else 1
         if not prefilling:
@@ -72,7 +71,7 @@ class PrefillSizer:
             return prefill_shares(prefilling, self._size, page_size)
         if not self._beside:
             return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
-        left_s = self._slice_s / part / parts - (self._decode_s or 0.0)
+        left_s = self._slice_s / part / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
         if len(costs) > 1 and not gives_way:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
@@ -101,6 +100,8 @@ class PrefillSizer:
                 self._decode_s = _blended(self._decode_s, seconds)
             return
         beside = num_tokens < batch.num_tokens
+        if self._num_stages > 1:  # steps follow each other: what was not seen came before this one
+            num_tokens, seconds, unseen, unseen_s = num_tokens + unseen, seconds + unseen_s, 0, 0.0
         context = max([segment.stop for segment in prompts])
         if not beside:
             tokens = num_tokens + unseen

@@ -47,7 +47,7 @@ class Launched:
         """Return when this rank's part is done and MLX holds none of its inputs."""
         mx.eval(self.outputs if self.own is None else self.own)
         mx.synchronize()
-        if self.own is None:
+        if self.own is None or self.goes_on:
             self.ended_s = time.monotonic()
 
     def token_ids(self) -> Ints:

@@ -89,7 +89,10 @@ class Scheduler:
         self.kv_manager = kv_manager
         self.page_size = kv_manager.page_size
         self.prefill = PrefillSizer(
-            page_size=self.page_size, most=prefill_chunk, slice_s=prefill_slice_s
+            page_size=self.page_size,
+            most=prefill_chunk,
+            slice_s=prefill_slice_s,
+            num_stages=num_stages,
         )
         self.counters = counters or Counters()
         self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
@@ -132,8 +135,7 @@ class Scheduler:
             self._steady = []
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
-        parts = max(min(num_decoding, self._num_stages), 1)
-        prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running), parts)
+        prefills = self._next_prefills(len(decodes) + len(verified) == len(queues.running))
         if self.counters.preemptions > preemptions:
             decodes, verified = _without_preempted(decodes, verified)
         segments = verified + prefills
@@ -202,7 +204,7 @@ class Scheduler:
                 if sequence.slot >= 0:  # else it was just preempted
                     self.queues.hold(sequence, count)
 
-    def _next_prefills(self, all_decode: bool, parts: int) -> list[Segment]:
+    def _next_prefills(self, all_decode: bool) -> list[Segment]:
         """Chunks of running prompts, and of waiting ones for which there is room."""
         queues = self.queues
         if all_decode and not queues.waiting:
@@ -219,7 +221,7 @@ class Scheduler:
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
         shares = [
             (sequence, count)
-            for sequence, share in self._prefill_shares(prefilling, parts)
+            for sequence, share in self._prefill_shares(prefilling)
             if sequence.slot >= 0
             and (count := self._up_to_boundary(sequence, share))
             and queues.hold(sequence, sequence.num_computed + count)
@@ -230,13 +232,13 @@ class Scheduler:
             if s.slot >= 0
         ]
 
-    def _prefill_shares(self, prefilling: list[Sequence], parts: int) -> list[tuple[Sequence, int]]:
+    def _prefill_shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt; background ones get what the others leave."""
         running, first = self.queues.running, foreground(prefilling)
         waited_for = len(foreground(running))
         if first:
-            return self.prefill.shares(first, waited_for, parts=parts)
-        return self.prefill.shares(prefilling, len(running), gives_way=waited_for > 0, parts=parts)
+            return self.prefill.shares(first, waited_for)
+        return self.prefill.shares(prefilling, len(running), gives_way=waited_for > 0)
 
     def _up_to_boundary(self, sequence: Sequence, count: int) -> int:
         """As many of the next `count` tokens as end where the KV manager wants a chunk to end."""

@@ -4,6 +4,7 @@ A step reads its weights and the KV of its sequences, computes its tokens, and l
 one after the other. No figure here is a measurement of mlxinfer.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
@@ -62,6 +63,7 @@ class Bench:
     model: str
     slice_s: float | None = SLICE_S
     chunk: int = MOST
+    num_stages: int = 1  # with micro-batches; 1: each step is of all rows
     now_s: float = 0.0
     token_s: dict[str, list[float]] = field(default_factory=dict)  # when each token came
     sizes: list[int] = field(default_factory=list)  # prompt tokens of each step
@@ -73,6 +75,7 @@ class Bench:
             max_batch=16,
             prefill_chunk=self.chunk,
             prefill_slice_s=self.slice_s,
+            num_stages=self.num_stages,
         )
 
     def add(self, name: str, num_prompt: int, max_tokens: int = 1) -> None:
@@ -155,6 +158,68 @@ class StagedBench(Bench):
         for sequence in batch.sampling.sequences:
             self.token_s[sequence.request.id].append(self.now_s)
         self.scheduler.commit(batch, [7] * len(batch.sampling))
+
+
+@dataclass
+class MicroBatchBench(StagedBench):
+    """The same with a step of other rows for each stage, as the loop's `turn` has them."""
+
+    in_flight: deque[tuple[Batch, float, float]] = field(default_factory=deque)
+    read_s: float = 0.0  # when the last step was read
+    busy_s: float = 0.0  # of the last stage
+
+    def step(self) -> None:
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            self.read()
+            return
+        self.free_s = self.free_s or [0.0] * len(self.slowness)
+        if batch.writes_pages:  # rank 0's own part of the step before
+            self.now_s = max(self.now_s, self.free_s[0])
+        part_s, end_s = self.seconds(batch) / len(self.slowness), self.now_s
+        if any(s.num_pending > 1 for s in batch.decodes.sequences):  # a token of the step before
+            end_s = self.in_flight[-1][2]
+        for rank, slowness in enumerate(self.slowness):
+            end_s = self.free_s[rank] = max(end_s, self.free_s[rank]) + part_s * slowness
+        self.busy_s += part_s * self.slowness[-1]
+        self.sizes.append(sum(s.num_tokens for s in batch.ragged))
+        self.in_flight.append((batch, self.now_s, end_s))
+        while len(self.in_flight) > self.scheduler.num_left(batch):
+            self.read()
+
+    def read(self) -> None:
+        batch, began_s, end_s = self.in_flight.popleft()
+        goes_on = not len(batch.sampling)
+        self.now_s = self.now_s if goes_on else max(self.now_s, end_s)
+        seconds = self.now_s - max(began_s, self.read_s)
+        self.read_s = self.now_s
+        self.scheduler.prefill.observe(batch, seconds, goes_on=goes_on)
+        for sequence in batch.sampling.sequences:
+            self.token_s[sequence.request.id].append(self.now_s)
+        self.scheduler.commit(batch, [7] * len(batch.sampling))
+
+
+@pytest.mark.parametrize("num_streams", [1, 8])
+@pytest.mark.parametrize("slowness", [(1, 1), (1, 1, 1, 1), (1, 1, 2)])
+def test_stages_are_busy_with_micro_batches_and_a_slice_is_what_all_take(
+    slowness: tuple[float, ...], num_streams: int
+) -> None:
+    """While streams run (one alone: one stage at a time), and a long prompt beside them."""
+    bench = MicroBatchBench("M4 Max", "27B", slowness=slowness, num_stages=len(slowness))
+    for i in range(num_streams):
+        bench.add(str(i), 40, max_tokens=10_000)
+    bench.until(str(num_streams - 1))
+    start_s, bench.busy_s = bench.now_s, 0.0
+    while bench.now_s < start_s + 3:
+        bench.step()
+    share = slowness[-1] / sum(slowness) if num_streams == 1 else 1.0
+    assert bench.busy_s / (bench.now_s - start_s) == pytest.approx(share, abs=0.01)
+    decode_s = bench.longest_gap("0")
+    bench.add("long", 12_000)
+    start_s, bench.busy_s = bench.now_s, 0.0
+    bench.until("long")
+    assert bench.busy_s / (bench.now_s - start_s) > 0.9
+    assert bench.longest_gap("0") <= 1.2 * max(SLICE_S, decode_s)
 
 
 @pytest.mark.parametrize("slowness", [(1, 1), (1, 3), (1, 1, 1, 1), (1, 1, 2)])

@@ -184,7 +184,7 @@ class MicroBatchBench(StagedBench):
         self.busy_s += part_s * self.slowness[-1]
         self.sizes.append(sum(s.num_tokens for s in batch.ragged))
         self.in_flight.append((batch, self.now_s, end_s))
-        while len(self.in_flight) > self.scheduler.num_left(batch):
+        while len(self.in_flight) > self.scheduler.max_in_flight(batch):
             self.read()
 
     def read(self) -> None:

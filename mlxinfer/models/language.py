@@ -193,7 +193,8 @@ def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
         elif isinstance(item, list | tuple):
             stack.extend(item)
         else:
-            stack.extend(getattr(item, name) for name in _slots(type(item)))
+            names = _slots(type(item))  # type: ignore[arg-type]  # mypy asks for an instance's hash
+            stack.extend(getattr(item, name) for name in names)
 
 
 @cache

@@ -197,11 +197,11 @@ def adjacent(targets: Iterable[Target]) -> list[list[Target]]:
 
 
 def read_runs(runs: Sequence[Sequence[Target]]) -> None:
-    """Fill the targets of runs, one run after the other; errors as of `WeightFile.scatter_into`."""
+    """Fill the targets of runs, one run after the other; errors as of `WeightFile.read_into`."""
     for run in runs:
         buffers = [target.buffer() for target in run]
         file, start = run[0].span.file, run[0].span.start
-        file.scatter_into([buffer.data for buffer in buffers], start)
+        file.read_into([buffer.data for buffer in buffers], start)
         for target, buffer in zip(run, buffers, strict=True):
             target.take(buffer)
 

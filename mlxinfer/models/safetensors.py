@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ MAX_FILE_NAME = 255  # characters; file systems refuse to look for a longer one
 GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a large file lies
 
 READERS = 8  # reads under way at once: a solid-state disk answers many
-CHUNK_BYTES = 4 << 20  # of one read: few calls, and enough for all readers in one matrix
+CHUNK_BYTES = 4 << 20  # of one task: few calls, and enough for all readers in one matrix
+MAX_VIEWS = 1024  # that one call fills: IOV_MAX of Linux and macOS
 
 # Stacks of experts, or one of them; those that every token goes to are called otherwise.
 _OF_EXPERT = re.compile(r"\.(experts|switch_mlp|switch_glu)\.")
@@ -273,11 +275,7 @@ class WeightFile:
         if self._fd >= 0:
             os.close(self._fd)
 
-    def read_into(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the bytes from `start` on; errors as of `scatter_into`."""
-        self.scatter_into([view], start)
-
-    def scatter_into(self, views: Sequence[memoryview], start: int) -> None:
+    def read_into(self, views: Sequence[memoryview], start: int) -> None:
         """Fill views, one behind the other, with the bytes from `start` on: one read, if it can be.
 
         Raises:
@@ -286,7 +284,7 @@ class WeightFile:
         left, done = [view for view in views if len(view)], 0
         while left:
             try:
-                count = os.preadv(self._fd, left, start + done)
+                count = os.preadv(self._fd, left[:MAX_VIEWS], start + done)
             except OSError as error:
                 raise unreadable(self.path, error) from error
             if not count:
@@ -319,6 +317,15 @@ class Span:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Bytes of a file that follow each other, and the pieces of memory that they are for."""
+
+    file: WeightFile
+    start: int
+    views: list[memoryview]
+
+
 def read_spans(spans: Sequence[Span], view: memoryview) -> None:
     """Read spans one behind the other into `view`, several at once; each byte is read once.
 
@@ -327,15 +334,7 @@ def read_spans(spans: Sequence[Span], view: memoryview) -> None:
     Raises:
         CheckpointError: as of `WeightFile.read_into`.
     """
-    at, held, tasks = 0, 0, [list[tuple[WeightFile, memoryview, int]]()]
-    for span in spans:
-        for first in range(0, span.size, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, span.size - first)
-            if held + size > CHUNK_BYTES:  # short spans share a task
-                tasks.append([])
-                held = 0
-            tasks[-1].append((span.file, view[at : at + size], span.start + first))
-            at, held = at + size, held + size
+    tasks = _tasks(spans, view)
     if len(tasks) == 1:  # handing it over would take longer
         _read_in_turn(tasks[0])
         return
@@ -346,9 +345,32 @@ def read_spans(spans: Sequence[Span], view: memoryview) -> None:
         future.result()
 
 
-def _read_in_turn(reads: Sequence[tuple[WeightFile, memoryview, int]]) -> None:
-    for file, part, start in reads:
-        file.read_into(part, start)
+def _tasks(spans: Sequence[Span], view: memoryview) -> list[list[_Read]]:
+    """What is to be read, in tasks of CHUNK_BYTES.
+
+    What lies together in a file is one read, also where it goes to many places: of experts with
+    gate and up side by side, the file has all of gate first.
+    """
+    begins = accumulate((span.size for span in spans), initial=0)
+    placed = zip(spans, begins, strict=False)
+    tasks, room, end = [list[_Read]()], CHUNK_BYTES, (-1, 0)
+    for span, at in sorted(placed, key=lambda each: (id(each[0].file), each[0].start)):
+        first = 0
+        while first < span.size:
+            if not room:
+                tasks.append([])
+                room, end = CHUNK_BYTES, (-1, 0)
+            size, start = min(room, span.size - first), span.start + first
+            if end != (id(span.file), start):
+                tasks[-1].append(_Read(span.file, start, []))
+            tasks[-1][-1].views.append(view[at + first : at + first + size])
+            first, room, end = first + size, room - size, (id(span.file), start + size)
+    return tasks
+
+
+def _read_in_turn(task: Sequence[_Read]) -> None:
+    for read in task:
+        read.file.read_into(read.views, read.start)
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

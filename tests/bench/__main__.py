@@ -412,8 +412,8 @@ def embed(**options: Any) -> Report:
 
 
 @reports(
-    click.option("--size", default="1.5GB", show_default=True, help="Of the weights at 16 bits."),
-    number_option("--runs", 5, "Processes of each side; the quickest counts."),
+    click.option("--size", default="1GB", show_default=True, help="Of the weights at 16 bits."),
+    number_option("--runs", 3, "Processes of each side; the quickest counts."),
     small_option,
     cpu_time_option,
     peer_option,

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ class Reads:
         self.ranges: list[tuple[Path, int, int]] = []
         plain = WeightFile.read_into
 
-        def read_into(file: WeightFile, view: memoryview, start: int) -> None:
-            self.ranges.append((file.path, start, start + len(view)))
-            plain(file, view, start)
+        def read_into(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
+            self.ranges.append((file.path, start, start + sum(map(len, views))))
+            plain(file, views, start)
 
         monkeypatch.setattr(WeightFile, "read_into", read_into)
 
@@ -114,6 +115,22 @@ def test_matrices_that_become_one_are_never_held_twice(tmp_path):
     both = loaded(side_by_side(stacks, -2))
     assert both.shape == (EXPERTS.experts, 2 * EXPERTS.inner, EXPERTS.hidden)
     assert mx.get_peak_memory() - before == both.nbytes
+
+
+def test_what_lies_together_in_a_file_is_one_read_wherever_it_goes(tmp_path, monkeypatch):
+    """Gate and up of 1,500 experts alternate in memory; a call fills 1,024 places at most."""
+    gate, up = (mx.random.normal((1500, 4, 8)) for _ in range(2))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"gate": gate, "up": up})
+    found, calls, plain = load_tensors(tmp_path), [], os.preadv
+
+    def preadv(fd: int, views: list[memoryview], start: int) -> int:
+        calls.append(len(views))
+        return plain(fd, views, start)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    both = loaded(side_by_side([found["gate"], found["up"]], -2))
+    assert mx.array_equal(both, mx.concatenate([gate, up], axis=-2))
+    assert calls == [1024, 1024, 952]
 
 
 def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path, monkeypatch):
@@ -233,9 +250,9 @@ def test_ctrl_c_ends_the_loading(monkeypatch):
     whole_s = 0.05 * len(reads.ranges)
     plain = WeightFile.read_into
 
-    def slow(file: WeightFile, view: memoryview, start: int) -> None:
+    def slow(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
         time.sleep(0.05)
-        plain(file, view, start)
+        plain(file, views, start)
 
     monkeypatch.setattr(WeightFile, "read_into", slow)
     timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])

@@ -118,12 +118,24 @@ def load_tensors(folder: Path) -> dict[str, FileTensor]:
         CheckpointError: a file that is broken.
         ModelNotFoundError: there is none.
     """
-    readers = ThreadPoolExecutor(READERS, "mlxinfer-weights")  # its threads end with the tensors
-    return {
-        name: _stored(info, file)
-        for file in open_weights(folder, readers)
-        for name, info in file.header.items()
-    }
+    return _by_name(open_weights(folder, _readers()))
+
+
+def file_tensors(path: Path) -> dict[str, FileTensor]:
+    """Every tensor of one file of safetensors, by name. No data is read.
+
+    Raises:
+        CheckpointError: it is broken, or not there.
+    """
+    return _by_name([WeightFile(path, _readers())])
+
+
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(READERS, "mlxinfer-weights")  # its threads end with the tensors
+
+
+def _by_name(files: Sequence[WeightFile]) -> dict[str, FileTensor]:
+    return {name: _stored(info, file) for file in files for name, info in file.header.items()}
 
 
 def _stored(info: TensorInfo, file: WeightFile) -> FileTensor:

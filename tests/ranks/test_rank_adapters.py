@@ -5,9 +5,11 @@ are those of one rank. Ranks are threads here; all families, and four ranks, wit
 """
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from queue import Queue
 from tempfile import mkdtemp
 from typing import Any
 
@@ -27,7 +29,7 @@ from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
 from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.share import SPLITTABLE
 from mlxinfer.ranks import messages
-from mlxinfer.ranks.adapters import POLL_S, OtherAdapters
+from mlxinfer.ranks.adapters import POLL_S, OtherAdapters, OwnAdapters
 
 SOME = [
     "qwen2-v5",
@@ -144,3 +146,29 @@ def test_a_look_for_answers_holds_no_step_up() -> None:
     assert list(checking()) == [POLL_S] * 3
     assert most == [200]
     assert set(waits) == {0.0}
+
+
+@pytest.mark.parametrize("change", ["deleted", "shorter"])
+def test_a_file_that_changes_behind_the_check_ends_no_rank(tmp_path: Path, change: str) -> None:
+    """What is open may be deleted; a file that became shorter is an answer with a reason."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(next(iter(folders("qwen2-v5").values())), folder)
+    adapter = read_adapter(folder)
+    answers: Queue[messages.AdapterDone] = Queue()
+    own = OwnAdapters(1, 1, load(checkpoint("qwen2-v5")), answers.put)
+    own.check(messages.AdapterCheck(7, str(folder), adapter.identity))
+    assert answers.get(timeout=60).problem is None
+    if change == "deleted":
+        adapter.file.unlink()
+    else:
+        os.truncate(adapter.file, adapter.file.stat().st_size // 2)
+    for _ in range(100):
+        own.piece(messages.AdapterPiece(7))
+        answer = answers.get_nowait()
+        if answer.ended:
+            break
+    if change == "deleted":
+        assert answer.problem is None
+    else:
+        assert answer.problem is not None
+        assert "it became shorter" in answer.problem

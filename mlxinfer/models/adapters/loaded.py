@@ -16,6 +16,7 @@ from ..decoder import Model
 from ..jsonfields import Fields
 from ..language import LanguageModel
 from ..stage import StageModel
+from ..tensors import FileTensor, file_tensors
 from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of
 from .mlx_lm import read_mlx_lm
 from .peft import read_peft
@@ -106,17 +107,26 @@ class ModelAdapters:
 
         No row of a step may have its number before the end. Where it is not carried through, the
         number is to be removed. All ranks that have a part of each layer do the same pieces at the
-        same time: lengths of DoRA are sums over them.
+        same time: lengths of DoRA are sums over them. The file is open from this call on, so it may
+        be deleted; the call itself needs no MLX.
 
         Raises:
-            CheckpointError: NaN or infinity.
+            CheckpointError: the file is gone; between pieces, it became shorter, or has NaN or
+                infinity.
         """
+        return self._load(number, adapter, placements, file_tensors(adapter.file))
+
+    def _load(
+        self,
+        number: int,
+        adapter: AdapterFolder,
+        placements: Sequence[Placement],
+        tensors: Mapping[str, FileTensor],
+    ) -> Iterator[None]:
         assert self._model is not None
         self._model.active_adapters.last_number = max(
             number, self._model.active_adapters.last_number
         )
-        tensors = mx.load(str(adapter.file))
-        assert isinstance(tensors, dict)
         wanted, layer, broken = self._own(placements), None, list[str]()
         self._make_room(wanted)
         for index, own in wanted.items():
@@ -186,7 +196,7 @@ class ModelAdapters:
         index: int,
         place: Place,
         own: Sequence[Placement],
-        tensors: Mapping[str, mx.array],
+        tensors: Mapping[str, FileTensor],
         adapter: AdapterFolder,
     ) -> LowRank:
         """The matrices that an adapter has for one projection, as its stack wants them."""
@@ -214,7 +224,7 @@ class ModelAdapters:
         part: int,
         own: Sequence[Placement],
         matrices: tuple[mx.array, mx.array],
-        tensors: Mapping[str, mx.array],
+        tensors: Mapping[str, FileTensor],
     ) -> mx.array:
         """(outputs of the part,) DoRA's length over that of the row as it became, less 1.
 
@@ -243,7 +253,8 @@ class ModelAdapters:
         if place.inputs is not None and self._model.link is not None:  # of some of the inputs
             square = self._model.link.sum(square, "adapters")
             mx.eval(square)  # now: all ranks do their sums in one order
-        length = _outputs(tensors[name].reshape(-1).astype(mx.float32), placement, origin, axis=0)
+        length = tensors[name].read().reshape(-1).astype(mx.float32)
+        length = _outputs(length, placement, origin, axis=0)
         return length / mx.sqrt(mx.maximum(square, 1e-30)) - 1
 
     def _base(self, index: int) -> AdaptedLinear:
@@ -307,13 +318,13 @@ _Pair = tuple[mx.array, mx.array, int | None]
 def _pair(
     placement: Placement,
     origin: Origin,
-    tensors: Mapping[str, mx.array],
+    tensors: Mapping[str, FileTensor],
     place: Place,
     adapter: AdapterFolder,
 ) -> _Pair:
     """A module's matrices for one part of a projection, the scale in B."""
     module = placement.module
-    a, b = (tensors[name].astype(mx.float32) for name in (module.a, module.b))
+    a, b = (tensors[name].read().astype(mx.float32) for name in (module.a, module.b))
     a, b = oriented(a, b, module, place)
     if place.inputs is not None:
         a = a[:, place.inputs.start : place.inputs.start + place.in_dims]

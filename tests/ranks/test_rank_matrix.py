@@ -296,6 +296,8 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
 
     One row has a grammar, one is drawn with a penalty on what it said: both are sampled late.
     """
+    if group.place.backend == "mpi":
+        pytest.skip("over MPI a step is of the whole batch")
     case = "gemma3_text-v4"
     whole_case, count = whole(case), 3 * SIZE
     params = [SamplingParams(max_tokens=8, repetition_penalty=1.3, seed=i) for i in range(count)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConversionError, InvalidRequestError
+from ..errors import CheckpointError, ConversionError, InvalidRequestError
 from ..models.safetensors import TensorInfo, read_header
 from .files import ShardFile
 from .plan import ConversionPlan, PlannedArray
@@ -48,6 +48,9 @@ def with_stacks(
     Args:
         header: of a file.
         names: of stacks that may be in it, taken apart, and of any other tensors.
+
+    Raises:
+        CheckpointError: an expert's part is not as the first one's.
     """
     whole, parts = dict(header), {}
     for name in names:
@@ -60,8 +63,17 @@ def with_stacks(
             parts[name] = found
             whole[name] = replace(first, shape=(len(found), *first.shape))
             for single in found:
-                del whole[single]
+                _require_alike(single, whole.pop(single), found[0], first)
     return whole, parts
+
+
+def _require_alike(name: str, info: TensorInfo, other: str, first: TensorInfo) -> None:
+    """Raise CheckpointError where parts of one stack have different dtypes or shapes."""
+    if (info.dtype, info.shape) != (first.dtype, first.shape):
+        raise CheckpointError(
+            f"Tensor {name!r} is {info.dtype} {info.shape}; expected {first.dtype} {first.shape}, "
+            f"as {other!r}: convert the model again."
+        )
 
 
 def check_splits(plan: ConversionPlan) -> None:

@@ -11,7 +11,7 @@ from engine.harness import Harness, alone, prompt, tiny_model
 from speculation.following import following
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Batch, CommitResult, DecodeBatch, Sequence, sampling_rows
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.speculation.controller import WARM_UP, Controller, FixedDepth, MeasuredStep
 from mlxinfer.speculation.estimates import Acceptance, Key
@@ -150,6 +150,32 @@ def test_a_step_without_proposals_looks_at_two_sequences_and_at_none_while_close
     for step in range(1, 40):
         assert speculation.depth(rows) == 0
         assert sources[0].asked == 2 * step
+
+
+class Recording(Controller):
+    """Keeps what was measured."""
+
+    def __init__(self) -> None:
+        super().__init__(max_depth=4)
+        self.steps: list[MeasuredStep] = []
+
+    def observe(self, step: MeasuredStep) -> bool:
+        self.steps.append(step)
+        return False
+
+
+def test_micro_batches_count_as_a_step_of_all_that_decode() -> None:
+    """So the policy compares them with steps of proposals, which are of all."""
+    policy, times = Recording(), iter([1.0, 1.5, 2.0])
+    speculation = Speculation(lambda score: [], policy, max_depth=4, clock=lambda: next(times))
+    rows = [following([3, 4, 5], [6]) for _ in range(5)]
+    for some in (rows[:3], rows[3:], rows[:3]):
+        decodes = DecodeBatch.of(some)
+        batch = Batch(decodes, [], [], num_tokens=len(some), num_decoding=5)
+        batch.sampling = sampling_rows(decodes, [])
+        speculation.observe(batch, CommitResult())
+    seen = [(step.num_sequences, step.num_tokens, step.seconds) for step in policy.steps]
+    assert seen == [(5, 5, None), (5, 5, 0.5 * 5 / 2), (5, 5, 0.5 * 5 / 3)]
 
 
 def test_one_sequence_of_many_that_repeats_itself_is_found() -> None:

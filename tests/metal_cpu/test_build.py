@@ -110,7 +110,7 @@ def test_conversions_that_a_processor_may_lack(tmp_path: Path) -> None:
         "  }\n}\n"
     )  # fmt: skip
     library = tmp_path / "rounding.so"
-    places = ("-I", build.HERE / "machine", "-I", build.SHIM)
+    places = ("-I", build.HERE / "machine", "-I", str(build.SHIM))
     options = ("-std=c++20", "-O1", *build.CODE, "-fno-sanitize=all", *build.link())
     zig(*options, *places, source, "-o", library)
     halves = np.arange(0x10000, dtype=np.uint16).view(np.float16)
@@ -142,7 +142,7 @@ def test_the_shim_is_parsed_once_for_all_times_of_its_files(
     shim = folder / "shim"
     shutil.copytree(build.SHIM.parent, shim)
     monkeypatch.setattr(build, "SHIM", shim / build.SHIM.name)
-    options = (*build.LANGUAGE, *build.arithmetic(), "-I", build.SHIM)
+    options = (*build.LANGUAGE, *build.arithmetic(), "-I", str(build.SHIM))
     found = build.precompiled(*options)
     for path in shim.rglob("*.h"):
         os.utime(path, (0, 0))

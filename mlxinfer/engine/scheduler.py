@@ -369,6 +369,7 @@ class Scheduler:
         Rows after an end, or after a proposal that was not sampled, are discarded.
         """
         sampling, result = batch.sampling, CommitResult()
+        assert len(token_ids) == len(sampling.sequences)
         proposals = sampling.proposals
         accepted = proposals.accepted(token_ids) if proposals is not None else None
         rows = zip(sampling.sequences, token_ids, strict=True)

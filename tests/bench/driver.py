@@ -9,7 +9,7 @@ runs on MLX's own threads and is not counted.
 import io
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,12 +19,12 @@ from unittest.mock import patch
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxinfer.cache.step import StepKV
 from mlxinfer.config import EngineConfig
 from mlxinfer.core import Grammar, Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop, runner
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
+from mlxinfer.layers.step import Step
 from mlxinfer.models.decoder import Model
 
 Evaluation = Callable[..., Any]
@@ -148,13 +148,11 @@ class MeteredModel:
         self._forward = meter.timed(FORWARD, model)
         self._head = meter.timed(FORWARD, model.logits)
 
-    def __call__(
-        self, ids: mx.array, positions: mx.array, kv: Sequence[StepKV], **rows: Any
-    ) -> mx.array:
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over (T,) tokens."""
         self.work = Work(self.work.passes + 1, self.work.rows + ids.shape[0])
         if self._hidden is None or len(self._hidden) != len(ids):
-            hidden = self._forward(ids, positions, kv, **rows)
+            hidden = self._forward(ids, step)
             if not self.storing:
                 return hidden
             mx.eval(hidden)

@@ -208,6 +208,7 @@ class RankGroup:
         """
         kv = config.kv
         self._writer = Writer()
+        self._sent_s.clear()
         self._groups = cache.groups
         self._tell(
             messages.Assemble(
@@ -244,6 +245,7 @@ class RankGroup:
         """The model is not used any more; another may be loaded."""
         with contextlib.suppress(RanksFailedError):
             self._tell(messages.Release())
+        self._sent_s.clear()  # steps in flight are not read any more
         self._claimed = None
 
     def close(self) -> None:

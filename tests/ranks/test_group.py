@@ -170,6 +170,16 @@ def test_ranks_run_one_model_at_a_time(three: Group) -> None:
     group.claim("other")
 
 
+def test_a_step_that_is_not_read_before_the_model_goes_is_not_late_afterwards(three: Group) -> None:
+    group, _ = three
+    group._writer, group._groups = Writer(), []
+    group.send(step_of([[PageTable(PAGE, pages=[1])]], None, 3))
+    group.release()
+    group._heard_s = {}  # only steps are looked at
+    group._check_time(time.monotonic() + 1e6)
+    assert group.failure is None
+
+
 def test_a_socket_of_the_ring_that_waits_for_a_rank_is_shut() -> None:
     """A rank that fails before it has joined: MLX would wait for it for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

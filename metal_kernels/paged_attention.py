@@ -17,9 +17,7 @@ class Softmax(NamedTuple):
 
     scale: float  # multiplies the scores
     sinks: mx.array | None = None  # (heads,) logits that join each softmax without a value
-    soft_cap: float | None = (
-        None  # scores become soft_cap * tanh(score / soft_cap); None: they stay
-    )
+    soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
 
 
 def paged_attention(

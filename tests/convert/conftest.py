@@ -15,7 +15,7 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which power fails in no test; test_convert_killed.py looks at the order of syncs."""
+    """No test cuts the power; test_convert_killed.py looks at the order of syncs."""
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 

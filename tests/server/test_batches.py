@@ -588,13 +588,13 @@ def test_a_disk_that_fails_leaves_no_file_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> None:
-        raise OSError("no space")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     results = ResultFiles(tmp_path / "out", tmp_path / "errors")
     results.write(ResultLine(id="1", custom_id="x"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(OSError, match=r"No space left on device: .*out"):
             results.close()
     again = ResultFiles(tmp_path / "out", tmp_path / "errors")
     assert again.done == {"x"}
@@ -642,7 +642,7 @@ def test_a_sync_that_failed_is_raised_by_a_later_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: int) -> None:
-        raise OSError("no space")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def write_all() -> None:
         for n in range(1000):
@@ -652,9 +652,9 @@ def test_a_sync_that_failed_is_raised_by_a_later_answer(
     monkeypatch.setattr("mlxinfer.server.batches.lines.SYNC_S", 0.0)
     monkeypatch.setattr(os, "fsync", fail)
     results = ResultFiles(tmp_path / "out", tmp_path / "errors")
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=r"No space left on device: .*out"):
         write_all()
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=r"No space left on device: .*out"):
         results.close()
 
 

@@ -229,14 +229,14 @@ class ResultFiles:
 
     def close(self) -> None:
         """Write all to the disk; no file stays open or locked, also where that fails."""
-        files = [(self._paths[failed], file) for failed, file in self._files.items()]
+        files = self._open_files()
         try:
             if self._syncing is not None:
                 self._syncing.result()
             for path, file in files:
                 with _naming(path):
                     file.flush()
-            _sync(file for _, file in files)
+            _sync(files)
         finally:
             self._files = {}
             with ExitStack() as closing:
@@ -249,13 +249,16 @@ class ResultFiles:
             self._files[failed] = _opened(self._paths[failed])
         return self._files[failed]
 
+    def _open_files(self) -> list[tuple[Path, BinaryIO]]:
+        return [(self._paths[failed], file) for failed, file in self._files.items()]
+
     def _begin_sync(self) -> None:
         """In a thread of its own: a disk may take seconds, and an event loop writes here."""
         if self._syncing is not None:
             if not self._syncing.done():
                 return
             self._syncing.result()
-        files = list(self._files.values())
+        files = self._open_files()
         self._syncing = in_background(lambda: _sync(files), "mlxinfer-batch-sync")
         self._synced_s = time.monotonic()
 
@@ -270,10 +273,11 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def _sync(files: Iterable[BinaryIO]) -> None:
+def _sync(files: Iterable[tuple[Path, BinaryIO]]) -> None:
     """Wait until what was flushed is on the disk."""
-    for file in files:
-        os.fsync(file.fileno())
+    for path, file in files:
+        with _naming(path):
+            os.fsync(file.fileno())
 
 
 def _opened(path: Path) -> BinaryIO:

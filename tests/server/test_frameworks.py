@@ -1,6 +1,7 @@
 """Frameworks over a server: LangChain, Pydantic AI, OpenAI Agents, llm, LiteLLM.
 
-They come with the extra `clients`; each is left out where it is not installed.
+They come with the extra `clients`; each is left out where it is not installed. Importing them
+takes most of the time: .ci/run runs these, the default run does not.
 """
 
 import asyncio
@@ -14,7 +15,10 @@ from click.testing import CliRunner
 from openai import AsyncOpenAI
 from scripted import ScriptedServer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of their own code
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of their own code
+]
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
 
 
@@ -128,7 +132,6 @@ def test_llm(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (done.exit_code, done.stdout.strip()) == (0, "It rains."), done.output
 
 
-@pytest.mark.slow  # importing it takes five seconds
 def test_litellm(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library of aider and of many gateways, with each of the APIs that it speaks here."""
     monkeypatch.setenv(

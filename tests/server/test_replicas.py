@@ -98,6 +98,7 @@ def cached_by_turn(url: str, topic: str) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow  # three processes; .ci/run runs it
 @pytest.mark.skipif(SMG is None, reason='needs smg: pip install "mlxinfer[cluster]"')
 def test_two_servers_behind_a_router(tmp_path: Path) -> None:
     """Streams pass, keys hold, conversations stay where their prefix is, a death is survived."""

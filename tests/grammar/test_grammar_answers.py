@@ -84,14 +84,14 @@ def test_many_answers_satisfy_their_schemas(llm: LLM, temperature: float) -> Non
 def test_a_tight_pool_changes_no_answer(llm: LLM) -> None:
     """Preempted and computed again, with beginnings shared: the same tokens."""
     schemas = [*drawn(40, 3), *[{"type": "string", "minLength": n} for n in (99, 150)]]
-    params = [SamplingParams(max_tokens=60)] * 5
+    params = [SamplingParams(max_tokens=40)] * 5
     prompts = ["Give me JSON for a person, and do it well: " + name for name in "abcde"]
     formats = [form(schema) for schema in schemas]
     alone = [
         llm.generate(p, q, response_format=f).token_ids
         for p, q, f in zip(prompts, params, formats, strict=True)
     ]
-    with LLM("demo", max_batch=3, num_pages=7) as tight:
+    with LLM("demo", max_batch=3, num_pages=6) as tight:
         results = tight.generate(prompts, params, response_format=formats)
         assert tight.stats()["preemptions"] > 0
     assert [r.token_ids for r in results] == alone
@@ -106,7 +106,7 @@ def test_penalties_and_biases_stay_within_the_grammar(llm: LLM) -> None:
         repetition_penalty=1.5,
         frequency_penalty=1.0,
         logit_bias=dict.fromkeys(range(3, 200), 20.0),
-        min_tokens=200,
+        min_tokens=100,
         ignore_eos=True,
         logprobs=2,
     )

@@ -189,13 +189,13 @@ def test_adapters_come_and_go_while_requests_run(
     last = max(path for path in broken.b if path.endswith(".gate_proj"))
     broken.b[last][-1] = np.nan  # of the last layer, the last column: the last rank's
     bad = write_mlx(tmp_path, broken)
-    asked = [Asked(0, tuple(prompt(20 + i, i)), 40, None, (None, *names)[i]) for i in range(3)]
+    asked = [Asked(0, tuple(prompt(20 + i, i)), 24, None, (None, *names)[i]) for i in range(3)]
     model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
     harness = Harness(model, followers=group)
     table = harness.loop.adapters
 
     def add(i: int) -> None:
-        params = SamplingParams(max_tokens=40, logprobs=2)
+        params = SamplingParams(max_tokens=24, logprobs=2)
         harness.add(str(i), list(asked[i].prompt_ids), params, adapter=asked[i].adapter)
 
     add(0)

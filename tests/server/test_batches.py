@@ -272,12 +272,12 @@ def test_live_requests_do_not_wait_for_a_batch(batches: BatchServer, client: ope
     """Every slot is taken by rows that would go on for long; answers are as without them."""
     quiet = batches.post(CHAT, chat("Hello")).json()
     body = chat("Count", ignore_eos=True, max_tokens=1900)
-    batch = batches.begin(client, [line(number, body) for number in range(40)])
-    wait_until(lambda: batches.stats()["background"] == 40, 60)
-    for _ in range(5):
+    batch = batches.begin(client, [line(number, body) for number in range(12)])
+    wait_until(lambda: batches.stats()["background"] == 12, 60)
+    for _ in range(3):
         assert batches.post(CHAT, chat("Hello")).json()["choices"] == quiet["choices"]
     assert client.batches.retrieve(batch.id).status == "in_progress"
-    assert batches.stats()["preemptions"] >= 5
+    assert batches.stats()["preemptions"] >= 3
     client.batches.cancel(batch.id)
     batches.ended_batch(client, batch.id)
 
@@ -500,6 +500,7 @@ def grown(path: Path, size: int) -> bool:
     return path.exists() and path.stat().st_size > size
 
 
+@pytest.mark.slow  # whole processes; .ci/run runs it
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """`mlxinfer batch`, killed or interrupted at random moments: no line twice and none lost."""
     seed = random.randrange(10**6)

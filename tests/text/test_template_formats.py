@@ -171,7 +171,7 @@ FRAGMENTS = st.lists(MARKS | VALUES | PAIRS, max_size=8).map("".join)
 LITERALS = st.lists(MARKS, max_size=3).map("".join)
 
 
-@settings(max_examples=int(os.environ.get("MLXINFER_TEMPLATES", "60")))
+@settings(max_examples=int(os.environ.get("MLXINFER_TEMPLATES", "30")))
 @given(before=LITERALS, calls=FRAGMENTS, after=LITERALS)
 def test_every_template_has_a_format(before, calls, after):
     """However calls are written: the format found reads them, or it is one for any template."""

@@ -168,8 +168,8 @@ def test_fields_of_chat_that_ask_for_nothing_are_skipped(
 
 def test_a_window_of_the_repetition_penalty_is_kept(server: LiveServer) -> None:
     """Of all names of it; a window of no token is no penalty."""
-    fields = {"max_tokens": 16, "temperature": 0, "repeat_penalty": 50}
-    plain = said(server, max_tokens=16, temperature=0)
+    fields = {"max_tokens": 10, "temperature": 0, "repeat_penalty": 50}
+    plain = said(server, max_tokens=10, temperature=0)
     everywhere, recent = said(server, **fields), said(server, **fields, repetition_window=4)
     assert len({plain, everywhere, recent}) == 3
     for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):

@@ -280,7 +280,7 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDiskStore = DiskMachine.TestCase
-TestDiskStore.settings = settings(max_examples=120, stateful_step_count=25)
+TestDiskStore.settings = settings(stateful_step_count=25)
 
 
 def test_the_power_may_go_at_any_moment() -> None:

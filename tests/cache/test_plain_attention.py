@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache import plain_attention
@@ -113,7 +113,6 @@ draws = st.lists(
     limit=st.sampled_from([1, 2, 3, 100]),
     scattered=st.booleans(),
 )
-@settings(max_examples=120)
 def test_gathered_as_run_by_run(
     draws: list[tuple[int, int, int]],
     single: bool,

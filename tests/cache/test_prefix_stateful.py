@@ -496,7 +496,7 @@ def page_of(table: PageTable, number: int) -> int | None:
 
 
 TestPrefixTree = PrefixMachine.TestCase
-TestPrefixTree.settings = settings(max_examples=60, stateful_step_count=30)
+TestPrefixTree.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

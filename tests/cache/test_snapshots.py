@@ -120,7 +120,9 @@ class World:
         assert not set(dropped) & {s.number for s in found}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=pytest.mark.slow if s >= 20 else ()) for s in range(60)]
+)
 def test_a_prompt_resumes_only_where_a_snapshot_stands(seed: int) -> None:
     world = World(seed)
     steps = [world.run, world.run, world.hold, world.let_go, world.evict]

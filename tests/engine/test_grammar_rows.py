@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.errors import GrammarFailedError
 
-NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "6"))
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 CASE = "qwen3-v4"
 

@@ -87,11 +87,11 @@ def choose_all(seen: set[str]) -> Chooser:
 @pytest.mark.parametrize(
     ("case", "kv", "bits"),
     [
-        ("qwen3-v4", KVOptions(), 4),
+        ("qwen3-v4", KVOptions(), 4),  # the one without attention of prompts in a kernel
         ("qwen3-v4", FOUR, 8),
         ("qwen3-v4", ENDS, None),
         pytest.param("llama-v4", ROTATING, None, marks=SLOW),  # the default run preempts it
-        ("gemma2-v4", KVOptions(), None),
+        pytest.param("gemma2-v4", KVOptions(), None, marks=SLOW),
         pytest.param("gemma3_text-v4", EIGHT, None, marks=SLOW),
         ("gpt_oss-v4", KVOptions(), None),
         ("qwen3_5_text-v4", EIGHT, None),
@@ -188,7 +188,9 @@ def test_any_kernel_may_be_missing(missing: str, wide: tuple[Model, list[Outcome
 
 
 @requires_compiler
-@pytest.mark.parametrize("kv", [KVOptions(), pytest.param(EIGHT, marks=SLOW), FOUR])
+@pytest.mark.parametrize(
+    "kv", [KVOptions(), *(pytest.param(kv, marks=SLOW) for kv in (EIGHT, FOUR))]
+)
 def test_keys_in_values_on_kernels_as_in_plain_mlx(
     kv: KVOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray
     chunk=st.sampled_from([16, 32, 64, 256]),
     length=st.integers(1, 110),
 )
-@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "6")))
+@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "4")))
 def test_chunks_beside_others_equal_masked_attention(
     case: str,
     bits: tuple[int | None, int | None],

@@ -32,7 +32,7 @@ from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, LatentSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 
-NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "6"))
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BITS = [(None, None), (None, None), (8, 8), (8, 4), (4, 4), (8, None), (None, 4)]
 ALL_CASES = (

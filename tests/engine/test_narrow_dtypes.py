@@ -57,8 +57,14 @@ def prompt_logits(model: object, *, beside: bool) -> np.ndarray:
     return np.concatenate(outcomes["it"].logits)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, case in enumerate(CASES)
+        for j, dtype in enumerate(NARROW)
+    ],
+)
 def test_a_prompt_beside_others_is_the_prompt_alone(case: str, dtype: str) -> None:
     model = Listening(narrow_model(case, dtype))
     alone, beside = prompt_logits(model, beside=False), prompt_logits(model, beside=True)

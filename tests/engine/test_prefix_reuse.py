@@ -132,7 +132,12 @@ def test_the_page_in_which_a_prompt_ends_is_shared_when_it_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "cut"), [("gpt_oss-v4", 16), ("gpt_oss-v4", 20), ("gemma3_text", 40)]
+    ("case", "cut"),
+    [
+        pytest.param("gpt_oss-v4", 16, marks=pytest.mark.slow),
+        ("gpt_oss-v4", 20),
+        ("gemma3_text", 40),
+    ],
 )
 def test_a_windowed_answer_can_be_cut_before_its_last_window(case: str, cut: int) -> None:
     """As when it is edited and sent again: what its window passed by is still there."""

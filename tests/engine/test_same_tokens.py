@@ -23,7 +23,7 @@ from models.zoo_table import small_model
 from mlxinfer.core import FinishReason, SamplingParams
 from mlxinfer.models.decoder import Model
 
-NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "5"))
+NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "3"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 CASES = (
     *("qwen3-v4", "mistral-v4", "gemma3_text-v4", "gpt_oss-v4", "qwen3_moe-v4", "qwen3-v5"),

@@ -84,7 +84,14 @@ def test_a_conversation_resumes_at_the_exact_end_of_the_answer(model: Model) -> 
     assert cached(harness) == 84
 
 
-@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "nemotron_h-v4", "lfm2-v4"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("qwen3_5_text-v4", marks=pytest.mark.slow),
+        pytest.param("nemotron_h-v4", marks=pytest.mark.slow),
+        "lfm2-v4",
+    ],
+)
 def test_conversations_in_turn_reuse_what_they_share(case: str) -> None:
     """8 of three turns, their last messages edited then: counted in prompt tokens."""
     harness = Harness(tiny_model(case, quantized=True), num_pages=2000, max_batch=4)
@@ -198,7 +205,7 @@ def test_without_room_for_snapshots_all_is_computed(model: Model) -> None:
     assert cached(harness) == 0
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("MLXINFER_PROGRAMS", "2"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("MLXINFER_PROGRAMS", "1"))))
 def test_verified_proposals_give_the_plain_tokens(model: Model, seed: int) -> None:
     prompts = {str(n): prompt(n, seed=n) for n in (3, 40, 17)}
     params = SamplingParams(max_tokens=24)

@@ -320,8 +320,11 @@ def test_cache_specs_and_limits_of_a_model(tmp_path):
     assert weights <= model.num_bytes < 1.05 * weights
 
 
-# One of each family: `engine/test_engine_parity.py` has every case beside others.
-FAMILIES = list({case.rpartition("-")[0]: case for case in CASES}.values())
+# Every other family: test_parity.py has each beside another, and `-m slow` here, too.
+FAMILIES = [
+    pytest.param(case, marks=pytest.mark.slow if i % 2 else ())
+    for i, case in enumerate({case.rpartition("-")[0]: case for case in CASES}.values())
+]
 
 
 @pytest.mark.parametrize("case", FAMILIES)

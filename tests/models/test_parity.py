@@ -17,6 +17,17 @@ from mlxinfer.models import load
 DATA = Path(__file__).parents[1] / "data" / "parity"
 
 
+SLOW = pytest.mark.slow
+# Of a family's two cases one goes in chunks and steps, the other through the layers of a GPU.
+FIRST = {name.rpartition("-")[0]: name for name in reversed(CASES)}.values()
+LAST = {name.rpartition("-")[0]: name for name in CASES}.values()
+
+
+def cases(chosen):
+    """All of them, those that are not chosen in the slow run alone."""
+    return [pytest.param(name, marks=() if name in chosen else SLOW) for name in CASES]
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     """A loaded model, token ids and the reference logits."""
@@ -43,6 +54,7 @@ def test_one_shot_logits_equal_the_reference(case):
     assert_parity(cache_for(model, ids).run(model, [("a", ids)]), reference)
 
 
+@pytest.mark.parametrize("case", cases(LAST), indirect=True)
 def test_chunked_and_stepped_logits_equal_the_reference(case):
     model, ids, reference = case
     cache = cache_for(model, ids)
@@ -55,7 +67,7 @@ def test_chunked_and_stepped_logits_equal_the_reference(case):
     assert_parity(mx.concatenate(parts), reference)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(FIRST))
 def test_layers_of_the_gpu_equal_the_reference(name, tmp_path, monkeypatch):
     """Fused norms and ropes, compiled activations, dense matrices as they are: run on the CPU."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -63,8 +63,19 @@ def assert_same(folder: Path, config: dict, arrays: dict[str, mx.array], stated,
     assert packed.num_bytes < 0.6 * plain.num_bytes
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
-@pytest.mark.parametrize("case", ["qwen3-v4", "llama-v5", "qwen3_moe-v5"])
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [  # each format in one of the models, in all of them in the slow run
+        pytest.param(
+            case,
+            form,
+            id="-".join(map(str, (case, *form.values()))),
+            marks=() if i % 3 == j else pytest.mark.slow,
+        )
+        for i, form in enumerate(FORMS)
+        for j, case in enumerate(["qwen3-v4", "llama-v5", "qwen3_moe-v5"])
+    ],
+)
 def test_every_format(tmp_path, case, form):
     config = tiny_config(case) | {"intermediate_size": 128, "moe_intermediate_size": 64}
     arrays = quantized(arrays_of(config), form)

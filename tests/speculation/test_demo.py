@@ -22,7 +22,7 @@ from mlxinfer.text import Tokenizer
 HELD_OUT = Path(__file__).parents[1] / "bench" / "held_out.txt"
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_demo_and_its_draft_give_more_than_three_tokens_a_step(batch: int) -> None:
     draft = hub.resolve("demo-draft")
     fixed = SpeculationOptions(method="draft", draft=draft, max_draft=4, fixed=True)

@@ -54,8 +54,18 @@ def counts(speculation: Speculation) -> tuple[int, int]:
     return stats["drafted"], stats["accepted"]
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN, PENALISED], ids=["greedy", "drawn", "penalised"])
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        pytest.param(GREEDY, 1, id="greedy-1"),
+        pytest.param(DRAWN, 5, id="drawn-5"),
+        pytest.param(PENALISED, 3, id="penalised-3"),
+        *(
+            pytest.param(params, count, marks=pytest.mark.slow)
+            for params, count in [(GREEDY, 5), (DRAWN, 1), (PENALISED, 1), (PENALISED, 5)]
+        ),
+    ],
+)
 def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int) -> None:
     """Also where tokens are drawn: both draw with the same random numbers."""
     speculation = with_draft(model())
@@ -82,7 +92,7 @@ def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int
     depth=st.sampled_from([1, 4, 7]),
     same=st.booleans(),
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_any_room_and_any_mix_gives_the_plain_tokens(
     rows: list[tuple[int, int]], pages: int, slots: int, chunk: int, depth: int, same: bool
 ) -> None:
@@ -177,23 +187,35 @@ class Spoiling(DraftProposer):
         return proposed
 
 
-@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "lfm2-v4"])
-def test_recurrent_drafts_go_back_to_their_state_before_what_was_rejected(case: str) -> None:
+MUCH, LITTLE = {"num_pages": 400}, {"num_pages": 12, "max_batch": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("qwen3_5_text-v4", LITTLE),
+        ("lfm2-v4", MUCH),
+        pytest.param("qwen3_5_text-v4", MUCH, marks=pytest.mark.slow),
+        pytest.param("lfm2-v4", LITTLE, marks=pytest.mark.slow),
+    ],
+)
+def test_recurrent_drafts_go_back_to_their_state_before_what_was_rejected(
+    case: str, sizes: dict[str, int]
+) -> None:
     """All that follows a rejection holds again, in little room too."""
     both = tiny_model(case, quantized=True)
-    for sizes in ({"num_pages": 400}, {"num_pages": 12, "max_batch": 2}):  # much and little room
-        source = Spoiling(both, config(**sizes), vocab_size=both.config.vocab_size, cost=0.1)
-        speculation = Speculation(lambda _, one=source: [one], FixedDepth(4), max_depth=4)
-        harness = Harness(both, proposer=speculation)
-        rows = [(prompt(20, 0), GREEDY), (prompt(57, 1), DRAWN), (prompt(94, 2), GREEDY)]
-        for i, (ids, params) in enumerate(rows):
-            harness.add(str(i), ids, params)
-            harness.turn(i)
-        outcomes = harness.drain()
-        for i, (ids, params) in enumerate(rows):
-            assert outcomes[str(i)].token_ids == alone(both, ids, params).token_ids
-        drafted, accepted = counts(speculation)
-        assert 0.9 * source.num_right <= accepted < drafted  # an answer may end before
+    source = Spoiling(both, config(**sizes), vocab_size=both.config.vocab_size, cost=0.1)
+    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4)
+    harness = Harness(both, proposer=speculation)
+    rows = [(prompt(20, 0), GREEDY), (prompt(57, 1), DRAWN), (prompt(94, 2), GREEDY)]
+    for i, (ids, params) in enumerate(rows):
+        harness.add(str(i), ids, params)
+        harness.turn(i)
+    outcomes = harness.drain()
+    for i, (ids, params) in enumerate(rows):
+        assert outcomes[str(i)].token_ids == alone(both, ids, params).token_ids
+    drafted, accepted = counts(speculation)
+    assert 0.9 * source.num_right <= accepted < drafted  # an answer may end before
 
 
 def test_beyond_the_drafts_context_nothing_is_proposed() -> None:

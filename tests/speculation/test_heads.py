@@ -77,7 +77,10 @@ def test_a_head_that_computes_what_the_model_will_is_always_right(case: str) -> 
     assert stats["drafted"] == stats["accepted"] > 0
 
 
-@pytest.mark.parametrize("case", ["qwen3_5_text-v4", "glm4_moe_lite-v4", "eagle"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param("qwen3_5_text-v4", marks=pytest.mark.slow), "glm4_moe_lite-v4", "eagle"],
+)
 def test_answers_are_those_without_a_head(case: str) -> None:
     """Long and short prompts, a preemption, a prefix that only the model knows, little room."""
     model, head = with_eagle() if case == "eagle" else with_head(case, right=False)

@@ -184,7 +184,7 @@ def rounds_tokenizer():
 ROUNDS_TOKENIZER = rounds_tokenizer()  # one for all examples: tables are made for each
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(turns=st.lists(turns, min_size=1, max_size=4))
 def test_template_decisions_ignore_marks(turns):
     tokenizer = ROUNDS_TOKENIZER

@@ -70,7 +70,7 @@ def joined(detokenizer, ids):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     ids=st.lists(st.integers(0, len(PIECES) + 1) | st.sampled_from([9, 10, 11]), max_size=12),
     skip=st.booleans(),
@@ -148,7 +148,7 @@ def test_detokenizer_does_not_repeat_the_prompt(kind, prompt, answer):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     prompt=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),
     answer=st.lists(st.integers(0, len(PIECES) - 1), max_size=8),

@@ -66,7 +66,7 @@ words = st.sampled_from(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     text=st.lists(words, max_size=14).map("".join),
     cuts=st.lists(st.integers(0, 1000), max_size=6),
@@ -235,7 +235,7 @@ parts = st.sampled_from([*MARKS, "analysis", "final", " to=f", "commentary", "a"
 
 
 @pytest.mark.parametrize("format", [THINK, HARMONY], ids=["tags", "harmony"])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     text=st.lists(parts | words, max_size=12).map("".join),
     cuts=st.lists(st.integers(0, 1000), max_size=8),

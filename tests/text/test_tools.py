@@ -99,7 +99,7 @@ def fragments(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data(), cuts=cut_places)
 def test_whatever_comes_nothing_is_lost(name, data, cuts):
     text = data.draw(st.lists(fragments(name), max_size=10).map("".join))
@@ -258,7 +258,7 @@ def test_endless_nesting_is_text(name, open_):
         "lfm2": "<|tool_call_start|>[now(a=",
         "gemma4": "<|tool_call>call:now{a:",
     }
-    text = heads[name] + open_ * 5_000
+    text = heads[name] + open_ * 2_500
     parts = parse(name, [text])
     assert calls_of(parts) == []
     assert text_of(parts) == text

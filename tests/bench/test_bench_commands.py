@@ -24,6 +24,7 @@ def bench(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_latency_prints_machine_and_table() -> None:
     text = bench("latency", "--small", "--long", "128", "--skip-peer")
     assert "python -m tests.bench latency --small" in text
@@ -34,6 +35,7 @@ def test_latency_prints_machine_and_table() -> None:
         assert "openblas" in text  # loaded before MLX
 
 
+@pytest.mark.slow
 def test_start_runs_whole_processes(tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path / "model")
     found = json.loads(bench("start", "-m", str(folder), "--runs", "1", "--skip-peer", "--json"))
@@ -106,6 +108,7 @@ def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
     assert done.stdout.split() == ["True", "True"], limits
 
 
+@pytest.mark.slow
 def test_embed_measures_a_model(tmp_path: Path) -> None:
     folder = pooling_folder(tmp_path / "model", "bert")
     found = json.loads(bench("embed", "-m", str(folder), "--texts", "9", "--runs", "2", "--json"))
@@ -115,6 +118,7 @@ def test_embed_measures_a_model(tmp_path: Path) -> None:
         assert "sentence-transformers" not in found[layers]
 
 
+@pytest.mark.slow
 def test_infill_measures_new_and_cached_prefixes() -> None:
     found = json.loads(bench("infill", "--small", "--prefix", "200", "--runs", "1", "--json"))
     for route in ("/infill", "/v1/completions"):
@@ -123,6 +127,7 @@ def test_infill_measures_new_and_cached_prefixes() -> None:
         assert min(each["wall_s"] for each in found[route]) > 0
 
 
+@pytest.mark.slow
 def test_batch_stands_beside_the_engine() -> None:
     sizes = ["--requests", "4", "--tokens", "3", "--runs", "1"]
     found = json.loads(bench("batch", "--small", *sizes, "--json"))

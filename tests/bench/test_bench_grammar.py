@@ -1,6 +1,7 @@
 """The benchmark of grammars, small: its numbers are there and its documents are what they claim."""
 
 import jsonschema
+import pytest
 
 from tests.bench.bench_reports import check
 from tests.bench.grammar import MIXES, run
@@ -21,6 +22,7 @@ def test_a_large_tokenizer_is_one() -> None:
     assert made.encode(END).ids == [4999]
 
 
+@pytest.mark.slow
 def test_a_small_run() -> None:
     report = run(small=True, repeats=2, blocks=1)
     check(report)

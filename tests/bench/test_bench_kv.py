@@ -39,6 +39,7 @@ def test_held_out_text_is_small_and_ours() -> None:
     assert text.startswith("<|im_start|>")
 
 
+@pytest.mark.slow
 def test_quality_of_the_demo_model() -> None:
     found, num_tokens = measure("demo", length=256, limit=1)
     assert num_tokens == 256
@@ -60,12 +61,14 @@ def test_peak_is_what_came_on_top() -> None:
     assert held.nbytes == 1 << 22
 
 
+@pytest.mark.slow
 def test_eight_bits_take_less_at_the_peak(tmp_path: Path) -> None:
     plain, eight = peaks(tmp_path, kv.DEEP, kinds=KINDS, context=512, chunks=(16, 16), peer=False)
     assert eight.ours < 0.6 * plain.ours
     assert plain.theirs is None
 
 
+@pytest.mark.slow
 def test_kv_alone() -> None:
     report = kv.run(small=True, peer=False)
     check(report)

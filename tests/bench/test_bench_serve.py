@@ -6,6 +6,7 @@ from tests.bench.bench_reports import check
 from tests.bench.serve import run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("not __import__('sys').platform.startswith('linux')", reason="reads /proc")
 def test_every_scene_has_a_figure() -> None:
     report = run(small=True, peer=False)

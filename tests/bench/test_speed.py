@@ -43,6 +43,7 @@ def test_a_cell_is_made_of_medians_over_runs() -> None:
     assert len({tuple(ids[:8]) for ids in prompts}) == 6, "a shared prefix would be reused"
 
 
+@pytest.mark.slow
 def test_a_report_has_a_row_for_each_size_and_compares_with_a_saved_one(tmp_path: Path) -> None:
     arguments = ["bench", "--contexts", "24,8", "--batches", "1,3", "--tokens", "4", "--skip-peer"]
     first = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
@@ -72,6 +73,7 @@ def test_beside_mlx_lm_the_layers_of_a_gpu_come_first() -> None:
     assert set(report.data["cells"]) == {speed.OURS, speed.AS_ON_A_GPU, speed.PEER}
 
 
+@pytest.mark.slow
 def test_a_model_that_mlx_lm_does_not_load_is_measured_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,9 +77,9 @@ def test_a_listing_into_a_closed_pipe_is_quiet(model: str) -> None:
 
 
 def test_closed_streams_are_taken_for_nothing() -> None:
-    """Each of them, as `<&-`, `>&-` and `2>&-` leave it: no file may get its number."""
+    """Any of them, as `<&-`, `>&-` and `2>&-` leave it: no file may get its number."""
     command = f"{' '.join(COMMAND)} run --max-tokens 4 hi"
-    for closed, answered in (("<&-", True), ("2>&-", True), (">&-", False), ("<&- >&-", False)):
+    for closed, answered in (("<&- 2>&-", True), ("<&- >&-", False)):
         done = subprocess.run(
             f"{command} {closed}", shell=True, capture_output=True, text=True, timeout=60
         )

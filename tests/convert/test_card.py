@@ -93,7 +93,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("drawing")
 def test_figures_name_layers_and_projections(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
-    convert(source, tmp_path / "out", calibration=TEXT, target_bpw=6.0)
+    convert(source, tmp_path / "out", calibration=TEXT[:150], target_bpw=6.0)
     card = (tmp_path / "out" / "README.md").read_text()
     for name in ("bits.svg", "errors.svg", "sizes.svg"):
         assert f"![{CAPTIONS[name]}]({name})" in card

@@ -132,7 +132,7 @@ def test_fast_refuses_what_could_not_be_loaded(
 
 def test_a_target_is_met(source: Path, tmp_path: Path, outcome: Outcome) -> None:
     text = tmp_path / "text.txt"
-    text.write_text(TEXT)
+    text.write_text(TEXT[:150])
     options = ("--calibration", text, "--check", "tensors", "--json")
     seen = outcome(source, tmp_path / "out", "--target-bpw", 5.2, *options)
     assert seen.code == 0, seen.err

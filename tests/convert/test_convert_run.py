@@ -71,7 +71,7 @@ def by_mlx_lm(folder: Path) -> np.ndarray:
 TARGETED = {"target_bpw": 7.5, "calibration": TEXT[:200]}
 QUICK = ("llama-v5", "qwen3_moe-v4", "gemma3_text-v4")  # a target in each family is slow
 CONVERSIONS = [
-    *((case, {}) for case in FAMILIES),
+    *(pytest.param(c, {}, marks=pytest.mark.slow if c in QUICK else ()) for c in FAMILIES),
     *((case, TARGETED) for case in QUICK),
     *(pytest.param(c, TARGETED, marks=pytest.mark.slow) for c in FAMILIES if c not in QUICK),
 ]

@@ -22,15 +22,16 @@ def logits(folder: Path, **options: object) -> np.ndarray:
         return llm.logits(IDS)
 
 
-CASES = (
-    *("qwen3_moe-v4", "deepseek_v3-v4", "mixtral-v4", "lfm2_moe-v4", "mistral4-v4"),
-    *("gemma4_text-v4", "gpt_oss-v4", "granitemoehybrid-v4", "llama4_text-v4", "nemotron_h-v5"),
-)
+EXPERTS = ("qwen3_moe-v4", "deepseek_v3-v4", "gpt_oss-v4", "granitemoehybrid-v4", "llama4_text-v4")
+LIKE_THEM = ("mixtral-v4", "lfm2_moe-v4", "mistral4-v4", "gemma4_text-v4", "nemotron_h-v5")
+CASES = [
+    *((case, "8bit-g32") for case in EXPERTS),
+    ("gpt_oss-v4", "mxfp4"),
+    *(pytest.param(case, "8bit-g32", marks=pytest.mark.slow) for case in LIKE_THEM),
+]
 
 
-@pytest.mark.parametrize(
-    ("case", "recipe"), [*((case, "8bit-g32") for case in CASES), ("gpt_oss-v4", "mxfp4")]
-)
+@pytest.mark.parametrize(("case", "recipe"), CASES)
 def test_the_same_model_with_one_read_for_an_expert_and_back(
     case: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,9 @@ def test_memory_grows_with_the_lengths_of_mixed_requests() -> None:
     assert sampled > 0
 
 
-@pytest.mark.parametrize("case", ["mistral-v4", "gemma3_text-v4", "gpt_oss-v4"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("mistral-v4", marks=pytest.mark.slow), "gemma3_text-v4", "gpt_oss-v4"]
+)
 def test_windows_hold_a_window_and_a_page(case: str) -> None:
     harness = Harness(tiny_model(case), prefill_chunk=32, max_context=1000)
     harness.add("a", prompt(200), SamplingParams(max_tokens=100))

@@ -135,9 +135,9 @@ def test_same_tokens_as_plain_mlx(
 
 
 def run_crowded(model: Model, kv: KVOptions, kernels: Chooser, num_pages: int) -> Harness:
-    """Six requests that come one after another to a pool of so many pages."""
+    """Four requests that come one after another to a pool of so many pages."""
     harness = Harness(model, kernels=kernels, kv=kv, max_batch=6, num_pages=num_pages)
-    for index in range(6):
+    for index in range(4):
         params = SamplingParams(max_tokens=8 + 2 * index, temperature=0.8, seed=index)
         harness.add(str(index), prompt(9 + 7 * index, seed=index), params)
         harness.turn(3)
@@ -156,7 +156,7 @@ def test_preempted_on_kernels_as_undisturbed_in_plain_mlx(
     plain = run_crowded(model, kv, choose_none, 80)
     machine = MetalCPU(seed=1)
     with running_on(machine):
-        crowded = run_crowded(model, kv, choose_all(set()), 7)
+        crowded = run_crowded(model, kv, choose_all(set()), 5)
     machine.assert_clean()
     assert crowded.loop.scheduler.counters.preemptions > 0
     found, expected = (

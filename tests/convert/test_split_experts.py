@@ -22,8 +22,11 @@ def logits(folder: Path, **options: object) -> np.ndarray:
         return llm.logits(IDS)
 
 
-EXPERTS = ("qwen3_moe-v4", "deepseek_v3-v4", "gpt_oss-v4", "granitemoehybrid-v4", "llama4_text-v4")
-LIKE_THEM = ("mixtral-v4", "lfm2_moe-v4", "mistral4-v4", "gemma4_text-v4", "nemotron_h-v5")
+EXPERTS = ("qwen3_moe-v4", "deepseek_v3-v4", "gpt_oss-v4")
+LIKE_THEM = (
+    *("llama4_text-v4", "granitemoehybrid-v4"),
+    *("mixtral-v4", "lfm2_moe-v4", "mistral4-v4", "gemma4_text-v4", "nemotron_h-v5"),
+)
 CASES = [
     *((case, "8bit-g32") for case in EXPERTS),
     ("gpt_oss-v4", "mxfp4"),

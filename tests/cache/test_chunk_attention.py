@@ -69,7 +69,7 @@ def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
         mx.eval(plan.attend(pool, queries, Softmax(0.1)))
         return mx.get_peak_memory() - held
 
-    # MLX gives memory back when it likes: one of three may be a fifth off, and growth would be 2.25.
+    # MLX gives memory back when it likes: one may be a fifth off, and growth would be 2.25 times.
     short = max(transient_bytes(4_000) for _ in range(3))
     long = min(transient_bytes(9_000) for _ in range(3))
     assert long <= 1.25 * short

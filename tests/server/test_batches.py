@@ -520,13 +520,14 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
         interrupts = rng.random() < 0.3
         process.send_signal(signal.SIGINT if interrupts else signal.SIGKILL)
         said = process.communicate(timeout=60)[1]
-        assert not interrupts or process.returncode == 130, said
+        done = f"{len(lines)} answers in".encode() in said  # the signal met a process that ended
+        assert not interrupts or done or process.returncode == 130, said
         assert b"Traceback" not in said
         if rng.random() < 0.7:  # as after a loss of power
             with output.open("ab") as file:
                 file.write(b'{"id":"batch_req_1","custom_id":"row 7"'[: rng.randint(1, 40)])
-    done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    last = subprocess.run(argv, capture_output=True, timeout=120, check=False)
+    assert last.returncode == 0, last.stderr.decode()
     found = results_of(output.read_bytes())
     assert found.keys() == {each["custom_id"] for each in lines}
 

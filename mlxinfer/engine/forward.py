@@ -6,10 +6,12 @@ samples, and sends what a step is to the others before it runs it.
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cache.disk import namespace_key
 from ..cache.formats import Bits, lay_out, stored_less_bias
 from ..cache.inputs import CacheWork, Ints, Spill, StepSegments
 from ..cache.kv import KVCache
@@ -284,3 +286,19 @@ def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KV
     kernels = choose_kernels(model, *layout, chooser)
     kernels.put_into(model)
     return make_cache(model, config, layout, kernels)
+
+
+def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
+    """Pages on disk are shared only between equal weights, versions, device and KV format.
+
+    Args:
+        identity: of the weights.
+        cache: what is stored.
+        form: what part of a model spread over ranks this is; empty: it is not spread.
+    """
+    return namespace_key(
+        identity,
+        f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
+        f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
+        *([form] if form else []),
+    )

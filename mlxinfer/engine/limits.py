@@ -1,16 +1,11 @@
-"""An engine as plain values: what a request must fit into, what was done, what is held.
-
-And the namespace of what it stores on disk.
-"""
+"""An engine as plain values: what a request must fit into, what was done, what is held."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
 
-from ..cache.disk import namespace_key
 from ..cache.kv import KVCache
 from ..config import EngineConfig
 from ..core import Request, check_token_ids
@@ -166,19 +161,3 @@ def _groups(scheduler: Scheduler, cache: KVCache) -> list[dict[str, Any]]:
         }
         for index, group in enumerate(cache.groups)
     ]
-
-
-def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
-    """Pages on disk are shared only between equal weights, versions, device and KV format.
-
-    Args:
-        identity: of the weights.
-        cache: what is stored.
-        form: what part of a model spread over ranks this is; empty: it is not spread.
-    """
-    return namespace_key(
-        identity,
-        f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
-        f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
-        *([form] if form else []),
-    )

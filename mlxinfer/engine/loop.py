@@ -17,11 +17,11 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
 from .batch import Batch, CommitResult, SamplingRows, Sequence
-from .forward import Followers, make_cache
+from .forward import Followers, disk_namespace, make_cache
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, choose_kernels, choose_none
 from .kv_manager import KVManager
-from .limits import EngineLimits, disk_namespace, stats_of
+from .limits import EngineLimits, stats_of
 from .pagestore import SAVE_S, PageStore
 from .queues import Counters, failed_event, last_events, not_finite_event, stuck_in_grammar
 from .runner import Launched, Runner

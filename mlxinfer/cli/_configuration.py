@@ -29,6 +29,7 @@ from ._options import (
 )
 
 if TYPE_CHECKING:
+    from ..progress import Watch
     from ..server.registry.served import ServedModel
     from ..server.registry.slots import Entry
     from ..session.engine_factory import EngineOptions
@@ -192,6 +193,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
         ttl_s: for models without one of their own.
     """
     from ..memory import parse_bytes
+    from ..models import stoppable
     from ..models.safetensors import weights_bytes
     from ..server.registry.slots import Entry
 
@@ -201,9 +203,13 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     if kv_bytes is None and pooling_of(folder, requested.entry.source, options.task) is not None:
         kv_bytes = 0  # it keeps nothing between requests
     created_s = int(time.time())
+    watch, stop = stoppable(None)
     return Entry(
         name=requested.name,
-        load=partial(open_model, requested.name, folder, options, created_s, tool_format),
+        load=partial(
+            open_model, requested.name, folder, options, created_s, tool_format, watch=watch
+        ),
+        stop=stop,
         weights_bytes=weights_bytes(folder) - _experts_left_out(folder, options),
         aliases=requested.entry.aliases,
         kv_bytes=kv_bytes,
@@ -255,12 +261,16 @@ def open_model(
     created_s: int,
     tool_format: str,
     room_bytes: int,
+    *,
+    watch: "Watch",
 ) -> "ServedModel":
     """Load a model with weights and KV cache that fit; a KV budget of its own is kept."""
     from ..server.registry.served import ServedModel
 
     sized = replace(options, room_bytes=room_bytes)
-    return ServedModel.open(name, folder, sized, created_s=created_s, tool_format=tool_format)
+    return ServedModel.open(
+        name, folder, sized, created_s=created_s, tool_format=tool_format, watch=watch
+    )
 
 
 def own_settings(requested: RequestedModel) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Ranks on the command line: which process follows, and how a group starts again."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ from ._model import fetch
 from ._options import RANK_NAMES
 
 LISTENERS = "MLXINFER_LISTENERS"  # environment variable: sockets that a process left to itself
-RETRY_S = 3600.0  # that a rank waits for rank 0, which may be starting again
+MAX_FILES = 1024  # numbers of open files below this one
 ANSWER_S = 2.0  # that clients get to take their errors before the process starts again
 log = logging.getLogger("mlxinfer.ranks")
 
@@ -50,8 +51,10 @@ def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
         return True
     from ..ranks.follower import follow
     from ..ranks.hosts import shared_secret
+    from ..ranks.join import WAIT_S
 
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    secret = shared_secret()
     log.info("rank %d of %d waits for rank 0 at %s port %d", place.rank, place.size, *place.control)
     again = spread.hostfile is not None  # else a launcher started it, and ends the group
 
@@ -60,7 +63,7 @@ def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
             start_again()
         os._exit(0)
 
-    follow(place, shared_secret(), lambda name: fetch(models[0]), wait_s=RETRY_S, ended=ended)
+    follow(place, secret, lambda name: fetch(models[0]), wait_s=WAIT_S, ended=ended)
     raise SystemExit(0)
 
 
@@ -70,8 +73,10 @@ def start_again(listeners: Sequence[socket.socket] = ()) -> None:
     MLX forms one group in the life of a process, and a collective operation that was cut off may
     never return: nothing less gets rid of it.
     """
-    for listener in listeners:
-        os.set_inheritable(listener.fileno(), True)
+    kept = {0, 1, 2, *(listener.fileno() for listener in listeners)}
+    for number in range(MAX_FILES):  # MLX's sockets too, or each start would leave some open
+        with contextlib.suppress(OSError):
+            os.set_inheritable(number, number in kept)
     os.environ[LISTENERS] = ",".join(str(listener.fileno()) for listener in listeners)
     sys.stdout.flush()
     sys.stderr.flush()

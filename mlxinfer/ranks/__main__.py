@@ -4,7 +4,6 @@ import json
 import logging
 import signal
 import sys
-from pathlib import Path
 
 from .follower import follow
 from .hosts import Place
@@ -16,7 +15,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     given = json.loads(sys.stdin.buffer.read())
     secret = bytes.fromhex(given.pop("secret"))
-    follow(Place(**{**given, "control": tuple(given["control"])}), secret, Path)
+    follow(Place(**{**given, "control": tuple(given["control"])}), secret, None)
 
 
 if __name__ == "__main__":

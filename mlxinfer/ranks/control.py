@@ -2,15 +2,21 @@
 
 Both sides prove that they know a shared secret before anything else is said: each answers the
 other's random number with an HMAC of both numbers. What follows is not encrypted: links are
-private networks, and public addresses are refused (hosts.py).
+private networks, and public addresses are refused (hosts.py). Rank 0 meets all that connect at
+once, so that a stranger that says nothing holds up no rank; behind the proofs it answers whether
+the rank belongs to its group, and why not.
 """
 
 import contextlib
 import hmac
+import logging
 import math
+import queue
 import secrets
+import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,8 +29,12 @@ T = TypeVar("T")
 NONCE = 32  # bytes
 MAX_FRAME = 1 << 28  # bytes
 MAX_UNPROVEN = 1 << 12  # bytes of a frame, before the other side has proved itself
+MAX_STRANGERS = 64  # connections that prove themselves at once; the oldest gives way
 HANDSHAKE_S = 10.0  # that a connection may take to prove itself, all in all
 RETRY_S = 0.2
+POLL_S = 0.05
+RANK_0, OTHER = b"rank 0", b"another rank"  # which side a proof is of
+log = logging.getLogger("mlxinfer.ranks")
 
 
 class Connection:
@@ -46,6 +56,16 @@ class Connection:
         if length > self._max_frame:
             raise EOFError(f"a frame of {length} bytes")
         return self._exactly(length)
+
+    def receive_within(self, seconds: float) -> bytes:
+        """The next frame, which must begin within so many seconds that this process runs.
+
+        Seconds that it was suspended do not count. EOFError where none comes, and as of `receive`.
+        """
+        for _ in range(math.ceil(seconds)):
+            if select.select([self._socket], [], [], 1.0)[0]:
+                return self.receive()
+        raise EOFError(f"it has said nothing for {seconds:g} seconds")
 
     def close(self) -> None:
         """End it, for both sides and for a thread that waits for a frame."""
@@ -92,6 +112,7 @@ class Hello(msgspec.Struct, array_like=True):
     size: int
     version: str
     pid: int
+    ring: list[list[str]] = []  # addresses with ports of every rank; empty: MPI has its own
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
@@ -114,45 +135,6 @@ def listen(address: tuple[str, int]) -> socket.socket:
     return listener
 
 
-def accept(
-    listener: socket.socket, secret: bytes, own: Hello, deadline_s: float
-) -> tuple[Connection, Hello] | None:
-    """The next rank that connects and proves itself; None: none did before the deadline, or one
-    that came did not.
-
-    Raises:
-        RanksFailedError: it is another version, or no other rank of a group of this size.
-    """
-    listener.settimeout(max(deadline_s - time.monotonic(), 0.01))
-    try:
-        sock, _ = listener.accept()
-    except OSError:
-        return None
-    connection = Connection(sock)
-    try:
-        nonce = secrets.token_bytes(NONCE)
-        connection.send(nonce)
-        proof, theirs, said = msgspec.msgpack.decode(
-            connection.receive(), type=tuple[bytes, bytes, bytes]
-        )
-        if not hmac.compare_digest(proof, prove(secret, nonce, theirs, said)):
-            raise EOFError("a wrong secret")
-        connection.send(prove(secret, theirs, nonce))
-        hello = msgspec.msgpack.decode(said, type=Hello)
-    except (OSError, EOFError, msgspec.MsgspecError):
-        connection.close()
-        return None
-    fits = (hello.version, hello.size) == (own.version, own.size)
-    if not fits or hello.rank not in range(1, own.size):
-        connection.close()
-        raise RanksFailedError(
-            f"Rank {hello.rank} of {hello.size} runs {hello.version}; expected one of ranks 1 to "
-            f"{own.size - 1} of {own.size} with {own.version}."
-        )
-    connection.trust()
-    return connection, hello
-
-
 def gather(
     listener: socket.socket, secret: bytes, own: Hello, within_s: float, check: Callable[[], None]
 ) -> dict[int, Connection]:
@@ -163,17 +145,18 @@ def gather(
         secret: that they know.
         own: rank 0's.
         within_s: seconds that they may take.
-        check: called about every second; may raise.
+        check: called several times a second; may raise.
 
     Raises:
-        RanksFailedError: some did not come, or two are the same one; and as of `accept`.
+        RanksFailedError: some did not come, two are the same one, or one does not belong here.
     """
     deadline_s, ranks = time.monotonic() + within_s, dict[int, Connection]()
+    door = _Door(listener, secret)
     try:
         while len(ranks) < own.size - 1:
-            came = accept(listener, secret, own, min(time.monotonic() + 1.0, deadline_s))
-            if came is not None:
-                _add(ranks, *came)
+            door.let_in()
+            while not door.proven.empty():
+                _add(ranks, own, *door.proven.get())
             check()
             if time.monotonic() > deadline_s:
                 missing = sorted(set(range(1, own.size)) - set(ranks))
@@ -186,56 +169,144 @@ def gather(
         for connection in ranks.values():
             connection.close()
         raise
+    finally:
+        door.close()
     return ranks
 
 
-def _add(ranks: dict[int, Connection], connection: Connection, hello: Hello) -> None:
-    """Take a rank in; RanksFailedError where it is there already, and has not ended."""
+class _Door:
+    """Connections that prove themselves, each on a thread of its own."""
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self.proven: queue.SimpleQueue[tuple[Connection, Hello]] = queue.SimpleQueue()
+        self._listener = listener
+        self._secret = secret
+        self._strangers: list[Connection] = []  # the oldest first; proven ones with them
+        self._refused: set[str] = set()  # addresses
+        listener.settimeout(POLL_S)
+
+    def let_in(self) -> None:
+        """Begin to meet the next connection, if one comes within `POLL_S` seconds."""
+        try:
+            sock, (address, _) = self._listener.accept()
+        except OSError:
+            return
+        if len(self._strangers) == MAX_STRANGERS:
+            self._strangers.pop(0).close()
+        connection = Connection(sock)
+        self._strangers.append(connection)
+        threading.Thread(target=self._meet, args=(connection, address), daemon=True).start()
+
+    def _meet(self, connection: Connection, address: str) -> None:
+        try:
+            self.proven.put((connection, _proven(connection, self._secret)))
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            connection.close()
+            if address not in self._refused:
+                log.warning("a connection from %s did not prove itself: %s", address, error)
+            self._refused.add(address)
+        with contextlib.suppress(ValueError):  # it gave way
+            self._strangers.remove(connection)
+
+    def close(self) -> None:
+        """Refuse all that are not proven, and those that came too late."""
+        for connection in list(self._strangers):
+            connection.close()
+        while not self.proven.empty():
+            self.proven.get()[0].close()
+
+
+def _proven(connection: Connection, secret: bytes) -> Hello:
+    """What the other side says of itself, once it has proved that it knows the secret.
+
+    Raises:
+        EOFError, OSError, msgspec.MsgspecError: it has not.
+    """
+    nonce = secrets.token_bytes(NONCE)
+    connection.send(nonce)
+    proof, theirs, said = msgspec.msgpack.decode(
+        connection.receive(), type=tuple[bytes, bytes, bytes]
+    )
+    if not hmac.compare_digest(proof, prove(secret, OTHER, nonce, theirs, said)):
+        connection.send(b"")
+        raise EOFError("it has another secret")
+    connection.send(prove(secret, RANK_0, theirs, nonce))
+    return msgspec.msgpack.decode(said, type=Hello)
+
+
+def _add(ranks: dict[int, Connection], own: Hello, connection: Connection, hello: Hello) -> None:
+    """Take a rank in, and say so to it; RanksFailedError where it does not belong there."""
     before = ranks.get(hello.rank)
-    if before is not None and not before.is_closed:
-        connection.close()
-        raise RanksFailedError(
+    problem = _misfit(own, hello)
+    if not problem and before is not None and not before.is_closed:
+        problem = (
             f"Two processes are rank {hello.rank} (process {hello.pid} came last); give each its "
             "own rank."
         )
+    with contextlib.suppress(OSError):  # it has left again, which the group notices
+        connection.send(problem.encode())
+    if problem:
+        connection.close()
+        raise RanksFailedError(problem)
     if before is not None:  # it was started again
         before.close()
+    connection.trust()
     ranks[hello.rank] = connection
+
+
+def _misfit(own: Hello, hello: Hello) -> str:
+    """Why a rank does not belong to the group of rank 0; empty: it does."""
+    it = f"Rank {hello.rank} of {hello.size}"
+    if hello.version != own.version:
+        return f"{it} runs {hello.version}, and rank 0 {own.version}; install the same on all."
+    if hello.size != own.size or hello.rank not in range(1, own.size):
+        return f"{it} came; expected one of ranks 1 to {own.size - 1} of {own.size}."
+    if hello.ring != own.ring:
+        return (
+            f"{it} has another host file, {hello.ring}, than rank 0, {own.ring}; copy the same one."
+        )
+    return ""
 
 
 def connect(address: tuple[str, int], secret: bytes, own: Hello, deadline_s: float) -> Connection:
     """The connection of another rank to rank 0, tried until the deadline.
 
     Raises:
-        RanksFailedError: rank 0 is not there, or has another secret.
+        RanksFailedError: rank 0 is not there, has another secret, or no place for this rank.
     """
-    problem: BaseException = TimeoutError()
+    problem: BaseException = TimeoutError("it was not tried")
     while time.monotonic() < deadline_s:
+        connection = None
         try:
             connection = Connection(socket.create_connection(address, timeout=HANDSHAKE_S))
-        except OSError as error:
+            refusal = _introduce(connection, secret, own)
+        except (OSError, EOFError) as error:  # it is not there yet, or ends just now
+            if connection is not None:
+                connection.close()
             problem = error
             time.sleep(RETRY_S)
             continue
-        try:
-            nonce, mine = connection.receive(), secrets.token_bytes(NONCE)
-            said = msgspec.msgpack.encode(own)
-            connection.send(msgspec.msgpack.encode((prove(secret, nonce, mine, said), mine, said)))
-            if not hmac.compare_digest(connection.receive(), prove(secret, mine, nonce)):
-                raise EOFError("a wrong secret")
-        except TimeoutError as error:  # rank 0 hears another connection first
-            connection.close()
-            problem = error
-            continue
-        except (OSError, EOFError) as error:
+        if refusal:
             connection.close()
             raise RanksFailedError(
-                f"Rank 0 at {address[0]} port {address[1]} did not take this rank: {error}. All "
-                "ranks need the same secret and version."
-            ) from None
+                f"Rank 0 at {address[0]} port {address[1]} did not take this rank: {refusal}"
+            )
         connection.trust()
         return connection
     raise RanksFailedError(f"Rank 0 is not at {address[0]} port {address[1]}: {problem}.")
+
+
+def _introduce(connection: Connection, secret: bytes, own: Hello) -> str:
+    """Prove this rank to rank 0, and let it prove itself; why it refuses, or empty."""
+    nonce, mine = connection.receive(), secrets.token_bytes(NONCE)
+    if len(nonce) != NONCE:
+        raise EOFError("another program listens there")
+    said = msgspec.msgpack.encode(own)
+    proof = prove(secret, OTHER, nonce, mine, said)
+    connection.send(msgspec.msgpack.encode((proof, mine, said)))
+    if not hmac.compare_digest(connection.receive(), prove(secret, RANK_0, mine, nonce)):
+        return "it has another secret. All ranks need the same."
+    return connection.receive().decode(errors="replace")
 
 
 def prove(secret: bytes, *parts: bytes) -> bytes:

@@ -4,6 +4,7 @@ One thread reads the connection, and answers whether the process lives; the othe
 rank 0 is gone the process ends at once, also out of a collective operation that waits for it.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -26,15 +27,15 @@ from ..models import load_share
 from ..models.language import LanguageModel
 from . import messages
 from .adapters import OwnAdapters
-from .control import Connection, Hello, connect
+from .control import Connection, connect
 from .disk import OwnDisk
-from .group import FORM_S
-from .hosts import Place
-from .join import join_group, version
+from .hosts import Place, require_free
+from .join import FORM_S, JOIN_S, WAIT_S, hello_of, join_group
 from .link import GroupLink
 from .wire import Reader, StepMessage, WorkMessage, checksum, spill_of
 
 END_S = 2.0
+SILENCE_S = JOIN_S + 20.0  # without a word of rank 0, which says one every second but as it joins
 Find = Callable[[str], Path]  # a model's name -> its folder on this machine
 log = logging.getLogger("mlxinfer.ranks")
 
@@ -58,7 +59,7 @@ class Follower:
     Args:
         place: which, among which.
         connection: to rank 0.
-        find: folders of models that rank 0 names and has elsewhere.
+        find: folders of models on this machine; None: those of rank 0.
         ended: ends the process, or makes another of it.
     """
 
@@ -66,7 +67,7 @@ class Follower:
         self,
         place: Place,
         connection: Connection,
-        find: Find,
+        find: Find | None,
         ended: Callable[[], None] = lambda: os._exit(0),
     ) -> None:
         self._ended = ended
@@ -116,20 +117,25 @@ class Follower:
             try:
                 obey[type(message)](message)
             except BaseException as error:  # rank 0 hears of it, and the group ends
-                log.exception("rank %d ends", self._place.rank)
-                self._say(messages.Failed(f"{type(error).__name__}: {error}"))
-                time.sleep(0.5)  # until rank 0 has read it
+                known = isinstance(error, RuntimeError | OSError)  # MLX's: a link is lost
+                log.error("rank %d ends: %s", self._place.rank, error, exc_info=not known)
+                with contextlib.suppress(OSError):  # it may have left already
+                    self._say(messages.Failed(f"{type(error).__name__}: {error}"))
+                    time.sleep(0.5)  # until rank 0 has read it
                 self._ended()
 
     def _read(self) -> None:
+        patience_s = WAIT_S + SILENCE_S  # all other ranks are awaited before rank 0 says a word
         try:
             while True:
-                message = self._orders.decode(self._connection.receive())
+                message = self._orders.decode(self._connection.receive_within(patience_s))
+                patience_s = SILENCE_S
                 if isinstance(message, messages.Ping):
                     self._say(messages.Pong())
                 else:
                     self._inbox.put(message)
-        except (OSError, EOFError, msgspec.MsgspecError):
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            log.info("rank 0 is gone: %s", error)
             self._inbox.put(None)
             time.sleep(END_S)  # after which it waits for a rank that is gone
             self._ended()
@@ -142,6 +148,7 @@ class Follower:
 
     def _form(self, _: messages.Form) -> None:
         self._link = GroupLink(join_group(self._place), overlaps=self._place.overlaps)
+        log.info("rank %d of %d has joined", self._place.rank, self._place.size)
 
     def _load(self, message: messages.Load) -> None:
         assert self._link is not None, "a group is formed before a model is loaded"
@@ -156,7 +163,7 @@ class Follower:
                 read=reads.append,
             )
         except (MlxinferError, OSError) as error:  # rank 0 says so, and may load another model
-            log.exception("rank %d cannot load %s", rank, message.name)
+            log.error("rank %d cannot load %s: %s", rank, message.name, error)
             problem = str(error)
         if self._model is not None and problem is None:
             self._adapters = OwnAdapters(rank, message.number, self._model, self._say)
@@ -172,9 +179,7 @@ class Follower:
 
     def _folder(self, message: messages.Load) -> Path:
         """Where the checkpoint lies here; MlxinferError where it is another one."""
-        folder = Path(message.folder)
-        if not (folder / "config.json").is_file():
-            folder = self._find(message.name)
+        folder = Path(message.folder) if self._find is None else self._find(message.name)
         if messages.digest_of(folder) != message.digest:
             raise MlxinferError(
                 f"{folder} is not the checkpoint that rank 0 has; copy or download the same one."
@@ -274,7 +279,7 @@ class Follower:
 def follow(
     place: Place,
     secret: bytes,
-    find: Find,
+    find: Find | None,
     *,
     wait_s: float = FORM_S,
     ended: Callable[[], None] = lambda: os._exit(0),
@@ -282,8 +287,9 @@ def follow(
     """Be a rank of a group until it ends; then `ended` ends the process.
 
     Raises:
-        RanksFailedError: rank 0 is not there within `wait_s` seconds, or has another secret.
+        RanksFailedError: rank 0 is not there within `wait_s` seconds or does not take this rank, or
+            a port is taken.
     """
-    own = Hello(place.rank, place.size, version(), os.getpid())
-    connection = connect(place.control, secret, own, time.monotonic() + wait_s)
+    require_free(place)
+    connection = connect(place.control, secret, hello_of(place), time.monotonic() + wait_s)
     Follower(place, connection, find, ended).run()

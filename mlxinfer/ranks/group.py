@@ -7,7 +7,6 @@ step raises, its requests end with the reason, and what owns the process starts 
 
 import contextlib
 import logging
-import os
 import queue
 import selectors
 import threading
@@ -28,17 +27,16 @@ from ..models import load_share
 from ..models.language import LanguageModel
 from . import messages
 from .adapters import OtherAdapters
-from .control import Connection, Hello, gather, listen
 from .disk import OtherDisks
 from .hosts import Place
-from .join import join_group, shut_ring, version
+from .join import gather_others, join_group, shut_ring
 from .link import GroupLink
 from .local import LocalRanks
 from .wire import Writer, checksum
 
 PING_S = 1.0
 SILENCE_S = 20.0  # after which a rank that does not answer counts as lost
-FORM_S = 120.0  # that the others may take to come
+READY_S = 120.0  # that the others may take to make their caches
 LOAD_S = 1800.0  # ... to load their parts
 STEP_S = 60.0  # ... for one step
 OfModel = messages.Loaded | messages.AdapterDone
@@ -53,6 +51,7 @@ class RankGroup:
         secret: that all ranks know.
         local: ranks that this process starts itself; None: others do.
         step_s: seconds that a step may take.
+        check: called several times a second while the others are awaited; may raise.
 
     Attributes:
         failure: why it failed; None: it has not.
@@ -69,6 +68,7 @@ class RankGroup:
         *,
         local: LocalRanks | None = None,
         step_s: float = STEP_S,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.place = place
         self.failure: RanksFailedError | None = None
@@ -90,12 +90,7 @@ class RankGroup:
         self._sent_s: list[float] = []  # when the steps that were not read yet were sent
         self._num_steps = self._num_rows = self._step_bytes = 0  # that were sent
         self._closed = False
-        try:
-            self._ranks = self._gather(place, secret)
-        except BaseException:  # Ctrl-C too: they would wait for as long as a group may take
-            if local is not None:
-                local.end()
-            raise
+        self._ranks = gather_others(place, secret, local, check)
         self._heard_s = dict.fromkeys(self._ranks, time.monotonic())
         self._watcher = threading.Thread(target=self._watch, name="mlxinfer-ranks", daemon=True)
         self._watcher.start()
@@ -226,7 +221,7 @@ class RankGroup:
             )
         )
         own = messages.ready(cache)
-        others = self._await(messages.Ready, FORM_S)
+        others = self._await(messages.Ready, READY_S)
         if self._pipeline:  # layers differ, and so does what they take
             every = [own, *others]
             counts = [min(each) for each in zip(*[one.num_pages for one in every], strict=True)]
@@ -332,19 +327,6 @@ class RankGroup:
         }
 
     # -- others ---------------------------------------------------------------------------------
-
-    def _gather(self, place: Place, secret: bytes) -> dict[int, Connection]:
-        """A connection to every other rank."""
-        own = Hello(0, place.size, version(), os.getpid())
-        with listen(place.control) as listener:
-            if self._local is not None:
-                self._local.start(place, secret)
-            return gather(listener, secret, own, FORM_S, self._check_local)
-
-    def _check_local(self) -> None:
-        ended = self._local.ended() if self._local is not None else None
-        if ended is not None:
-            raise RanksFailedError(f"{ended} while the group was being formed; its log says why.")
 
     def _tell(self, message: msgspec.Struct) -> None:
         """Send a message to all others."""

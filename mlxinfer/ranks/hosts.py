@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, RanksFailedError
 
 RING_PORT = 32323  # of the first rank; as mlx.launch has it
 CONTROL_PORT = 32300
@@ -80,11 +80,14 @@ def read_hosts(path: Path, rank: int | None) -> Place:
     """
     try:
         hosts = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}.", param="hostfile") from None
     if not isinstance(hosts, list) or len(hosts) < 2:
         raise InvalidRequestError(f"{path} must be a list of two hosts or more.", param="hostfile")
     ring = [_addresses(host, i, str(path)) for i, host in enumerate(hosts)]
+    every = [address for addresses in ring for address in addresses]
+    if (twice := next((one for one in every if every.count(one) > 1), None)) is not None:
+        raise InvalidRequestError(f"{path} names {twice} twice.", param="hostfile")
     if rank is None:
         own = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
         if len(own) != 1:
@@ -107,10 +110,13 @@ def launched(environ: Mapping[str, str] = os.environ) -> Place | None:
         InvalidRequestError: as of `read_hosts`.
     """
     if "MLX_RANK" in environ and environ.get("MLX_HOSTFILE"):
-        return read_hosts(Path(environ["MLX_HOSTFILE"]), int(environ["MLX_RANK"]))
-    size = int(environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+        return read_hosts(Path(environ["MLX_HOSTFILE"]), _number(environ, "MLX_RANK"))
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
     if size > 1:
-        return Place(int(environ["OMPI_COMM_WORLD_RANK"]), size, [], _control("127.0.0.1"))
+        rank = _number(environ, "OMPI_COMM_WORLD_RANK")
+        return Place(rank, size, [], _control("127.0.0.1"))
     return None
 
 
@@ -158,9 +164,8 @@ def _addresses(host: Any, rank: int, where: str) -> list[str]:
         )
     found = []
     for place, stated in enumerate(listed):
-        address, _, port = stated.partition(":")
-        require_private(address, where)
-        found.append(f"{address}:{port or RING_PORT + 8 * rank + place}")
+        address, port = _address(stated, where, RING_PORT + 8 * rank + place)
+        found.append(f"{address}:{port}")
     return found
 
 
@@ -168,16 +173,55 @@ def _control(default_host: str) -> tuple[str, int]:
     stated = os.environ.get(CONTROL)
     if stated is None:
         return default_host, CONTROL_PORT
-    host, _, port = stated.partition(":")
-    require_private(host, CONTROL)
-    return host, int(port or CONTROL_PORT)
+    return _address(stated, CONTROL, CONTROL_PORT)
+
+
+def _address(stated: str, where: str, default_port: int) -> tuple[str, int]:
+    """A private address and its port, of `address:port` or an address alone."""
+    address, colon, port = stated.partition(":")
+    if ":" in port:  # of IPv6
+        address, colon, port = stated, "", ""
+    require_private(address, where)
+    if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise InvalidRequestError(
+            f"{where} names {stated}; expected a port from 1 to 65,535 behind the colon.",
+            param="hostfile",
+        )
+    return address, int(port) if colon else default_port
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    """A rank or a size of the environment."""
+    stated = environ.get(name, "")
+    if not (stated.isascii() and stated.isdigit()):
+        raise InvalidRequestError(f"{name} is {stated!r}; expected a number.", param="rank")
+    return int(stated)
+
+
+def require_free(place: Place) -> None:
+    """Raise RanksFailedError unless this rank can bind its own addresses of the ring.
+
+    MLX would say so too, but other ranks may wait for this one in C++ by then.
+    """
+    for stated in place.ring[place.rank] if place.ring else []:
+        address, _, port = stated.partition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, int(port)))
+                probe.listen()
+            except OSError as error:
+                raise RanksFailedError(
+                    f"Rank {place.rank} cannot use {address} port {port} for the ring: "
+                    f"{error.strerror}. Expected a free port of an address of this machine."
+                ) from None
 
 
 def _is_here(address: str) -> bool:
     """Whether an address with a port is one of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((address.rpartition(":")[0], 0))
+            probe.bind((address.partition(":")[0], 0))
         except OSError:
             return False
         return True

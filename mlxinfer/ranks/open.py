@@ -26,10 +26,13 @@ def _call_ends() -> None:
         call()
 
 
-def open_group(options: RankOptions, model: str | None = None) -> RankGroup | None:
+def open_group(
+    options: RankOptions, model: str | None = None, check: Callable[[], None] = lambda: None
+) -> RankGroup | None:
     """The group of these options, formed if this process has none; None: one rank is asked for.
 
     This process must be rank 0 of it. A `model` that is named claims it, see `RankGroup.claim`.
+    `check` is called several times a second while others are awaited, and may raise.
 
     Raises:
         InvalidRequestError: the options, or another group was formed before, or has a model.
@@ -38,13 +41,13 @@ def open_group(options: RankOptions, model: str | None = None) -> RankGroup | No
     place = options.elsewhere
     if place is None and options.ranks == 1:
         return None
-    group = _group_of(options, place)
+    group = _group_of(options, place, check)
     if model is not None:
         group.claim(model)
     return group
 
 
-def _group_of(options: RankOptions, place: Place | None) -> RankGroup:
+def _group_of(options: RankOptions, place: Place | None, check: Callable[[], None]) -> RankGroup:
     """The group of this process, formed if it has none. Raises as of `open_group`."""
     size = options.ranks if place is None else place.size
     with _lock:
@@ -69,9 +72,10 @@ def _group_of(options: RankOptions, place: Place | None) -> RankGroup:
                 secrets.token_bytes(32),
                 local=LocalRanks(),
                 step_s=options.rank_deadline,
+                check=check,
             )
         else:
-            group = RankGroup(place, shared_secret(), step_s=options.rank_deadline)
+            group = RankGroup(place, shared_secret(), step_s=options.rank_deadline, check=check)
         group.on_end = _call_ends
         _open.append(group)
         atexit.register(group.close)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -342,8 +343,8 @@ def open_engine(
 
     described: list[ModelInfo] = []
     proposers: list[Proposer | None] = []
-    group = _group(name, folder, options)
     watch, stop = stoppable(watch)
+    group = _group(name, folder, options, partial(watch, 0, 0))
 
     def build() -> "tuple[LanguageModel, EngineConfig]":
         disk = options.disk(folder)
@@ -374,10 +375,13 @@ def open_engine(
     return engine, described[0]
 
 
-def _group(name: str, folder: Path, options: EngineOptions) -> "RankGroup | None":
+def _group(
+    name: str, folder: Path, options: EngineOptions, check: Callable[[], None]
+) -> "RankGroup | None":
     """The ranks that the model is spread over; None: it is not.
 
     In a process that is a rank other than 0 this does not return: it follows until the group ends.
+    `check` is called while others are awaited, and may raise.
 
     Raises:
         InvalidRequestError, RanksFailedError: as of `open_group` and `follow`.
@@ -392,7 +396,7 @@ def _group(name: str, folder: Path, options: EngineOptions) -> "RankGroup | None
     if place is not None and place.rank:
         follow(place, shared_secret(), lambda name: folder)
         raise SystemExit(0)
-    return open_group(options.spread, name)
+    return open_group(options.spread, name, check)
 
 
 def add_speculation(

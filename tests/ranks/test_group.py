@@ -51,7 +51,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     """A group of three, and the ends of the other two."""
     pairs = {rank: socket.socketpair(socket.AF_UNIX) for rank in (1, 2)}
     ours, theirs = ({rank: proven(pair[end]) for rank, pair in pairs.items()} for end in (0, 1))
-    monkeypatch.setattr(RankGroup, "_gather", lambda self, place, secret: ours)
+    monkeypatch.setattr(group_module, "gather_others", lambda *_: ours)
     monkeypatch.setattr(group_module, "join_group", lambda place: NoLink())
     made = RankGroup(Place(0, 3, [], ("127.0.0.1", 1)), b"")
     for connection in theirs.values():  # to form a group, and the watcher's first ping
@@ -108,7 +108,7 @@ def test_an_interrupt_while_ranks_are_awaited_ends_them(monkeypatch: pytest.Monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(control, "accept", interrupted)
+    monkeypatch.setattr(control._Door, "let_in", interrupted)
     local = LocalRanks()
     with pytest.raises(KeyboardInterrupt):
         RankGroup(local_place(3), b"0123456789abcdef", local=local)
@@ -132,17 +132,16 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
     thread.start()
 
     def come(rank: int) -> Connection:
-        own = Hello(rank, 3, version(), 40 + rank)
+        own = Hello(rank, 3, version(), 40 + rank, place.ring)
         return connect(place.control, secret, own, time.monotonic() + 10)
 
     come(1).close()
-    came = [come(1)]
-    time.sleep(0.1)
-    came.append(come(1))
+    came = come(1)
+    with pytest.raises(RanksFailedError, match="Two processes are rank 1"):
+        come(1)
     thread.join(10)
     assert "Two processes are rank 1 (process 41 came last)" in str(results[0])
-    for connection in came:
-        connection.close()
+    came.close()
 
 
 def test_the_kv_cache_of_ranks_leaves_room_for_all_weights(three: Group) -> None:

@@ -370,6 +370,20 @@ def test_close_ends_loading_models_and_leaves_stuck_ones_behind(
     ends.set()
 
 
+def test_a_load_that_is_under_way_when_the_server_ends_is_stopped(machine: Machine) -> None:
+    loads = machine.hold("a")
+    models = machine.registry([machine.entry("a", 10 * MB, stop=loads.set)])
+
+    async def work() -> None:
+        asyncio.create_task(touch(models, "a"))  # noqa: RUF006  # cancelled as the loop ends
+        await until(lambda: models.find("a").state is State.LOADING)
+
+    asyncio.run(work())
+    models.close()
+    assert loads.is_set()
+    assert not machine.there
+
+
 @pytest.mark.parametrize("other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}])
 def test_two_models_of_one_name_are_refused(machine: Machine, other: dict[str, Any]) -> None:
     name = other.pop("name")

@@ -354,7 +354,7 @@ class Models:
                             await self._loader.put_out(slot, "idle")
 
     def close(self) -> None:
-        """End all of them, those too that are being loaded; what is stuck is left behind.
+        """End all of them, and loads that are under way; what is stuck is left behind.
 
         Called when the event loop has ended.
         """
@@ -386,6 +386,7 @@ def _end(slot: Slot) -> None:
     """Close a model; one that is on its way is there first."""
     served = slot.served
     if slot.opening is not None:
+        slot.entry.stop()
         served = slot.opening.result()
     if served is not None:
         served.close()

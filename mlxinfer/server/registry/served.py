@@ -7,7 +7,7 @@ from ...errors import InvalidRequestError
 from ...session.engine_client import EngineClient
 from ...session.engine_factory import EngineOptions, ModelInfo
 from ...session.generation_config import read_sampling
-from ...session.pooling_session import PoolingSession, open_session
+from ...session.pooling_session import PoolingSession, Watch, open_session
 from ...session.request_builder import RequestBuilder
 from ...session.session import Session
 from ...text import Tokenizer, fim_tokens
@@ -51,10 +51,14 @@ class ServedModel:
         *,
         created_s: int,
         tool_format: str = "auto",
+        watch: Watch | None = None,
     ) -> "ServedModel":
-        """Load the model in `folder`; raises as Session, and CheckpointError as `read_defaults`."""
+        """Load the model in `folder`, with `watch` as of Session.
+
+        Raises as Session, and CheckpointError as `read_defaults`.
+        """
         defaults = read_defaults(folder)
-        session = open_session(name, folder, options, tool_format)
+        session = open_session(name, folder, options, tool_format, watch)
         return cls(name=name, session=session, defaults=defaults, created_s=created_s)
 
     def with_adapter(self, adapter: str) -> "ServedModel":

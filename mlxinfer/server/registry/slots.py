@@ -32,6 +32,7 @@ class Entry:
         source: what the model was asked for by: a repository, a folder, a bundled name.
         kv_bits: of keys and of values in its KV cache; None: as computed.
         adapters: that it has from its first load on: name -> folder.
+        stop: makes a load that is under way raise soon, and all later ones: the server ends.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Entry:
     source: str = ""
     kv_bits: tuple[int | None, int | None] = (None, None)
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    stop: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)

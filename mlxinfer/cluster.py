@@ -8,8 +8,11 @@ file`: version 1, and for each worker a URL and the model that it serves.
 import contextlib
 import errno
 import ipaddress
+import math
+import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,12 @@ from .errors import InvalidRequestError
 from .http_json import ServerError, exchange
 
 SERVICE = "_mlxinfer._tcp.local."  # by which servers are found in the local network (RFC 6763)
-ANSWER_S = 5.0  # that a server has to answer
+SCHEMES = {"http": 80, "https": 443}
+HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*)(\.[a-z0-9_]([a-z0-9_-]*))*\.?")
+ANSWER_S = 5.0  # that a server may be silent for
+ASKED_AT_ONCE = 32
+MAX_ANNOUNCED = 256  # names taken from the network
+RESOLVE_S = 0.5  # for an announcement that came in parts
 PRIVATE_NAMES = (".local", ".lan", ".internal", ".home.arpa")
 MDNS = ("224.0.0.251", 5353)
 INSTALL = 'Finding servers by mDNS takes zeroconf: pip install "mlxinfer[cluster]"'
@@ -42,12 +50,34 @@ class Worker:
 
 
 def ask(urls: Sequence[str], key: str | None = None) -> list[Worker]:
-    """Each server with its models, or with why it does not answer.
+    """Each server with its models, or with why it does not answer; a server named twice once.
+
+    Servers are asked at the same time, and the answers awaited for some seconds: one that sends
+    its answer byte by byte holds up no others.
 
     Raises:
         InvalidRequestError: no URL, or no private host; prompts and keys go to it unencrypted.
     """
-    return [_asked(checked_url(url), key) for url in urls]
+    places: dict[tuple[str | None, int], str] = {}
+    for url in map(checked_url, urls):
+        places.setdefault(_endpoint(url), url)
+    wanted = list(places.values())
+    waiting, found = wanted[::-1], dict[str, Worker]()
+
+    def work() -> None:
+        while waiting:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                url = waiting.pop()
+                found[url] = _asked(url, key)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in wanted[:ASKED_AT_ONCE]]
+    until_s = time.monotonic() + 2 * ANSWER_S * math.ceil(len(wanted) / ASKED_AT_ONCE)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    late = "The answer did not end in time."
+    return [found.get(url) or Worker(url, problem=late) for url in wanted]
 
 
 def checked_url(text: str) -> str:
@@ -62,12 +92,21 @@ def checked_url(text: str) -> str:
         host, port = found.hostname or "", found.port
     except ValueError:
         found, host, port = urlsplit(""), "", None
-    if found.scheme not in ("http", "https") or not host or found.path.strip("/"):
+    address = _address(host)
+    named = address is not None or (len(host) < 254 and HOST_NAME.fullmatch(host) is not None)
+    plain = text.isascii() and text.isprintable() and " " not in text and port != 0
+    if not (named and plain) or found.scheme not in SCHEMES or found.path.strip("/"):
         raise InvalidRequestError(
             f"{text[:80]!r} is no address of a server such as 'http://studio.local:8080'.",
             param="url",
         )
-    if found.scheme == "http" and _is_public(host):
+    if address is not None and (address.is_unspecified or address.is_multicast):
+        raise InvalidRequestError(
+            f"{host} is the address of no machine; give the one at which others reach the server.",
+            param="url",
+        )
+    public = address.is_global if address is not None else _is_public(host)
+    if found.scheme == "http" and public:
         raise InvalidRequestError(
             f"{host} is a public address: prompts would cross networks unencrypted. Use https, or "
             "an address of your own network.",
@@ -89,42 +128,58 @@ def checked_url(text: str) -> str:
 
 
 def manifest(workers: Sequence[Worker]) -> dict[str, Any]:
-    """The file of workers as plain data; a server with one model is entered under its name."""
+    """The file of workers as plain data.
+
+    A router of this form sends a server requests for one model: the first that it serves.
+    """
     return {"version": 1, "workers": [_entry(worker) for worker in workers]}
 
 
 def discover(seconds: float, interfaces: Sequence[str] = ()) -> list[str]:
     """Addresses of the servers that announce themselves in the local network, sorted.
 
+    Any device of the network can announce any address. What is no address of a private network
+    is left out, and so is what comes after the first MAX_ANNOUNCED names.
+
     Args:
-        seconds: to listen for.
+        seconds: to listen for; as long again at most for announcements that came in parts.
         interfaces: addresses of this machine to listen at; empty: all.
 
     Raises:
-        InvalidRequestError: zeroconf is not installed.
+        InvalidRequestError: zeroconf is not installed, or there is no network.
     """
     zeroconf = _zeroconf()
-    found: dict[str, str] = {}
+    names: dict[str, None] = {}
 
     class Listener(zeroconf.ServiceListener):  # type: ignore[name-defined]
         def add_service(self, zc: Any, type_: str, name: str) -> None:
-            info = zc.get_service_info(type_, name)
-            if info is not None and (addresses := info.parsed_scoped_addresses()):
-                host = addresses[0]
-                scheme = (info.decoded_properties or {}).get("scheme") or "http"
-                shown = f"[{host}]" if ":" in host else host
-                found[name] = f"{scheme}://{shown}:{info.port}"
+            if len(names) < MAX_ANNOUNCED:
+                names[name] = None
 
         def update_service(self, zc: Any, type_: str, name: str) -> None:
             self.add_service(zc, type_, name)
 
         def remove_service(self, zc: Any, type_: str, name: str) -> None:
-            found.pop(name, None)
+            names.pop(name, None)
 
+    found = set[str]()
     with contextlib.closing(_network(zeroconf, interfaces)) as network:
         zeroconf.ServiceBrowser(network, SERVICE, Listener())
         time.sleep(seconds)
-    return sorted(set(found.values()))
+        until_s = time.monotonic() + seconds
+        announced = [zeroconf.ServiceInfo(SERVICE, name) for name in list(names)]
+        partial = [info for info in announced if not info.load_from_cache(network)]
+        for info in partial:  # one that never comes whole must not hold up the others
+            if (left_s := until_s - time.monotonic()) > 0:
+                info.request(network, min(left_s, RESOLVE_S) * 1000)
+        for info in announced:
+            if addresses := info.parsed_scoped_addresses():
+                host = addresses[0]
+                scheme = (info.decoded_properties or {}).get("scheme") or "http"
+                shown = f"[{host}]" if ":" in host else host
+                with contextlib.suppress(InvalidRequestError):
+                    found.add(checked_url(f"{scheme}://{shown}:{info.port}"))
+    return sorted(found)
 
 
 @contextlib.contextmanager
@@ -183,30 +238,47 @@ def local_network_problem() -> str | None:
 
 
 def _network(zeroconf: Any, interfaces: Sequence[str]) -> Any:
-    return zeroconf.Zeroconf(interfaces=list(interfaces) or zeroconf.InterfaceChoice.All)
+    try:
+        return zeroconf.Zeroconf(interfaces=list(interfaces) or zeroconf.InterfaceChoice.All)
+    except (RuntimeError, OSError) as error:  # the former: no interface that is up
+        raise InvalidRequestError(f"There is no network for mDNS: {error}.", param="mdns") from None
 
 
 def _asked(url: str, key: str | None) -> Worker:
     try:
         answer = exchange(url, "/v1/models", None, key=key, timeout_s=ANSWER_S)
-        return Worker(url, tuple(str(each["id"]) for each in answer["data"]))
+        models = tuple(each["id"] for each in answer["data"])
     except ServerError as error:
         return Worker(url, problem=str(error))
     except (KeyError, TypeError):
+        models = (None,)
+    if not all(isinstance(name, str) and name.isprintable() for name in models):
         return Worker(url, problem=f"{url}/v1/models is no list of models.")
+    return Worker(url, models)
 
 
 def _entry(worker: Worker) -> dict[str, str]:
-    model = {"model_id": worker.models[0]} if len(worker.models) == 1 else {}
+    model = {"model_id": worker.models[0]} if worker.models else {}
     return {"id": worker.url, "url": worker.url, **model}
 
 
-def _is_public(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return "." in host and not host.rstrip(".").endswith(PRIVATE_NAMES)
-    return address.is_global
+def _endpoint(url: str) -> tuple[str | None, int]:
+    """What two URLs of one server have in common; a router refuses a file that has it twice."""
+    found = urlsplit(url)
+    return found.hostname, found.port or SCHEMES[found.scheme]
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is; None: a name. Routers take none of a link (`%en0`)."""
+    if ":" in host:
+        return None if "%" in host else ipaddress.IPv6Address(host)
+    with contextlib.suppress(OSError):  # `127.1` and `2130706433` are addresses as well
+        return ipaddress.IPv4Address(socket.inet_aton(host))
+    return None
+
+
+def _is_public(name: str) -> bool:
+    return "." in name and not name.rstrip(".").endswith(PRIVATE_NAMES)
 
 
 def _own_addresses() -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from .errors import MlxinferError
 
+MAX_ANSWER = 64 << 20  # bytes of an answer; a server's lists are far below
+
 
 class ServerError(MlxinferError):
     """No mlxinfer server answers, or it refused.
@@ -53,7 +55,10 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect)
     try:
         with opener.open(request, timeout=timeout_s) as answer:
-            return json.loads(answer.read())
+            read = answer.read(MAX_ANSWER + 1)
+            if len(read) > MAX_ANSWER:
+                raise _foreign(base)
+            return json.loads(read)
     except urllib.error.HTTPError as error:
         raise _refusal(base, error) from None
     except TimeoutError:
@@ -61,12 +66,9 @@ def exchange(base: str, path: str, body: Any, *, key: str | None, timeout_s: flo
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise _silent(base, timeout_s) from None
-        raise NoServerError(
-            f"No server answers at {base}: {_reason(error.reason)}. Start one with "
-            "`mlxinfer serve`, or say where it is with --url."
-        ) from None
-    except (http.client.HTTPException, ConnectionError, ValueError):
-        raise ServerError(f"What answers at {base} is no mlxinfer server.") from None
+        raise NoServerError(f"No server answers at {base}: {_reason(error.reason)}.") from None
+    except (http.client.HTTPException, ConnectionError, ValueError, RecursionError):
+        raise _foreign(base) from None
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -76,6 +78,10 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
         """Follow none."""
 
 
+def _foreign(base: str) -> ServerError:
+    return ServerError(f"What answers at {base} is no mlxinfer server.")
+
+
 def _silent(base: str, timeout_s: float) -> SilentServerError:
     return SilentServerError(f"The server at {base} did not answer for {timeout_s:g} s.")
 
@@ -83,8 +89,15 @@ def _silent(base: str, timeout_s: float) -> SilentServerError:
 def _refusal(base: str, error: urllib.error.HTTPError) -> ServerError:
     with error:
         try:
-            said = json.loads(error.read())["error"]["message"]
-        except (ValueError, KeyError, TypeError, OSError):
+            said = json.loads(error.read(MAX_ANSWER))["error"]["message"]
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            OSError,
+            http.client.HTTPException,
+            RecursionError,
+        ):
             return ServerError(
                 f"What answers at {base} is no mlxinfer server (status {error.code})."
             )

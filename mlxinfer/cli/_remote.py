@@ -30,13 +30,18 @@ def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0
     Raises:
         ServerError: there is no server, another program answers, or the server refused.
     """
-    from ..http_json import exchange  # slow to import, for commands that are listed only
+    from ..http_json import NoServerError, exchange  # slow; not for commands only listed
 
     base = (url or default_url()).rstrip("/").removesuffix("/v1")
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise click.UsageError(f"{base} is no address of a server; one looks like http://host:8080")
-    return exchange(base, path, body, key=os.environ.get(API_KEY), timeout_s=timeout_s)
+    try:
+        return exchange(base, path, body, key=os.environ.get(API_KEY), timeout_s=timeout_s)
+    except NoServerError as error:
+        raise NoServerError(
+            f"{error} Start one with `mlxinfer serve`, or say where it is with --url."
+        ) from None
 
 
 def default_url() -> str:

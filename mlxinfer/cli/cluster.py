@@ -2,13 +2,16 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ._options import API_KEY, json_option
-from ._output import emit_json, table
+from ._output import emit_json, escaped, note, table
+
+SHOWN = 8  # models of a server in the table
 
 
 @click.group()
@@ -18,7 +21,11 @@ def command() -> None:
 
 @command.command()
 @click.argument("urls", nargs=-1, metavar="[URL]...")
-@click.option("--mdns", is_flag=True, help="Add the servers that `serve --advertise` announces.")
+@click.option(
+    "--mdns",
+    is_flag=True,
+    help="Add the servers that `serve --advertise` announces; they get the key, whatever they are.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0.1, 60),
@@ -52,26 +59,44 @@ def workers(
         raise click.UsageError(
             "No server: name addresses, or start servers with --advertise and say --mdns."
         )
-    asked = cluster.ask(list(dict.fromkeys(found)), os.environ.get(API_KEY))
+    asked = cluster.ask(found, os.environ.get(API_KEY))
+    rows = [(w.url, escaped(w.problem) if w.problem else _names(w.models)) for w in asked]
+    click.echo(table(rows, header=("SERVER", "MODELS")), err=True)
     entered = [worker for worker in asked if unchecked or worker.problem is None]
     if not entered:
-        problems = "; ".join(f"{worker.url}: {worker.problem}" for worker in asked)
-        raise click.ClickException(f"No server answers. {problems}")
+        raise click.ClickException("No server answers as it should.")
     written = cluster.manifest(entered)
     if output is not None:
         _replace(output, written)
     if as_json or output is None:
         emit_json(written)
-    rows = [(w.url, w.problem or ", ".join(w.models) or "no models") for w in asked]
-    click.echo(table(rows, header=("SERVER", "MODELS")), err=True)
+    if any(len(worker.models) > 1 for worker in entered):
+        note("smg sends a server requests for one model, the first here: run a server for each.")
+
+
+def _names(models: tuple[str, ...]) -> str:
+    """The models of a server, as far as a table takes them."""
+    more = [f"{len(models) - SHOWN} more"] if len(models) > SHOWN else []
+    return ", ".join([*models[:SHOWN], *more]) or "no models"
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    """Write a file at once: a router that watches it never reads half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file at once: a router that watches it never reads half of it.
+
+    A link stays one; a device or a pipe is written to, not replaced.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    target = path.resolve()
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise click.ClickException(f"{path} cannot be written: {error}") from error
+        said = error.strerror or str(error)
+        raise click.ClickException(f"{path} cannot be written: {said}.") from error
+    finally:  # after Ctrl-C too
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -145,10 +145,15 @@ class StepSegments:
     short: list[Segments]  # first in the flat list: what goes to tails
     long: Sequence[QuerySegment]  # prefill chunks, which go to pages
     positions: Ints  # (T,) each token's place in its own sequence, in flat order
+    verified: Sequence[int] = ()  # tails with proposals in the step: a commit says which stay
 
 
 def step_segments(
-    short: Sequence[QuerySegment], long: Sequence[QuerySegment], single: Segments | None = None
+    short: Sequence[QuerySegment],
+    long: Sequence[QuerySegment],
+    single: Segments | None = None,
+    *,
+    verified: Sequence[int] = (),
 ) -> StepSegments:
     """Read the segments of a step.
 
@@ -156,6 +161,7 @@ def step_segments(
         short: those of few tokens, single ones first.
         long: prefill chunks, which come last in the flat list.
         single: segments of one token that come first of all; None: there are none.
+        verified: tails of segments that end with proposals.
     """
     if single is not None and not short and not long:  # most steps
         return StepSegments([single], long, single.starts)
@@ -169,7 +175,8 @@ def step_segments(
         together.insert(0, single)
     parts = [segments.tokens()[2] for segments in together]
     parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
-    return StepSegments(together, long, parts[0] if len(parts) == 1 else np.concatenate(parts))
+    positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return StepSegments(together, long, positions, verified)
 
 
 def ints(values: list[int]) -> Ints:

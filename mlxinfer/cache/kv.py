@@ -420,14 +420,13 @@ class KVCache:
         return [steps.get(i) for i in range(len(self.specs))]
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """Take back tokens of the last step that were rejected, where a layer cannot forget them.
+        """Take back rejected tokens of the oldest step that verifies and was not committed.
 
-        Pages and tails need nothing: what lies behind a sequence's end is never read.
-
-        Args:
-            num_kept: tail slot -> tokens of the last step that stay, from the first one on.
+        Of each tail slot in `num_kept` so many of its first tokens stay. Pages and tails need
+        nothing: what lies behind a sequence's end is never read.
         """
-        self.states.commit(num_kept)
+        if self._has_states:
+            self.states.commit(num_kept)
         if self.own is not None:
             self.own.commit(num_kept)
 

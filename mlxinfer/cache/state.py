@@ -8,6 +8,7 @@ together in one `Block`, which the next step of the same sequences takes as it i
 batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
 """
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -155,6 +156,7 @@ class Part:
     unpad: mx.array | None  # (N,) from the padded (B * L) rows back to flat order
     before: Places  # the old states
     new: Block  # filled by the layers
+    verified: Sequence[int] = ()  # slots whose last tokens are proposals
     undo: dict[int, Undo] = field(default_factory=dict)  # by layer
 
 
@@ -236,7 +238,7 @@ class StatePool:
         """Forget all states and snapshots."""
         self._states: dict[int, tuple[Block, int]] = {}  # slot -> where its state lies
         self._snapshots: dict[int, Block] = {}
-        self._undoable: list[Part] = []
+        self._undoable: deque[list[Part]] = deque()  # of steps with proposals, oldest first
         self._outputs: list[Block] = []  # of the last step
 
     @property
@@ -256,7 +258,11 @@ class StatePool:
         self._keep_apart({slot for group in groups for slot in group.slots.tolist()})
         plan = [self._part(group) for group in groups]
         num_short = len(segments.short)
-        self._undoable = [part for part in plan[:num_short] if part.rows.shape[1] > 1]
+        if segments.verified:
+            parts = [part for part in plan[:num_short] if part.rows.shape[1] > 1]
+            for part in parts:
+                part.verified = segments.verified
+            self._undoable.append(parts)
         self._outputs = [part.new for part in plan]
         return [StateStep(plan, layer, spec) for layer, spec in enumerate(self.specs)]
 
@@ -285,35 +291,53 @@ class StatePool:
         return part
 
     def _keep_apart(self, slots: set[int]) -> None:
-        """States of sequences that sit a step out must not keep a whole block of others."""
+        """States of sequences that sit a step out must not keep a whole block of others.
+
+        A block of which all rows sit out stays as it is, as one does that a commit may go back in.
+        """
+        counts = Counter(block for block, _ in self._states.values())
+        leaving = {self._states[slot][0] for slot in slots if slot in self._states}
+        undoable = {part.new for parts in self._undoable for part in parts}
         for slot, (block, row) in self._states.items():
-            if slot not in slots and block.size > 1:
+            is_whole = counts[block] == block.size and block not in leaving
+            if slot not in slots and block.size > 1 and not is_whole and block not in undoable:
                 self._states[slot] = block.row(row), 0
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """Go back to fewer tokens of the last step: of slots in short parts, those that count."""
-        for part in self._undoable:
-            kept = [
-                num_kept.get(s, c) for s, c in zip(part.slots, part.counts.tolist(), strict=True)
-            ]
-            if kept == part.counts.tolist():
-                continue
-            before = part.before.counting(kept, part.rows.shape[1])
-            layers = [
-                part.undo[i].advance(part.undo[i].inputs, StatesBefore(before, i, spec))[1]
-                for i, spec in enumerate(self.specs)
-            ]
-            block = Block(layers, len(kept))
+        """Go back to fewer tokens of the oldest step that verifies and was not committed.
+
+        Args:
+            num_kept: of slots in short parts, the tokens that count.
+        """
+        for part in self._undoable.popleft():
+            block = self._replayed(part, num_kept)
             for row, slot in enumerate(part.slots):
                 if self._states.get(slot) == (part.new, row):
                     self._states[slot] = block, row
-        self._undoable = []
+
+    def _replayed(self, part: Part, num_kept: Mapping[int, int]) -> Block:
+        """The states of a part where of some slots fewer tokens count."""
+        counts = part.counts.tolist()
+        kept = [num_kept.get(slot, count) for slot, count in zip(part.slots, counts, strict=True)]
+        if kept == counts:
+            return part.new
+        before = part.before.counting(kept, part.rows.shape[1])
+        layers = [
+            part.undo[i].advance(part.undo[i].inputs, StatesBefore(before, i, spec))[1]
+            for i, spec in enumerate(self.specs)
+        ]
+        return Block(layers, len(kept))
 
     # -- between steps --------------------------------------------------------------------------
 
     def save(self, slot: int, snapshot: int) -> None:
-        """Keep the state of a slot as a snapshot."""
+        """Keep the state of a slot as a snapshot.
+
+        Where its proposals are being verified it is being given up: the first token alone counts.
+        """
         block, row = self._states[slot]
+        for part in [part for parts in self._undoable for part in parts if part.new is block]:
+            block = self._replayed(part, {slot: 1} if slot in part.verified else {})
         self._snapshots[snapshot] = block.row(row)
 
     def restore(self, snapshot: int, slot: int) -> None:

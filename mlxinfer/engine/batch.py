@@ -322,7 +322,8 @@ class Batch:
     def segments(self) -> StepSegments:
         """The tokens of the step as the KV cache sees them."""
         single = self.decodes.segments if self.decodes.sequences else None
-        return step_segments(self.short, self.long, single)
+        verified = [segment.slot for segment in self.short if segment.proposals]
+        return step_segments(self.short, self.long, single, verified=verified)
 
     def known_ids(self) -> Ints:
         """(T,) token ids; an id that the host does not know yet has no meaning."""

@@ -164,7 +164,7 @@ class Loop:
         if self.store is not None and self.store.tier is None:
             self._open_tier(0.0)
         steps, scheduler = self._in_flight, self.scheduler
-        if steps and (scheduler.reads_first(steps[-1].batch) or scheduler.proposes):
+        if steps and scheduler.reads_first(steps[-1].batch):
             self._read(0)
         batch = scheduler.next_batch()
         if batch is None:

@@ -4,8 +4,8 @@ Decode comes first, then prefill chunks, as many tokens as `PrefillSizer` has ro
 
 Where ranks are pipeline stages, each step is of some rows only (a micro-batch), of such as are in
 no step in flight: while later stages work on it, this rank begins the next one, of other rows. So
-tokens of all rows but one are known when their next step is planned. Source: GPipe,
-arXiv:1811.06965.
+tokens of all rows but one are known when their next step is planned, and how many proposals of a
+step hold matters to no other step in flight. Source: GPipe, arXiv:1811.06965.
 
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
@@ -40,10 +40,14 @@ class Proposer(Protocol):
     choice: Any = None
     taps: Seq[int] = ()
 
-    def depth(self, sequences: Seq[Sequence]) -> int:
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """How many tokens to propose for each of these in the next step, at most.
 
         0: none; then the next step is launched while this one runs. Else it waits to be read.
+
+        Args:
+            sequences: that decode in the step.
+            num_decoding: with those of steps that take turns with it.
         """
         ...
 
@@ -102,20 +106,20 @@ class Scheduler:
         self._newest: Seq[Sequence] = ()  # that the last step samples for
         self._steady: list[DecodeBatch] = []  # the last of each group of rows, to go on from
 
-    @property
-    def proposes(self) -> bool:
-        """Whether the next step verifies proposals: those in flight are read before, then."""
-        return self._proposer is not None and self._proposer.depth(self.queues.running) > 0
-
     def reads_first(self, batch: Batch) -> bool:
-        """Whether a step in flight is read before the next is planned.
+        """Whether the step in flight is read before the next is planned.
 
-        A first token is what a caller waits for; how many proposals hold decides where the next
-        step starts; and how long a step with prompts took decides how many tokens the next one
-        gets. The next of these writes pages, so it would wait for this one anyway. Of stages only
-        steps with proposals are: others would wait for nothing of them.
+        Proposals go on from tokens that are known. A first token is what a caller waits for; how
+        many proposals hold decides where the next step starts; and how long a step with prompts
+        took decides how many tokens the next one gets. The next of these writes pages, so it would
+        wait for this one anyway. A step of stages is of other rows, unless one runs alone.
         """
-        return bool(batch.ragged if self._num_stages == 1 else batch.sampling.proposals)
+        running = self.queues.running
+        if self._num_stages > 1 and len(running) > 1:
+            return False
+        if self._num_stages == 1 and batch.ragged:
+            return True
+        return self._proposer is not None and self._proposer.depth(running, len(running)) > 0
 
     def max_in_flight(self, batch: Batch) -> int:
         """How many steps may stay in flight once this one was launched, this one included.
@@ -163,9 +167,9 @@ class Scheduler:
         """
         preemptions, num_decoding = self.counters.preemptions, 0
         decoding = [s for s in self.queues.running if s.decodes]
-        proposals = self._propose(decoding, self._proposer) if self._proposer else {}
-        if not proposals and self._num_stages > 1:
+        if self._num_stages > 1:
             decoding, num_decoding = self._micro_batch(decoding)
+        proposals = self._propose(decoding, num_decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
         steady = next((before for before in self._steady if before.sequences == singles), None)
         decodes = DecodeBatch.of(singles) if steady is None else steady.advance()
@@ -247,15 +251,16 @@ class Scheduler:
 
     # -- proposals ------------------------------------------------------------------------------
 
-    def _propose(self, decoding: list[Sequence], proposer: Proposer) -> dict[Sequence, list[int]]:
+    def _propose(self, decoding: list[Sequence], num_decoding: int) -> dict[Sequence, list[int]]:
         """Proposals to verify, by sequence; only sequences without unread tokens get any.
 
         They are cut where the answer would have its full length, and where its grammar forbids one.
+        `num_decoding` as of `_next_decodes`.
         """
-        known = [s for s in decoding if not s.num_pending]
-        if self._num_stages > 1 and any(s.num_pending for s in self.queues.running):
+        known, proposer = [s for s in decoding if not s.num_pending], self._proposer
+        if proposer is None or not known:
             return {}
-        depth = min(proposer.depth(known), self._max_short - 1) if known else 0
+        depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
         if depth <= 0:
             return {}
         proposed = proposer.propose(known, depth)

@@ -39,7 +39,7 @@ class Assemble(msgspec.Struct, array_like=True, tag="assemble"):
 
 
 class Commit(msgspec.Struct, array_like=True, tag="commit"):
-    """Tokens of the last step that stay, see `KVCache.commit`."""
+    """Tokens of a step with proposals that stay, see `KVCache.commit`."""
 
     num_kept: dict[int, int]
 

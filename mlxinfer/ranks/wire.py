@@ -81,6 +81,7 @@ class StepMessage(msgspec.Struct, array_like=True, tag="step"):
     short: list[ShortPart]
     long: list[tuple[list[int], int, int, int, int, int]]
     positions: bytes
+    verified: list[int]
     follows: bool
     known_ids: bytes | None
     pending: bytes | None
@@ -155,6 +156,7 @@ class Writer:
             short,
             long,
             _bytes(segments.positions),
+            [*segments.verified],
             step.follows,
             None if step.known_ids is None else _bytes(step.known_ids),
             None if step.pending is None else _bytes(step.pending),
@@ -247,7 +249,7 @@ class Reader:
         self._short = short
         long = [LongSegment(self._of(numbers), *rest) for numbers, *rest in message.long]
         step = StepInputs(
-            segments=StepSegments(short, long, _ints(message.positions)),
+            segments=StepSegments(short, long, _ints(message.positions), message.verified),
             follows=message.follows,
             known_ids=None if message.known_ids is None else _ints(message.known_ids),
             pending=None if message.pending is None else _ints(message.pending),
@@ -352,6 +354,7 @@ def _scalars(step: StepInputs) -> list[object]:
     work = step.work
     return [
         [step.follows, step.is_barrier, step.num_slots, step.num_rows],
+        [*step.segments.verified],
         [step.new_slots, step.prompt_rows],
         [(s.row, s.start, s.num_tokens, s.sealed, s.slot) for s in step.segments.long],
         [part.width for part in step.segments.short],

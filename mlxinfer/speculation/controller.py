@@ -40,7 +40,7 @@ class MeasuredStep:
     num_sequences: int  # that got tokens
     num_proposals: int
     num_tokens: int  # of their answers
-    seconds: float | None  # since the step before it was read; None: not a steady decode
+    seconds: float | None  # since the step before it was read; None: not timed
     draft_s: float = 0.0  # of these, for making proposals
     depth: int = 0  # the most proposals of one sequence that had a cost
 
@@ -52,12 +52,13 @@ class Policy(Protocol):
         """Whether `choose` may want proposals with so many sequences; False: none need be made."""
         ...
 
-    def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
+    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
         """How many proposals to verify of each sequence that could have any.
 
         Args:
             outlooks: of these sequences.
-            num_sequences: all that decode in the step.
+            num_sequences: all that decode in the step, or in those that take turns.
+            share: of them that decode in the step.
         """
         ...
 
@@ -76,7 +77,7 @@ class FixedDepth:
         """Whether the depth is not 0."""
         return self.depth > 0
 
-    def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
+    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
         """As many proposals as there are, up to the depth."""
         return [min(self.depth, len(outlook.chances)) for outlook in outlooks]
 
@@ -135,8 +136,8 @@ class Controller:
         """Not while it measures plain steps or rests."""
         return bool(self._max_depth) and not self._regime(num_sequences).blocked
 
-    def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
-        """The depths that give most tokens a second.
+    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
+        """The depths that give most tokens a second, if steps that take turns do alike.
 
         For each depth that costly proposals may have, the likeliest are added as long as that pays.
         """
@@ -148,7 +149,8 @@ class Controller:
         plain_s = self.times.seconds(num_sequences, 0)
         each_s = self._each_s(num_sequences, max(o.cost for o in outlooks) * plain_s)
         gains = _expected_tokens(outlooks, most)
-        times_s = self.times.table(num_sequences, gains.size)[1:]
+        rows = np.rint(np.arange(1, gains.size + 1) / share).astype(int)  # of a turn of all
+        times_s = self.times.table(num_sequences, int(rows[-1]))[rows]
         costly = np.array([bool(outlook.cost) for outlook in outlooks])
         best_rate = MARGIN * num_sequences / plain_s
         for bound in range(most + 1 if costly.any() else 1):  # of proposals that have a cost
@@ -156,7 +158,7 @@ class Controller:
             allowed[costly, bound:] = 0.0
             order = np.argsort(-allowed, axis=None, kind="stable")
             order = order[: np.count_nonzero(allowed)]
-            tokens = num_sequences + np.cumsum(allowed.ravel()[order])
+            tokens = num_sequences + np.cumsum(allowed.ravel()[order]) / share
             rates = tokens / (times_s[: len(order)] + bound * each_s)
             if len(order) and rates.max() > best_rate:
                 count = int(rates.argmax()) + 1

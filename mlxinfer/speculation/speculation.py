@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -33,6 +34,24 @@ class Plan:
 
     source: Source
     keys: list[Key]  # of its proposals, by position
+    draft_s: float = 0.0  # seconds for all proposals of the step
+
+
+@dataclass(slots=True)
+class ReadStep:
+    """A steady decode step that was read."""
+
+    read_s: float
+    num_sequences: int
+    num_proposals: int
+    num_tokens: int
+    draft_s: float  # for making its proposals
+    depth: int  # the most proposals of one sequence that had a cost
+
+    def measured(self, num_sequences: int) -> MeasuredStep:
+        """This step as one of so many sequences that was not timed."""
+        counts = self.num_proposals, self.num_tokens
+        return MeasuredStep(num_sequences, *counts, None, self.draft_s, self.depth)
 
 
 class Speculation(Proposer):
@@ -73,35 +92,40 @@ class Speculation(Proposer):
         self._acceptance = Acceptance(priors)
         self._counts = {source.name: SourceCounts() for source in self._sources}
         self._off: dict[Sequence, set[str]] = {}  # sources that failed for a sequence
-        self._planned: dict[Sequence, Plan] = {}  # of the step in flight
+        self._planned: dict[Sequence, Plan] = {}  # of the steps in flight
         self._known: set[Sequence] = set()
-        self._read_s: float | None = None  # when the last steady decode step was read
-        self._was_plain = False  # and whether it, and all since, went without proposals
+        self._turn: deque[ReadStep] = deque()  # the last steps, in which each sequence was once
+        self._begun_s: float | None = None  # when the step before these was read
+        self._num_plain = 0  # steps that were read since one was foreseen to have proposals
+        self._num_decoding = 0  # in the step that is planned, and in those beside it
         self._draft_s = 0.0
-        self._looks_at_all = False  # else a step looks at a few sequences until one is worth it
+        self._hopeful: set[Sequence] = set()  # of steps in which one was worth it
         self._next_look = 0
 
     # -- the engine's Proposer ------------------------------------------------------------------
 
-    def depth(self, sequences: Seq[Sequence]) -> int:
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """The most proposals that any sequence is to have, as far as it can be foreseen.
 
         As long as nothing is worth it, a step looks at a few sequences in turn, and at none where
         the policy wants no proposals whatever they are: a large batch pays next to nothing.
         """
-        num_sequences = len(sequences)
+        self._num_decoding = num_decoding
         self._known.update(sequences)
-        if not num_sequences or not self._policy.is_open(num_sequences):
-            self._looks_at_all = False
+        if not sequences or not self._policy.is_open(num_decoding):
+            self._hopeful.difference_update(sequences)
             return 0
         for source in self._sources:
             source.begin_step()
-        few = sequences if self._looks_at_all else self._next_few(sequences)
-        depth = self._foreseen(few, num_sequences)
+        few = sequences if self._hopeful.intersection(sequences) else self._next_few(sequences)
+        depth = self._foreseen(few, len(sequences))
         if depth and few is not sequences:
-            depth = self._foreseen(sequences, num_sequences)
-        self._looks_at_all = bool(depth)
-        self._was_plain &= not depth
+            depth = self._foreseen(sequences, len(sequences))
+        if depth:
+            self._hopeful.update(sequences)
+            self._num_plain = 0
+        else:
+            self._hopeful.difference_update(sequences)
         return depth
 
     def _next_few(self, sequences: Seq[Sequence]) -> Seq[Sequence]:
@@ -113,7 +137,7 @@ class Speculation(Proposer):
         return sequences[first : first + LOOKED_AT]
 
     def _foreseen(self, sequences: Seq[Sequence], num_sequences: int) -> int:
-        """The most proposals that one of these is to have."""
+        """The most proposals that one of these, of so many in the step, is to have."""
         plans = self._plans([s for s in sequences if self._may_have(s)])
         return max(self._choose(plans, num_sequences), default=0) if plans else 0
 
@@ -121,16 +145,18 @@ class Speculation(Proposer):
         """Proposals of each sequence from its most promising source."""
         rows = [s for s in sequences if self._may_have(s)]
         plans = self._plans(rows)
-        self._planned, self._draft_s = {}, 0.0
         if not plans:
             return [[] for _ in sequences]
+        self._draft_s = 0.0
         depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
         found: dict[Sequence, list[int]] = {}
         for source in self._sources:
             some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
             if some:
                 found |= self._ask(source, some, [min(depths[s], depth) for s in some])
-        self._planned = {s: plans[s] for s in found}
+        for sequence in found:
+            plans[sequence].draft_s = self._draft_s
+            self._planned[sequence] = plans[sequence]
         return [found.get(s, []) for s in sequences]
 
     def take(self, batch: Batch, hidden: Any) -> None:
@@ -149,6 +175,7 @@ class Speculation(Proposer):
         accepted = self._score_planned(batch, result)
         self._measure(batch, result, sum(len(s.proposals) for s in batch.short), accepted)
         for sequence in batch.sampling.sequences:
+            self._planned.pop(sequence, None)
             if sequence.finished and sequence in self._known:
                 self._end(sequence)
         if batch.admitted:  # then what was aborted is swept out, too
@@ -218,7 +245,8 @@ class Speculation(Proposer):
             Outlook([chance(s, key) for key in plan.keys], plan.source.cost)
             for s, plan in plans.items()
         ]
-        return self._policy.choose(outlooks, num_sequences)
+        num_decoding = max(self._num_decoding, num_sequences)
+        return self._policy.choose(outlooks, num_decoding, num_sequences / num_decoding)
 
     def _ask(
         self, source: Source, sequences: list[Sequence], depths: list[int]
@@ -279,31 +307,51 @@ class Speculation(Proposer):
     def _measure(
         self, batch: Batch, result: CommitResult, num_proposals: int, accepted: dict[Sequence, int]
     ) -> None:
-        """Let the policy know how long a steady decode step took, and what it gave."""
-        now_s, before_s = self._clock(), self._read_s
+        """Let the policy know how long steady decode steps took, and what they gave.
+
+        Steps that take turns count together, until each sequence was in one of them.
+        """
+        planned = {s: self._planned[s] for s in accepted if s in self._planned}
+        costly = {s for s, plan in planned.items() if plan.source.cost}
+        step = ReadStep(
+            self._clock(),
+            len(batch.sampling) - num_proposals,
+            num_proposals,
+            len(batch.sampling) - len(result.discarded),
+            max([plan.draft_s for plan in planned.values()], default=0.0),
+            max([len(s.proposals) for s in batch.short if s.sequence in costly], default=0),
+        )
         steady = bool(batch.num_tokens) and not batch.long and not batch.begins_answers
-        counts_now = steady and before_s is not None and (bool(num_proposals) or self._was_plain)
-        num_tokens = len(batch.sampling) - len(result.discarded)
-        num_sequences = len(batch.sampling) - num_proposals
-        turns = max(batch.num_decoding / max(num_sequences, 1), 1)  # until all have got a token
-        if num_sequences > 0:
-            costly = [s for s in accepted if s in self._planned and self._planned[s].source.cost]
-            lengths = {s.sequence: len(s.proposals) for s in batch.short}
-            renew = self._policy.observe(
-                MeasuredStep(
-                    round(num_sequences * turns),
-                    num_proposals,
-                    round(num_tokens * turns),
-                    (now_s - before_s) * turns if counts_now and before_s is not None else None,
-                    self._draft_s if num_proposals else 0.0,
-                    max([lengths[s] for s in costly], default=0),
-                )
-            )
-            for source in self._sources if renew else ():
-                if not source.is_free:
+        if not steady:
+            self._turn.clear()
+            self._begun_s, self._num_plain = None, 0
+        if step.num_sequences:
+            num_decoding = max(batch.num_decoding, step.num_sequences)
+            measured = self._turn_with(step, num_decoding) if steady else None
+            if self._policy.observe(measured or step.measured(num_decoding)):
+                for source in [source for source in self._sources if not source.is_free]:
                     self._acceptance.renew(source.name)
-        self._read_s = now_s if steady else None
-        self._was_plain = steady and not num_proposals
+        self._num_plain = self._num_plain + 1 if steady and not num_proposals else 0
+
+    def _turn_with(self, step: ReadStep, num_decoding: int) -> MeasuredStep | None:
+        """The last steps as one of all sequences; None: not all are timed, or were alike."""
+        turn = self._turn
+        turn.append(step)
+        while sum([s.num_sequences for s in turn]) - turn[0].num_sequences >= num_decoding:
+            self._begun_s = turn.popleft().read_s
+        num_sequences = sum([s.num_sequences for s in turn])
+        num_proposals = sum([s.num_proposals for s in turn])
+        is_plain = self._num_plain >= len(turn)
+        if self._begun_s is None or num_sequences < num_decoding or not (num_proposals or is_plain):
+            return None
+        return MeasuredStep(
+            num_sequences,
+            num_proposals,
+            sum([s.num_tokens for s in turn]),
+            step.read_s - self._begun_s,
+            sum([s.draft_s for s in turn]),
+            max([s.depth for s in turn]),
+        )
 
     def _end(self, sequence: Sequence) -> None:
         """Drop the state of a sequence in all sources."""

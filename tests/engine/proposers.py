@@ -46,7 +46,7 @@ class RandomDepths:
     def is_open(self, num_sequences: int) -> bool:
         return self._rng.random() < 0.9
 
-    def choose(self, outlooks: Seq[Outlook], num_sequences: int) -> list[int]:
+    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
         if self._rng.random() < self._rests:
             return [0] * len(outlooks)
         return [self._rng.randint(0, len(outlook.chances)) for outlook in outlooks]

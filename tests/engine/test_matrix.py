@@ -4,7 +4,7 @@ is merged into.
 
 Draws a model (attention, latent attention, recurrent layers), stored bits, window and sinks, prefix
 cache, room for snapshots of states, disk, chunk size, batch size, pool size, forced preemption,
-cancels, restarts, adapters, and proposals that steps verify.
+cancels, restarts, adapters, proposals that steps verify, and micro-batches of pipeline stages.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 
@@ -24,6 +24,7 @@ import pytest
 from adapters.cases import folders, merged
 from engine.harness import PAGE, Harness, Outcome, alone, prompt
 from engine.proposers import some_proposer
+from engine.stages import NoOtherRanks
 from engine.test_same_tokens import HYBRIDS, model_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -178,6 +179,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
     preempt_every = data.draw(st.sampled_from([None, None, 3, 7]))
     max_snapshots = data.draw(st.sampled_from([None, None, 0, 1, 3]))
     guess_seed = data.draw(st.none() | st.integers(0, 2**20))
+    num_stages = data.draw(st.sampled_from([1, 1, 2, 4]))
     if "speculation" in lacks:
         guess_seed = None
     with TemporaryDirectory() as folder:
@@ -189,7 +191,14 @@ def test_everything_at_once(data: st.DataObject) -> None:
             plains = plain_runs(case, options, run)
             answers = {name: plain.token_ids for name, plain in plains.items()}
             proposer = some_proposer(guess_seed, model_of(case), answers)
-            harness = Harness(model_of(case), proposer=proposer, adapters=adapters, **changes)
+            followers = NoOtherRanks(num_stages) if num_stages > 1 else None
+            harness = Harness(
+                model_of(case),
+                proposer=proposer,
+                adapters=adapters,
+                followers=followers,
+                **changes,
+            )
             states = harness.loop.cache.state_group
             if states is not None and max_snapshots is not None:
                 states.max_snapshots = max_snapshots

@@ -160,7 +160,7 @@ CHANGED: dict[type, dict[str, Any]] = {
         "resume": [(4, 6)],
         "drop": [7],
     },
-    StepSegments: {"positions": ints([3, 4, 5, 17]), "short": [], "long": []},
+    StepSegments: {"positions": ints([3, 4, 5, 17]), "short": [], "long": [], "verified": [2]},
     Segments: {
         **{name: ints([1, 9]) for name in ("rows", "starts", "counts", "sealed", "slots")},
         "tables": [[PageTable(PAGE, pages=[i])] for i in (7, 9)],

@@ -145,6 +145,8 @@ class FakeRunner:
             [self.kv.places(segment, g, position) for segment, position in rows]
             for g in range(len(self.kv.windows))
         ]
+        if self.kv.states is not None:
+            self.kv.states.begin_step(batch.segments.verified)
         hidden = self._recur(0, segments, hidden)
         for layer, g in enumerate(self.kv.groups):
             keys = [key(layer, position, x) for (_, position), x in zip(rows, hidden, strict=True)]
@@ -165,8 +167,6 @@ class FakeRunner:
         states = self.kv.states
         if states is None:
             return hidden
-        if layer == 0:
-            states.begin_step()
         found: list[int] = []
         for s in segments:
             inputs = hidden[s.row : s.row + s.num_tokens]

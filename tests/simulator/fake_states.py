@@ -4,6 +4,7 @@ What is given up is gone at once: going on from it fails.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from simulator.oracle import NO_STATE, State, next_state
@@ -22,12 +23,17 @@ class FakeStates:
         self._states: dict[int, State] = {}
         self._snapshots: dict[int, State] = {}
         self._trails: dict[int, list[State]] = {}  # after each token of the last step
+        # Of steps with proposals, oldest first; and the slots that have them.
+        self._undoable: deque[tuple[dict[int, list[State]], Sequence[int]]] = deque()
 
     def save(self, work: CacheWork) -> None:
         """Snapshots, before anything is read out."""
         for slot, snapshot in work.save:
             assert snapshot not in self._snapshots, "a number is used twice"
             self._snapshots[snapshot] = self._states[slot]
+            for trails, verified in self._undoable:
+                if slot in verified and trails[slot][-1] is self._states[slot]:
+                    self._snapshots[snapshot] = trails[slot][0]  # no proposal of it counts
 
     def finish(self, work: CacheWork) -> None:
         """Slots change hands, and what was given up goes."""
@@ -50,8 +56,10 @@ class FakeStates:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
+    def begin_step(self, verified: Sequence[int]) -> None:
         self._trails = {}
+        if verified:
+            self._undoable.append((self._trails, verified))
 
     def run(self, layer: int, slot: int, inputs: Sequence[int]) -> list[int]:
         """A layer over the new tokens of a sequence: its state after each."""
@@ -69,6 +77,8 @@ class FakeStates:
             self._states[slot] = trail[-1]
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
-        """Go back to the tokens that were kept."""
+        """Go back to the tokens that were kept, of the oldest step that verifies."""
+        trails = self._undoable.popleft()[0] if num_kept else {}
         for slot, kept in num_kept.items():
-            self._states[slot] = self._trails[slot][kept - 1]
+            if self._states.get(slot) is trails[slot][-1]:  # else it changed hands
+                self._states[slot] = trails[slot][kept - 1]

@@ -23,7 +23,7 @@ class Guesses(Proposer):
         self._oracle_of = oracle_of
         self._rests = self._rng.choice([0.0, 0.3, 0.8])  # of the turns
 
-    def depth(self, sequences: Seq[Sequence]) -> int:
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 0 if self._rng.random() < self._rests else self._rng.choice([1, 2, 5, 9])
 
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:

@@ -50,7 +50,7 @@ class Simulation:
         self.next_fault: str | None = None
         self.num_faults = 0
         self.pins: list[Lease] = []  # held by no request
-        self.turns = self.most_in_flight = 0
+        self.turns = self.most_in_flight = self.most_verified = 0  # the last: with proposals
         self.store = self._open(tier) if sizes.disk else None
         self.start()
 
@@ -146,10 +146,13 @@ class Simulation:
     def turn(self) -> None:
         self.turns += 1
         steps = self._in_flight
-        if steps and (self.scheduler.reads_first(steps[-1].batch) or self.scheduler.proposes):
+        if steps and self.scheduler.reads_first(steps[-1].batch):
             self._read(0)
         batch = self.scheduler.next_batch()
         self.most_in_flight = max(self.most_in_flight, len(steps) + 1)
+        all_in_flight = [*(step.batch for step in steps), *([batch] if batch else [])]
+        verified = sum([b.sampling.proposals is not None for b in all_in_flight])
+        self.most_verified = max(self.most_verified, verified)
         if batch is None:
             self._read(max(len(steps) - 1, 0))
         elif self._launch(batch, steps[-1] if steps else None):

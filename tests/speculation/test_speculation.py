@@ -143,12 +143,12 @@ def test_a_step_without_proposals_looks_at_two_sequences_and_at_none_while_close
     policy = Controller(max_depth=4)
     speculation = Speculation(make, policy, max_depth=4)
     rows = [following(range(100 + i, 130 + i), [99]) for i in range(64)]
-    assert speculation.depth(rows) == 0
+    assert speculation.depth(rows, len(rows)) == 0
     assert sources[0].asked == 0  # plain steps are measured before anything else
     for _ in range(WARM_UP):
         policy.observe(MeasuredStep(64, 0, 64, 0.01))
     for step in range(1, 40):
-        assert speculation.depth(rows) == 0
+        assert speculation.depth(rows, len(rows)) == 0
         assert sources[0].asked == 2 * step
 
 
@@ -165,24 +165,24 @@ class Recording(Controller):
 
 
 def test_micro_batches_count_as_a_step_of_all_that_decode() -> None:
-    """So the policy compares them with steps of proposals, which are of all."""
-    policy, times = Recording(), iter([1.0, 1.5, 2.0])
+    """A turn of all, so that steps with proposals are compared with steps without."""
+    policy, times = Recording(), iter([1.0, 1.5, 2.25, 2.5])
     speculation = Speculation(lambda score: [], policy, max_depth=4, clock=lambda: next(times))
     rows = [following([3, 4, 5], [6]) for _ in range(5)]
-    for some in (rows[:3], rows[3:], rows[:3]):
+    for some in (rows[:3], rows[3:], rows[:3], rows[3:]):
         decodes = DecodeBatch.of(some)
         batch = Batch(decodes, [], [], num_tokens=len(some), num_decoding=5)
         batch.sampling = sampling_rows(decodes, [])
         speculation.observe(batch, CommitResult())
     seen = [(step.num_sequences, step.num_tokens, step.seconds) for step in policy.steps]
-    assert seen == [(5, 5, None), (5, 5, 0.5 * 5 / 2), (5, 5, 0.5 * 5 / 3)]
+    assert seen == [(5, 3, None), (5, 2, None), (5, 5, 1.25), (5, 5, 1.0)]
 
 
 def test_one_sequence_of_many_that_repeats_itself_is_found() -> None:
     speculation = ngrams()
     rows = [following(range(100 + i, 130 + i), [99]) for i in range(63)]
     rows.append(following([5, 6, 7, 8] * 9, [5, 6, 7, 8]))
-    assert any(speculation.depth(rows) for _ in range(33))
+    assert any(speculation.depth(rows, len(rows)) for _ in range(33))
     assert speculation.propose(rows, 4)[63] == [5, 6, 7, 8]
 
 

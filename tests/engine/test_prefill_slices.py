@@ -5,6 +5,7 @@ one after the other. No figure here is a measurement of mlxinfer.
 """
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,12 +19,12 @@ from mlxinfer.cache.inputs import Ints
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop as loop_module
-from mlxinfer.engine.batch import Batch, CommitResult
+from mlxinfer.engine.batch import Batch, CommitResult, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.prefill import PrefillSizer
 from mlxinfer.engine.runner import Launched
-from mlxinfer.engine.scheduler import Scheduler
+from mlxinfer.engine.scheduler import Proposer, Scheduler
 
 PAGE, MOST, SLICE_S = 16, 2048, 0.25
 CHIPS = {  # (float operations, bytes) a second
@@ -64,6 +65,7 @@ class Bench:
     slice_s: float | None = SLICE_S
     chunk: int = MOST
     num_stages: int = 1  # with micro-batches; 1: each step is of all rows
+    proposer: Proposer | None = None
     now_s: float = 0.0
     token_s: dict[str, list[float]] = field(default_factory=dict)  # when each token came
     sizes: list[int] = field(default_factory=list)  # prompt tokens of each step
@@ -76,6 +78,7 @@ class Bench:
             prefill_chunk=self.chunk,
             prefill_slice_s=self.slice_s,
             num_stages=self.num_stages,
+            proposer=self.proposer,
         )
 
     def add(self, name: str, num_prompt: int, max_tokens: int = 1) -> None:
@@ -220,6 +223,36 @@ def test_stages_are_busy_with_micro_batches_and_a_slice_is_what_all_take(
     bench.until("long")
     assert bench.busy_s / (bench.now_s - start_s) > 0.9
     assert bench.longest_gap("0") <= 1.2 * max(SLICE_S, decode_s)
+
+
+class TwoOfThree(Proposer):
+    """Three proposals for each row of every step, of which two hold."""
+
+    def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+        assert num_decoding == 8
+        return 3
+
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+        return [[7, 7, 5] for _ in sequences]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_are_busy_where_all_steps_verify_proposals(num_stages: int) -> None:
+    proposer, slowness = TwoOfThree(), (1,) * num_stages
+    bench = MicroBatchBench(
+        "M4 Max", "27B", slowness=slowness, num_stages=num_stages, proposer=proposer
+    )
+    for i in range(8):
+        bench.add(str(i), 40, max_tokens=10_000)
+    while not all(bench.token_s.values()):
+        bench.step()
+    start_s, bench.busy_s, counters = bench.now_s, 0.0, bench.scheduler.counters
+    before, num_steps = counters.tokens_sampled, counters.steps
+    while bench.now_s < start_s + 3:
+        bench.step()
+    assert bench.busy_s / (bench.now_s - start_s) == pytest.approx(1.0, abs=0.01)
+    tokens = counters.tokens_sampled - before
+    assert tokens == pytest.approx(3 * 8 / num_stages * (counters.steps - num_steps), rel=0.1)
 
 
 @pytest.mark.parametrize("slowness", [(1, 1), (1, 3), (1, 1, 1, 1), (1, 1, 2)])

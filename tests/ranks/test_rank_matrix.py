@@ -18,6 +18,7 @@ from adapters.cases import drawn, folders
 from adapters.drawn import write_mlx
 from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, Harness, Outcome, alone, prompt
+from engine.oracle import Oracle
 from engine.proposers import some_proposer
 from engine.test_matrix import NEAR_TIE, Asked, assert_same, kv_options, play, programs
 from hypothesis import Phase, given, settings
@@ -326,6 +327,37 @@ def test_every_stage_has_a_step_while_requests_run(group: RankGroup) -> None:
         grammar = FakeGrammar() if i == 1 else None
         plain = alone(whole_case, prompt(9, i), params[i], grammar=grammar)
         assert outcomes[str(i)].token_ids == plain.token_ids
+
+
+def test_every_stage_has_a_step_with_proposals(group: RankGroup) -> None:
+    """They are verified of other rows at the same time, also where states have to go back."""
+    if group.place.backend == "mpi":
+        pytest.skip("over MPI a step is of the whole batch")
+    case, count = "qwen3_next-v5", 2 * SIZE
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i) for i in range(count)
+    ]
+    plains = {str(i): alone(whole(case), prompt(9, i), params[i]).token_ids for i in range(count)}
+    proposer = Oracle(plains, SEED)
+    proposer._rests = 0.0
+    model = group.load(case, folder_of(case), dtype="auto", pipeline=True, watch=None)
+    harness = Harness(model, followers=group, proposer=proposer, prefill_chunk=256)
+    in_flight, commit = harness.loop._in_flight, harness.loop._commit
+    seen: list[int] = []
+
+    def read(launched: Launched) -> bool:
+        seen.append(sum(bool(s.batch.sampling.proposals) for s in [launched, *in_flight]))
+        return commit(launched)
+
+    harness.loop._commit = read  # type: ignore[method-assign]
+    for i in range(count):
+        harness.add(str(i), prompt(9, i), params[i])
+    outcomes = harness.drain()
+    counters = harness.loop.scheduler.counters
+    harness.loop.close()
+    assert {name: outcome.token_ids for name, outcome in outcomes.items()} == plains
+    assert max(seen) == SIZE
+    assert 0 < counters.tokens_accepted < counters.tokens_proposed
 
 
 def test_the_seed_that_is_printed_draws_the_programs() -> None:

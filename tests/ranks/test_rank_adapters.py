@@ -22,7 +22,7 @@ from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 from ranks.threads import ThreadLink, run_ranks
 
-from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load, load_share
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
@@ -146,6 +146,25 @@ def test_a_look_for_answers_holds_no_step_up() -> None:
     assert list(checking()) == [POLL_S] * 3
     assert most == [200]
     assert set(waits) == {0.0}
+
+
+@pytest.mark.parametrize("change", ["names", "shapes"])
+def test_a_file_that_is_another_one_when_it_is_loaded_is_refused(
+    tmp_path: Path, change: str
+) -> None:
+    """Between the look at its names and the load: no KeyError in the middle of it."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(next(iter(folders("qwen2-v5").values())), folder)
+    adapter, loaded = read_adapter(folder), ModelAdapters(load(checkpoint("qwen2-v5")))
+    placements = loaded.check(adapter)
+    tensors = dict(mx.load(str(adapter.file)))
+    mx.eval(tensors)
+    name = adapter.modules[-1].a
+    array = tensors.pop(name)
+    tensors |= {f"{name}.other": array} if change == "names" else {name: array[:1, :1]}
+    mx.save_safetensors(str(adapter.file), tensors)
+    with pytest.raises(CheckpointError, match="changed while it was being loaded"):
+        loaded.load(1, adapter, placements)
 
 
 @pytest.mark.parametrize("change", ["deleted", "shorter"])

@@ -1,5 +1,6 @@
 """Everything at once over several ranks: whatever is switched on together, each request gets the
-tokens that one rank gives it alone. Ranks are processes here, joined by MLX's ring.
+tokens that one rank gives it alone. Ranks are processes here, joined by MLX's ring: 2 or 4, as the
+heads of the tiny models allow.
 
     MLXINFER_RANKS=4 MLXINFER_RANK_PROGRAMS=99 HYPOTHESIS_SEED=7 pytest tests/ranks
 """
@@ -39,6 +40,10 @@ from mlxinfer.ranks.open import open_group
 from mlxinfer.ranks.options import RankOptions
 
 SIZE = int(os.environ.get("MLXINFER_RANKS", "2"))
+if SIZE not in (2, 4):
+    raise ValueError(
+        f"MLXINFER_RANKS is {SIZE}; expected 2 or 4, which divide the tiny models' heads"
+    )
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_RANK_PROGRAMS", "2"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 CASES = ("qwen3-v4", "gpt_oss-v4", "deepseek_v3-v4", "qwen3_next-v5", "gemma3_text-v4", "llama-v4")

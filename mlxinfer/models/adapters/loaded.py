@@ -111,10 +111,16 @@ class ModelAdapters:
         be deleted; the call itself needs no MLX.
 
         Raises:
-            CheckpointError: the file is gone; between pieces, it became shorter, or has NaN or
-                infinity.
+            CheckpointError: the file is gone, or another one by now; between pieces, it became
+                shorter, or has NaN or infinity.
         """
-        return self._load(number, adapter, placements, file_tensors(adapter.file))
+        tensors = file_tensors(adapter.file)
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+        for each in adapter.modules:
+            same = (found.get(each.a), found.get(each.b)) == each.shapes
+            if not same or each.magnitude not in (None, *found):
+                raise CheckpointError(f"{adapter.file} changed while it was being loaded.")
+        return self._load(number, adapter, placements, tensors)
 
     def _load(
         self,

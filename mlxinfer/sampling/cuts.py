@@ -22,6 +22,9 @@ from .truncation import RankCuts, WeightCuts, kept_weights
 
 EXCLUDING = np.uint64(0x3C6EF372FE94F82B)  # a stream of random numbers of its own
 LOWEST = mx.finfo(mx.float32).min
+# Of two allowed tokens the lower one lies exactly two deviations below the higher: without a
+# margin the last bit of a sum would decide, which depends on what shares the step.
+SIGMA_MARGIN = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ class SigmaCuts:
         mean = total_weight(mx.where(there, x, 0.0)) / count
         away = mx.where(there, x - mean, 0.0)
         sigma = mx.sqrt(total_weight(away * away) / count)
-        floor = x.max(axis=-1, keepdims=True) - self.num_sigmas * sigma
+        reach = (self.num_sigmas + SIGMA_MARGIN) * sigma
+        floor = x.max(axis=-1, keepdims=True) - reach
         return self.rows.put(logits, mx.where(x >= floor, x, -mx.inf))
 
 

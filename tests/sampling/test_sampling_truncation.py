@@ -10,7 +10,8 @@ from sampling_reference import Row, kept_tokens
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import truncation
-from mlxinfer.sampling.draw import pad_rows
+from mlxinfer.sampling.cuts import SigmaCuts, SomeRows
+from mlxinfer.sampling.draw import BLOCK, pad_rows
 from mlxinfer.sampling.plan import ROW, make_plan, row_of
 from mlxinfer.sampling.truncation import kept_weights
 
@@ -93,6 +94,13 @@ def test_halving_finds_the_floor_that_sorting_finds(x: np.ndarray, params: list[
     assume(not any(kept_tokens(Row(p, x)).in_doubt for p in params))
     np.testing.assert_array_equal(found[0], found[2])
     np.testing.assert_array_equal(found[1], found[2])
+
+
+def test_a_token_at_exactly_n_sigma_stays():
+    x = np.full((200, BLOCK), -np.inf, np.float32)  # two tokens that a grammar allows
+    x[:, 3:5] = np.random.default_rng(0).normal(0, 8, (200, 2))
+    cut = SigmaCuts(SomeRows(None), mx.full((200, 1), 2.0)).apply(mx.array(x))
+    np.testing.assert_array_equal(np.array(cut), x)
 
 
 def test_top_k_of_the_whole_vocabulary_and_beyond_is_off():

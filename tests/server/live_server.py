@@ -42,7 +42,7 @@ def long_chat(**fields: Any) -> dict[str, Any]:
 
 def in_no_hurry(model: ServedModel) -> ServedModel:
     """The same model, which takes its time where an answer may be long."""
-    loop = model.client.engine._loop
+    loop: Any = model.client.engine._loop
     emit = loop._emit
 
     def emit_slowly(events: list[TokenEvent]) -> None:

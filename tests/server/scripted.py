@@ -11,6 +11,7 @@ from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.limits import EngineLimits
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.request_builder import RequestBuilder
+from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
 
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -28,6 +29,7 @@ def teach(model: ServedModel, template: str) -> None:
     """Give a model another chat template, and with it tools and reasoning as that shows them."""
     tokenizer = model.tokenizer
     tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
+    assert isinstance(model.session, Session)
     model.builder.close()
     model.session.builder = RequestBuilder(tokenizer, model.info, "auto")
 
@@ -84,8 +86,11 @@ class ScriptedServer(LiveServer):
         self.model.client.engine.close()
         tokenizer = self.model.tokenizer
         teach(self.model, template)
-        limits = self.model.session.limits
-        self.script = Script(lambda text: tokenizer.encode(text, parse_special=True), limits)
+        session = self.model.session
+        assert isinstance(session, Session)
+        self.script = Script(
+            lambda text: tokenizer.encode(text, parse_special=True), session.limits
+        )
         self.model.client.engine = self.script  # type: ignore[assignment]  # as far as it is used
 
     @contextmanager

@@ -12,7 +12,8 @@ SECRET = "/Users/somebody/secret"
 
 def break_next_step(server: LiveServer) -> None:
     """Let one launch of the engine fail, on its own thread, as an exception in MLX would."""
-    runner = server.model.client.engine._loop.runner
+    loop: Any = server.model.client.engine._loop
+    runner = loop.runner
 
     def fail(*args: Any) -> Any:
         del vars(runner)["launch"]  # the class's is seen again, whatever a later test makes of it
@@ -29,7 +30,8 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
         behind: it is the first that samples a later token than this one of an answer; else the
             next step.
     """
-    runner, go_on = server.model.client.engine._loop.runner, threading.Event()
+    loop: Any = server.model.client.engine._loop
+    runner, go_on = loop.runner, threading.Event()
     launch = runner.launch
 
     def hang(batch: Any, previous: Any) -> Any:

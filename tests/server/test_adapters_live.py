@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
@@ -46,7 +47,7 @@ def test_an_adapter_is_a_model_of_its_own_name(server: LiveServer, folder: Path)
     with LLM("demo") as llm:
         for name, found in answers.items():
             llm.load_adapter(name, folder / name)
-            greedy = {"max_tokens": 8, "temperature": 0}
+            greedy: Any = {"max_tokens": 8, "temperature": 0}
             assert llm.chat("Hello", adapter=name, **greedy).text == found
     with LLM(server.url) as remote:
         assert {each["name"] for each in remote.adapters} == {"pirate", "poet"}

@@ -68,7 +68,7 @@ def test_a_stream_begins_with_a_refusal_too(live: LiveServer, stream: bool) -> N
         expect_refusal(live, CHAT, chat(stream=stream, **fields))
 
 
-MANY = {
+MANY: dict[str, dict[str, Any]] = {
     "biases": {"logit_bias": {str(i): 1 for i in range(10_001)}},
     "stops": {"stop": ["x"] * 100_000},
     "ends": {"stop_token_ids": [5] * 100_000},

@@ -111,7 +111,8 @@ def test_choices(scripted: ScriptedServer, choice: Any) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_choice_without_tools(scripted: ScriptedServer, choice: Any) -> None:
-    for none in ({}, {"tools": []}, {"tools": None}):
+    nones: list[dict[str, Any]] = [{}, {"tools": []}, {"tools": None}]
+    for none in nones:
         expect_refusal(scripted, CHAT, {"messages": HELLO, "tool_choice": choice, **none})
 
 

@@ -315,7 +315,9 @@ def test_a_number_of_many_digits_fails_its_own_line_only(
     )
     raw = raw.replace(b"7777", digits.encode()).replace(b"8888", digits.encode())
     file = client.files.create(file=("in.jsonl", raw), purpose="batch")
-    batch = client.batches.create(completion_window="24h", endpoint=CHAT, input_file_id=file.id)
+    batch = client.batches.create(
+        completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id
+    )
     batch = batches.ended_batch(client, batch.id)
     assert batch.request_counts is not None
     assert batch.request_counts.to_dict() == {"total": 3, "completed": 1, "failed": 2}
@@ -433,7 +435,7 @@ def test_the_deadline_of_live_requests_ends_none_of_a_batch(tmp_path: Path) -> N
 
 def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
     """A server ends in the middle; another one on the same folder answers the rest, each once."""
-    slow = chat("Count", ignore_eos=True, max_tokens=120)
+    slow = chat("Count", ignore_eos=True, max_tokens=500)
     lines = [line(0), line(1, slow), line(2, slow), line(3)]
     with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
         id = server.begin(client, lines).id

@@ -44,7 +44,7 @@ def chat(clients: Clients, max_tokens: int, stream: bool) -> Seen:
     client = clients.openai
     if not stream:
         (choice,) = client.chat.completions.create(model="demo", **fields).choices
-        calls = [call.function.arguments for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+        calls = [call.function.arguments for call in choice.message.tool_calls or []]
         return choice.message.content or "", calls, choice.finish_reason
     chunks = list(client.chat.completions.create(model="demo", stream=True, **fields))
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -90,10 +90,13 @@ def messages(clients: Clients, max_tokens: int, stream: bool) -> Seen:
     return text, [written][: len(kinds) - 1], events[-2].delta.stop_reason
 
 
+ASKS: list[Ask] = [chat, responses, messages]
+
+
 @pytest.mark.parametrize(
     "every", [3, pytest.param(1, marks=pytest.mark.slow)], ids="every_{}".format
 )
-@pytest.mark.parametrize("ask", [chat, responses, messages])
+@pytest.mark.parametrize("ask", ASKS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_max_tokens_cuts_off_is_emitted_once(
     scripted: ScriptedServer, clients: Clients, ask: Ask, stream: bool, every: int
@@ -101,7 +104,7 @@ def test_a_call_that_max_tokens_cuts_off_is_emitted_once(
     """Each API, and each way to stream, at other places than the next: together at all."""
     whole = json.loads(ARGUMENTS)
     seen = set()
-    first = 6 + ([chat, responses, messages].index(ask) + stream) % every
+    first = 6 + (ASKS.index(ask) + stream) % every
     for max_tokens in range(first, len(scripted.script._encode(SAID)), every):
         with scripted.says(SAID):
             text, calls, reason = ask(clients, max_tokens, stream)

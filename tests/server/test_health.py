@@ -89,7 +89,7 @@ def test_small_answers_are_sent_at_once(server: LiveServer) -> None:
     """Not after the client's delayed acknowledgement, 40 ms later."""
     server.get("/health")
     for connection in server.server.server_state.connections:
-        transport = connection.transport  # type: ignore[union-attr]  # H11Protocol's
+        transport = connection.transport
         connected = transport.get_extra_info("socket")
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 

@@ -8,6 +8,7 @@ from live_server import LiveServer
 from scripted import ScriptedServer
 
 from mlxinfer.server.fields import prompt as prompt_fields
+from mlxinfer.session.session import Session
 from mlxinfer.text.fim import FimTokens
 from mlxinfer.text.tokenizer import Tokenizer, load_backend
 
@@ -124,6 +125,7 @@ def test_what_was_typed_since_is_all_that_is_computed(
     """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
     monkeypatch.setattr(prompt_fields, "fim_tokens", lambda _: marks)
+    assert isinstance(live.model.session, Session)
     page = live.model.session.limits.page_size
     lines = [f"    value_{number} = {number} * factor\n" for number in range(60)]
     body: dict[str, Any] = {"input_prefix": "".join(lines), "input_suffix": "\nreturn total\n"}

@@ -137,7 +137,7 @@ def test_no_key_finds_the_prompts_of_another(shared: bool) -> None:
 
 
 def test_https(tmp_path: Path) -> None:
-    files = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
+    files: dict[str, Any] = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
     with LiveServer(**files) as server:
         assert server.url.startswith("https://")
         answer = server.post(CHAT, chat(max_tokens=4))

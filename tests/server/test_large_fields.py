@@ -45,7 +45,7 @@ def tool(**parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-LARGE: list[tuple[str, str, dict[str, Any]]] = [
+LARGE: list[tuple[str, str, Any]] = [
     (CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
     (CHAT, "structured_outputs", {"choice": MANY}),
     (CHAT, "guided_json", SCHEMA),

@@ -17,7 +17,7 @@ def lines(server: LiveServer) -> Iterator[list[logging.LogRecord]]:
     """Records of the access log."""
     found: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = found.append  # type: ignore[method-assign]
+    handler.emit = found.append  # type: ignore[assignment, method-assign]
     logger = logging.getLogger("mlxinfer.access")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -89,7 +89,7 @@ class Scene:
         async with self.models.use(name) as model:
             for _ in range(turns):
                 await asyncio.sleep(0.0003)
-                if model.closed or self.models.find(name).served is not model:  # type: ignore[attr-defined]
+                if model.closed or self.models.find(name).served is not model:
                     self.wrong.append(f"{name} went while it was used")
 
     def look(self) -> None:

@@ -118,7 +118,7 @@ def test_models_in_use_stay_and_none_is_unloaded_in_vain(machine: Machine, model
             assert states(models) == "LLUU"
             await touch(models, "c")
             assert states(models) == "LULU"
-            assert not served.closed  # type: ignore[attr-defined]  # a FakeModel
+            assert not served.closed
         await touch(models, "big")
         assert states(models) == "UUUL"
 
@@ -238,7 +238,7 @@ def test_explicit_unloads(machine: Machine, models: Models) -> None:
             with pytest.raises(ModelBusyError):
                 await models.unload("a")
             going = asyncio.create_task(models.unload("a", 10.0))
-            await until(lambda: models.find("a").leaving)
+            await until(lambda: models.find("a").leaving > 0)
             with pytest.raises(OverloadedError, match="being unloaded"):
                 await touch(models, "a")
             assert not going.done()
@@ -254,7 +254,7 @@ def test_an_unload_that_waits_is_not_undone_by_another(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
             waiting = asyncio.create_task(models.unload("a", 10.0))
-            await until(lambda: models.find("a").leaving)
+            await until(lambda: models.find("a").leaving > 0)
             with pytest.raises(ModelBusyError):
                 await models.unload("a")
             with pytest.raises(OverloadedError, match="being unloaded"):
@@ -269,7 +269,7 @@ def test_an_unload_goes_on_where_its_client_leaves(models: Models) -> None:
     async def work() -> None:
         async with models.use("a"):
             waiting = asyncio.create_task(models.unload("a", 3600.0))
-            await until(lambda: models.find("a").leaving)
+            await until(lambda: models.find("a").leaving > 0)
             waiting.cancel()
             await asyncio.wait([waiting])
             await touch(models, "a")

@@ -10,7 +10,8 @@ from mlxinfer.text.fim import FimTokens
 
 
 def content(answer: Any) -> str:
-    return answer.json()["choices"][0]["message"]["content"]
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
 
 
 def test_an_answer_has_openais_shape(server: LiveServer) -> None:
@@ -123,7 +124,13 @@ def test_parts_roles_and_nulls_are_read(server: LiveServer) -> None:
         {"role": "assistant", "content": "c", "tool_calls": None, "refusal": None},
         {"role": "user", "content": "Hello"},
     ]
-    nulls = {"tools": None, "response_format": None, "stop": None, "seed": None, "n": None}
+    nulls: dict[str, Any] = {
+        "tools": None,
+        "response_format": None,
+        "stop": None,
+        "seed": None,
+        "n": None,
+    }
     one = server.post(CHAT, chat(messages=plain)).json()
     two = server.post(CHAT, chat(messages=spelled, **nulls, unknown_field={"a": 1})).json()
     assert one["choices"] == two["choices"]

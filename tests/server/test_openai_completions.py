@@ -18,7 +18,8 @@ def ask(prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:
 
 
 def ids_of(server: LiveServer, text: str) -> list[int]:
-    return server.post("/tokenize", {"prompt": text}).json()["tokens"]
+    ids: list[int] = server.post("/tokenize", {"prompt": text}).json()["tokens"]
+    return ids
 
 
 def test_a_text_its_ids_and_batches_of_both_go_on_the_same(server: LiveServer) -> None:

@@ -175,7 +175,7 @@ def test_a_window_of_the_repetition_penalty_is_kept(server: LiveServer) -> None:
     for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):
         for tokens, expected in ((0, plain), (-1, everywhere), (4, recent)):
             assert said(server, **fields, **{window: tokens}) == expected, (window, tokens)
-        answer = server.post(CHAT, chat(**{window: 4, "repetition_window": 5}))
+        answer = server.post(CHAT, chat("Hello", **{window: 4, "repetition_window": 5}))
         assert answer.json()["error"]["param"] == window
 
 
@@ -328,13 +328,13 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_apis_words(
 ) -> None:
     text = "word " * num_words
     body = with_fields(path)
-    body |= {
+    texts: dict[str, dict[str, Any]] = {
         CHAT: {"messages": [{"role": "user", "content": text}]},
         MESSAGES: {"messages": [{"role": "user", "content": text}]},
         COMPLETIONS: {"prompt": text},
         RESPONSES: {"input": text},
-    }[path]
-    answer = server.post(path, body)
+    }
+    answer = server.post(path, body | texts[path])
     assert answer.status_code == 400
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(answer.json()["error"]["message"])

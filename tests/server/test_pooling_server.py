@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ollama
@@ -67,7 +68,7 @@ def own(served: PoolingServer, name: str = "embedder") -> PoolingSession:
     return session
 
 
-def refused(served: PoolingServer, path: str, body: dict[str, object]) -> str:
+def refused(served: PoolingServer, path: str, body: dict[str, Any]) -> str:
     """The message of a 400."""
     answer = served.post(path, body)
     assert answer.status_code == 400, answer.text
@@ -107,7 +108,7 @@ def test_dimensions_cut_and_normalise(served: PoolingServer, client: openai.Open
 
 def test_texts_that_are_too_long_are_refused_or_truncated(served: PoolingServer) -> None:
     long = " ".join(["w7"] * 60)
-    body = {"model": "embedder", "input": ["w5", long]}
+    body: dict[str, Any] = {"model": "embedder", "input": ["w5", long]}
     assert "input 1 has 62 tokens" in refused(served, "/v1/embeddings", body)
     for field, tokens in (("truncate_prompt_tokens", -1), ("truncate", True)):
         answer = served.post("/v1/embeddings", {**body, field: tokens}).json()
@@ -211,6 +212,7 @@ def check_ollama(served: PoolingServer, client: ollama.Client) -> None:
     np.testing.assert_allclose(old.embedding, expected[0], atol=1e-5)
     shown = client.show("embedder")
     assert shown.capabilities == ["embedding"]
+    assert shown.modelinfo is not None
     assert shown.modelinfo["bert.embedding_length"] == 48
 
 
@@ -224,12 +226,13 @@ def test_each_model_says_what_it_is_for_and_refuses_the_rest(served: PoolingServ
     assert able["reranker"] == {"rerank"}
     assert not able["demo"] & {"embeddings", "rerank"}
     assert cards["embedder"]["max_model_len"] == 40
-    for path, body in (
+    requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", chat(model="embedder")),
         ("/v1/completions", {"model": "embedder", "prompt": "w5"}),
         ("/v1/messages", {**chat(model="embedder")}),
         ("/v1/responses", {"model": "embedder", "input": "w5"}),
-    ):
+    ]
+    for path, body in requests:
         message = refused(served, path, body)
         assert "embedder is an embedding model" in message, (path, message)
     assert "reranker" in refused(served, "/v1/embeddings", {"model": "reranker", "input": "w5"})
@@ -241,7 +244,7 @@ def test_the_rest_of_the_server_knows_such_models(served: PoolingServer) -> None
     assert served.get("/ready").status_code == 200
     text = served.get("/metrics").text
     assert 'vllm:prompt_tokens_total{model_name="embedder"}' in text
-    body = {"model": "embedder", "prompt": "w5 w6"}
+    body: dict[str, Any] = {"model": "embedder", "prompt": "w5 w6"}
     assert served.post("/tokenize", body).json()["tokens"] == [1, 5, 6, 2]
     body = {"model": "embedder", "tokens": [5, 6]}
     assert served.post("/detokenize", body).json()["prompt"] == "w5 w6"

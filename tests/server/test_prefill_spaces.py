@@ -10,6 +10,7 @@ from text.text_data import load_tokenizer
 
 from mlxinfer.core import FinishReason, TokenEvent
 from mlxinfer.session.request_builder import RequestBuilder
+from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
 
 TEMPLATE = (
@@ -29,6 +30,7 @@ def spaced() -> Iterator[ScriptedServer]:
         model = server.model
         model.builder.close()
         info = replace(model.info, vocab_size=tokenizer.vocab_size)
+        assert isinstance(model.session, Session)
         model.session.builder = RequestBuilder(tokenizer, info, "auto")
         server.script._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
         yield server

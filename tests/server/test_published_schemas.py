@@ -62,7 +62,7 @@ def test_chat(server: LiveServer, scripted: ScriptedServer, fields: dict[str, An
     tools = [{"type": "function", "function": FUNCTION}]
     with scripted.says(SAID):
         check("chat_completion", scripted.post(CHAT, chat(tools=tools)).json())
-        usage = {"stream": True, "stream_options": {"include_usage": True}}
+        usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         for chunk in scripted.events(CHAT, chat(tools=tools, **usage))[:-1]:
             check("chat_completion_chunk", chunk)
 

@@ -80,11 +80,11 @@ def test_retrieve_list_and_delete(keeping: ScriptedServer, client: openai.OpenAI
     assert found.output_text == "Yes."
     assert found.usage == second.usage
     items = client.responses.input_items.list(second.id, order="asc")
-    assert [item.content[0].text for item in items.data] == ["One", "Yes.", "Two"]  # type: ignore[union-attr]
+    assert [item.content[0].text for item in items.data] == ["One", "Yes.", "Two"]  # type: ignore[union-attr, index]
     newest = client.responses.input_items.list(second.id, limit=1)
-    assert newest.data[0].content[0].text == "Two"  # type: ignore[union-attr]
+    assert newest.data[0].content[0].text == "Two"  # type: ignore[union-attr, index]
     assert newest.has_more
-    after = client.responses.input_items.list(second.id, after=newest.last_id)
+    after = client.responses.input_items.list(second.id, after=newest.last_id)  # type: ignore[attr-defined]
     assert len(after.data) == 2
     client.responses.delete(first.id)
     for lost in (first.id, second.id):  # the second one cannot be continued without the first

@@ -76,6 +76,7 @@ def test_a_stream_says_what_an_answer_says(demo: openai.OpenAI) -> None:
             pass
         streamed = stream.get_final_response()
     assert streamed.output_text == whole.output_text
+    assert streamed.usage is not None
     assert streamed.usage.output_tokens == whole.usage.output_tokens
 
 
@@ -222,7 +223,12 @@ def test_what_cannot_be_is_refused(
 
 
 def test_what_changes_nothing_is_taken(scripted: ScriptedServer) -> None:
-    fields = {"store": False, "background": False, "previous_response_id": None, "user": "u"}
+    fields: dict[str, Any] = {
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "user": "u",
+    }
     fields |= {"service_tier": "auto", "prompt_cache_key": "k", "reasoning": {"summary": "auto"}}
     with scripted.says("x"):
         assert scripted.post("/v1/responses", {"input": "x", **fields}).status_code == 200

@@ -1,5 +1,8 @@
 """Tools of the responses API that are no functions: custom tools, namespaces, hosted tools."""
 
+# answers of the SDK are unions of a dozen types:
+# mypy: disable-error-code="union-attr"
+
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -228,7 +228,8 @@ def single() -> Iterator[LiveServer]:
 @pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
 def test_in_a_step(single: LiveServer, name: str) -> None:
     """Requests that wait while a step fails are answered as ever."""
-    model = type(single.model.client.engine._loop.model)
+    loop: Any = single.model.client.engine._loop
+    model = type(loop.model)
     owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (GrammarMasks, "fill")}[
         name
     ]

@@ -9,10 +9,10 @@ import itertools
 import os
 import random
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,10 +119,9 @@ def visitors(until_s: float) -> Iterator[Plan]:
 
 
 def resident_kb() -> float:
-    """Memory of this process now; where that is not told, the most it had."""
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize() / 1024
+    """Memory of this process now; where the system does not show that, its peak."""
+    if (statm := Path("/proc/self/statm")).exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize() / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

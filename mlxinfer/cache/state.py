@@ -156,7 +156,7 @@ class Part:
     unpad: mx.array | None  # (N,) from the padded (B * L) rows back to flat order
     before: Places  # the old states
     new: Block  # filled by the layers
-    verified: Sequence[int] = ()  # slots whose last tokens are proposals
+    verified: Sequence[int] = ()  # slots with proposals at the end of their tokens
     undo: dict[int, Undo] = field(default_factory=dict)  # by layer
 
 

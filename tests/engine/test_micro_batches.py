@@ -36,7 +36,7 @@ def params_of(i: int) -> SamplingParams:
 def test_steps_with_proposals_take_turns_and_give_the_tokens_of_one_rank(
     leaves: bool, num_stages: int, case: str
 ) -> None:
-    """Also of requests whose neighbours leave or are preempted while proposals are verified."""
+    """Also where neighbours finish or are preempted while proposals are verified."""
     model, rng = tiny_model(case, quantized=True), random.Random(f"{num_stages} {case}")
     asked = {str(i): (prompt(12 + 5 * i, i), params_of(i)) for i in range(8)}
     plains = {name: alone(model, *one).token_ids for name, one in asked.items()}

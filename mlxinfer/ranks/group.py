@@ -7,6 +7,7 @@ step raises, its requests end with the reason, and what owns the process starts 
 
 import contextlib
 import logging
+import math
 import queue
 import selectors
 import threading
@@ -88,6 +89,7 @@ class RankGroup:
         self._lock = threading.Lock()  # of sending, and of what follows
         self._sums: dict[tuple[int, int], int] = {}  # checksums that others will say: rank, step
         self._sent_s: list[float] = []  # when the steps that were not read yet were sent
+        self._answered_s = 0.0  # when something else was last waited for; inf: it is
         self._num_steps = self._num_rows = self._step_bytes = 0  # that were sent
         self._closed = False
         self._ranks = gather_others(place, secret, local, check)
@@ -356,9 +358,10 @@ class RankGroup:
 
     def _next_answer(self, kind: type, timeout_s: float) -> Any:
         """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""
-        answer = None
+        answer, self._answered_s = None, math.inf
         with contextlib.suppress(queue.Empty):
             answer = self._answers[kind].get(timeout=timeout_s)
+        self._answered_s = time.monotonic()
         if self.failure is not None:
             raise self.failure
         return answer
@@ -421,7 +424,7 @@ class RankGroup:
             raise self.fail(
                 TimeoutError(f"rank {silent[0]} has not answered for {SILENCE_S:g} seconds")
             )
-        sent_s = next(iter(self._sent_s), now_s)
+        sent_s = max(next(iter(self._sent_s), now_s), self._answered_s)
         if now_s > sent_s + self._step_s:
             raise self.fail(TimeoutError(f"a step has taken more than {self._step_s:g} seconds"))
 

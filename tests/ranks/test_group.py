@@ -179,6 +179,28 @@ def test_a_step_that_is_not_read_before_the_model_goes_is_not_late_afterwards(th
     assert group.failure is None
 
 
+def test_an_adapter_that_is_loaded_beside_a_step_is_not_the_step_s_time(three: Group) -> None:
+    """Its pieces have a deadline of their own; the step's goes on where their answers end."""
+    group, theirs = three
+    group._writer, group._groups, group._num_loads = Writer(), [], 1
+    group._heard_s = {}  # only steps are looked at
+    group.send(step_of([[PageTable(PAGE, pages=[1])]], None, 3))
+    sent_s = group._sent_s[0]
+    waiting = threading.Thread(target=group._next_answer, args=(messages.AdapterDone, 30.0))
+    waiting.start()
+    while group._answered_s < sent_s:
+        time.sleep(0.01)
+    group._check_time(time.monotonic() + 1e6)
+    assert group.failure is None
+    done = messages.AdapterDone(1, 1, 1, None, 0, True)
+    theirs[1].send(replies().encode(done))
+    waiting.join(10)
+    assert sent_s < group._answered_s < time.monotonic()
+    group._heard_s = {}
+    with pytest.raises(RanksFailedError, match="a step has taken more than 60 seconds"):
+        group._check_time(time.monotonic() + 61)
+
+
 def test_a_socket_of_the_ring_that_waits_for_a_rank_is_shut() -> None:
     """A rank that fails before it has joined: MLX would wait for it for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from . import hub
 from .backend import require_mlx
@@ -40,6 +40,12 @@ class OpenModel:
     def close(self) -> None:
         """Abort running requests and free the memory; closing twice is fine."""
         self._session.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "An LLM is neither copied nor pickled: its engine lives in this process. Give another "
+            "one the model's name, and build an LLM there."
+        )
 
     def __enter__(self) -> Self:
         return self

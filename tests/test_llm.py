@@ -2,9 +2,11 @@
 
 import _thread
 import asyncio
+import copy
 import gc
 import json
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -485,6 +487,19 @@ def test_a_stream_raises_where_closing_the_engine_fails(monkeypatch: pytest.Monk
     llm.close()
     with pytest.raises(mlxinfer.EngineClosedError, match="the books are wrong"):
         list(stream)
+
+
+def test_an_llm_is_neither_pickled_nor_copied(llm: LLM) -> None:
+    for make in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="build an LLM there"):
+            make(llm)
+    result = llm.generate("A page", max_tokens=3, logprobs=1)
+    assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_bytes_are_no_prompt_and_no_list_of_tokens(llm: LLM) -> None:
+    with pytest.raises(mlxinfer.InvalidRequestError, match="not bytes; decode it"):
+        llm.generate(b"A page")
 
 
 def test_end_tokens_beyond_the_vocabulary_are_ignored(llm: LLM) -> None:

@@ -51,7 +51,8 @@ def attached(path: Path) -> str:
 def file_text(path: Path) -> str:
     """The text of a file; raises InvalidRequestError where there is none."""
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "is not there"
+        what = "is no file" if path.exists() else "is not there"
+        what = "is a folder" if path.is_dir() else what
         raise InvalidRequestError(f"{path} {what}; expected a file with text.")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise InvalidRequestError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB.")

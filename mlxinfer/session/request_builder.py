@@ -388,8 +388,10 @@ def _as_int(value: object) -> object:
 
 
 def _check_sequence(prompt: object) -> None:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray, memoryview)):
+    raw = isinstance(prompt, (bytes, bytearray, memoryview))
+    if not isinstance(prompt, Sequence) or raw:
         hint = "; give list() of it" if isinstance(prompt, Iterable) else ""
+        hint = "; decode it" if raw else hint
         raise InvalidRequestError(
             f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
             param="prompt",

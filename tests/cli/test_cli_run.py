@@ -106,6 +106,8 @@ def test_a_piped_text_and_files_go_with_the_argument(
     assert message["content"] == "Summarise this\n\nfrom a pipe\n\n\na.txt:\n```\nfrom a file\n```"
     seen = outcome("run", "--file", str(tmp_path / "none"), "Summarise this")
     assert (seen.code, "none is not there" in seen.err) == (1, True)
+    seen = outcome("run", "--file", "/dev/null", "Summarise this")
+    assert (seen.code, "/dev/null is no file" in seen.err) == (1, True)
 
 
 def test_an_answer_that_was_cut_off_is_said_to_be(fake: FakeLLM, outcome: Any) -> None:

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from .core import StateSpec
-from .errors import InvalidRequestError
+from .errors import InvalidRequestError, shown
 from .fit import fit_of, kv_bytes
-from .memory import MODELS_SHARE, parse_bytes
+from .memory import MODELS_SHARE
 from .metal_kernels.chips import CHIPS, Chip
 from .models.language import LanguageConfig
 
-MACHINE = re.compile(r"(?:apple\s+)?(m\d+(?:\s+(?:pro|max|ultra))?)[\s,]+(\d+)\s*(gb)?", re.I)
+CHIP = r"(?:apple[\s-]*)?(?P<chip>m\d+)(?:[\s-]*(?P<kind>pro|max|ultra))?"
+MEMORY = r"[\s,/(-]*(?<!\d)(?P<memory>\d{1,5})\s*(?:gi?b?)?\)?(?:\s+(?:ram|memory))?"
+MACHINE = re.compile(rf"{CHIP}(?:{MEMORY})?", re.I)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,21 @@ def machine(text: str) -> Machine:
     Raises:
         InvalidRequestError: an unknown chip, or no memory.
     """
-    found = MACHINE.fullmatch(text.strip())
-    name = " ".join(found[1].split()).title() if found else ""
+    found = MACHINE.fullmatch(" ".join(text.split()))
+    name = f"{found['chip']} {found['kind'] or ''}".strip().title() if found else ""
     if found is None or name not in CHIPS:
         known = ", ".join(CHIPS)
         raise InvalidRequestError(
-            f"{text[:60]!r} is no chip with its memory such as 'M4 Max 64GB'. Known are {known}.",
+            f"{shown(text)} is no chip with its memory such as 'M4 Max 64GB', or one with "
+            f"specifications that are not known here. Known are {known}.",
             param="on",
         )
-    return Machine(f"{name} {found[2]} GB", CHIPS[name], parse_bytes(f"{found[2]}GiB"))
+    if not int(found["memory"] or 0):
+        raise InvalidRequestError(
+            f"{shown(text)} names no memory: say how much, such as '{name} 64GB'.", param="on"
+        )
+    memory = int(found["memory"])
+    return Machine(f"{name} {memory} GB", CHIPS[name], memory << 30)
 
 
 def estimate(

@@ -29,8 +29,8 @@ def command(name: str, context: int | None, on: str | None, as_json: bool) -> No
     from ..roofline import machine
     from ._inspect import summarise
 
+    mac = None if on is None else machine(on)
     summary = summarise(hub.resolve(name, download=False))
-    mac = machine(on) if on else None
     facts = describe(name, summary, context, mac)
     if as_json:
         emit_json(facts)

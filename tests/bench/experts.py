@@ -33,7 +33,8 @@ from tests.bench.expert_policies import policies
 from tests.bench.serve import TOKENIZER
 
 GROUP, BITS = 64, 4
-ENOUGH_S = 60.0  # of measured answers: no turn begins later
+ENOUGH_S = 60.0  # of measured answers: no turn begins that would end later, but the first
+FEW = 8  # tokens of the answers that fill caches, and at least of those that are measured
 CLOCKS = {False: time.perf_counter, True: time.process_time}
 SKEW = 0.5  # of the logarithms of the lengths of routers' rows
 
@@ -207,22 +208,30 @@ def measure(
     settings: Sequence[Setting] = SETTINGS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, Any]]:
-    """By setting; they run in turn, so that what else the machine does meets all alike."""
+    """By setting; they run in turn, so that what else the machine does meets all alike.
+
+    A machine that is slow or busy measures fewer tokens and fewer turns.
+    """
     models = {each.name: open_model(folders[each.split], each, sizes) for each in settings}
     rates: dict[str, list[float]] = {name: [] for name in models}
     answers: dict[str, Any] = {}
     before: dict[str, Any] = {}
     try:
-        began_s = time.monotonic()
+        began_s, left_s, count = time.monotonic(), ENOUGH_S, min(FEW, tokens)
         for turn in range(runs + 1):
-            if turn > 1 and time.monotonic() - began_s > ENOUGH_S:
-                break
             for name, llm in models.items():
                 if turn == 1:  # caches are warm
                     before[name] = llm.stats().get("experts")
-                answers[name], rate = decode(llm, turn, sizes, tokens, clock)
+                answers[name], rate = decode(llm, turn, sizes, count, clock)
                 rates[name].append(rate)
             assert len({str(answer) for answer in answers.values()}) == 1, "tokens differ"
+            began_s, took_s = time.monotonic(), time.monotonic() - began_s
+            if turn == 0:
+                count = min(tokens, max(count, int(count * ENOUGH_S / took_s)))
+            else:
+                left_s -= took_s
+                if took_s > left_s:
+                    break
         return {
             name: {"tokens_per_s": statistics.median(rates[name][1:]), **since(before[name], llm)}
             for name, llm in models.items()

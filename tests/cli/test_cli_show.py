@@ -206,12 +206,30 @@ def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None
     assert "nothing was measured" in text
 
 
-@pytest.mark.parametrize("text", ["M9 64GB", "M4 Max", "64GB", "M4 Mega 64GB", "M4 Max 64TB"])
+@pytest.mark.parametrize("text", ["M9 64GB", "64GB", "M4 Mega 64GB", "M4 Max 64TB", "M464", ""])
 def test_an_unknown_mac_is_refused_with_those_that_are_known(text: str, outcome: Any) -> None:
     seen = outcome("show", "demo", "--on", text)
     assert seen.code == 1
     assert "M4 Max 64GB" in seen.err
     assert "M3 Ultra" in seen.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("m4 max 64 gb", "M4Max 64GB", "M4-Max/64GB", "m4max64", "Apple M4 Max, 64 GiB"),
+        *("M4 Max (64GB)", " M4  Max 64G RAM "),
+    ],
+)
+def test_a_mac_may_be_written_in_several_ways(text: str) -> None:
+    assert machine(text) == machine("M4 Max 64GB")
+
+
+@pytest.mark.parametrize("text", ["M4 Max", "m4max", "M4 Max 0GB"])
+def test_a_mac_without_its_memory_is_asked_for_it(text: str, outcome: Any) -> None:
+    seen = outcome("show", "demo", "--on", text)
+    assert seen.code == 1
+    assert "names no memory: say how much, such as 'M4 Max 64GB'" in seen.err
 
 
 def test_another_machine_cannot_be_told_without_a_config(tmp_path: Path, outcome: Any) -> None:

@@ -17,7 +17,7 @@ from ..layers.linear import (
 )
 from ..layers.moe import ExpertProjection, JoinedExperts
 from .quantization import QuantFormat
-from .tensors import Tensor, load_together, loaded, side_by_side
+from .tensors import Tensor, begun, loaded, side_by_side, started
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +99,25 @@ class StoredMatrix:
         )
 
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Words, scales and biases of a matrix that has a format, read."""
+        """Words, scales and biases of a matrix that has a format, as `started`."""
         assert self.scales is not None
-        load_together([self.weight, self.scales, self.biases])
-        biases = None if self.biases is None else loaded(self.biases)
-        return loaded(self.weight), loaded(self.scales), biases
+        if self.biases is None:
+            weight, scales = started([self.weight, self.scales])
+            return weight, scales, None
+        weight, scales, biases = started([self.weight, self.scales, self.biases])
+        return weight, scales, biases
 
     def head_linear(self) -> HeadLinear:
         """The layer of one matrix per head, without biases."""
         if self.form is None:
-            return DenseHeadLinear(loaded(self.weight))
+            return DenseHeadLinear(begun(self.weight))
         return QuantizedHeadLinear(*self.packed(), **asdict(self.form))
 
     def projection(self, make: LayerFactory) -> Projection:
         """The layer of one matrix."""
         made: Projection
         if self.form is None:
-            made = make.linear(loaded(self.weight), self.bias)
+            made = make.linear(begun(self.weight), self.bias)
         else:
             made = make.quantized_linear(*self.packed(), self.bias, **asdict(self.form))
         self._note(made, make, None)
@@ -124,7 +126,7 @@ class StoredMatrix:
     def expert_projection(self, make: LayerFactory) -> ExpertProjection:
         """The layer of one matrix per expert."""
         if self.form is None:
-            made = make.experts(loaded(self.weight), self.bias)
+            made = make.experts(begun(self.weight), self.bias)
         else:
             made = make.quantized_experts(*self.packed(), self.bias, **asdict(self.form))
         self._note(made, make, self.weight.shape[0])

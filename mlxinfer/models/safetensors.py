@@ -10,10 +10,10 @@ header length, a JSON object of name -> {dtype, shape, data_offsets}, then the d
 import errno
 import os
 import re
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ MAX_FILE_NAME = 255  # characters; file systems refuse to look for a longer one
 GIT_LFS = b"version https://git-lfs"  # how a clone without git-lfs says where a large file lies
 
 READERS = 8  # reads under way at once: a solid-state disk answers many
-CHUNK_BYTES = 4 << 20  # of one task: few calls, and enough for all readers in one matrix
+CHUNK_BYTES = 2 << 20  # of one task: few calls, and enough for all readers in one matrix
 MAX_VIEWS = 1024  # that one call fills: IOV_MAX of Linux and macOS
 
 # Stacks of experts, or one of them; those that every token goes to are called otherwise.
@@ -264,7 +264,7 @@ class WeightFile:
         CheckpointError: as of `read_header`.
     """
 
-    def __init__(self, path: Path, readers: ThreadPoolExecutor) -> None:
+    def __init__(self, path: Path, readers: "Readers") -> None:
         self._fd = -1
         self._fd = _opened(path)
         self.header, self.data_start = _header(self._fd, path)
@@ -299,7 +299,7 @@ class WeightFile:
                 left[0] = left[0][count:]
 
 
-def open_weights(folder: Path, readers: ThreadPoolExecutor) -> list[WeightFile]:
+def open_weights(folder: Path, readers: "Readers") -> list[WeightFile]:
     """The weight files of a checkpoint, open; errors as of `read_headers`."""
     paths = _weight_files(folder)
     raise_file_limit(len(paths))
@@ -318,6 +318,21 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Destination:
+    """Memory, and the spans that are read to it, one behind the other."""
+
+    view: memoryview
+    spans: Sequence[Span]
+
+    def places(self) -> Iterator[tuple[Span, memoryview]]:
+        """Each span with the part of the memory that is its own."""
+        at = 0
+        for span in self.spans:
+            yield span, self.view[at : at + span.size]
+            at += span.size
+
+
+@dataclass(frozen=True, slots=True)
 class _Read:
     """Bytes of a file that follow each other, and the pieces of memory that they are for."""
 
@@ -326,35 +341,15 @@ class _Read:
     views: list[memoryview]
 
 
-def read_spans(spans: Sequence[Span], view: memoryview) -> None:
-    """Read spans one behind the other into `view`, several at once; each byte is read once.
-
-    It returns or raises when all reads have ended, so that none writes to memory given back.
-
-    Raises:
-        CheckpointError: as of `WeightFile.read_into`.
-    """
-    tasks = _tasks(spans, view)
-    if len(tasks) == 1:  # handing it over would take longer
-        _read_in_turn(tasks[0])
-        return
-    readers = spans[0].file.readers
-    futures = [readers.submit(_read_in_turn, task) for task in tasks]
-    wait(futures)
-    for future in futures:
-        future.result()
-
-
-def _tasks(spans: Sequence[Span], view: memoryview) -> list[list[_Read]]:
+def _tasks(destinations: Sequence[Destination]) -> list[list[_Read]]:
     """What is to be read, in tasks of CHUNK_BYTES.
 
     What lies together in a file is one read, also where it goes to many places: of experts with
     gate and up side by side, the file has all of gate first.
     """
-    begins = accumulate((span.size for span in spans), initial=0)
-    placed = zip(spans, begins, strict=False)
-    tasks, room, end = [list[_Read]()], CHUNK_BYTES, (-1, 0)
-    for span, at in sorted(placed, key=lambda each: (id(each[0].file), each[0].start)):
+    tasks, room, end = list[list[_Read]](), 0, (-1, 0)
+    places = [place for destination in destinations for place in destination.places()]
+    for span, view in sorted(places, key=lambda each: (id(each[0].file), each[0].start)):
         first = 0
         while first < span.size:
             if not room:
@@ -363,7 +358,7 @@ def _tasks(spans: Sequence[Span], view: memoryview) -> list[list[_Read]]:
             size, start = min(room, span.size - first), span.start + first
             if end != (id(span.file), start):
                 tasks[-1].append(_Read(span.file, start, []))
-            tasks[-1][-1].views.append(view[at + first : at + first + size])
+            tasks[-1][-1].views.append(view[first : first + size])
             first, room, end = first + size, room - size, (id(span.file), start + size)
     return tasks
 
@@ -371,6 +366,64 @@ def _tasks(spans: Sequence[Span], view: memoryview) -> list[list[_Read]]:
 def _read_in_turn(task: Sequence[_Read]) -> None:
     for read in task:
         read.file.read_into(read.views, read.start)
+
+
+class Readers:
+    """Threads that read weights into memory, and what they have not read yet.
+
+    Attributes:
+        num_waits: calls of `wait` so far.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(READERS, "mlxinfer-weights")  # ends with the tensors
+        self._under_way: list[tuple[Future[None], object]] = []
+        self._ahead = False
+        self.num_waits = 0
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Within, what is given out may still be under way, and behind it until `wait`."""
+        self._ahead = True
+        try:
+            yield
+        except BaseException:
+            self.wait()
+            raise
+        finally:
+            self._ahead = False
+
+    @property
+    def num_started(self) -> int:
+        """Reads that nothing has waited for."""
+        return len(self._under_way)
+
+    def start(self, destinations: Sequence[Destination], owner: object) -> None:
+        """Begin to read, several reads at once, each byte once.
+
+        Args:
+            destinations: what is read, and where it goes.
+            owner: of that memory; it is held until nothing is written to it.
+        """
+        for task in _tasks(destinations):
+            self._under_way.append((self._pool.submit(_read_in_turn, task), owner))
+
+    def give_out(self) -> None:
+        """Wait for all that was started, but not within `ahead`; errors as of `wait`."""
+        if not self._ahead:
+            self.wait()
+
+    def wait(self, first: int | None = None) -> None:
+        """Wait for what was started, or for the `first` reads of it.
+
+        Raises:
+            CheckpointError: as of `WeightFile.read_into`, once none of these is under way.
+        """
+        self.num_waits += 1
+        wait([future for future, _ in self._under_way[:first]])
+        ended, self._under_way[:first] = self._under_way[:first], []
+        for future, _ in ended:
+            future.result()
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -71,10 +71,15 @@ class StageWeights(Weights):
 
     def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
         """The layer if it is this rank's, else what stands for it."""
-        before, self._reads = self._reads, index in self._layers
-        layer = super().layer(index, build)  # of another rank: of arrays that are never evaluated
-        reads, self._reads = self._reads, before
-        return layer if reads else AbsentLayer(keeping(layer.mixer))
+        if index in self._layers:
+            before, self._reads = self._reads, True
+            layer = super().layer(index, build)
+            self._reads = before
+            return layer
+        before, self._reads = self._reads, False
+        layer = build(index)  # of arrays that are never evaluated
+        self._reads = before
+        return AbsentLayer(keeping(layer.mixer))
 
     def finish(self) -> None:
         """As of `Weights`; adapters change what is this rank's."""

@@ -7,8 +7,7 @@ that become one are joined before they are read: each byte goes from the file to
 import json
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -17,7 +16,7 @@ from typing import TypeGuard
 import mlx.core as mx
 
 from ..errors import CheckpointError, InvalidRequestError, shown
-from .safetensors import READERS, Span, TensorInfo, WeightFile, open_weights, read_spans
+from .safetensors import Destination, Readers, Span, TensorInfo, WeightFile, open_weights
 
 LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")
@@ -50,11 +49,14 @@ class FileTensor:
         shape: of the array.
         spans: its bytes, row by row.
 
+    Attributes:
+        array: read, or being read; None: neither.
+
     Raises:
         CheckpointError: MLX has no such dtype.
     """
 
-    __slots__ = ("_array", "dtype", "shape", "spans", "stored")
+    __slots__ = ("array", "dtype", "shape", "spans", "stored")
 
     def __init__(self, stored: str, shape: tuple[int, ...], spans: Sequence[Span]) -> None:
         if stored not in _STORED:
@@ -64,7 +66,7 @@ class FileTensor:
         self.dtype = _STORED[stored]
         self.shape = shape
         self.spans = spans
-        self._array: mx.array | None = None
+        self.array: mx.array | None = None
 
     @property
     def ndim(self) -> int:
@@ -76,24 +78,15 @@ class FileTensor:
         """Of the array."""
         return prod(self.shape) * self.dtype.size
 
-    @property
-    def is_read(self) -> bool:
-        """Whether its array is there."""
-        return self._array is not None
-
     def read(self) -> mx.array:
-        """The array, evaluated; the same one every time.
+        """The array, read; the same one every time.
 
         Raises:
             CheckpointError: a file became shorter, or its disk fails.
         """
-        if self._array is None:
-            (self._array,) = _read([self])
-        return self._array
-
-    def keep(self, array: mx.array) -> None:
-        """Note what was read with others."""
-        self._array = array
+        array = begun(self)
+        readers_of([self]).wait()
+        return array
 
     def cut(self, axis: int, start: int, stop: int) -> "FileTensor":
         """What lies at [start, stop) of an axis."""
@@ -118,7 +111,7 @@ def load_tensors(folder: Path) -> dict[str, FileTensor]:
         CheckpointError: a file that is broken.
         ModelNotFoundError: there is none.
     """
-    return _by_name(open_weights(folder, _readers()))
+    return _by_name(open_weights(folder, Readers()))
 
 
 def file_tensors(path: Path) -> dict[str, FileTensor]:
@@ -127,11 +120,7 @@ def file_tensors(path: Path) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: it is broken, or not there.
     """
-    return _by_name([WeightFile(path, _readers())])
-
-
-def _readers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(READERS, "mlxinfer-weights")  # its threads end with the tensors
+    return _by_name([WeightFile(path, Readers())])
 
 
 def _by_name(files: Sequence[WeightFile]) -> dict[str, FileTensor]:
@@ -174,7 +163,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 def _unread(parts: Sequence[Tensor]) -> TypeGuard[Sequence[FileTensor]]:
     """Whether all are in files alone, of one dtype, and each is there once."""
-    there = [part for part in parts if isinstance(part, FileTensor) and not part.is_read]
+    there = [part for part in parts if isinstance(part, FileTensor) and part.array is None]
     return (
         len({id(part) for part in there}) == len(parts)
         and len({part.stored for part in there}) == 1
@@ -202,53 +191,92 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     return found
 
 
-def load_together(tensors: Sequence[Tensor | None]) -> None:
-    """Read those that are in files and not read yet; small ones beside each other cost less."""
-    unread = [t for t in tensors if isinstance(t, FileTensor) and not t.is_read]
-    for tensor, array in zip(unread, _read(unread), strict=True):
-        tensor.keep(array)
+def begun(tensor: Tensor) -> mx.array:
+    """One array, as `started`."""
+    (array,) = started([tensor])
+    return array
 
 
-def _read(tensors: Sequence[FileTensor]) -> list[mx.array]:
+def started(tensors: Sequence[Tensor]) -> list[mx.array]:
+    """Arrays; those in files are read from now on, beside each other.
+
+    They are read when this returns, except within `Readers.ahead`: then nothing may look at their
+    numbers until `Readers.wait` has returned.
+
+    Raises:
+        CheckpointError: as of `FileTensor.read`.
+    """
+    new = [each for each in tensors if isinstance(each, FileTensor) and each.array is None]
+    made, readers = _allocated(new), readers_of(new)
+    readers.start(
+        [Destination(view, tensor.spans) for tensor, (_, view) in zip(new, made, strict=True)], made
+    )
+    for tensor, (array, _) in zip(new, made, strict=True):
+        tensor.array = array
+    readers.give_out()
+    return [_array_of(each) for each in tensors]
+
+
+def _array_of(tensor: Tensor) -> mx.array:
+    array = tensor.array if isinstance(tensor, FileTensor) else tensor
+    assert array is not None
+    return array
+
+
+def readers_of(tensors: Iterable[Tensor]) -> Readers:
+    """What reads these tensors of one checkpoint; idle readers where none is in a file."""
+    spans = (span for each in tensors if isinstance(each, FileTensor) for span in each.spans)
+    first = next(spans, None)
+    return Readers() if first is None else first.file.readers
+
+
+def _allocated(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview]]:
+    """New arrays of memory that nothing was written to, and views of it.
+
+    MLX leaves only what it loads unwritten. So it loads a file that writes nothing.
+    """
     some = [tensor for tensor in tensors if tensor.nbytes]
     if not some:
-        return [mx.zeros(tensor.shape, tensor.dtype) for tensor in tensors]
-    source = _Source(some)
-    failures, left = source.failures, Lock()
+        return [(mx.zeros(tensor.shape, tensor.dtype), memoryview(b"")) for tensor in tensors]
+    source, left = _Source(some), Lock()
+    views = source.views
     left.acquire()
     weakref.finalize(source, left.release)
     try:
         found = mx.load(source, format="safetensors")  # type: ignore[arg-type]  # enough for it
-    except RuntimeError as error:  # of MLX, which knows that bytes are missing, not why
-        raise failures[0] if failures else CheckpointError(f"{error}") from None
     finally:
         # A thread of MLX lets go of `source` a moment later, and needs Python for it: a process
         # that ended meanwhile would be aborted.
         del source
         left.acquire(timeout=LEAVE_S)
     assert isinstance(found, dict)
-    arrays = iter([found[f"{i}"] for i in range(len(some))])
-    return [next(arrays) if t.nbytes else mx.zeros(t.shape, t.dtype) for t in tensors]
+    made = iter([(found[f"{i}"], view) for i, view in sorted(views.items())])
+    empty = memoryview(b"")
+    return [next(made) if t.nbytes else (mx.zeros(t.shape, t.dtype), empty) for t in tensors]
 
 
 class _Source:
-    """A file of tensors, as MLX reads it: `readinto` gets the memory of each array itself."""
+    """A file of tensors, as MLX reads it: `readinto` gets the memory of each array itself.
+
+    Attributes:
+        views: of that memory, by the tensor's number.
+    """
 
     name, closed = "weights.safetensors", False
 
     def __init__(self, tensors: Sequence[FileTensor]) -> None:
         entries, end = {}, 0
-        self._places: dict[int, FileTensor] = {}  # by their first byte behind the header
-        for index, tensor in enumerate(tensors):
-            self._places[end] = tensor
+        self.views: dict[int, memoryview] = {}
+        self._numbers: dict[int, int] = {}  # of tensors, by their first byte behind the header
+        for number, tensor in enumerate(tensors):
+            self._numbers[end] = number
             dtype = "U8" if tensor.stored.startswith("F8_") else tensor.stored
             offsets = [end, end := end + tensor.nbytes]
-            entries[f"{index}"] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": offsets}
+            entries[f"{number}"] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": offsets}
         header = json.dumps(entries).encode()
         self._head = len(header).to_bytes(8, "little") + header
         self._end = len(self._head) + end
         self._at = 0
-        self.failures: list[CheckpointError] = []
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Go to a place, from the beginning or, with 2, from the end."""
@@ -260,15 +288,11 @@ class _Source:
         return self._at
 
     def readinto(self, view: memoryview) -> int:
-        """The header, a part at a time; or all data of the tensor at this place."""
+        """The header, a part at a time; or nothing of the tensor at this place."""
         if self._at < len(self._head):
             view[:] = self._head[self._at : self._at + len(view)]
         else:
-            try:
-                read_spans(self._places[self._at - len(self._head)].spans, view.cast("B"))
-            except CheckpointError as error:
-                self.failures.append(error.with_traceback(None))  # which would hold this object
-                return 0
+            self.views[self._numbers[self._at - len(self._head)]] = view.cast("B")
         self._at += len(view)
         return len(view)
 

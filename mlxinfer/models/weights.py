@@ -22,7 +22,7 @@ from .language import arrays
 from .matrix import StoredMatrix, combined, fused
 from .quantization import QuantFormat, Quantization, format_of_shapes
 from .share import Share
-from .tensors import FLOATS, Tensor, cast, choose_dtype, loaded, stacked
+from .tensors import FLOATS, Tensor, begun, cast, choose_dtype, loaded, readers_of, stacked
 
 Rename = Callable[[str], str | None]
 
@@ -57,6 +57,8 @@ class Weights:
                 raise CheckpointError(f"{self._original[ours]!r} and {name!r} are the same tensor.")
             self._tensors[ours] = tensor
             self._original[ours] = name
+        self._readers = readers_of(self._tensors.values())
+        self._layer_before: list[mx.array] = []  # which may be being read
         self._watch, self._taken_bytes = watch, 0
         self._all_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._quantization = quantization
@@ -75,15 +77,30 @@ class Weights:
 
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
         """Read and compute arrays now, so that what they were made of can be dropped."""
+        self._readers.wait()
+        self.compute(arrays)
+
+    def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
+        """Layer `index` of a decoder, as `build` makes it of tensors that are here.
+
+        What it takes as it is stored is read while the next layer is built.
+        """
+        of_earlier, waits = self._readers.num_started, self._readers.num_waits
+        with self._readers.ahead():
+            layer = build(index)
+        if self._readers.num_waits > waits:  # computed of what was read, which can be dropped
+            self.evaluate(list(arrays(layer)))
+            return layer
+        self._readers.wait(of_earlier)
+        layer_before, self._layer_before = self._layer_before, list(arrays(layer))
+        self.compute(layer_before)
+        return layer
+
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Compute arrays, of which all that they are made of is read."""
         mx.eval(arrays)
         if self._watch is not None:
             self._watch(self._taken_bytes, self._all_bytes)
-
-    def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
-        """Layer `index` of a decoder, as `build` makes it of tensors that are here."""
-        layer = build(index)
-        self.evaluate(list(arrays(layer)))
-        return layer
 
     def raw(
         self,
@@ -139,7 +156,7 @@ class Weights:
         tensor = self._taken(name, shape, parts)
         if offset:
             tensor = loaded(tensor).astype(mx.float32) + offset
-        return loaded(cast(tensor, self.dtype))
+        return begun(cast(tensor, self.dtype))
 
     def _taken(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
         """As it is stored, of any float dtype, and not read yet."""
@@ -372,7 +389,9 @@ class Weights:
             self._tensors.pop(name, None)
 
     def finish(self) -> None:
-        """Raise CheckpointError if a tensor was not taken."""
+        """Wait for all reads. Raise CheckpointError if a tensor was not taken."""
+        self._readers.wait()
+        self.compute(self._layer_before)
         if self._tensors:
             names = sorted(self._original[name] for name in self._tensors)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -414,6 +414,7 @@ def embed(**options: Any) -> Report:
 @reports(
     click.option("--size", default="1GB", show_default=True, help="Of the weights at 16 bits."),
     number_option("--runs", 3, "Processes of each side; the quickest counts."),
+    click.option("--disk", type=float, help="Simulate a disk of so many GB/s."),
     small_option,
     cpu_time_option,
     peer_option,

@@ -5,8 +5,9 @@ stops while everything is held: giving memory back is no part of a load. `read` 
 preadv of whole files into as much new memory, in pages as an allocator gets them from the system:
 the limit, since whatever holds the weights has to fault that memory in. (Numpy asks for huge pages,
 which MLX's allocator does not, and which macOS has not.) `mlxinfer` loads what a Mac would: MLX's
-CPU backend needs dense experts of 16 bits in 32, which is left out.
-`python -m tests.bench.load SIDE FOLDER` is one such process.
+CPU backend needs dense experts of 16 bits in 32, which is left out. Reading from the system's
+cache takes all cores' time, reading from a disk little: so one of a stated rate can be simulated.
+`python -m tests.bench.load SIDE FOLDER RATE` is one such process.
 """
 
 import gc
@@ -15,6 +16,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -110,6 +112,22 @@ def theirs(folder: Path) -> Work:
 SIDES = {"read": read, "mlxinfer": ours, "mlx-lm": theirs}
 
 
+def simulate_disk(rate: float) -> None:
+    """Let `os.preadv` take as long as a disk of `rate` GB/s would, one read after another."""
+    lock, free_at, plain = threading.Lock(), 0.0, os.preadv
+
+    def slow(fd: int, views: Sequence[memoryview], start: int) -> int:
+        nonlocal free_at
+        began = time.monotonic()
+        count = plain(fd, views, start)
+        with lock:
+            free_at = ready = max(free_at, began) + count / (rate * 1e9)
+        time.sleep(max(ready - time.monotonic(), 0.0))
+        return count
+
+    os.preadv = slow
+
+
 def measure(side: str, folder: Path) -> Cost:
     """One load in this process, which has made none."""
     work = SIDES[side](folder)
@@ -132,9 +150,9 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def apart(side: str, folder: Path) -> Cost:
-    """The same in a process of its own."""
-    command = [sys.executable, "-m", "tests.bench.load", side, str(folder)]
+def apart(side: str, folder: Path, disk: float | None = None) -> Cost:
+    """The same in a process of its own, from the system's cache or a simulated disk (GB/s)."""
+    command = [sys.executable, "-m", "tests.bench.load", side, str(folder), str(disk or "")]
     quiet = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads spin after its import
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet)
     if done.returncode:
@@ -161,9 +179,16 @@ def _write(folder: Path, kind: str, num_bytes: int) -> dict[str, Path]:
 
 
 def run(
-    *, size: str = "1GB", runs: int = 3, small: bool, peer: bool, cpu_time: bool = False
+    *,
+    size: str = "1GB",
+    runs: int = 3,
+    small: bool,
+    peer: bool,
+    cpu_time: bool = False,
+    disk: float | None = None,
 ) -> Report:
     """Loads of a dense model and of a mixture of experts, at 16 and at 4 bits."""
+    peer = peer and disk is None  # its reads are not Python's, and cannot be slowed down
     if peer:
         require_peer()
     num_bytes = SMALL if small else parse_bytes(size)
@@ -177,7 +202,7 @@ def run(
                 found: dict[str, list[Cost]] = {side: [] for side in sides}
                 for _ in range(1 if small else runs):
                     for side in sides:
-                        found[side].append(apart(side, folder))
+                        found[side].append(apart(side, folder, disk))
                 rows += _rows(f"{kind}, {label}", stored, found, cpu_time)
                 data += [
                     {"model": f"{kind}, {label}", "side": side, "stored": stored, **asdict(cost)}
@@ -185,8 +210,9 @@ def run(
                     for cost in costs
                 ]
     time_of = "CPU" if cpu_time else "wall"
+    where = "cached files" if disk is None else f"a simulated disk of {disk:g} GB/s"
     table = Table(
-        "Loading the weights of cached files",
+        f"Loading the weights of {where}",
         ["model", "side", "GB/s", "of reading", "bytes read", "peak memory"],
         rows,
         f"The quickest of each by {time_of} time; bytes and memory in parts of what is stored.",
@@ -214,4 +240,6 @@ def _rows(
 
 if __name__ == "__main__":
     gc.disable()
+    if sys.argv[3]:
+        simulate_disk(float(sys.argv[3]))
     print(json.dumps(asdict(measure(sys.argv[1], Path(sys.argv[2])))))

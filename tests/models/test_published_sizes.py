@@ -38,7 +38,7 @@ class Shapes(Weights):
         super().__init__(named, dtype="bfloat16", rename=rename)
         self.make = LayerFactory()  # which lays out nothing anew
 
-    def evaluate(self, arrays: Sequence[mx.array]) -> None:
+    def compute(self, arrays: Sequence[mx.array]) -> None:
         """Not."""
 
 

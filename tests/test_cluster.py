@@ -209,6 +209,7 @@ def test_no_server_is_an_error(arguments: list[str], said: str, tmp_path: Path) 
     assert ("No server" if said == "Nothing" else said) in seen.output
 
 
+@pytest.mark.slow  # announcing and leaving take seconds
 def test_an_announced_server_is_found() -> None:
     pytest.importorskip("zeroconf")
     with cluster.advertised("127.0.0.1", 8123, tls=False, interfaces=LOOPBACK):

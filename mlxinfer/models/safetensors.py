@@ -387,7 +387,7 @@ class Readers:
         self._ahead = True
         try:
             yield
-        except BaseException:
+        except BaseException:  # an interrupt too: arrays may go once nothing writes to them
             self.wait()
             raise
         finally:

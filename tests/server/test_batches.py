@@ -435,11 +435,11 @@ def test_the_deadline_of_live_requests_ends_none_of_a_batch(tmp_path: Path) -> N
 
 def test_the_next_server_goes_on_with_a_batch(tmp_path: Path) -> None:
     """A server ends in the middle; another one on the same folder answers the rest, each once."""
-    slow = chat("Count", ignore_eos=True, max_tokens=500)
+    slow = chat("Count", ignore_eos=True, max_tokens=300)
     lines = [line(0), line(1, slow), line(2, slow), line(3)]
     with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
         id = server.begin(client, lines).id
-        wait_until(lambda: num_completed(client, id) > 0, pause_s=0.05)
+        wait_until(lambda: num_completed(client, id) > 0, pause_s=0.01)
     with BatchServer(tmp_path, engine={"max_batch": 2}) as server, openai_client(server) as client:
         assert client.batches.retrieve(id).status == "in_progress"
         batch = server.ended_batch(client, id)

@@ -18,6 +18,7 @@ import mlx.core as mx
 from ..errors import CheckpointError, InvalidRequestError, shown
 from .safetensors import Destination, Readers, Span, TensorInfo, WeightFile, open_weights
 
+SMALL_BYTES = 64 << 10  # so many zeros are written sooner than a thread of MLX has answered
 LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")
 FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
@@ -231,14 +232,25 @@ def readers_of(tensors: Iterable[Tensor]) -> Readers:
 
 
 def _allocated(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview]]:
-    """New arrays of memory that nothing was written to, and views of it.
+    """New arrays, and views of their memory, which is to be filled."""
+    large = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
+    unwritten = iter(_unwritten(large) if large else [])
+    return [next(unwritten) if t.nbytes > SMALL_BYTES else _zeros(t) for t in tensors]
 
-    MLX leaves only what it loads unwritten. So it loads a file that writes nothing.
+
+def _zeros(tensor: FileTensor) -> tuple[mx.array, memoryview]:
+    memory = mx.zeros((tensor.nbytes,), mx.uint8)
+    mx.eval(memory)
+    view = memoryview(memory)  # type: ignore[arg-type]  # it is a buffer
+    return memory.view(tensor.dtype).reshape(tensor.shape), view
+
+
+def _unwritten(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview]]:
+    """Arrays of memory that nothing was written to.
+
+    MLX makes such arrays only of what it loads. So it loads a file that writes nothing.
     """
-    some = [tensor for tensor in tensors if tensor.nbytes]
-    if not some:
-        return [(mx.zeros(tensor.shape, tensor.dtype), memoryview(b"")) for tensor in tensors]
-    source, left = _Source(some), Lock()
+    source, left = _Source(tensors), Lock()
     views = source.views
     left.acquire()
     weakref.finalize(source, left.release)
@@ -250,9 +262,7 @@ def _allocated(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview
         del source
         left.acquire(timeout=LEAVE_S)
     assert isinstance(found, dict)
-    made = iter([(found[f"{i}"], view) for i, view in sorted(views.items())])
-    empty = memoryview(b"")
-    return [next(made) if t.nbytes else (mx.zeros(t.shape, t.dtype), empty) for t in tensors]
+    return [(found[f"{number}"], view) for number, view in sorted(views.items())]
 
 
 class _Source:

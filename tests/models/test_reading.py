@@ -266,10 +266,11 @@ def test_no_thread_of_mlx_keeps_what_it_read_from(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensors._Source, "__init__", remember)
     found = load_tensors(write_checkpoint(tmp_path, DENSE))
-    for tensor in found.values():
+    large = [tensor for tensor in found.values() if tensor.nbytes > tensors.SMALL_BYTES]
+    for tensor in large:
         tensor.read()
         assert left[-1]() is None
-    assert len(left) == len(found)
+    assert len(left) == len(large) > 0
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, monkeypatch):

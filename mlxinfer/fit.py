@@ -19,6 +19,7 @@ from .models.share import Share
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 ENOUGH_CONTEXT = 4096  # tokens: with less a model is of little use
 CONVERSIONS = (8, 6, 5, 4, 3, 2)  # bits a weight, of `mlxinfer convert --bits`
+TABLE_BITS = 4  # of embeddings and output projections at least
 SCALE_BITS = 0.5  # a weight more, in its groups of 64
 RANKS = (2, 3, 4, 6, 8, 16)
 RANK_SHARE = 1.1  # a rank holds norms and more of its own beside its share
@@ -194,7 +195,12 @@ def _conversion(config: LanguageConfig, fit: Fit, needed_bytes: int) -> int | No
 def _converted_bytes(config: LanguageConfig, weights_bytes: int, bits: int) -> int:
     quantization = config.quantization
     stored = 16.0 if quantization is None else quantization.default.bits + SCALE_BITS
-    return int(weights_bytes * (bits + SCALE_BITS) / stored)
+    count = 8 * weights_bytes / stored
+    num_tables = 1 if config.tie_word_embeddings else 2
+    of_tables = min(num_tables * config.vocab_size * config.hidden_size, count)
+    of_layers = count - of_tables
+    table_bits = max(bits, TABLE_BITS)
+    return int((of_layers * (bits + SCALE_BITS) + of_tables * (table_bits + SCALE_BITS)) / 8)
 
 
 def _expert_memory(config: LanguageConfig, folder: Path, fit: Fit) -> int | None:

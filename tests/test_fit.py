@@ -12,9 +12,11 @@ from models.published import PUBLISHED
 
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.formats import token_bytes
+from mlxinfer.convert.formats import floor_bits
 from mlxinfer.fit import (
     ENOUGH_CONTEXT,
     RANKS,
+    TABLE_BITS,
     Verdict,
     fit_of,
     held_bytes,
@@ -92,10 +94,14 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
             continue
         refused += 1
         stored = 4.5 if quantised else 16
+        num_weights = weights * 8 / stored
+        tables = (2 - model.tie_word_embeddings) * model.vocab_size * model.hidden_size
         fitting = [
             bits
             for bits in (8, 6, 5, 4, 3, 2)
-            if bits < stored and int(weights * (bits + 0.5) / stored) + needed_8 <= limit
+            if bits < stored
+            and int(num_weights * (bits + 0.5) / 8 + tables * max(4 - bits, 0) / 8) + needed_8
+            <= limit
         ]
         assert found.converted_bits == max(fitting, default=None)
         shareable = () if quantised else (2, 4)  # 4 KV heads; one group of columns
@@ -116,6 +122,10 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
             assert (f"{longest:,} at {bits} bits" in text) == (longest > 0)
     assert refused > 20
     assert pipelined
+
+
+def test_tables_are_counted_with_the_bits_that_a_conversion_gives_them() -> None:
+    assert floor_bits("model.embed_tokens") == floor_bits("lm_head") == TABLE_BITS
 
 
 @pytest.fixture

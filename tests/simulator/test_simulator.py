@@ -77,7 +77,7 @@ def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
         most = max(most, simulation.most_in_flight)
         verified = max(verified, simulation.most_verified)
     assert NUM_SEEDS < 30 or most == 4
-    assert NUM_SEEDS < 30 or verified >= 3, "steps with proposals at the same time"
+    assert NUM_SEEDS < 30 or verified >= 2, "steps with proposals at the same time"
 
 
 def keeps_all(batch: Batch, result: object) -> dict[int, int]:

@@ -363,7 +363,8 @@ def _tasks(destinations: Sequence[Destination]) -> list[list[_Read]]:
     return tasks
 
 
-def _read_in_turn(task: Sequence[_Read]) -> None:
+def _read_in_turn(task: Sequence[_Read], _owner: object) -> None:
+    """Read; `_owner` has the memory, which so stays while it is written to, whatever is raised."""
     for read in task:
         read.file.read_into(read.views, read.start)
 
@@ -377,7 +378,7 @@ class Readers:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(READERS, "mlxinfer-weights")  # ends with the tensors
-        self._under_way: list[tuple[Future[None], object]] = []
+        self._under_way: list[Future[None]] = []
         self._ahead = False
         self.num_waits = 0
 
@@ -387,9 +388,6 @@ class Readers:
         self._ahead = True
         try:
             yield
-        except BaseException:  # an interrupt too: arrays may go once nothing writes to them
-            self.wait()
-            raise
         finally:
             self._ahead = False
 
@@ -406,7 +404,7 @@ class Readers:
             owner: of that memory; it is held until nothing is written to it.
         """
         for task in _tasks(destinations):
-            self._under_way.append((self._pool.submit(_read_in_turn, task), owner))
+            self._under_way.append(self._pool.submit(_read_in_turn, task, owner))
 
     def give_out(self) -> None:
         """Wait for all that was started, but not within `ahead`; errors as of `wait`."""
@@ -420,9 +418,9 @@ class Readers:
             CheckpointError: as of `WeightFile.read_into`, once none of these is under way.
         """
         self.num_waits += 1
-        wait([future for future, _ in self._under_way[:first]])
+        wait(self._under_way[:first])
         ended, self._under_way[:first] = self._under_way[:first], []
-        for future, _ in ended:
+        for future in ended:
             future.result()
 
 

@@ -208,7 +208,7 @@ def started(tensors: Sequence[Tensor]) -> list[mx.array]:
         CheckpointError: as of `FileTensor.read`.
     """
     new = [each for each in tensors if isinstance(each, FileTensor) and each.array is None]
-    made, readers = _allocated(new), readers_of(new)
+    made, readers = _allocated(new), readers_of(tensors)  # those under way too
     readers.start(
         [Destination(view, tensor.spans) for tensor, (_, view) in zip(new, made, strict=True)], made
     )

@@ -22,15 +22,13 @@ from mlxinfer import LLM
 from mlxinfer.bench.speed import cpu_layers
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load, safetensors, tensors
-from mlxinfer.models.safetensors import Readers, WeightFile
+from mlxinfer.models.safetensors import WeightFile
 from mlxinfer.models.tensors import (
     FileTensor,
     load_tensors,
     loaded,
-    readers_of,
     side_by_side,
     stacked,
-    started,
 )
 from mlxinfer.models.weights import Weights
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
@@ -176,25 +174,6 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
         assert (np.array(loaded(files[0])) == arrays[0]).all()
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH_FAMILY)
-def test_a_slow_disk_gives_the_same_weights(case, tmp_path, monkeypatch):
-    """Layers are built while what they take is read: nothing may look at it before."""
-    folder = tiny_checkpoint(tmp_path, case)
-    expected = list(load(folder).arrays())
-    plain = WeightFile.read_into
-
-    def slow(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
-        for view in views:  # not what was here by chance
-            view[:] = b"\x7f" * len(view)
-        time.sleep(2e-3)
-        plain(file, views, start)
-
-    monkeypatch.setattr(WeightFile, "read_into", slow)
-    found = list(load(folder).arrays())
-    assert len(found) == len(expected)
-    assert all(map(mx.array_equal, found, expected))
-
-
 def test_layers_are_built_while_the_one_before_is_read(tmp_path, monkeypatch):
     folder = write_checkpoint(tmp_path, DENSE)
     last = load_tensors(folder)["model.layers.0.mlp.down_proj.weight"].spans[0].start
@@ -216,29 +195,6 @@ def test_layers_are_built_while_the_one_before_is_read(tmp_path, monkeypatch):
     with cpu_layers(False):
         load(folder, dtype="float32")  # as it is stored
     assert in_time == [True]
-
-
-def test_an_error_ends_what_is_under_way_first(tmp_path, monkeypatch):
-    """Arrays may go only when nothing writes to their memory."""
-    found = load_tensors(write_checkpoint(tmp_path, DENSE))
-    plain, ended = WeightFile.read_into, []
-
-    def slow(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
-        time.sleep(0.05)
-        plain(file, views, start)
-        ended.append(start)
-
-    def fails(readers: Readers) -> None:
-        with readers.ahead():
-            started(list(found.values())[:3])
-            assert readers.num_started > len(ended) == 0
-            raise ZeroDivisionError
-
-    monkeypatch.setattr(WeightFile, "read_into", slow)
-    readers = readers_of(found.values())
-    with pytest.raises(ZeroDivisionError):
-        fails(readers)
-    assert readers.num_started == 0 < len(ended)
 
 
 def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):

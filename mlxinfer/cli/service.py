@@ -12,11 +12,13 @@ import click
 
 from ..errors import ServiceError
 from ..launchd import Service, parse_status
-from ._options import json_option
+from ._options import API_KEY, json_option
 from ._output import emit_json
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-PASSED = ("HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MLXINFER_CONFIG")
+PLACES = ("HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MLXINFER_CONFIG")
+RANKS = ("MLXINFER_RANKS_SECRET", "MLXINFER_RANKS_CONTROL")
+PASSED = (*PLACES, *RANKS, API_KEY)  # with a --host a server needs its key
 
 
 def _kind_options(function: Function) -> Function:
@@ -42,7 +44,8 @@ def install(
     """Start the server now, at every login, and when it dies.
 
     With --daemon at every start of the machine instead. What comes after `--` goes to `mlxinfer
-    serve`; the config file counts as well.
+    serve`; the config file counts as well. Of the environment it keeps MLXINFER_API_KEY, the
+    secret of ranks, and where models and the config file are; --print shows them.
     """
     _check_serve(serve_arguments)
     service = _service(daemon, user, serve_arguments)
@@ -111,7 +114,7 @@ def _check_serve(arguments: Sequence[str]) -> None:
 
 
 def _write(service: Service) -> None:
-    """Write the property list, readable by its owner alone: arguments may hold a key."""
+    """Write the property list, readable by its owner alone: it may hold keys."""
     try:
         for path in (service.plist_path, service.log_path):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import os
 import plistlib
 import stat
 import sys
+import urllib.request  # noqa: F401  # of this platform, before tests say that it is another one
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,22 @@ def test_install_writes_the_file_and_loads_it_in_launchd(
     assert outcome("service", "uninstall").code == 0
     assert not path.exists()
     assert launchctl.read_text().splitlines()[-1].startswith("bootout gui/")
+
+
+def test_a_service_has_the_keys_that_its_server_needs(
+    launchctl: Path, tmp_path: Path, outcome: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"MLXINFER_API_KEY": "sk-1", "MLXINFER_RANKS_SECRET": "of all", "HF_HOME": "/models"}
+    for name, value in {**given, "OTHER_SECRET": "of another program"}.items():
+        monkeypatch.setenv(name, value)
+    ended = outcome("service", "install", "--", "--host", "0.0.0.0")
+    assert ended.code == 0, ended.err
+    assert "sk-1" not in ended.out + ended.err + launchctl.read_text()
+    path = tmp_path / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+    kept = plistlib.loads(path.read_bytes())["EnvironmentVariables"]
+    assert {name: kept.get(name) for name in given} == given
+    assert "OTHER_SECRET" not in kept
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_at_no_moment_the_file_is_open_to_others(

@@ -359,9 +359,12 @@ class RankGroup:
     def _next_answer(self, kind: type, timeout_s: float) -> Any:
         """Of another rank; None: none came. Raises RanksFailedError once the group has failed."""
         answer, self._answered_s = None, math.inf
-        with contextlib.suppress(queue.Empty):
+        try:
             answer = self._answers[kind].get(timeout=timeout_s)
-        self._answered_s = time.monotonic()
+        except queue.Empty:
+            pass
+        finally:  # an interrupt too: the clock of steps in flight goes on
+            self._answered_s = time.monotonic()
         if self.failure is not None:
             raise self.failure
         return answer

@@ -155,7 +155,7 @@ class Weights:
         """`raw` in the activations' dtype, `offset` added before it is rounded to that."""
         tensor = self._taken(name, shape, parts)
         if offset:
-            tensor = loaded(tensor).astype(mx.float32) + offset
+            tensor = begun(tensor).astype(mx.float32) + offset
         return begun(cast(tensor, self.dtype))
 
     def _taken(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:

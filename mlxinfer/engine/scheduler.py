@@ -43,7 +43,8 @@ class Proposer(Protocol):
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """How many tokens to propose for each of these in the next step, at most.
 
-        0: none; then the next step is launched while this one runs. Else it waits to be read.
+        0: none; then the next step is launched while this one runs. Else it waits to be read, but
+        for steps that take turns.
 
         Args:
             sequences: that decode in the step.

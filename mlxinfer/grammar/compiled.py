@@ -33,6 +33,9 @@ WORD_BITS = 32  # of a mask
 PARALLEL_FROM = 16  # rows; for fewer, starting threads takes longer than the masks
 MAX_USES = 20_000  # tokens that the matchers of one lexer may take
 SOURCE_FACTOR = 64  # bytes that a byte of source takes once it is compiled, about
+FIXED_BYTES = 128 << 10  # of a grammar that was not used, about; resident memory of many says so
+MAX_STATES = 128  # of a lexer, about, that its first uses make
+BYTES_PER_STATE = 1024  # beside half a mask
 BYTES_PER_USE = 256  # by which the lexer grows, about
 MAX_RESTART_S = 0.1  # of CPU, to make a lexer on the engine's thread
 LEXER_ERROR = "lexer error"  # in llguidance's messages
@@ -111,7 +114,9 @@ class CompiledGrammar:
     @property
     def num_bytes(self) -> int:
         """About how much memory the grammar takes."""
-        return len(self._source) * SOURCE_FACTOR + self.num_uses * BYTES_PER_USE
+        new_states = min(self.num_uses, MAX_STATES) * (BYTES_PER_STATE + 2 * self.num_words)
+        used = self.num_uses * BYTES_PER_USE + new_states
+        return FIXED_BYTES + len(self._source) * SOURCE_FACTOR + used
 
     def start(self) -> "TokenGrammar":
         """Return the state of a new answer."""

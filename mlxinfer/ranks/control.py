@@ -181,7 +181,7 @@ class _Door:
         self.proven: queue.SimpleQueue[tuple[Connection, Hello]] = queue.SimpleQueue()
         self._listener = listener
         self._secret = secret
-        self._strangers: list[Connection] = []  # the oldest first; proven ones with them
+        self._strangers: list[Connection] = []  # not proven, the oldest first
         self._refused: set[str] = set()  # addresses
         listener.settimeout(POLL_S)
 
@@ -198,8 +198,9 @@ class _Door:
         threading.Thread(target=self._meet, args=(connection, address), daemon=True).start()
 
     def _meet(self, connection: Connection, address: str) -> None:
+        hello = None
         try:
-            self.proven.put((connection, _proven(connection, self._secret)))
+            hello = _proven(connection, self._secret)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             connection.close()
             if address not in self._refused:
@@ -207,6 +208,8 @@ class _Door:
             self._refused.add(address)
         with contextlib.suppress(ValueError):  # it gave way
             self._strangers.remove(connection)
+        if hello is not None:  # last: from here on `close` leaves it alone, if it is taken
+            self.proven.put((connection, hello))
 
     def close(self) -> None:
         """Refuse all that are not proven, and those that came too late."""

@@ -324,7 +324,7 @@ class Speculation(Proposer):
         steady = bool(batch.num_tokens) and not batch.long and not batch.begins_answers
         if not steady:
             self._turn.clear()
-            self._begun_s, self._num_plain = None, 0
+            self._begun_s = None
         if step.num_sequences:
             num_decoding = max(batch.num_decoding, step.num_sequences)
             measured = self._turn_with(step, num_decoding) if steady else None

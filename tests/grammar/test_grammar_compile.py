@@ -288,6 +288,24 @@ def test_the_cache_keeps_to_its_bytes_and_to_what_was_used_last() -> None:
     assert len(compiler._cache) == 1
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="says resident memory on Linux")
+def test_used_grammars_are_counted_with_about_what_they_take() -> None:
+    """Else a server that meets a new grammar with each request keeps them all."""
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    table, kept = compiler_of().table(), []
+    before = resident_bytes()
+    for i in range(80):
+        kept.append(CompiledGrammar(table, regex(f"[a-z]{{1,{i + 300}}} x{i} [0-9]+")))
+        grammar = kept[-1].start()
+        for letter in tokenizer_of("demo").encode_plain("the letters of a text")[:20]:
+            allowed(grammar, SIZE)
+            grammar.accept(letter)
+    assert resident_bytes() - before < 2 * sum(one.num_bytes for one in kept)
+
+
 def test_a_cached_grammar_costs_next_to_nothing() -> None:
     compiler, spec = compiler_of(), json_schema(PERSON)
     compiler.start(spec)

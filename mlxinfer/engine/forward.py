@@ -192,6 +192,8 @@ class Forward:
         if in_flight is not None and (step.is_barrier or cache.must_grow(step.num_slots)):
             in_flight.wait()
             runs_ahead = False
+        if step.is_barrier:  # what was written and not read since would keep all of its prompt
+            mx.eval([pool.arrays() for pool in cache.pools])
         cache.make_room(step.num_slots)
         return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
 

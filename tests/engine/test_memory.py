@@ -222,3 +222,16 @@ def test_a_rank_without_paged_layers_does_not_limit_the_others() -> None:
     none = page_counts([0], 64 << 30, max_held=[None], num_pages=None)
     assert some == [1 << 20]
     assert none >= some
+
+
+@pytest.mark.parametrize("case", ["qwen3-v4", "gemma3_text-v4"])
+def test_answers_of_one_token_leave_nothing(case: str) -> None:
+    """No later step reads what their prompts wrote, which would keep all of the prompts' work."""
+    harness = Harness(tiny_model(case), prefill_chunk=64, max_context=1000, prefix_cache=False)
+    active = []
+    for i in range(12):
+        harness.add(f"{i}", prompt(100, i), SamplingParams(max_tokens=1))
+        harness.drain()
+        gc.collect()
+        active.append(mx.get_active_memory())
+    assert active[-1] - active[3] < 400_000, active  # a megabyte and more if they are kept

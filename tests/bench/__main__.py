@@ -197,7 +197,6 @@ def adapters(**options: Any) -> Report:
 @reports(
     number_option("--runs", 3, "Measurements of each; the median counts."),
     click.option("--disk", type=float, metavar="X", help="Simulate a disk of X GB/s."),
-    click.option("--policies", "policy", is_flag=True, help="Which experts to keep, simulated."),
     small_option,
     cpu_time_option,
 )
@@ -331,27 +330,6 @@ def convert(**options: Any) -> Report:
 
 
 @reports(
-    click.option(
-        "--model", type=click.Path(path_type=Path), help="A folder of unquantised weights."
-    ),
-    click.option(
-        "--learn", type=float, metavar="MINUTES", help="Also learned scales, at one size."
-    ),
-    click.option("--nearest", is_flag=True, help="Also without error feedback."),
-    small_option,
-    peer_option,
-)
-def quality(**options: Any) -> Report:
-    """Conversion: quality at 3 to 5 bits, beside every method of mlx-lm.
-
-    Models of `python -m tests.bench.trained` are made for it.
-    """
-    from tests.bench.by_size import run
-
-    return run(**options)
-
-
-@reports(
     small_option,
     peer_option,
     layers="both",
@@ -426,49 +404,6 @@ def load(**options: Any) -> Report:
     from tests.bench.load import run
 
     return run(**options)
-
-
-@reports(
-    model_option,
-    number_option("--requests", 192, "Requests of a round."),
-    number_option("--tokens", 32, "Tokens of an answer."),
-    number_option("--runs", 5, "Rounds of each side; the median counts."),
-    small_option,
-    layers="own",
-)
-def batch(**options: Any) -> Report:
-    """A batch beside the same requests handed to the engine at once."""
-    from tests.bench.batch import run
-
-    return run(**options)
-
-
-@reports(
-    number_option("--prefix", 2000, "Words before the cursor."),
-    number_option("--suffix", 60, "Words behind it."),
-    number_option("--runs", 5, "Prefixes, new and cached; the median counts."),
-    small_option,
-    layers="own",
-)
-def infill(**options: Any) -> Report:
-    """First token of a completion at the cursor, behind a new prefix and a cached one."""
-    from tests.bench.infill import run
-
-    return run(**options)
-
-
-@reports(
-    counts_option("--sizes", "10,100,1000", "Replicas; several, with commas."),
-    number_option("--seed", 1, "Of the conversations.", least=0),
-    click.option("--plot", type=click.Path(path_type=Path), help="Draw it here too."),
-    fast_blas=False,
-    layers="own",
-)
-def replicas(**options: Any) -> Report:
-    """Replicas behind a router: simulated, by policy and load."""
-    from tests.bench.replicas import measure
-
-    return measure(**options)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
 from mlxinfer.models import expert_store
 from mlxinfer.models.language import reachable
-from tests.bench.expert_policies import policies
 from tests.bench.serve import TOKENIZER
 
 GROUP, BITS = 64, 4
@@ -174,13 +173,10 @@ def run(
     *,
     runs: int = 3,
     small: bool = False,
-    policy: bool = False,
     disk: float | None = None,
     cpu_time: bool = False,
 ) -> Report:
-    """Tokens a second, hit rates and bytes; or how policies of the cache compare."""
-    if policy:
-        return policies(small=small)
+    """Tokens a second, hit rates and bytes."""
     sizes, tokens = (SMALL, 8) if small else (Mixture(), 16 if disk is None else 32)
     with TemporaryDirectory() as scratch:
         folders = {

@@ -116,19 +116,3 @@ def test_embed_measures_a_model(tmp_path: Path) -> None:
         assert found[layers]["tokens"] > 9 * 5
         assert found[layers]["mlxinfer"]["cpu_s"] > 0
         assert "sentence-transformers" not in found[layers]
-
-
-@pytest.mark.slow
-def test_infill_measures_new_and_cached_prefixes() -> None:
-    found = json.loads(bench("infill", "--small", "--prefix", "200", "--runs", "1", "--json"))
-    for route in ("/infill", "/v1/completions"):
-        new, typed, same = found[route]
-        assert new["computed"] > typed["computed"] > same["computed"] == 1
-        assert min(each["wall_s"] for each in found[route]) > 0
-
-
-@pytest.mark.slow
-def test_batch_stands_beside_the_engine() -> None:
-    sizes = ["--requests", "4", "--tokens", "3", "--runs", "1"]
-    found = json.loads(bench("batch", "--small", *sizes, "--json"))
-    assert min(found["engine"]["cpu_s"], found["batch"]["cpu_s"]) > 0

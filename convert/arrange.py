@@ -282,5 +282,5 @@ class _Shapes(Weights):
         paths = [f"{path}.weight", f"{other}.weight"]
         return paths[0] not in self or self.shape(paths[0]) == self.shape(paths[1])
 
-    def evaluate(self, arrays: Sequence[mx.array]) -> None:
-        """Nothing is evaluated."""
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Nothing is computed."""

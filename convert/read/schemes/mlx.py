@@ -109,8 +109,8 @@ class _Asked(Weights):
         """None differs."""
         return True
 
-    def evaluate(self, arrays: Sequence[mx.array]) -> None:
-        """Nothing is evaluated."""
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Nothing is computed."""
 
 
 class MLXModules:

@@ -264,9 +264,6 @@ class Request:
     boundaries: tuple[int, ...] = ()  # positions at which other prompts may part from this one
     breakers: frozenset[int] = frozenset()  # tokens that break repetitions, for params' DRY
     reports_prompt: bool = False  # say after each step how far its prompt is computed
-    # It runs in what the others leave: they stand before it in the queue, and take its slot and
-    # its pages where they need them. Its tokens are the same.
-    background: bool = False
     # Its sender, such as the name of an API key: proposals come from answers to requests
     # of the same owner and salt alone, for their number shows in how long a step takes.
     owner: str | None = None

@@ -58,12 +58,11 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "server": LEAVES
     | {"backend", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
 }
-SERVER_LEAVES = {"errors", "keys", "settings", "background", "store", "files"}
+SERVER_LEAVES = {"errors", "keys", "settings", "background", "store"}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "background": set(),
     "store": set(),
-    "files": {"errors"},
     "keys": {"errors"},
     "settings": {"keys"},
     "http": SERVER_LEAVES,
@@ -74,7 +73,6 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "openai": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "anthropic": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
     "ollama": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
-    "batches": SERVER_LEAVES | {"calls", "fields", "http"},
     "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
     "page": SERVER_LEAVES | {"calls", "http", "ops", "registry", "watch"},
 }

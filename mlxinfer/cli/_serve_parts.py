@@ -1,4 +1,4 @@
-"""What `mlxinfer serve` hands to its server: the page, stored answers, files, spans of answers."""
+"""What `mlxinfer serve` hands to its server: the page, stored answers, spans of answers."""
 
 import sqlite3
 import sys
@@ -13,10 +13,8 @@ from ..errors import HistoryError, InvalidRequestError
 from ..history import PLACE, History, data_folder, default_place
 from ..memory import parse_bytes
 from ._configuration import RequestedModel, entry_of, origin_of
-from ._output import note
 
 if TYPE_CHECKING:
-    from ..server.files import FileStore
     from ..server.page.library import Library
     from ..server.page.routes import PageRoutes, Setting
     from ..server.registry.slots import Entry
@@ -113,20 +111,3 @@ def tracing(options: dict[str, Any]) -> "Tracing | None":
         return None if url is None else Tracing.to(url)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
-
-
-def file_store(options: dict[str, Any]) -> "FileStore | None":
-    """Return the store of files, or None; a value or a place that is wrong is wrong usage."""
-    from ..server.files import FilesInUseError, FileStore
-
-    keeps, size = options.pop("files"), options.pop("files_size")
-    folder = data_folder() / "files"
-    try:
-        return FileStore(folder, max_bytes=parse_bytes(size)) if keeps else None
-    except FilesInUseError:
-        note(f"Another server takes files in {folder}, so this one takes none.")
-        return None
-    except (OSError, sqlite3.Error) as error:
-        raise click.UsageError(
-            f"Files cannot be kept in {folder}: {error}. Say --no-files, or set XDG_DATA_HOME."
-        ) from error

@@ -1,11 +1,18 @@
 """`mlxinfer batch`: the requests of a file, answered into another."""
 
 import asyncio
-from collections.abc import Callable
+import codecs
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
+import msgspec
 
 from ..configfile import ConfigFile
 from ..errors import InvalidRequestError, MlxinferError
@@ -17,9 +24,18 @@ from ._output import counted, note
 from .serve import registry
 
 if TYPE_CHECKING:
-    from ..server.batches.lines import ResultFiles
+    from starlette.types import ASGIApp, Message
 
+    from ..server.calls.service import Service
+
+AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
+RETRY_S = 1.0  # between two tries of a request whose model finds no room beside the others
 SHOWN_PROBLEMS = 5
+START = b'{"id":"'  # of every line of answers
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/score"),
+)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -75,56 +91,332 @@ def command(
 ) -> None:
     """Answer the requests of a file into another.
 
-    Lines are those of OpenAI's batches: {"custom_id": ..., "method": "POST", "url":
-    "/v1/chat/completions", "body": ...}; url may be /v1/completions, /v1/responses,
-    /v1/embeddings, /v1/rerank or /v1/score, too. Run again after an end of any kind it goes on
-    where it was; delete the errors first to try those again.
+    A line is a request as OpenAI's batches have it: {"custom_id": ..., "method": "POST", "url":
+    "/v1/chat/completions", "body": ...}. The url may also be /v1/completions, /v1/responses,
+    /v1/embeddings, /v1/rerank or /v1/score. Run the same command again after an interruption: it
+    skips the requests that have an answer. Delete the file of errors to try those again.
     """
-    from ..server.app import ENDPOINTS
-    from ..server.batches.lines import ResultFiles, check_rows, rows_of
-    from ..server.batches.run import BatchRun, batch_endpoints
     from ..server.calls.service import Service
     from ..server.settings import ServerConfig
 
     if not input_path.is_file():
         raise click.UsageError(f"{input_path} is no file; it is read twice, so write it to one.")
-    endpoints = batch_endpoints(ENDPOINTS)
-    total, problems = check_rows(input_path, endpoints, most=None)
-    if problems:
-        shown = [f"line {p.line}: {p.message}" for p in problems[:SHOWN_PROBLEMS]]
-        raise InvalidRequestError(f"{input_path}: " + "\n".join(shown))
+    total = check_lines(input_path)
     requested = requested_models(models, ConfigFile(), by_default=False)
     default = requested[0].name if len(requested) == 1 else None
     given = {**options, "ttl": None, "default_model": default, "aliases": ()}
     errors_path = errors_path or output_path.with_suffix(".errors.jsonl")
-    results = ResultFiles(output_path, errors_path)
-    service = Service(registry(requested, given), ServerConfig())
+    answers = AnswerFiles(output_path, errors_path)
+    service = Service(registry(requested, given), ServerConfig(max_waiting_tokens=1 << 40))
     try:
         with progress_bar("batch", unit="answers") as show:
-            run = BatchRun(
-                service, endpoints, results, on_done=lambda: show(len(results.done), total)
+            left = (line for line in lines_of(input_path) if line.custom_id not in answers.done)
+            asyncio.run(
+                _answer_all(service, default, left, answers, lambda: show(len(answers.done), total))
             )
-            asyncio.run(_run(service, default, lambda: run.run(rows_of(input_path))))
     except KeyboardInterrupt:
-        note(f"interrupted; {len(results.done)} of {total} are done, the same command goes on")
+        note(f"interrupted; {len(answers.done)} of {total} are done, the same command goes on")
         raise
     finally:
-        results.close()
+        answers.close()
         service.close()
-    _summarise(results, output_path, errors_path)
+    answered = len(answers.done) - answers.num_failed
+    note(f"{counted(answered, 'answer')} in {output_path}")
+    if answers.num_failed:
+        raise MlxinferError(
+            f"{counted(answers.num_failed, 'request')} failed; {errors_path} says why, by line."
+        )
 
 
-async def _run(service: Any, model: str | None, work: Callable[[], Any]) -> None:
-    """Load the model, if there is but one: what is wrong with it is said at once."""
+# -- the requests -------------------------------------------------------------------------------
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """A line of the input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Streamed(msgspec.Struct):
+    stream: Any = None
+
+
+def lines_of(path: Path) -> Iterator[Line]:
+    """The requests of a file that was checked, in order."""
+    for _, line in _numbered(path):
+        yield msgspec.json.decode(line, type=Line)
+
+
+def check_lines(path: Path) -> int:
+    """How many requests a file holds; raises InvalidRequestError that names its wrong lines."""
+    known: set[str] = set()
+    problems: list[str] = []
+    for number, raw in _numbered(path):
+        problem = _problem(raw, known)
+        if problem is not None:
+            problems.append(f"line {number}: {problem}")
+        if len(problems) == SHOWN_PROBLEMS:
+            break
+    if not known and not problems:
+        problems.append("The file has no requests.")
+    if problems:
+        raise InvalidRequestError(f"{path}: " + "\n".join(problems))
+    return len(known)
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that hold text, with their numbers from 1."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                yield number, text
+
+
+def _problem(raw: bytes, known: set[str]) -> str | None:
+    """The reason why a line is no request; `known` gets its id."""
+    try:
+        raw.decode()
+        line = msgspec.json.decode(raw, type=Line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"The line is no request of a batch: {error}."
+    if not line.custom_id or line.custom_id in known:
+        return f"The custom_id is {line.custom_id!r}; give each line its own."
+    known.add(line.custom_id)
+    if line.method != "POST":
+        return f"method is {line.method!r}; expected 'POST'."
+    if line.url not in URLS:
+        return f"url is {line.url[:100]!r}; expected {' or '.join(URLS)}."
+    with suppress(msgspec.ValidationError):  # the answer says what is wrong with such a body
+        if msgspec.json.decode(line.body, type=_Streamed).stream:
+            return "stream: an answer is one line, so it cannot be streamed; leave it out."
+    return None
+
+
+# -- the answers --------------------------------------------------------------------------------
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """The HTTP answer to a request."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """A line of the output or of the errors."""
+
+    id: str
+    custom_id: str
+    response: Response
+    error: None = None
+
+
+class _Done(msgspec.Struct):
+    """The fields of an answer that are read again; a request has no `id`."""
+
+    id: str
+    custom_id: str
+
+
+class AnswerFiles:
+    """A file of the answers, and one of the requests that failed.
+
+    They are the record of a run. Each line is flushed when it is complete. A line that a killed run
+    left incomplete is cut off when the file is opened again.
+
+    Args:
+        output: where answers are added; those that are there stay.
+        errors: the same for failed requests. It is made when the first one fails.
+
+    Attributes:
+        done: the ids of the requests whose answers are there.
+        num_failed: how many of these are in `errors`.
+
+    Raises:
+        InvalidRequestError: a file is there that no batch wrote, another process writes it, both
+            are one file, or a folder is missing.
+        OSError: one cannot be written.
+    """
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        if output.resolve() == errors.resolve():
+            raise InvalidRequestError(
+                f"Answers and errors would both go to {output}; name two files.", param="errors"
+            )
+        self._errors_path = errors
+        self._errors: BinaryIO | None = None
+        failed: set[str] = set()
+        self._output, self.done = _opened(output)
+        try:
+            if errors.exists():
+                self._errors, failed = _opened(errors)
+        except BaseException:
+            self._output.close()
+            raise
+        self.num_failed = len(failed - self.done)
+        self.done |= failed
+
+    def write(self, answer: Answer) -> None:
+        """Add an answer."""
+        failed = answer.response.status_code != 200
+        if failed and self._errors is None:
+            self._errors, _ = _opened(self._errors_path)
+        file = self._errors if failed else self._output
+        assert file is not None
+        file.write(msgspec.json.encode(answer) + b"\n")
+        file.flush()
+        self.done.add(answer.custom_id)
+        self.num_failed += failed
+
+    def close(self) -> None:
+        """Close both files; what is in them is on the disk."""
+        for file in (self._output, self._errors):
+            if file is not None:
+                with file:
+                    file.flush()
+                    os.fsync(file.fileno())
+
+
+def _opened(path: Path) -> tuple[BinaryIO, set[str]]:
+    """A file of answers that only this process writes, and the ids of its whole lines."""
+    if not path.parent.is_dir():
+        raise InvalidRequestError(
+            f"There is no folder {path.parent} for {path.name}; make it, or name another file.",
+            param="output",
+        )
+    if path.exists() and not path.is_file():  # a pipe or a device has no end, and is read
+        raise InvalidRequestError(f"{path} is no file; name one.", param="output")
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+        return file, _repaired(path, file)
+    except BlockingIOError:
+        file.close()
+        raise InvalidRequestError(
+            f"Another run writes answers to {path}; wait for its end, or name another file.",
+            param="output",
+        ) from None
+    except BaseException:
+        file.close()
+        raise
+
+
+def _repaired(path: Path, file: BinaryIO) -> set[str]:
+    """The ids of the whole lines of a file of answers. The rest is cut off."""
+    done: set[str] = set()
+    end = 0
+    file.seek(0)
+    for line in file:
+        try:
+            found = msgspec.json.decode(line, type=_Done) if line.endswith(b"\n") else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = None
+        if found is None:
+            if not end and (line.endswith(b"\n") or line[: len(START)] != START[: len(line)]):
+                raise InvalidRequestError(
+                    f"{path} is there, and holds no answers of a batch; name another file.",
+                    param="output",
+                )
+            file.truncate(end)
+            file.seek(end)
+            break
+        done.add(found.custom_id)
+        end += len(line)
+    return done
+
+
+# -- the run ------------------------------------------------------------------------------------
+
+
+async def _answer_all(
+    service: "Service",
+    model: str | None,
+    lines: Iterable[Line],
+    answers: AnswerFiles,
+    on_done: Callable[[], None],
+) -> None:
+    """Answer all requests, AT_ONCE of them at a time, through the routes of a server.
+
+    Args:
+        model: loaded first, so that a fault of it is raised at once; None: there are several.
+    """
+    from ..server.app import build_app
+
     if model is not None:
         await service.models.load(model)
-    await work()
+    app, left = build_app(service), iter(lines)
+
+    async def answer_each() -> None:
+        for line in left:
+            answers.write(await _answered(app, line))
+            on_done()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(answer_each())
+    except ExceptionGroup as errors:  # such as of a full disk: all have one cause
+        raise errors.exceptions[0] from None
 
 
-def _summarise(results: "ResultFiles", output_path: Path, errors_path: Path) -> None:
-    answered = len(results.done) - results.num_failed
-    note(f"{counted(answered, 'answer')} in {output_path}")
-    if results.num_failed:
-        raise MlxinferError(
-            f"{counted(results.num_failed, 'request')} failed; {errors_path} says why, by line."
-        )
+async def _answered(app: "ASGIApp", line: Line) -> Answer:
+    """The answer to a request; tried again while its model finds no room beside the others."""
+    while True:
+        reply = await _post(app, line)
+        if reply.status_code != 503 or b"model_load_failed" in bytes(reply.body):
+            return Answer(
+                id=f"batch_req_{secrets.token_hex(12)}", custom_id=line.custom_id, response=reply
+            )
+        await asyncio.sleep(RETRY_S)
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request to an ASGI app and its reply, without a connection."""
+
+    body: bytes
+    sent: bool = False
+    status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+
+    async def receive(self) -> "Message":
+        """The body, then nothing: this client does not hang up."""
+        if self.sent:
+            await asyncio.Event().wait()
+        self.sent = True
+        return {"type": "http.request", "body": self.body, "more_body": False}
+
+    async def send(self, message: "Message") -> None:
+        """Keep a part of the reply."""
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        else:
+            self.parts.append(message.get("body", b""))
+
+
+async def _post(app: "ASGIApp", line: Line) -> Response:
+    from ..server.http.protocol import ABORT, CONNECTIONS
+
+    exchange = _Exchange(bytes(line.body))
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "scheme": "http",
+        "path": line.url,
+        "raw_path": line.url.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        "state": {ABORT: lambda: None, CONNECTIONS: ()},
+    }
+    await app(scope, exchange.receive, exchange.send)
+    return Response(
+        status_code=exchange.status,
+        request_id=exchange.headers[b"x-request-id"].decode(),
+        body=msgspec.Raw(b"".join(exchange.parts)),
+    )

@@ -34,7 +34,7 @@ from ._options import (
     served_adapter_options,
 )
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
-from ._serve_parts import file_store, page_routes, response_store, tracing
+from ._serve_parts import page_routes, response_store, tracing
 
 if TYPE_CHECKING:
     from ..server.calls.service import Fetch
@@ -226,20 +226,6 @@ if TYPE_CHECKING:
     metavar="URL",
     help="Send spans of answers to a collector, such as http://host:4318/v1/traces (extra: otel).",
 )
-@click.option(
-    "--files/--no-files",
-    default=True,
-    show_default=True,
-    help="Take files for /v1/batches, and keep them and their answers on this disk.",
-)
-@click.option(
-    "--files-size",
-    type=Size(),
-    metavar="SIZE",
-    default="4GB",
-    show_default=True,
-    help="The most that is kept of them; further ones are refused.",
-)
 @engine_options_without("max_memory")  # a server divides it among its models
 @rank_options
 @click.pass_context
@@ -266,11 +252,9 @@ def command(
     try:
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
-        store, files = response_store(options), file_store(options)
+        store = response_store(options)
         fetch = fetching(options) if options.pop("allow_pull") else None
-        service = Service(
-            registry(requested, options), config, store, fetch, files, tracing(options)
-        )
+        service = Service(registry(requested, options), config, store, fetch, tracing(options))
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )

@@ -47,14 +47,9 @@ class Sequence:
     sharers: dict["Sequence", int] = field(default_factory=dict)
 
     @property
-    def background(self) -> bool:
-        """Whether the sequence gives way to those that are not in the background; see `Request`."""
-        return self.request.background
-
-    @property
     def priority(self) -> int:
-        """The priority of its pages in the prefix cache; background pages are evicted first."""
-        return self.request.priority - self.background
+        """The priority of its pages in the prefix cache."""
+        return self.request.priority
 
     @property
     def lease_of(self) -> Lease:

@@ -12,7 +12,6 @@ from ..core import Request, check_token_ids
 from ..errors import ContextLengthError, InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import human_bytes
 from .pagestore import PageStore
-from .queues import foreground
 from .scheduler import Proposer, Scheduler
 
 _ENDLESS = 2**31  # tokens; more than any context
@@ -116,9 +115,8 @@ def stats_of(
     groups = _groups(scheduler, cache)
     return {
         **asdict(scheduler.counters),
-        "running": len(foreground(scheduler.queues.running)),
-        "waiting": len(foreground(scheduler.queues.waiting)),
-        "background": sum(s.background for s in scheduler.queues.unfinished()),
+        "running": len(scheduler.queues.running),
+        "waiting": len(scheduler.queues.waiting),
         "page_size": cache.page_size,
         "groups": groups,
         "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),

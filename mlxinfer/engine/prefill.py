@@ -18,7 +18,6 @@ UNTIMED = 64  # tokens beside sequences that decode, before any step was timed
 GAIN = 0.99  # larger steps are tried while twice the tokens cut the time of each to this
 CLOSE = 1.015  # sizes with tokens that take so much longer than the quickest are as good
 LATEST = 0.5  # weight of the latest measurement
-YIELDED = 8  # background prompts beside others get one part in so many of the slice
 LONGER = 4096  # tokens of context up to which a size is good as measured, then until it has doubled
 
 
@@ -50,30 +49,27 @@ class PrefillSizer:
         self._context = LONGER  # up to which these hold
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
 
-    def shares(
-        self, prefilling: Seq[Sequence], num_running: int, *, gives_way: bool = False
-    ) -> list[tuple[Sequence, int]]:
+    def shares(self, prefilling: Seq[Sequence], num_running: int) -> list[tuple[Sequence, int]]:
         """Tokens of the next step for each prompt that gets any.
 
         Args:
             prefilling: running sequences with prompts to compute, oldest first.
-            num_running: of all that run, or of those that the step may keep waiting.
-            gives_way: these are background sequences, and others run.
+            num_running: of all that run.
         """
-        page_size, part = self._page_size, YIELDED if gives_way else 1
+        page_size = self._page_size
         if not prefilling:
             return []
         if self._slice_s is None:  # the budget is what the others wait for
-            room = self.most // 2 // part if num_running > 1 else self.most
+            room = self.most // 2 if num_running > 1 else self.most
             return prefill_shares(prefilling, max(room, page_size), page_size)
         if num_running == len(prefilling):
             self._size = self._next_size()
             return prefill_shares(prefilling, self._size, page_size)
         if not self._beside:
             return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
-        left_s = self._slice_s / part / self._num_stages - (self._decode_s or 0.0)
+        left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
-        if len(costs) > 1 and not gives_way:  # a page for the oldest, and one for the shortest
+        if len(costs) > 1:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
         left_s = min(left_s, self.most * min(costs.values()))
         return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)

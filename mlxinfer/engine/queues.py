@@ -2,9 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ..cache.pages import OutOfPages
@@ -32,8 +30,6 @@ class Counters:
 
 class RequestQueues:
     """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
-
-    Background sequences (`Request.background`) wait behind the others, and are preempted for them.
 
     Args:
         kv_manager: what running sequences hold.
@@ -66,10 +62,7 @@ class RequestQueues:
             num_prompt=len(request.prompt_ids),
         )
         self._by_id[request.id] = sequence
-        if sequence.background:
-            self.waiting.append(sequence)
-        else:
-            self.waiting.insert(self._first_background(), sequence)
+        self.waiting.append(sequence)
         self._counters.requests += 1
         return sequence
 
@@ -96,14 +89,14 @@ class RequestQueues:
             self.waiting.remove(sequence)
 
     def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Put a running sequence back at the head of its part of the queue, with its tokens.
+        """Put a running sequence back at the head of the queue, with its tokens.
 
         Its pages stay in the prefix tree until they are evicted; only those are computed again.
         """
         self._release(sequence, keep)
         sequence.num_computed = sequence.num_sealed = 0
         sequence.num_preempted += 1
-        self.waiting.insert(self._first_background() if sequence.background else 0, sequence)
+        self.waiting.appendleft(sequence)
         self._counters.preemptions += 1
 
     def _release(self, sequence: Sequence, keep: bool) -> None:
@@ -112,13 +105,6 @@ class RequestQueues:
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
         sequence.started = False
-
-    def _first_background(self) -> int:
-        """Where the background sequences begin in the queue."""
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].background:
-            place -= 1
-        return place
 
     # -- slots and pages ------------------------------------------------------------------------
 
@@ -129,23 +115,22 @@ class RequestQueues:
 
         Args:
             prefilling: running sequences with prompts to compute.
-            most: how many of these there may be; background ones do not count for the others.
+            most: how many of these there may be.
             again: whether what was preempted may start: not in the step that preempted it: its
                 plan may have a token of it.
         """
-        if not self._free_slots and self._youngest_background() is None:
+        if not self._free_slots or len(prefilling) >= most:
             return None
         for sequence in self.waiting:
             if sequence.num_pending:
                 return None  # preempted with a step in flight: it gets that step's token first
             if sequence.num_preempted and not again:
                 return None
-            rivals = prefilling if sequence.background else foreground(prefilling)
-            if len(rivals) >= most:
-                return None
-            if self._kv.shares_later(sequence, rivals):
+            if self._kv.shares_later(sequence, prefilling):
                 continue
-            if not self._begin(sequence):
+            try:
+                self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
+            except OutOfPages:
                 return None
             self.waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
@@ -154,25 +139,8 @@ class RequestQueues:
             return sequence
         return None
 
-    def _begin(self, sequence: Sequence) -> bool:
-        """Take the pages for a free slot, preempting background sequences if need be."""
-        while True:
-            if self._free_slots:
-                with suppress(OutOfPages):
-                    self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
-                    return True
-            youngest = None if sequence.background else self._youngest_background()
-            if youngest is None:
-                return False
-            self.preempt(youngest)
-
-    def _youngest_background(self) -> Sequence | None:
-        return next((s for s in reversed(self.running) if s.background), None)
-
     def hold(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages for `num_tokens` positions, preempting the youngest others if need be.
-
-        Background sequences go before the others.
 
         Returns:
             False: the sequence itself is the first to go, and went back to the queue.
@@ -182,16 +150,11 @@ class RequestQueues:
                 self._kv.extend(sequence, num_tokens)
                 return True
             except OutOfPages:
-                youngest = self._youngest_background() or self.running[-1]
+                youngest = self.running[-1]
                 assert len(self.running) > 1, "a request that fits alone was admitted"
                 self.preempt(youngest)
                 if youngest is sequence:
                     return False
-
-
-def foreground(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """The sequences that are not in the background."""
-    return [sequence for sequence in sequences if not sequence.background]
 
 
 def last_events(

@@ -23,7 +23,7 @@ from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, Sequenc
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .prefill import PrefillSizer
-from .queues import Counters, RequestQueues, foreground
+from .queues import Counters, RequestQueues
 
 
 class Proposer(Protocol):
@@ -226,7 +226,7 @@ class Scheduler:
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
         shares = [
             (sequence, count)
-            for sequence, share in self._prefill_shares(prefilling)
+            for sequence, share in self.prefill.shares(prefilling, len(queues.running))
             if sequence.slot >= 0
             and (count := self._up_to_boundary(sequence, share))
             and queues.hold(sequence, sequence.num_computed + count)
@@ -236,14 +236,6 @@ class Scheduler:
             for s, count in shares
             if s.slot >= 0
         ]
-
-    def _prefill_shares(self, prefilling: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Tokens of the next step for each prompt; background ones get what the others leave."""
-        running, first = self.queues.running, foreground(prefilling)
-        waited_for = len(foreground(running))
-        if first:
-            return self.prefill.shares(first, waited_for)
-        return self.prefill.shares(prefilling, len(running), gives_way=waited_for > 0)
 
     def _up_to_boundary(self, sequence: Sequence, count: int) -> int:
         """As many of the next `count` tokens as end where the KV manager wants a chunk to end."""

@@ -104,7 +104,7 @@ class PoolingLoop:
         self._assemble()
 
     def _assemble(self) -> None:
-        self._queue, self._behind = PassQueue(), PassQueue()  # the latter: of background requests
+        self._queue = PassQueue()
         most = MOST if mx.metal.is_available() else MOST_ON_CPU
         self._sizer = PassSizer(SLICE_S, self._pass_tokens, most)
         self._unfinished: dict[str, Unfinished] = {}
@@ -117,14 +117,7 @@ class PoolingLoop:
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
         waits = self._in_flight is not None or self._long is not None
-        return not waits and not self._next_queue.num_waiting
-
-    @property
-    def _next_queue(self) -> PassQueue:
-        return self._queue if self._queue.num_waiting else self._behind
-
-    def _queue_of(self, request: PoolingRequest) -> PassQueue:
-        return self._behind if request.background else self._queue
+        return not waits and not self._queue.num_waiting
 
     def prepare_kernel(self) -> None:
         """No kernel is ever asked for."""
@@ -146,7 +139,7 @@ class PoolingLoop:
         rows = [WaitingRow(request, index) for index in range(len(request.rows))]
         vectors = np.empty((len(rows), self.model.dim), np.float32)
         self._unfinished[request.id] = Unfinished(request, rows, vectors, len(rows))
-        self._queue_of(request).add(rows, self._sizer.num_tokens)
+        self._queue.add(rows, self._sizer.num_tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; rows of it that are being computed are dropped."""
@@ -162,14 +155,14 @@ class PoolingLoop:
         unfinished = self._unfinished.pop(request_id, None)
         if unfinished is None:
             return False
-        self._queue_of(unfinished.request).discard(unfinished.rows)
+        self._queue.discard(unfinished.rows)
         return True
 
     # -- passes ---------------------------------------------------------------------------------
 
     def _launch(self) -> Pass | None:
         """Launch a pass, or a slice of the long row; turn by turn where there are both."""
-        most, queue = self._sizer.num_tokens, self._next_queue
+        most, queue = self._sizer.num_tokens, self._queue
         if self._long is None or self._wanted(self._long) == 0:
             row = queue.take_long()
             self._long = None if row is None else self._begin([row])
@@ -313,7 +306,7 @@ class PoolingLoop:
             "pass_tokens": self._sizer.num_tokens,
             "running": running,
             "waiting": len(self._unfinished) - running,
-            "waiting_rows": self._queue.num_waiting + self._behind.num_waiting,
+            "waiting_rows": self._queue.num_waiting,
             **dict.fromkeys(("preemptions", "bytes_copied", "prompt_tokens_reused"), 0),
             "adapter_bytes": 0,
             **dict.fromkeys(("kv_bytes_held", "kv_bytes_cached", "kv_bytes_allocated"), 0),

@@ -25,7 +25,6 @@ class PoolingRequest:
 
     id: str
     rows: Sequence[TokenRow]
-    background: bool = False  # its rows wait for all that are not of the background
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first pass was launched
 

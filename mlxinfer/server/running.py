@@ -15,8 +15,6 @@ import uvicorn
 
 from ..errors import InvalidRequestError
 from .app import ENDPOINTS, build_app
-from .batches.jobs import BatchJobs
-from .batches.routes import BatchRoutes
 from .calls.endpoint import Endpoint
 from .calls.service import Service
 from .http.protocol import TimedProtocol
@@ -45,10 +43,6 @@ class Server(uvicorn.Server):
         endpoints: Iterable[Endpoint] = ENDPOINTS,
     ) -> None:
         config = service.config
-        endpoints = tuple(endpoints)
-        if service.files is not None:
-            service.jobs = jobs = BatchJobs(service, service.files, endpoints)
-            endpoints += BatchRoutes(jobs).endpoints()
         super().__init__(
             uvicorn.Config(
                 build_app(service, endpoints),
@@ -109,8 +103,6 @@ class Server(uvicorn.Server):
         """Begin to listen; requests wait for models that are still loading."""
         await super().startup(sockets)
         self._tending = asyncio.get_running_loop().create_task(self._tend_models())
-        if self.service.jobs is not None:
-            self.service.jobs.start()
 
     async def _tend_models(self) -> None:
         """Load pinned and preloaded models, then unload idle ones from time to time."""

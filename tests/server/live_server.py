@@ -16,7 +16,6 @@ from mlxinfer.core import TokenEvent
 from mlxinfer.server.app import ENDPOINTS
 from mlxinfer.server.calls.endpoint import Endpoint
 from mlxinfer.server.calls.service import Service
-from mlxinfer.server.files import FileStore
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.running import Server, bind, url_of
@@ -63,7 +62,6 @@ class LiveServer:
         engine: arguments of EngineOptions.
         send_buffer: bytes that the kernel keeps for a client that does not read.
         store: of responses.
-        files: of batches.
         config: of ServerConfig.
     """
 
@@ -74,25 +72,23 @@ class LiveServer:
         engine: dict[str, Any] | None = None,
         send_buffer: int | None = None,
         store: ResponseStore | None = None,
-        files: FileStore | None = None,
         **config: Any,
     ) -> None:
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
         model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
         self.model = in_no_hurry(model)
-        self.listen(Models.of([self.model]), send_buffer, store, files, **config)
+        self.listen(Models.of([self.model]), send_buffer, store, **config)
 
     def listen(
         self,
         models: Models,
         send_buffer: int | None = None,
         store: ResponseStore | None = None,
-        files: FileStore | None = None,
         **config: Any,
     ) -> None:
         """Put a socket before these models."""
         self.config = ServerConfig(port=0, **config)
-        self.service = Service(models, self.config, store, files=files)
+        self.service = Service(models, self.config, store)
         listeners = bind(self.config)
         if send_buffer is not None:  # connections inherit it
             listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -478,36 +478,6 @@ def test_a_pinned_model_stays_until_it_is_unpinned(machine: Machine) -> None:
     asyncio.run(work())
 
 
-def test_a_guest_leaves_a_model_that_is_in_the_way_of_another(
-    machine: Machine, models: Models
-) -> None:
-    """And does not come back by unloading what was just asked for."""
-
-    async def work() -> None:
-        leaves = asyncio.Event()
-
-        async def guest() -> None:
-            async with models.use("a", leaves.set):
-                await leaves.wait()
-
-        async with models.use("b"):
-            pass
-        visit = asyncio.create_task(guest())
-        await until(lambda: models.find("a").state is State.LOADED)
-        await touch(models, "big")  # takes the place of both
-        await visit
-        assert states(models) == "UUUL"
-        with pytest.raises(OverloadedError, match="in use"):
-            async with models.use("a", lambda: None):
-                pass
-        assert states(models) == "UUUL"
-        machine.clock += 100
-        async with models.use("a", lambda: None):
-            assert states(models) == "LUUU"
-
-    run(work())
-
-
 def test_a_client_that_leaves_does_not_leave_an_adapter_half_loaded(
     machine: Machine, models: Models
 ) -> None:

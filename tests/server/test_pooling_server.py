@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,13 +12,11 @@ import numpy as np
 import ollama
 import openai
 import pytest
-from live_server import LiveServer, chat, wait_until
+from live_server import LiveServer, chat
 from pooling.tiny_pooling import pooling_folder
 
 from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
-from mlxinfer.pooling.request import PoolingRequest, TokenRow
-from mlxinfer.server.files import FileStore
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.engine_factory import EngineOptions
@@ -50,8 +47,7 @@ class PoolingServer(LiveServer):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolingServer]:
-    files = FileStore(tmp_path_factory.mktemp("files"))
-    with PoolingServer(tmp_path_factory.mktemp("models"), files=files) as server:
+    with PoolingServer(tmp_path_factory.mktemp("models")) as server:
         yield server
 
 
@@ -287,42 +283,6 @@ def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
     after = session.stats()
     assert after["rows_computed"] - before["rows_computed"] == 4 + 240
     assert after["waiting"] == after["running"] == 0
-
-
-def test_rows_of_the_background_wait_for_all_others(served: PoolingServer) -> None:
-    session = own(served)
-    ended: list[str] = []
-    many = PoolingRequest("many", [TokenRow(ids=tuple(range(5, 40)))] * 600, background=True)
-    requests = [many, PoolingRequest("one", [TokenRow(ids=(5, 6, 7))])]
-    engine = session.engine
-    for request in requests:
-        engine.submit(request, lambda event: ended.append(event.request_id))
-    wait_until(lambda: len(ended) == 2)
-    assert ended == ["one", "many"]
-
-
-def test_a_batch_of_embeddings(served: PoolingServer, client: openai.OpenAI) -> None:
-    path = "/v1/embeddings"
-    bodies = [{"model": "embedder", "input": text} for text in TEXTS]
-    lines = [
-        json.dumps({"custom_id": str(i), "method": "POST", "url": path, "body": body})
-        for i, body in enumerate(bodies)
-    ]
-    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
-    batch = client.batches.create(
-        completion_window="24h",
-        endpoint="/v1/embeddings",
-        input_file_id=file.id,
-    )
-    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
-    output = client.batches.retrieve(batch.id).output_file_id
-    assert output is not None
-    found = [json.loads(line) for line in client.files.content(output).read().splitlines()]
-    assert len(found) == len(TEXTS)
-    expected = own(served).embed(TEXTS)
-    for line in found:
-        (vector,) = line["response"]["body"]["data"]
-        np.testing.assert_allclose(vector["embedding"], expected[int(line["custom_id"])], atol=1e-5)
 
 
 def test_documents_are_cut_off_the_event_loop(

@@ -1,4 +1,4 @@
-"""300 clients at once: chats with and without adapters, embeddings, reranking and a batch.
+"""300 clients at once: chats with and without adapters, embeddings and reranking.
 
 Nothing is lost: every client that stays gets a whole answer, whatever leaves or fails beside it.
 """
@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
-from live_server import CHAT, LiveServer, chat, wait_until
+from live_server import CHAT, LiveServer, chat
 from pooling.tiny_pooling import pooling_folder
-from sdk_clients import openai_client
 from storm_client import Plan, draw_body, draw_leaver, perform
-from test_batches import BatchServer, as_file, line, num_completed, results_of
 from test_storm import held, resident_kb
 
 from mlxinfer import hub
-from mlxinfer.server.files import FileStore
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.engine_factory import EngineOptions
@@ -35,11 +32,10 @@ NUM_REQUESTS = int(os.environ.get("MLXINFER_STORM_REQUESTS", "1500"))
 MOST_GROWTH_KB = 60_000  # of memory, in the second half
 
 
-class MixedServer(BatchServer):
+class MixedServer(LiveServer):
     """The demo model with few pages, an embedding model and a reranker."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = FileStore(folder / "files")
         small = EngineOptions(max_memory="32MB", max_batch=8)
         folders = {
             "demo": hub.resolve("demo"),
@@ -56,7 +52,6 @@ class MixedServer(BatchServer):
             write_peft(folder / "adapters" / name, draw(tensors, seed, strength=1.5))
         self.listen(
             Models.of(served),
-            files=self.store,
             max_waiting=4 * NUM_CLIENTS,
             adapter_folders=(str(folder / "adapters"),),
         )
@@ -113,18 +108,12 @@ def answers_of(server: LiveServer) -> list[Any]:
 def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
     seed = int(time.time())
     print(f"\nseed {seed}")
-    with MixedServer(tmp_path) as server, openai_client(server) as client:
+    with MixedServer(tmp_path) as server:
         for name in ADAPTERS:
             asked = {"lora_name": name, "lora_path": name}
             assert server.post("/v1/load_lora_adapter", asked).status_code == 200
         before = answers_of(server)
         assert len({str(each) for each in before}) == 3
-        rows = [line(n, chat(f"Say {n}", max_tokens=8)) for n in range(min(NUM_REQUESTS, 200))]
-        alone = [server.post(CHAT, rows[n]["body"]).json()["choices"] for n in range(5)]
-        file = client.files.create(file=("in.jsonl", as_file(rows)), purpose="batch")
-        batch = client.batches.create(
-            completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id
-        )
         began_s, half = time.monotonic(), NUM_REQUESTS // 2
         given = plans(seed, NUM_REQUESTS)
         found = asyncio.run(storm(server, itertools.islice(given, half)))
@@ -132,13 +121,6 @@ def test_nothing_is_lost_in_a_storm_of_everything(tmp_path: Path) -> None:
         found += asyncio.run(storm(server, given))
         growth_kb = resident_kb() - middle_kb
         took_s = time.monotonic() - began_s
-        wait_until(lambda: num_completed(client, batch.id) == len(rows), 300)
-        output = server.ended_batch(client, batch.id).output_file_id
-        assert output is not None
-        answers = results_of(client.files.content(output).read())
-        assert answers.keys() == {row["custom_id"] for row in rows}
-        for row, choices in zip(rows[:5], alone, strict=True):
-            assert answers[row["custom_id"]]["response"]["body"]["choices"] == choices
         assert answers_of(server) == before
         held(server)
         print(f"{found.total()} requests in {took_s:.0f} s, {growth_kb / 1000:.1f} MB: {found}")

@@ -18,7 +18,6 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
     assert segments
     prefill = [s for s in segments if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
     prompts = [s for s in prefill if not s.proposals]
-    assert len({s.sequence.background for s in prompts if s.start < s.sequence.num_prompt}) < 2
     assert sum(s.num_tokens for s in prompts) <= scheduler.prefill.most
     assert len({s.slot for s in segments}) == len(segments)
     assert all(s.started for s in scheduler.queues.running)
@@ -73,8 +72,6 @@ def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     slots = [s.slot for s in scheduler.queues.running]
     assert len(set(slots)) == len(slots)
     assert min(slots, default=0) >= 0
-    behind = [s.background for s in scheduler.queues.waiting]
-    assert behind == sorted(behind), "a request waits behind one of the background"
     for s in scheduler.queues.waiting:
         assert s.slot < 0
         assert not s.tables

@@ -35,7 +35,6 @@ FEATURES = (
     "bad disk",
     "restarts",
     "grammars",
-    "background",
 )
 
 
@@ -196,7 +195,6 @@ class Program:
             frozenset(stop) if self._on("stop tokens", 0.7) else frozenset(),
             prompt_logits=self._on("prompt logits", 0.2),
             grammar=cast(Grammar, Rules()) if self._on("grammars", 0.6) else None,
-            background=self._on("background", 0.6),
         )
         if self.simulation.states is not None and self.state_rng.random() < 0.3:
             request.boundaries = (self.state_rng.randint(0, len(prompt)),)

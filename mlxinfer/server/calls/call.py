@@ -17,7 +17,7 @@ from ..errors import DeadlineError, ShuttingDownError
 from ..registry.served import ServedModel
 from ..watch.request_metrics import RequestMetrics
 from .generation import Generation
-from .service import Admission, Service
+from .service import Service
 
 if TYPE_CHECKING:
     from ...session.pooling_session import Vectors
@@ -35,7 +35,6 @@ class Call:
     Args:
         service: answers it.
         scope: of the connection.
-        background: of a batch: it gives way to all others, and no limit of theirs counts it.
 
     Attributes:
         id: of the answer; never the same twice.
@@ -45,9 +44,8 @@ class Call:
         generations: what it has begun to generate.
     """
 
-    def __init__(self, service: Service, scope: Scope, *, background: bool = False) -> None:
+    def __init__(self, service: Service, scope: Scope) -> None:
         self.service = service
-        self.background = background
         self.scope = scope
         self.id = secrets.token_hex(12)
         self.request_id: str = scope["mlxinfer.id"]
@@ -73,8 +71,7 @@ class Call:
         """
         self.refuse_while_draining()
         slot, adapter = self.service.models.resolve(name)
-        leave = self._leave if self.background else None
-        use = self._kept.enter_async_context(self.service.models.use(slot.entry.name, leave))
+        use = self._kept.enter_async_context(self.service.models.use(slot.entry.name))
         model = await self._interruptible(use)
         if adapter is not None:
             slot.check_adapter(adapter)
@@ -94,12 +91,10 @@ class Call:
         if self._error is not None:
             raise self._error
         request = model.pooler.request(rows)
-        request.background = self.background
         num_tokens, key = request.num_tokens, self.log.get("key")
-        metrics, admission = self._metrics_of(model), self._admission
-        if not self.background:
-            self.service.key_limiter.enter(key, 1, num_tokens)
-            self._kept.callback(self.service.key_limiter.leave, key, 1, 0)
+        metrics, admission = self._metrics_of(model), self.service.admission
+        self.service.key_limiter.enter(key, 1, num_tokens)
+        self._kept.callback(self.service.key_limiter.leave, key, 1, 0)
         try:
             admission.enter(1, num_tokens)
         except OverloadedError:
@@ -127,11 +122,7 @@ class Call:
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop."""
-        service = self.service
-        if self.background:
-            key: str | None = self.log.get("key")
-            return await service.background_workers.run(key, function, *args, **kwargs)
-        return await service.workers_for(self.scope).run(function, *args, **kwargs)
+        return await self.service.workers_for(self.scope).run(function, *args, **kwargs)
 
     def generate(
         self,
@@ -144,17 +135,15 @@ class Call:
         key: str | None = self.log.get("key")
         for answer in answers:
             answer.request.owner = key
-            answer.request.background = self.background
             answer.request.adapter = model.adapter
             answer.request.cache_salt = self._namespace(key, answer.request.cache_salt)
-        if not self.background:
-            num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
-            self.service.key_limiter.enter(key, len(answers), num_tokens)
-            self._kept.callback(self._count_out, key, answers)
+        num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
+        self.service.key_limiter.enter(key, len(answers), num_tokens)
+        self._kept.callback(self._count_out, key, answers)
         generation = Generation(
             model,
             answers,
-            self._admission,
+            self.service.admission,
             self._metrics_of(model),
             keep_alive_s=self.service.config.keep_alive_s,
         )
@@ -162,14 +151,7 @@ class Call:
         self.generations.append(generation)
         return generation
 
-    @property
-    def _admission(self) -> Admission:
-        return self.service.background if self.background else self.service.admission
-
     def _metrics_of(self, model: ServedModel) -> RequestMetrics:
-        """Where it is counted; times of batches would hide those of others."""
-        if self.background:
-            return self.service.batch_metrics.setdefault(model.name, RequestMetrics())
         return self.service.request_metrics[model.base]
 
     def _namespace(self, key: str | None, salt: str | None) -> str | None:
@@ -203,9 +185,6 @@ class Call:
         """Requests that the slowest answer took; more than 1 where one broke its schema."""
         return max([1, *(a.num_attempts for g in self.generations for a in g.answers)])
 
-    def _leave(self) -> None:
-        self.interrupt(OverloadedError("The model makes room for another; try again later."))
-
     def interrupt(self, error: Exception) -> None:
         """End the call with `error`, in whatever state it is."""
         self._error = self._error or error
@@ -215,8 +194,7 @@ class Call:
             self._working.cancel()
 
     async def __aenter__(self) -> "Call":
-        configured = None if self.background else self.service.config.deadline_s
-        limit_s = deadline_s(self.scope, configured)
+        limit_s = deadline_s(self.scope, self.service.config.deadline_s)
         self.service.calls.add(self)
         if limit_s is not None:
             error = DeadlineError(f"The request took longer than {limit_s:g} seconds.")

@@ -41,8 +41,6 @@ class Endpoint:
         handler: gets the Call and the decoded body (None where `body` is).
         summary: one line for the documentation.
         body: msgspec Struct of the request.
-        read: reads the body, where it is no JSON.
-        media_type: of the body.
         answer: msgspec Struct of the JSON answer.
         style: how its errors look.
         needs_key: False: answered without a key; for paths without private data.
@@ -55,8 +53,6 @@ class Endpoint:
     handler: Handler
     summary: str
     body: type | None = None
-    read: Callable[[Scope, Receive, Service], Awaitable[Any]] | None = None
-    media_type: bytes = b"application/json"
     answer: type | None = None
     style: ErrorStyle = OPENAI
     needs_key: bool = True
@@ -74,9 +70,7 @@ class Served:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Errors before the reply has begun are the guard's to answer."""
         body = None
-        if self.endpoint.read is not None:
-            body = await self.endpoint.read(scope, receive, self.service)
-        elif self.endpoint.body is not None:
+        if self.endpoint.body is not None:
             body = await self._body(scope, receive)
         async with Call(self.service, scope) as call:
             await unless_gone(self._answer(call, body, send), receive)

@@ -1,7 +1,6 @@
 """What all requests of a server share: models, bounds on what waits, threads for texts. No API."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from starlette.types import Scope
 
 from ...errors import OverloadedError
 from ..errors import ShuttingDownError
-from ..files import FileStore
 from ..registry.models import Models
 from ..registry.slots import Entry
 from ..settings import ServerConfig
@@ -129,31 +127,6 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class BackgroundWorkers:
-    """One thread for the texts of all batches. Keys take turns: none waits for another's batch."""
-
-    def __init__(self) -> None:
-        self._workers = Workers(1)
-        self._turn = asyncio.Lock()  # first come, first served; of each key one comes at a time
-        self._turns: dict[str | None, asyncio.Lock] = {}
-
-    async def run(
-        self, key: str | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Call a function in the thread; `key` names the owner of the batch.
-
-        Raises:
-            PanicError: a library panicked.
-            whatever else the function raises.
-        """
-        async with self._turns.setdefault(key, asyncio.Lock()), self._turn:
-            return await self._workers.run(function, *args, **kwargs)
-
-    def close(self) -> None:
-        """End the thread once it is idle."""
-        self._workers.close()
-
-
 class PanicError(Exception):
     """Replaces the exception of a panic in Rust, which is no Exception and would end the server."""
 
@@ -172,16 +145,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
         loop.call_soon_threadsafe(function)
 
 
-class Jobs(Protocol):
-    """What a server works at beside requests, such as batches; the whole of it is elsewhere."""
-
-    def start(self) -> None:
-        """Begin on the running event loop."""
-
-    async def stop(self) -> None:
-        """End what runs; it goes on when the server is started again."""
-
-
 class Running(Protocol):
     """A request that is being answered; the whole of it is in `call.py`."""
 
@@ -197,19 +160,14 @@ class Service:
     config: ServerConfig
     store: ResponseStore | None = None  # None: responses are not stored
     fetch: Fetch | None = None  # None: requests download no models
-    files: FileStore | None = None  # None: no files are taken, and so no batches
     tracing: Tracing | None = None  # None: no spans are written
-    jobs: Jobs | None = None  # runs the batches; set by the server
     draining: bool = False
     hurried: bool = False
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to
     admission: Admission = field(init=False)
     workers: Workers = field(init=False)
     long_workers: Workers = field(init=False)
-    background_workers: BackgroundWorkers = field(init=False)  # so no request waits for a batch
-    background: Admission = field(init=False)  # where their requests wait: as many as there are
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
-    batch_metrics: dict[str, RequestMetrics] = field(default_factory=dict)  # the same, of batches
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
     key_limiter: KeyLimiter = field(init=False)
@@ -220,8 +178,6 @@ class Service:
         self.key_limiter = KeyLimiter(dict(self.config.keys.limits))
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
-        self.background_workers = BackgroundWorkers()
-        self.background = Admission(sys.maxsize, sys.maxsize)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
@@ -251,8 +207,6 @@ class Service:
     async def drain(self) -> None:
         """Refuse new requests; after `drain_s` end the running ones with an error."""
         self.draining = True
-        if self.jobs is not None:
-            await self.jobs.stop()
         until_s = time.monotonic() + self.config.drain_s
         while self.calls and not self.hurried and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
@@ -269,11 +223,8 @@ class Service:
         """End the threads and the models."""
         self.workers.close()
         self.long_workers.close()
-        self.background_workers.close()
         self.models.close()
         if self.store is not None:
             self.store.close()
-        if self.files is not None:
-            self.files.close()
         if self.tracing is not None:
             self.tracing.close()

@@ -64,10 +64,6 @@ class Listed(Protocol):
         """Of its requests."""
 
     @property
-    def media_type(self) -> bytes:
-        """Of the bodies of its requests."""
-
-    @property
     def if_header(self) -> bytes | None:
         """Of two endpoints with one path this one serves requests that carry the header."""
 
@@ -92,9 +88,6 @@ class Guard:
         starts = [(e.path.partition("{")[0], e) for e in endpoints]
         folders = [(start.rpartition("/")[0] + "/", e) for start, e in starts]
         self._styles = [(start, e.if_header, e.style) for start, e in starts + folders]
-        self._media_types = {
-            e.path: e.media_type for e in endpoints if e.method == "POST" and "{" not in e.path
-        }
         self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -160,7 +153,7 @@ class Guard:
                     "the keys file lets it."
                 )
         if scope["method"] == "POST":
-            _check_media_type(headers, self._media_types.get(scope["path"], JSON))
+            _check_media_type(headers)
 
     def _is_open(self, scope: Scope) -> bool:
         """Whether this request is served without a key."""
@@ -258,17 +251,17 @@ def _check_sizes(scope: Scope, config: ServerConfig) -> None:
         )
 
 
-def _check_media_type(headers: Headers, expected: bytes) -> None:
+def _check_media_type(headers: Headers) -> None:
     """Refuse bodies of another type, such as forms, which any web page may send.
 
     JSON may come without a type from what is no browser (LiteLLM sends it so to Ollama's API): a
     browser names the page that sends it.
     """
     kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
-    untyped = expected == JSON and not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
-    if kinds != [expected] and not untyped:
+    untyped = not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
+    if kinds != [JSON] and not untyped:
         came = b", ".join(kinds)[:100].decode("latin-1") or "absent"
-        raise MediaTypeError(f"The content-type is {came}; expected {expected.decode()}.")
+        raise MediaTypeError(f"The content-type is {came}; expected {JSON.decode()}.")
     encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
     if not encodings <= {b"identity"}:
         raise MediaTypeError("Bodies are read without content-encoding.")

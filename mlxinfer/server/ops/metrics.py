@@ -104,14 +104,12 @@ class ServerMetrics(Collector):
         request_metrics: by model name.
         engine_stats: Engine.stats by model name, of loaded models that answered in time.
         limit_bytes: memory budget of all models.
-        batch_metrics: of batches, by the name of the model; the others are without them.
     """
 
     slots: Sequence[Slot]
     request_metrics: Mapping[str, RequestMetrics]
     engine_stats: Mapping[str, Mapping[str, Any]]
     limit_bytes: int
-    batch_metrics: Mapping[str, RequestMetrics]
 
     def text(self) -> bytes:
         """In Prometheus's text format."""
@@ -122,7 +120,6 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
         yield from self._requests()
-        yield from self._batches()
         yield from self._engines()
         yield from self._models()
         yield from self._disk()
@@ -145,18 +142,6 @@ class ServerMetrics(Collector):
             for reason, count in metrics.finished.items():
                 ended.add_metric([model, reason], count)
         yield ended
-
-    def _batches(self) -> Iterator[Metric]:
-        labels = [*MODEL, "finished_reason"]
-        ended = CounterMetricFamily("mlxinfer:batch_requests", "That ended.", labels=labels)
-        prompts = CounterMetricFamily("mlxinfer:batch_prompt_tokens", "Of batches.", labels=MODEL)
-        answers = CounterMetricFamily("mlxinfer:batch_answer_tokens", "Of batches.", labels=MODEL)
-        for model, metrics in self.batch_metrics.items():
-            prompts.add_metric([model], metrics.prompt_tokens)
-            answers.add_metric([model], metrics.generation_tokens)
-            for reason, count in metrics.finished.items():
-                ended.add_metric([model, reason], count)
-        yield from (ended, prompts, answers)
 
     def _engines(self) -> Iterator[Metric]:
         running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=MODEL)
@@ -278,9 +263,7 @@ async def snapshot(service: Service) -> ServerMetrics:
     found = await asyncio.gather(*(_stats_of(service, model) for model in running))
     stats = {m.name: v for m, v in zip(running, found, strict=True) if v is not None}
     models = service.models
-    return ServerMetrics(
-        models.slots(), service.request_metrics, stats, models.limit_bytes, service.batch_metrics
-    )
+    return ServerMetrics(models.slots(), service.request_metrics, stats, models.limit_bytes)
 
 
 ENDPOINTS = (

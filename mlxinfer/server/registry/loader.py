@@ -19,8 +19,6 @@ from .served import ServedModel
 from .slots import Slot, State
 
 BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
-GUEST_S = 60.0  # that a model was not used for, until guests of another may unload it
-LEAVE_S = 5.0  # that guests get to leave a model
 UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory
 POLL_S = 0.02
 log = logging.getLogger("mlxinfer.server")
@@ -161,17 +159,11 @@ class Loader:
     async def _make_room(self, slot: Slot, num_bytes: int) -> None:
         """Unload idle models, the longest unused first, until so many bytes more fit.
 
-        Models that only guests use are idle soon, if the model is for others than guests.
-
         Raises:
             OverloadedError: they would not be enough; then none is unloaded.
         """
-        latest_s = self._clock() - GUEST_S if slot.has_only_guests else math.inf
         while (over := self.held_bytes + num_bytes - self.limit_bytes) > 0:
-            idle = [s for s in self._slots if s.idle and s.used_s <= latest_s]
-            idle.sort(key=lambda s: s.used_s)
-            if sum(s.held_bytes for s in idle) < over and not slot.has_only_guests:
-                idle = await self._without_guests(idle, over)
+            idle = sorted((s for s in self._slots if s.idle), key=lambda s: s.used_s)
             if sum(s.held_bytes for s in idle) < over:
                 raise OverloadedError(
                     f"There is no room for the model {slot.entry.name}: {human_bytes(over)} are "
@@ -179,23 +171,6 @@ class Loader:
                     retry_after_s=BUSY_RETRY_S,
                 )
             await self.put_out(idle[0], "memory")
-
-    async def _without_guests(self, idle: list[Slot], over: int) -> list[Slot]:
-        """Idle models, including those with guests that were made to leave, if that is enough."""
-        visited = [s for s in self._slots if s.has_only_guests and not s.pinned]
-        visited = [s for s in visited if s.state is State.LOADED]
-        if sum(s.held_bytes for s in idle + visited) < over:
-            return idle
-        for each in visited:
-            each.leaving += 1  # no guest comes meanwhile
-            for leave in list(each.guests):
-                leave()
-        until_s = time.monotonic() + LEAVE_S
-        while any(s.has_only_guests for s in visited) and time.monotonic() < until_s:
-            await asyncio.sleep(POLL_S)
-        for each in visited:
-            each.leaving -= 1
-        return idle + [s for s in visited if s.idle]
 
     async def put_out(self, slot: Slot, reason: str) -> None:
         """Unload an idle model; the caller holds `changing`.

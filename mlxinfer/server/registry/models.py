@@ -168,15 +168,8 @@ class Models:
     # -- use ------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def use(
-        self, name: str | None, leave: Callable[[], None] | None = None
-    ) -> AsyncIterator[ServedModel]:
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
         """The model of a name, loaded if it is not, and kept until the block ends.
-
-        Args:
-            name: of the model.
-            leave: makes the block end soon: its user gives way to others that need the room, and
-                lets models be that were in use lately. None: it does not.
 
         Raises:
             ModelNotFoundError: no model is called so.
@@ -190,14 +183,10 @@ class Models:
             )
         self._notice_end(slot)
         slot.users += 1
-        if leave is not None:
-            slot.guests.append(leave)
         try:
             yield slot.served if slot.served is not None else await self._loaded(slot)
         finally:
             slot.users -= 1
-            if leave is not None:
-                slot.guests.remove(leave)
             slot.used_s = self._clock()
 
     async def _loaded(self, slot: Slot) -> ServedModel:

@@ -98,7 +98,6 @@ class Slot:
 
     Attributes:
         users: calls that use it or wait for it; while there is one it stays.
-        guests: of these, calls that give way to others; each is called to make it leave.
         used_s: when the last one left, by the registry's clock.
         pinned: never unloaded; at first as the entry says.
         leaving: explicit unloads in progress; meanwhile new requests are refused.
@@ -112,7 +111,6 @@ class Slot:
     state: State = State.UNLOADED
     served: ServedModel | None = None
     users: int = 0
-    guests: list[Callable[[], None]] = field(default_factory=list)
     used_s: float = 0.0
     leaving: int = 0
     loading: "asyncio.Task[ServedModel] | None" = None
@@ -154,11 +152,6 @@ class Slot:
     def idle(self) -> bool:
         """Loaded, without users, and not pinned: it may be unloaded."""
         return self.state is State.LOADED and not self.users and not self.pinned
-
-    @property
-    def has_only_guests(self) -> bool:
-        """Whether all its users give way to others."""
-        return self.users == len(self.guests) > 0
 
     def ttl_left_s(self, now_s: float) -> float | None:
         """Seconds until it may be unloaded for idleness; None: that does not happen."""

@@ -42,7 +42,6 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "history": {"errors"},
     "fit": LEAVES | {"memory", "models"},
     "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
-    "cluster": {"errors", "http_json"},
     "http_json": {"errors"},
     "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
     "launchd": set(),
@@ -310,6 +309,6 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
         f"{name} imports {target}"
         for name, path in modules()
         for target in imported(name, path, at_once=True)
-        if target.split(".")[0] in {"opentelemetry", "pypdf", "zeroconf", "matplotlib", "pandas"}
+        if target.split(".")[0] in {"opentelemetry", "pypdf", "matplotlib", "pandas"}
     ]
     assert not wrong

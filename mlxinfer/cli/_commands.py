@@ -26,7 +26,6 @@ ORDER = (
     *("suggest", "pull", "list", "show", "rm", "convert", "fuse"),
     *(
         "launch",
-        "cluster",
         "history",
         "config",
         "service",

@@ -1,4 +1,4 @@
-"""What `mlxinfer serve` hands to its server: the page, stored answers, spans of answers."""
+"""What `mlxinfer serve` hands to its server: the page and the stored answers."""
 
 import sqlite3
 import sys
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..server.page.routes import PageRoutes, Setting
     from ..server.registry.slots import Entry
     from ..server.store import ResponseStore
-    from ..server.watch.tracing import Tracing
 
 
 def page_routes(
@@ -100,14 +99,3 @@ def response_store(options: dict[str, Any]) -> "ResponseStore | None":
         raise click.UsageError(
             f"Responses cannot be stored in {path}: {error}. Say --no-store, or set XDG_DATA_HOME."
         ) from error
-
-
-def tracing(options: dict[str, Any]) -> "Tracing | None":
-    """Return where spans of answers go, or None; without the extra it is wrong usage."""
-    from ..server.watch.tracing import Tracing
-
-    url = options.pop("otlp_traces_endpoint")
-    try:
-        return None if url is None else Tracing.to(url)
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error

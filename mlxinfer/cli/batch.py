@@ -255,7 +255,7 @@ class AnswerFiles:
         try:
             if errors.exists():
                 self._errors, failed = _opened(errors)
-        except BaseException:
+        except BaseException:  # such as Ctrl-C: no file stays locked
             self._output.close()
             raise
         self.num_failed = len(failed - self.done)
@@ -301,7 +301,7 @@ def _opened(path: Path) -> tuple[BinaryIO, set[str]]:
             f"Another run writes answers to {path}; wait for its end, or name another file.",
             param="output",
         ) from None
-    except BaseException:
+    except BaseException:  # such as Ctrl-C: no file stays locked
         file.close()
         raise
 

@@ -94,16 +94,6 @@ def metal() -> Check:
     return Check("metal", WARN, "not available: everything runs on the CPU, slowly")
 
 
-def local_network() -> Check:
-    """Whether other machines of the network can be reached, for servers behind a router."""
-    from ..cluster import local_network_problem
-
-    problem = local_network_problem() if MACOS else None
-    if problem is not None:
-        return Check("network", WARN, "other machines cannot be reached", problem)
-    return Check("network", OK, "other machines can be reached" if MACOS else "not restricted")
-
-
 def kernels() -> Check:
     """Results of the Metal kernels' self-checks so far; runs none of them."""
     try:
@@ -247,7 +237,6 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     mlx,
     metal,
     kernels,
-    local_network,
     memory,
     gpu_memory,
     disk,

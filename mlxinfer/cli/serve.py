@@ -1,9 +1,6 @@
 """`mlxinfer serve`: models over HTTP."""
 
-import contextlib
-import ipaddress
 import os
-import socket
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from .. import cluster, hub
+from .. import hub
 from ..configfile import ModelEntry, parse_duration
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
@@ -34,7 +31,7 @@ from ._options import (
     served_adapter_options,
 )
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
-from ._serve_parts import page_routes, response_store, tracing
+from ._serve_parts import page_routes, response_store
 
 if TYPE_CHECKING:
     from ..server.calls.service import Fetch
@@ -93,7 +90,7 @@ if TYPE_CHECKING:
 @click.option(
     "--keys-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML with a table for each key: its name, key or sha256, and limits.",
+    help="TOML with a table for each key: its name, key or sha256, and admin.",
 )
 @click.option(
     "--share-prefixes",
@@ -103,11 +100,6 @@ if TYPE_CHECKING:
 @served_adapter_options
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
-@click.option(
-    "--advertise",
-    is_flag=True,
-    help="Announce it in the local network, for `mlxinfer cluster workers --mdns`.",
-)
 @click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
 @click.option(
     "--allowed-host",
@@ -221,11 +213,6 @@ if TYPE_CHECKING:
     show_default=True,
     help="How long one is kept that is not used.",
 )
-@click.option(
-    "--otlp-traces-endpoint",
-    metavar="URL",
-    help="Send spans of answers to a collector, such as http://host:4318/v1/traces (extra: otel).",
-)
 @engine_options_without("max_memory")  # a server divides it among its models
 @rank_options
 @click.pass_context
@@ -242,7 +229,7 @@ def command(
     from ..server.running import Server, bind, url_of
     from ..server.watch.logs import set_up_logging
 
-    keep_history, advertise = options.pop("history"), options.pop("advertise")
+    keep_history = options.pop("history")
     config = server_config(options)
     by_default = ctx.get_parameter_source("models") is ParameterSource.DEFAULT
     requested = requested_models(models, config_of(ctx), by_default=by_default)
@@ -254,11 +241,10 @@ def command(
         raise_file_limit(config.max_connections)
         store = response_store(options)
         fetch = fetching(options) if options.pop("allow_pull") else None
-        service = Service(registry(requested, options), config, store, fetch, tracing(options))
+        service = Service(registry(requested, options), config, store, fetch)
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
-        announcement = announced(listeners[0], tls=config.tls_cert is not None, wanted=advertise)
         routes.restore(service)
     except BaseException:  # Ctrl-C too: the ports are free again
         for listener in listeners:
@@ -273,22 +259,9 @@ def command(
     if spread:
         restart_when_failed(service.refuse, listeners)
     try:
-        with announcement:
-            server.serve_forever()
+        server.serve_forever()
     finally:
         routes.close()
-
-
-def announced(
-    listener: socket.socket, *, tls: bool, wanted: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Announce the server while the block runs, where that is wanted."""
-    host, port = listener.getsockname()[:2]
-    if not wanted:
-        return contextlib.nullcontext()
-    if ipaddress.ip_address(host).is_loopback:
-        raise click.UsageError(f"--advertise: no other machine reaches {host}; give --host too.")
-    return cluster.advertised(host, port, tls=tls)
 
 
 def server_config(options: dict[str, Any]) -> Any:

@@ -18,7 +18,6 @@ MlxinferError
 │       └── PromptTooLongError 400  context_length_exceeded
 ├── ModelBusyError             409  model_busy
 └── OverloadedError
-    ├── RateLimitedError       429  rate_limit_exceeded
     ├── ShuttingDownError      503  shutting_down
     └── ModelLoadError         503  model_load_failed
 """
@@ -135,13 +134,6 @@ class PromptTooLongError(ContextLengthError):
         )
         self.num_tokens = num_tokens
         self.max_prompt = max_context - 1
-
-
-class RateLimitedError(OverloadedError):
-    """A key has used what it may; others are served."""
-
-    status = 429
-    code = "rate_limit_exceeded"
 
 
 class ShuttingDownError(OverloadedError):

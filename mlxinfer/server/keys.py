@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
 from .errors import UnauthorizedError
@@ -12,21 +12,11 @@ from .errors import UnauthorizedError
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyLimits:
-    """What one key may use; None: no limit."""
-
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # of prompts and answers
-    max_running: int | None = None  # requests at once, waiting ones included
-
-
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
     """Named keys, of which only SHA-256 digests are kept. Without keys every request is served."""
 
     digests: tuple[tuple[str, bytes], ...] = ()  # (name, SHA-256)
-    limits: tuple[tuple[str, KeyLimits], ...] = ()  # (name, limits), of keys that have some
     users: frozenset[str] = frozenset()  # names of keys that may ask, and not administer
 
     @classmethod
@@ -47,7 +37,7 @@ class ApiKeys:
         return cls(tuple(digests))
 
     def with_named(self, tables: Mapping[str, object], place: str) -> "ApiKeys":
-        """The same keys and those of a file: {name: {"key" or "sha256": …, admin, limits}}.
+        """The same keys and those of a file: {name: {"key" or "sha256": …, admin}}.
 
         A key of the file administers the server only with `admin = true`.
 
@@ -58,15 +48,14 @@ class ApiKeys:
         Raises:
             InvalidRequestError: a table is wrong, or two keys have one name or are equal.
         """
-        digests, limits, users = list(self.digests), list(self.limits), set(self.users)
+        digests, users = list(self.digests), set(self.users)
         for name, table in tables.items():
-            digest, own, is_admin = _read_table(table, f"{place}, {name}")
+            digest, is_admin = _read_table(table, f"{place}, {name}")
             if name in dict(digests) or digest in (known for _, known in digests):
                 raise InvalidRequestError(f"{place}, {name}: this name or key is there twice.")
             digests.append((name, digest))
-            limits += [(name, own)] if own != KeyLimits() else []
             users |= set() if is_admin else {name}
-        return ApiKeys(tuple(digests), tuple(limits), frozenset(users))
+        return ApiKeys(tuple(digests), frozenset(users))
 
     def administers(self, name: str | None) -> bool:
         """Whether the key of a name may load, download, delete and see what others run."""
@@ -106,8 +95,8 @@ class ApiKeys:
         return found
 
 
-def _read_table(table: object, place: str) -> tuple[bytes, KeyLimits, bool]:
-    """Digest and limits of a key's table, and whether the key administers the server."""
+def _read_table(table: object, place: str) -> tuple[bytes, bool]:
+    """The digest of a key's table, and whether the key administers the server."""
     if not isinstance(table, dict):
         raise InvalidRequestError(f"{place}: expected a table with key or sha256.")
     given = {name.replace("-", "_"): value for name, value in table.items()}
@@ -122,13 +111,9 @@ def _read_table(table: object, place: str) -> tuple[bytes, KeyLimits, bool]:
     is_admin = given.pop("admin", False)
     if not isinstance(is_admin, bool):
         raise InvalidRequestError(f"{place}: admin is {is_admin!r}; expected true or false.")
-    known = {field.name for field in fields(KeyLimits)}
-    for name, value in given.items():
-        if name not in known:
-            raise InvalidRequestError(f"{place}: {name} is none of {', '.join(sorted(known))}.")
-        if type(value) is not int or value < 1:
-            raise InvalidRequestError(f"{place}: {name} is {value!r}; expected 1 or more.")
-    return hashed, KeyLimits(**given), is_admin
+    for name in given:
+        raise InvalidRequestError(f"{place}: {name} is none of admin, key, sha256.")
+    return hashed, is_admin
 
 
 def _digest(key: bytes) -> bytes:

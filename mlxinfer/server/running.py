@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ..errors import InvalidRequestError
 from .app import ENDPOINTS, build_app
@@ -23,6 +24,7 @@ from .settings import ServerConfig
 log = logging.getLogger("mlxinfer.server")
 
 TEND_S = 0.5  # between two checks for idle models
+OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
 class Server(uvicorn.Server):
@@ -45,7 +47,7 @@ class Server(uvicorn.Server):
         config = service.config
         super().__init__(
             uvicorn.Config(
-                build_app(service, endpoints),
+                traced(build_app(service, endpoints)),
                 http=TimedProtocol.with_limits(
                     config.header_timeout_s, config.max_connections_per_client
                 ),
@@ -154,6 +156,26 @@ class Server(uvicorn.Server):
         if self._num_signals == 2 and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.service.hurry)
         self.stop()
+
+
+def traced(app: ASGIApp) -> ASGIApp:
+    """Add a span of OpenTelemetry for each request, where its environment names a collector.
+
+    The variables are OpenTelemetry's: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+    """
+    if not any(os.environ.get(name) for name in OTLP_ENDPOINTS):
+        return app
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        log.warning('no traces are sent: they need pip install "mlxinfer[otel]"')
+        return app
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return OpenTelemetryMiddleware(app, exclude_spans=["receive", "send"], tracer_provider=provider)
 
 
 def bind(config: ServerConfig) -> list[socket.socket]:

@@ -11,16 +11,14 @@ from live_server import CHAT, LiveServer, chat
 from scripted import ScriptedServer
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.server.calls.key_limits import KeyLimiter
-from mlxinfer.server.errors import RateLimitedError
-from mlxinfer.server.keys import ApiKeys, KeyLimits
+from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.running import check_tls
 from mlxinfer.server.settings import ServerConfig
 
 TLS = Path(__file__).parent / "tls"
 TABLES: dict[str, Any] = {
-    "anna": {"key": "key-of-anna", "requests-per-minute": 3},
-    "ben": {"sha256": "0" * 64, "max-running": 2},
+    "anna": {"key": "key-of-anna", "admin": True},
+    "ben": {"sha256": "0" * 64},
 }
 
 
@@ -28,10 +26,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def test_keys_of_a_file_have_names_and_limits() -> None:
+def test_keys_of_a_file_have_names() -> None:
     keys = ApiKeys.from_plain(["plain"]).with_named(TABLES, "keys.toml")
     assert [name for name, _ in keys.digests] == ["key1", "anna", "ben"]
-    assert dict(keys.limits)["anna"] == KeyLimits(requests_per_minute=3)
+    assert (keys.administers("anna"), keys.administers("ben")) == (True, False)
     assert keys.name_of([(b"authorization", b"Bearer key-of-anna")]) == "anna"
     assert "key-of-anna" not in repr(keys)
 
@@ -45,8 +43,6 @@ def test_keys_of_a_file_have_names_and_limits() -> None:
         {"a": {"sha256": "xyz"}},
         {"a": {"key": "x y"}},
         {"a": {"key": "x", "tokens": 3}},
-        {"a": {"key": "x", "max-running": 0}},
-        {"a": {"key": "x", "max-running": True}},
         {"a": {"key": "x", "admin": "yes"}},
         {"a": {"key": "x"}, "b": {"key": "x"}},
         {"key1": {"key": "y"}},
@@ -55,52 +51,6 @@ def test_keys_of_a_file_have_names_and_limits() -> None:
 def test_mistakes_in_the_file_are_named(tables: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError):
         ApiKeys.from_plain(["plain"]).with_named(tables, "keys.toml")
-
-
-def test_limits_refill_in_a_minute() -> None:
-    now = [0.0]
-    limits = {"a": KeyLimits(requests_per_minute=2, tokens_per_minute=100, max_running=3)}
-    limiter = KeyLimiter(limits, clock=lambda: now[0])
-
-    def wait_for() -> float:
-        with pytest.raises(RateLimitedError) as caught:
-            limiter.enter("a", 1, 1)
-        return caught.value.retry_after_s
-
-    limiter.enter(None, 100, 10**6)
-    limiter.enter("other", 100, 10**6)
-    limiter.enter("a", 2, 10)
-    assert wait_for() == pytest.approx(30)
-    now[0] += 30
-    limiter.enter("a", 1, 100)  # all that came back
-    limiter.leave("a", 3, 150)  # tokens of answers count, and are owed
-    now[0] += 60
-    assert wait_for() == pytest.approx(51 * 60 / 100)
-    now[0] += 120
-    limiter.enter("a", 1, 10**6)  # larger than the limit: let in when nothing is owed
-    assert wait_for() > 60
-
-
-def test_at_once() -> None:
-    limiter = KeyLimiter({"a": KeyLimits(max_running=2)})
-    limiter.enter("a", 2, 5)
-    with pytest.raises(RateLimitedError):
-        limiter.enter("a", 1, 5)
-    limiter.leave("a", 1, 5)
-    limiter.enter("a", 1, 5)
-
-
-def test_one_key_at_its_limit_holds_up_no_other() -> None:
-    keys = ApiKeys.from_plain(["plain"]).with_named(TABLES, "keys.toml")
-    with ScriptedServer(keys=keys) as server, server.says("Yes."):
-        statuses = [
-            server.post(CHAT, chat(), headers=bearer("key-of-anna")).status_code for _ in range(5)
-        ]
-        assert statuses == [200, 200, 200, 429, 429]
-        last = server.post("/v1/messages", {**chat()}, headers=bearer("key-of-anna"))
-        assert (last.status_code, last.json()["error"]["type"]) == (429, "rate_limit_error")
-        assert 1 <= int(last.headers["retry-after"]) <= 20
-        assert server.post(CHAT, chat(), headers=bearer("plain")).status_code == 200
 
 
 def test_a_key_of_the_file_administers_only_if_it_says_so() -> None:

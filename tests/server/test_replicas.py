@@ -1,6 +1,5 @@
 """Two servers behind smg: streams, keys, affinity to the prefix cache, a server that dies."""
 
-import json
 import os
 import random
 import shutil
@@ -16,8 +15,6 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from live_server import CHAT
-
-from mlxinfer import cluster
 
 KEY = "replica-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -56,18 +53,25 @@ def process(
 
 
 @contextmanager
-def router(manifest: Path, policy: str, count: int) -> Iterator[str]:
-    """The address of smg once it has so many workers."""
+def router(workers: list[str], policy: str, data: Path) -> Iterator[str]:
+    """The address of smg once it has all workers."""
     assert SMG is not None
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [SMG, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-    command += ["--discovery-provider", "file", "--discovery-file", str(manifest)]
-    command += ["--api-key", KEY, "--sticky-sessions", "--health-check-interval-secs", "1"]
-    with process(command, url, "/health", manifest.parent):
+    command += [
+        "--worker-urls",
+        *workers,
+        "--api-key",
+        KEY,
+        "--sticky-sessions",
+        "--health-check-interval-secs",
+        "1",
+    ]
+    with process(command, url, "/health", data):
         until_s = time.monotonic() + 60
-        while httpx.get(f"{url}/workers", headers=HEADERS).json()["total"] < count:
+        while httpx.get(f"{url}/workers", headers=HEADERS).json()["total"] < len(workers):
             assert time.monotonic() < until_s, "smg does not find the workers"
             time.sleep(0.1)
         yield url
@@ -111,10 +115,9 @@ def hits(url: str, topic: str) -> tuple[float, int]:
 
 
 @pytest.mark.slow  # three processes; .ci/run runs it
-@pytest.mark.skipif(SMG is None, reason='needs smg: pip install "mlxinfer[cluster]"')
+@pytest.mark.skipif(SMG is None, reason="needs smg: pip install smg")
 def test_two_servers_behind_a_router(tmp_path: Path) -> None:
     """Streams pass, keys hold, conversations stay where their prefix is, a death is survived."""
-    manifest = tmp_path / "workers.json"
     with ExitStack() as stack:
         urls, servers = [], []
         for _ in range(2):
@@ -125,12 +128,9 @@ def test_two_servers_behind_a_router(tmp_path: Path) -> None:
             servers.append(
                 stack.enter_context(process(command, urls[-1], "/ready", tmp_path / str(port)))
             )
-        workers = cluster.ask(urls, KEY)
-        assert [worker.models for worker in workers] == [("demo",)] * 2
-        manifest.write_text(json.dumps(cluster.manifest(workers)))
-        with router(manifest, "round_robin", 2) as url:
+        with router(urls, "round_robin", tmp_path) as url:
             in_turn = hits(url, "Conversation")
-        with router(manifest, "cache_aware", 2) as url:
+        with router(urls, "cache_aware", tmp_path) as url:
             kept = hits(url, "Talk")  # of which nothing is cached yet
             print(f"turns that find the one before: {kept[0]:.2f}, in turn {in_turn[0]:.2f}")
             print(f"prompt tokens from the cache: {kept[1]}, in turn {in_turn[1]}")

@@ -12,8 +12,7 @@ from typing import Any
 import openai
 import pytest
 from live_server import LiveServer
-from openai.types.responses import CompactedResponse, Response
-from pydantic import TypeAdapter
+from openai.types.responses import Response
 from scripted import ScriptedServer
 from sdk_clients import openai_client, strictly
 
@@ -236,36 +235,3 @@ def test_live_prompts_are_those_of_the_whole_conversation() -> None:
         whole = server.post(RESPONSES, {"input": items, **body}).json()
     assert after["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
     assert after["output"][0]["content"] == whole["output"][0]["content"]
-
-
-def test_a_conversation_is_compacted(keeping: ScriptedServer, client: openai.OpenAI) -> None:
-    with keeping.says("<think>hm</think>First."):
-        first = ask(client, input="What is a page?")
-    with keeping.says("<think>hm</think> They talked of pages. "):
-        body = {"model": "demo", "input": "And a tail?", "previous_response_id": first.id}
-        plain = keeping.post(f"{RESPONSES}/compact", body).json()
-        prompt = keeping.prompt
-    assert prompt.index("What is a page?") < prompt.index("First.") < prompt.index("And a tail?")
-    assert "Summarise" in prompt
-    with keeping.says("<think>hm</think>"):
-        failed = keeping.post(f"{RESPONSES}/compact", body)
-    assert failed.status_code == 400, failed.text
-    assert "nothing was shortened" in failed.json()["error"]["message"]
-    TypeAdapter(CompactedResponse).validate_python({**plain, "output": plain["output"][-1:]})
-    assert plain["object"] == "response.compaction"
-    output: Any = plain["output"]
-    assert [item["type"] for item in output] == ["message", "message", "compaction"]
-    texts = [item["content"][0]["text"] for item in output[:2]]
-    assert texts == ["What is a page?", "And a tail?"]
-    with keeping.says("Yes."):
-        ask(client, input=[*output, {"role": "user", "content": "Go on."}])
-        prompt = keeping.prompt
-    assert "They talked of pages." in prompt
-    assert "First." not in prompt
-    assert prompt.index("They talked") < prompt.index("Go on.")
-
-
-def test_a_foreign_compaction_is_named(client: openai.OpenAI) -> None:
-    item: Any = {"type": "compaction", "encrypted_content": "gAAAA?"}
-    with pytest.raises(openai.BadRequestError, match="not of this server"):
-        ask(client, input=[item, {"role": "user", "content": "Go on."}])

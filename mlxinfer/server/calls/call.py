@@ -91,10 +91,8 @@ class Call:
         if self._error is not None:
             raise self._error
         request = model.pooler.request(rows)
-        num_tokens, key = request.num_tokens, self.log.get("key")
+        num_tokens = request.num_tokens
         metrics, admission = self._metrics_of(model), self.service.admission
-        self.service.key_limiter.enter(key, 1, num_tokens)
-        self._kept.callback(self.service.key_limiter.leave, key, 1, 0)
         try:
             admission.enter(1, num_tokens)
         except OverloadedError:
@@ -137,9 +135,6 @@ class Call:
             answer.request.owner = key
             answer.request.adapter = model.adapter
             answer.request.cache_salt = self._namespace(key, answer.request.cache_salt)
-        num_tokens = sum(len(answer.request.prompt_ids) for answer in answers)
-        self.service.key_limiter.enter(key, len(answers), num_tokens)
-        self._kept.callback(self._count_out, key, answers)
         generation = Generation(
             model,
             answers,
@@ -163,22 +158,6 @@ class Call:
         if key is None or len(config.keys.digests) < 2 or config.share_prefixes:
             return salt
         return f"key {key}" if salt is None else f"key {key} {salt}"
-
-    def _trace(self) -> None:
-        """Write the spans of complete answers, where there is a collector."""
-        tracing = self.service.tracing
-        if tracing is None:
-            return
-        for generation in self.generations:
-            for answer in generation.answers:
-                if answer.result is not None:
-                    headers, path = self.scope["headers"], self.scope["path"]
-                    tracing.record(path, headers, generation.model.name, self.id, answer)
-
-    def _count_out(self, key: str | None, answers: Sequence[OutputProcessor]) -> None:
-        results = [answer.result for answer in answers if answer.result is not None]
-        num_tokens = sum(len(result.token_ids) for result in results)
-        self.service.key_limiter.leave(key, len(answers), num_tokens)
 
     @property
     def num_attempts(self) -> int:
@@ -207,7 +186,6 @@ class Call:
             self._deadline.cancel()
         for generation in self.generations:
             generation.close()
-        self._trace()
         if self.num_attempts > 1:
             self.log["attempts"] = self.num_attempts
         await self._kept.aclose()

@@ -19,8 +19,6 @@ from ..store import ResponseStore
 from ..watch.logs import RecentProblems
 from ..watch.readiness import EngineStats, Readiness
 from ..watch.request_metrics import RequestMetrics
-from ..watch.tracing import Tracing
-from .key_limits import KeyLimiter
 
 POLL_S = 0.02
 BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request after its body was read
@@ -160,7 +158,6 @@ class Service:
     config: ServerConfig
     store: ResponseStore | None = None  # None: responses are not stored
     fetch: Fetch | None = None  # None: requests download no models
-    tracing: Tracing | None = None  # None: no spans are written
     draining: bool = False
     hurried: bool = False
     calls: set[Running] = field(default_factory=set)  # that generate, or are about to
@@ -170,12 +167,10 @@ class Service:
     request_metrics: dict[str, RequestMetrics] = field(init=False)  # by model name
     engine_stats: EngineStats = field(default_factory=EngineStats)
     readiness: Readiness = field(init=False)
-    key_limiter: KeyLimiter = field(init=False)
     problems: RecentProblems = field(default_factory=RecentProblems)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.config.max_waiting, self.config.max_waiting_tokens)
-        self.key_limiter = KeyLimiter(dict(self.config.keys.limits))
         self.workers = Workers(self.config.text_workers)
         self.long_workers = Workers(self.config.long_text_workers)
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
@@ -226,5 +221,3 @@ class Service:
         self.models.close()
         if self.store is not None:
             self.store.close()
-        if self.tracing is not None:
-            self.tracing.close()

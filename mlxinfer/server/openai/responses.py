@@ -1,4 +1,4 @@
-"""POST /v1/responses, …/input_tokens and …/compact: OpenAI's responses API."""
+"""POST /v1/responses and …/input_tokens: OpenAI's responses API."""
 
 import logging
 import sqlite3
@@ -11,7 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...core import FinishReason, SamplingParams
-from ...errors import InvalidRequestError, MlxinferError, OverloadedError, TemplateError
+from ...errors import MlxinferError, OverloadedError, TemplateError
 from ...grammar import GrammarSpec
 from ...session.engine_client import Step
 from ...session.output_processor import OutputProcessor
@@ -38,7 +38,7 @@ from ..registry.served import ServedModel
 from ..store import StoredResponse
 from .declared_tools import DeclaredTools, read_tools
 from .logprobs import chat_logprobs
-from .responses_input import conversation, encrypted_content, items_of
+from .responses_input import conversation, items_of
 from .responses_output import OutputItems
 from .responses_types import (
     InputDetails,
@@ -53,12 +53,6 @@ from .stored_responses import chain_of, listed_items, owner_of
 from .stored_responses import items_of as stored_items
 from .types import Usage, usage_log, usage_of
 
-SUMMARISE = (
-    "Summarise this conversation for whoever continues it without having seen it: what the user "
-    "wants, what was decided and done, which facts, names, files and results matter, and what "
-    "is left to do. Be complete and brief. Write the summary alone."
-)
-SUMMARY_TOKENS = 2048
 log = logging.getLogger("mlxinfer.server")
 
 
@@ -198,40 +192,6 @@ async def input_tokens(call: Call, body: ResponsesRequest) -> Reply:
     return json_body(InputTokens(input_tokens=len(prompt_ids)))
 
 
-async def compact(call: Call, body: ResponsesRequest) -> Reply:
-    """A shorter input with which a conversation can go on: the user's messages, and a summary."""
-    body.prepare()
-    before = await call.in_worker(_items_before, call, body)
-    items = [*before, *items_of(body)]
-    asked = replace(body, tools=None, tool_choice=None, text=None)
-    asked.input = [*items_of(body), InputItem(role="user", content=SUMMARISE)]
-    if asked.max_output_tokens is None:
-        asked.max_output_tokens = SUMMARY_TOKENS
-    model = await call.model(body.model)
-    _, answer = await call.in_worker(_start, model, asked, before)
-    generation = call.generate(model, [answer])
-    (result,) = await generation.results()
-    if result.finish_reason is FinishReason.LENGTH or not result.text.strip():
-        raise InvalidRequestError(
-            f"The summary did not end within {len(result.token_ids)} tokens, so nothing was "
-            "shortened; raise max_output_tokens, or lower the reasoning effort.",
-            param="max_output_tokens",
-        )
-    kept = [item for item in items if item.type == "message" and item.role == "user"]
-    wrapped = encrypted_content(result.text.strip())
-    made = {"id": f"cmp_{call.id}", "type": "compaction", "encrypted_content": wrapped}
-    counts = usage_of(generation)
-    call.log.update(usage_log(counts, [str(result.finish_reason)]))
-    return json_body(
-        Compaction(
-            id=f"resp_{call.id}",
-            created_at=call.created_s,
-            output=[*listed_items(kept, f"resp_{call.id}"), made],
-            usage=_usage(counts),
-        )
-    )
-
-
 def _usage(counts: Usage) -> ResponseUsage:
     prompt, answer = counts.prompt_tokens_details, counts.completion_tokens_details
     return ResponseUsage(
@@ -241,16 +201,6 @@ def _usage(counts: Usage) -> ResponseUsage:
         output_tokens_details=OutputDetails(reasoning_tokens=answer.reasoning_tokens),
         total_tokens=counts.total_tokens,
     )
-
-
-class Compaction(msgspec.Struct, kw_only=True):
-    """Items that stand for a conversation."""
-
-    id: str
-    object: Literal["response.compaction"] = "response.compaction"
-    created_at: int
-    output: list[dict[str, Any]]
-    usage: ResponseUsage
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
@@ -371,13 +321,5 @@ ENDPOINTS = (
         summary="Count the tokens of a conversation (the responses API).",
         body=ResponsesRequest,
         answer=InputTokens,
-    ),
-    Endpoint(
-        method="POST",
-        path="/v1/responses/compact",
-        handler=compact,
-        summary="Summarise a conversation, to go on with less (the responses API).",
-        body=ResponsesRequest,
-        answer=Compaction,
     ),
 )

@@ -22,7 +22,6 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
     )
     for kind in ("call", "call_output", "output")
 ) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
-SUMMARY = "What came before this, as a summary:"  # before the text of a compaction
 _TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 
 
@@ -80,9 +79,6 @@ def _add(found: list[Plain], item: InputItem, path: str, source: str) -> None:
             raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
         text = _text(_output(item, path), f"{path}.output")
         found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
-    elif item.type in ("compaction", "compaction_summary"):
-        text = f"{SUMMARY}\n\n{_unwrapped(item.encrypted_content, path)}"
-        found.append({"role": "user", "content": text})
     elif item.type == "reasoning":
         _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
     else:

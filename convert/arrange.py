@@ -6,7 +6,7 @@ tensor is an error before hours of work.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,8 +16,9 @@ import mlx.core as mx
 from ..errors import CheckpointError, UnsupportedModelError
 from ..models.config import ModelConfig, normalise
 from ..models.registry import family
-from ..models.tensors import Tensor
-from ..models.weights import Rename, Weights
+from ..models.weights.placing import NOWHERE
+from ..models.weights.source import Checkpoint, Rename
+from ..models.weights.weights import Weights
 from .read import MLXFormat, Source, TensorInfo, expert_groups
 
 _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for their tensors
@@ -246,41 +247,11 @@ def by_name(outputs: tuple[OutputTensor, ...]) -> Mapping[str, OutputTensor]:
 
 
 def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
-    """Raise CheckpointError unless a model of `config` has just these tensors."""
+    """Raise CheckpointError unless a model of `config` has just these tensors. None is read."""
     module = family(config.model_type)
-    zero = mx.zeros(())
-    named = {name: mx.broadcast_to(zero, shape) for name, shape in shapes.items()}
-    weights = _Shapes(named, dtype="float32", rename=module.tensor_name)
-    weights.label = label
-    module.build(replace(config, quantization=None), weights)
-
-
-class _Shapes(Weights):
-    """Arrays that have shapes and are never evaluated."""
-
-    label: str
-
-    def _found(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: mx.Dtype | None = None,
-        parts: Sequence[int] | None = None,
-    ) -> Tensor:
-        """The array, if it is there and has this shape."""
-        if name not in self:
-            raise CheckpointError(f"{self.label} has no tensor {name!r}, {tuple(shape)}.")
-        found = self.shape(name)
-        if found != tuple(shape):
-            raise CheckpointError(
-                f"Tensor {name!r} of {self.label} has shape {found}; expected {tuple(shape)}."
-            )
-        return super()._found(name, shape, dtype)
-
-    def same_matrix(self, path: str, other: str) -> bool:
-        """Whether the matrices have one shape."""
-        paths = [f"{path}.weight", f"{other}.weight"]
-        return paths[0] not in self or self.shape(paths[0]) == self.shape(paths[1])
-
-    def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Nothing is computed."""
+    arrays = {name: mx.zeros(shape) for name, shape in shapes.items()}  # never computed
+    weights = Weights(Checkpoint(arrays, module.tensor_name), NOWHERE, dtype="float32")
+    try:
+        module.build(replace(config, quantization=None), weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..models.config import ModelConfig
 from ..models.registry import family
-from ..models.safetensors import INDEX
+from ..models.weights.files import INDEX
 from .arrange import language_config
 from .files import write_file
 from .plan import ConversionPlan

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, ConversionError, InvalidRequestError
-from ..models.safetensors import TensorInfo, read_header
+from ..models.weights.files import TensorInfo, read_header
 from .files import ShardFile
 from .plan import ConversionPlan, PlannedArray
 from .sidefiles import write_json

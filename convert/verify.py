@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, ConversionError
 from ..models.config import load_config
 from ..models.quantization import QuantFormat, Quantization, format_of_shapes
-from ..models.safetensors import TensorInfo, read_header, read_headers
+from ..models.weights.files import TensorInfo, read_header, read_headers
 from .arrange import ArrangedSource, OutputTensor
 from .arrays import as_numpy, mx_dtype, widen
 from .plan import PlannedTensor

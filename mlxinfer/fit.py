@@ -13,8 +13,8 @@ from .models import load_any_config
 from .models.config import load_config
 from .models.language import LanguageConfig
 from .models.registry import family
-from .models.safetensors import expert_bytes, weights_bytes
-from .models.share import Share
+from .models.weights.files import expert_bytes, weights_bytes
+from .models.weights.share import Share
 
 KV_GROUP = 64  # numbers that share a 16-bit scale and a 16-bit bias in a quantised KV cache
 ENOUGH_CONTEXT = 4096  # tokens: with less a model is of little use

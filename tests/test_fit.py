@@ -28,7 +28,7 @@ from mlxinfer.fit import (
 from mlxinfer.memory import MODELS_SHARE, human_bytes
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
-from mlxinfer.models.safetensors import expert_bytes
+from mlxinfer.models.weights.files import expert_bytes
 from mlxinfer.roofline import CHIPS, Machine, Work, estimate
 from tests.bench.checkpoints import Experts, write_checkpoint
 

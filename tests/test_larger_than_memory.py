@@ -24,8 +24,9 @@ from mlxinfer.errors import (
     InvalidRequestError,
     UnsupportedModelError,
 )
-from mlxinfer.models import ExpertOptions, load, streamed_weights
-from mlxinfer.models.safetensors import expert_bytes
+from mlxinfer.models import ExpertOptions, load
+from mlxinfer.models.weights import placing
+from mlxinfer.models.weights.files import expert_bytes
 from tests.bench.experts import SMALL, run
 from tests.bench.servers import free_port
 
@@ -130,7 +131,7 @@ def test_a_dense_model_has_no_experts() -> None:
 def test_a_disk_that_is_too_slow_is_refused_with_the_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_weights, "disk_rate", lambda spans: 20_000.0)
+    monkeypatch.setattr(placing, "disk_rate", lambda spans: 20_000.0)
     half = expert_bytes(folder) // 2
     with pytest.raises(InsufficientMemoryError) as refused:
         load(folder, experts=ExpertOptions(half))

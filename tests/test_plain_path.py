@@ -12,7 +12,12 @@ PACKAGE = Path(mlxinfer.__file__).resolve().parent
 FEATURES = (  # folders and files of the package
     *("ranks/", "pooling/", "speculation/", "grammar/", "remote/", "server/", "display/"),
     *("engine/adapters.py", "engine/grammar_masks.py", "engine/pagestore.py", "layers/adapters.py"),
-    *("models/adapters/", "models/expert_store.py", "layers/streamed_moe.py", "models/zoo/"),
+    *(
+        "models/adapters/",
+        "models/weights/expert_store.py",
+        "layers/streamed_moe.py",
+        "models/zoo/",
+    ),
     *("cache/disk/", "cache/state.py", "cache/own.py", "cache/latent.py", "cache/joint.py"),
     *("sampling/rejection.py", "sampling/dry.py", "sampling/cuts.py", "sampling/adjustments.py"),
     "text/tools/",

@@ -23,7 +23,8 @@ from ...layers.step import Step
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from ...models.registry import family
-from ...models.weights import Weights
+from ...models.weights.source import Checkpoint, Rename
+from ...models.weights.weights import Weights
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats, mx_dtype
 from .caches import whole_sequences
@@ -100,37 +101,15 @@ class ObservedExperts:
         return self.experts(x, routed)
 
 
-class ObservedWeights(Weights):
+def observed_weights(
+    tensors: Mapping[str, mx.array], rename: Rename, observer: Observer
+) -> Weights:
     """Weights with projections that show their inputs to an observer."""
 
-    observer: Observer
+    def wrap(made: Projection, paths: Sequence[str]) -> Projection:
+        return ObservedProjection(made, paths, observer)
 
-    def linear(
-        self,
-        path: str,
-        out_dims: int,
-        in_dims: int,
-        *,
-        bias: bool = False,
-        order: Sequence[int] | None = None,
-        parts: Sequence[int] | None = None,
-    ) -> Projection:
-        """As of Weights."""
-        made = super().linear(path, out_dims, in_dims, bias=bias, order=order, parts=parts)
-        return ObservedProjection(made, [path], self.observer)
-
-    def fused(
-        self,
-        paths: Sequence[str],
-        out_dims: Sequence[int],
-        in_dims: int,
-        *,
-        bias: bool = False,
-        orders: Sequence[Sequence[int] | None] | None = None,
-    ) -> Projection:
-        """As of Weights."""
-        made = super().fused(paths, out_dims, in_dims, bias=bias, orders=orders)
-        return ObservedProjection(made, paths, self.observer)
+    return Weights(Checkpoint(tensors, rename), wrap=wrap)
 
 
 def observe_experts(mlp: FeedForward, paths: Sequence[str], observer: Observer) -> None:
@@ -238,15 +217,15 @@ class StreamedModel:
         """A layer of these tensors."""
         config = self._only(range(index, index + 1))
         named = {name.replace(f".{index}.", ".0.", 1): array for name, array in tensors.items()}
-        weights = ObservedWeights(named | self._ends(), rename=self._module.tensor_name)
-        weights.observer = _Renamed(self.observer, index)
+        observer = _Renamed(self.observer, index)
+        weights = observed_weights(named | self._ends(), self._module.tensor_name, observer)
         model = self._module.build(config, weights)
         experts = [
             n.removesuffix(".weight").replace(f".{index}.", ".0.", 1)
             for n, out in self.outputs_of(index).items()
             if len(out.shape) == 3
         ]
-        observe_experts(model.layers[0].mlp, experts, weights.observer)
+        observe_experts(model.layers[0].mlp, experts, observer)
         return LayerRun(model)
 
     def embed(self, ids: Sequence[int], table: mx.array | None = None) -> mx.array:
@@ -282,8 +261,8 @@ class StreamedModel:
 
     def _without_layers(self, vocab: int, tensors: dict[str, mx.array]) -> Model:
         config = replace(self._only(range(0)), vocab_size=vocab)
-        weights = ObservedWeights(self._ends() | tensors, rename=self._module.tensor_name)
-        weights.observer = self.observer
+        tensors = self._ends() | tensors
+        weights = observed_weights(tensors, self._module.tensor_name, self.observer)
         made: Model = self._module.build(config, weights)
         return made
 

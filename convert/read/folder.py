@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...models.jsonfields import read_json
-from ...models.safetensors import TensorInfo as Entry
-from ...models.safetensors import read_headers
+from ...models.weights.files import TensorInfo as Entry
+from ...models.weights.files import read_headers
 from .base import DroppableFiles, LocalFiles, ReaderSource, majority_dtype
 from .methods import choose_method, readers_of, without_quantization
 from .origin import Origin, origin_of_folder

@@ -26,7 +26,7 @@ from ...hub.remote import (
     read_range,
 )
 from ...models.jsonfields import read_json
-from ...models.safetensors import INDEX, MAX_HEADER_BYTES, read_headers
+from ...models.weights.files import INDEX, MAX_HEADER_BYTES, read_headers
 from .base import ReaderSource
 from .folder import (
     QUANT_FILES,

@@ -194,7 +194,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     """
     from ..memory import parse_bytes
     from ..models import stoppable
-    from ..models.safetensors import weights_bytes
+    from ..models.weights.files import weights_bytes
     from ..server.registry.slots import Entry
 
     options, tool_format = checked_settings(requested, server)
@@ -224,7 +224,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
 
 def _experts_left_out(folder: Path, options: "EngineOptions") -> int:
     """Bytes of experts that stay on the disk; 0 for broken files: loading says what is wrong."""
-    from ..models.safetensors import expert_bytes
+    from ..models.weights.files import expert_bytes
 
     if options.experts is None:
         return 0

@@ -13,7 +13,7 @@ from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
 from ..models.multimodal import language_name
-from ..models.safetensors import TensorInfo, is_expert, read_headers
+from ..models.weights.files import TensorInfo, is_expert, read_headers
 from ..roofline import Work
 from ..text import Tokenizer
 from ._model import has_chat_template

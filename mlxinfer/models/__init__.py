@@ -136,11 +136,12 @@ def load_share(
         others: as of `load`.
     """
     from .config import load_config
-    from .cut_weights import CutWeights
     from .registry import family
-    from .share import Share
     from .stage import StageModel, load_stage
-    from .tensors import load_tensors
+    from .weights.share import Share
+    from .weights.source import Checkpoint
+    from .weights.tensors import load_tensors
+    from .weights.weights import Weights
 
     folder = Path(folder)
     share = None if pipeline else Share(rank, link.size)
@@ -153,7 +154,7 @@ def load_share(
     if share is None:
         model, bytes_read = load_stage(tensors, config, builder, link, **options)
     else:
-        weights = CutWeights(tensors, share=share, link=link, **options)
+        weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
         part = builder.build(config, weights)
         part.link = link
         model, bytes_read = part, weights.bytes_read
@@ -180,7 +181,7 @@ def whole_tables(
     from .config import load_config
     from .registry import family
     from .stage import StageModel, load_tables
-    from .tensors import FLOATS, load_tensors
+    from .weights.tensors import FLOATS, load_tensors
 
     if isinstance(model, StageModel):
         return model.part, 0
@@ -188,9 +189,8 @@ def whole_tables(
         return model, 0
     config = replace(load_config(folder), headless=not has_logits)
     builder = family(config.model_type)
-    options = {"quantization": config.quantization, "rename": builder.tensor_name}
-    dtype = FLOATS[model.activation_dtype]
-    tables = load_tables(load_tensors(folder), config, builder, dtype=dtype, **options)
+    options = {"quantization": config.quantization, "dtype": FLOATS[model.activation_dtype]}
+    tables = load_tables(load_tensors(folder), config, builder, **options)
     return tables, tables.num_bytes
 
 
@@ -240,8 +240,10 @@ def load(
     from ..errors import UnsupportedModelError
     from .config import load_config
     from .registry import family
-    from .tensors import load_tensors
-    from .weights import Weights
+    from .weights.placing import IN_MEMORY, InSlots
+    from .weights.source import Checkpoint
+    from .weights.tensors import load_tensors
+    from .weights.weights import Weights
 
     folder = Path(folder)
     config = load_config(folder)
@@ -252,17 +254,16 @@ def load(
         )
     builder = family(config.model_type)
     options = _reading(config, builder, dtype, watch)
-    model: Model
-    if experts is None:
-        model = builder.build(config, Weights(load_tensors(folder), **options))
-        return model
-    from .streamed_weights import StreamedWeights
-
-    weights = StreamedWeights(load_tensors(folder), **options)
-    model = builder.build(config, weights)
-    model.expert_store = weights.open_experts(
-        experts.num_bytes, per_token=config.experts_per_token, forced=experts.slow
-    )
+    source = Checkpoint(load_tensors(folder), builder.tensor_name)
+    slots = None if experts is None else InSlots()
+    model: Model = builder.build(config, Weights(source, slots or IN_MEMORY, **options))
+    if experts is not None and slots is not None:
+        model.expert_store = slots.open_experts(
+            experts.num_bytes,
+            dtype=model.activation_dtype,
+            per_token=config.experts_per_token,
+            forced=experts.slow,
+        )
     return model
 
 
@@ -274,7 +275,6 @@ def _reading(
         "quantization": config.quantization,
         "dtype": dtype,
         "fits_float16": builder.fits_float16,
-        "rename": builder.tensor_name,
         "watch": watch,
         "adaptable": True,
     }

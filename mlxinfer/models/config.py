@@ -16,7 +16,7 @@ from .jsonfields import Fields, read_json
 from .multimodal import text_config
 from .quantization import Quantization, read_quantization
 from .rope_config import SLIDING
-from .share import Share, largest_group
+from .weights.share import Share, largest_group
 
 _COMMON = {
     "rope_theta": 10_000.0,

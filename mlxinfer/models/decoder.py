@@ -24,7 +24,7 @@ from .language import Replaceable, arrays
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
-    from .expert_store import ExpertStore
+    from .weights.expert_store import ExpertStore
 
 
 class Layer(Protocol):

@@ -23,8 +23,9 @@ from .decoder import Model
 from .families.qwen import Qwen3
 from .jsonfields import Fields, read_json
 from .language import arrays
-from .tensors import FLOATS, load_tensors
-from .weights import Weights
+from .weights.source import Checkpoint
+from .weights.tensors import FLOATS, load_tensors
+from .weights.weights import Weights
 
 KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
 
@@ -251,10 +252,9 @@ def load_dflash(folder: Path, model: Model) -> BlockDraft:
             f"which it uses the embeddings, is {model.config.hidden_size}."
         )
     weights = Weights(
-        load_tensors(folder),
+        Checkpoint(load_tensors(folder), _rename),
         quantization=config.quantization,
         dtype=FLOATS[model.activation_dtype],
-        rename=lambda name: f"model.{name}" if name.startswith("layers.") else name,
     )
     stated_causal = "is_causal" in raw and raw["is_causal"] is not None
     causal = fields.boolean("is_causal") if stated_causal else None
@@ -273,6 +273,10 @@ def load_dflash(folder: Path, model: Model) -> BlockDraft:
     weights.finish()
     weights.evaluate(draft.arrays())
     return draft
+
+
+def _rename(name: str) -> str:
+    return f"model.{name}" if name.startswith("layers.") else name
 
 
 def _block_size(stated: Fields, fields: Fields) -> int:

@@ -18,8 +18,9 @@ from .decoder import Model, keeping
 from .families.llama import Llama
 from .heads import ConcatenatedBlock, DraftHead
 from .jsonfields import Fields, read_json
-from .tensors import FLOATS, load_tensors
-from .weights import Weights
+from .weights.source import Checkpoint
+from .weights.tensors import FLOATS, load_tensors
+from .weights.weights import Weights
 
 _FRONTS = ("midlayer.", "layers.0.")  # of the layer's names
 
@@ -77,10 +78,9 @@ def load_eagle(folder: Path, model: Model) -> DraftHead:
     config = _config(raw)
     fields = Fields(raw, "config.json")
     weights = Weights(
-        load_tensors(folder),
+        Checkpoint(load_tensors(folder), _rename),
         quantization=config.quantization,
         dtype=FLOATS[model.activation_dtype],
-        rename=_rename,
     )
     taps = _taps(fields, model.config.num_layers)
     builder = EagleLayer(config, weights)

@@ -28,7 +28,7 @@ from .language import arrays
 from .multimodal import language_name
 from .rope_config import read_layer_types, read_rope
 from .stage import BetweenStages
-from .weights import Weights
+from .weights.weights import Weights
 
 # Ends of the names of experts' stacks on the hub, where they are no modules of their own.
 PACKED = (".experts.gate_up_proj", ".experts.down_proj")

@@ -12,8 +12,8 @@ from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from .config import ModelConfig
 from .language import arrays
-from .matrix import StoredMatrix, fused_experts
-from .weights import Weights
+from .weights.matrix import StoredMatrix, fused_experts
+from .weights.weights import Weights
 
 
 class FeedForwards:

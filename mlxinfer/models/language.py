@@ -15,7 +15,7 @@ from ..layers.step import Rows, Step
 from .quantization import Quantization
 
 if TYPE_CHECKING:
-    from .expert_store import ExpertStore
+    from .weights.expert_store import ExpertStore
 
 Found = TypeVar("Found")
 

@@ -19,8 +19,9 @@ from .family import PACKED, Family
 from .heads import DraftHead, JoinedBlock
 from .multimodal import language_name
 from .registry import family
-from .tensors import FLOATS, load_tensors
-from .weights import Weights
+from .weights.source import Checkpoint
+from .weights.tensors import FLOATS, load_tensors
+from .weights.weights import Weights
 
 _MODULE = re.compile(r"^(?:.*\.)?mtp\.(.+)$")
 
@@ -36,10 +37,9 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
     index = model.config.num_layers
     names = _Names(index)
     weights = Weights(
-        load_tensors(folder),
+        Checkpoint(load_tensors(folder), names),
         quantization=model.config.quantization,
         dtype=FLOATS[model.activation_dtype],
-        rename=names,
     )
     if not names.found:
         raise InvalidRequestError(

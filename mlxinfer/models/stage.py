@@ -9,7 +9,7 @@ Source: GPipe, arXiv:1811.06965.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -20,15 +20,14 @@ import mlx.core as mx
 from ..core import CacheSpec
 from ..errors import UnsupportedModelError
 from ..layers.attention import Mixer
-from ..layers.factory import Origin, Place
-from ..layers.linear import Embedding, Projection
-from ..layers.ranks import AbsentLayer, AbsentTable, Link
+from ..layers.ranks import Link
 from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
-from .decoder import Layer, Model, keeping
+from .decoder import Model
 from .language import arrays
-from .tensors import FileTensor, Tensor
-from .weights import Weights
+from .weights.source import Checkpoint
+from .weights.tensors import FileTensor
+from .weights.weights import StagePart, Weights, layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,89 +37,6 @@ class BetweenStages:
     stream: tuple[int, ...]  # of a token: (hidden,), or (streams, hidden)
     per_layer: int = 0  # numbers of the input that each layer has of its own
     last_cut: int | None = None  # from this layer on they read keys of each other; None: none do
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a tensor or a path of the decoder is in; None: in none."""
-    front, _, rest = name.partition("model.layers.")
-    place = rest.partition(".")[0]
-    return int(place) if not front and place.isdecimal() else None
-
-
-class StageWeights(Weights):
-    """The weights of some layers; those of others are known by their shapes, and never read.
-
-    Args:
-        tensors: of the whole checkpoint.
-        layers: of this rank.
-        has_tables: it has all that is not in a layer, too.
-        others: as of `Weights`.
-
-    Attributes:
-        bytes_read: from the files so far.
-    """
-
-    def __init__(
-        self, tensors: dict[str, FileTensor], *, layers: range, has_tables: bool, **others: Any
-    ) -> None:
-        super().__init__(tensors, **others)
-        self._layers = layers
-        self._has_tables = has_tables
-        self._reads = has_tables  # what is asked for now is this rank's
-        self.bytes_read = 0
-
-    def layer(self, index: int, build: Callable[[int], Layer]) -> Layer:
-        """The layer if it is this rank's, else what stands for it."""
-        if index in self._layers:
-            before, self._reads = self._reads, True
-            layer = super().layer(index, build)
-            self._reads = before
-            return layer
-        before, self._reads = self._reads, False
-        layer = build(index)  # of arrays that are never evaluated
-        self._reads = before
-        return AbsentLayer(keeping(layer.mixer))
-
-    def finish(self) -> None:
-        """As of `Weights`; adapters change what is this rank's."""
-        super().finish()
-        for i, place in enumerate(places := self.make.places or []):
-            index = layer_of(place.origins[0].path)
-            if not (self._has_tables if index is None else index in self._layers):
-                places[i] = replace(place, projection=None)
-
-    def evaluate(self, arrays: Sequence[mx.array]) -> None:
-        """As of `Weights`, for what is this rank's."""
-        if self._reads:
-            super().evaluate(arrays)
-
-    def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
-        """The token table, which rank 0 has."""
-        if self._has_tables:
-            return super().embedding(path, shape, shared=shared)
-        self.drop_below([f"{path}."])
-        return AbsentTable()
-
-    def head(self, path: str, shape: tuple[int, int]) -> Projection:
-        """The output projection, which rank 0 has."""
-        if self._has_tables:
-            return super().head(path, shape)
-        self.drop_below([f"{path}."])
-        if self.make.places is not None:
-            origin = Origin(path, shape[0], shape[0])
-            self.make.places.append(Place(None, (origin,), shape[1], None))
-        return AbsentTable()
-
-    def same_matrix(self, path: str, other: str) -> bool:
-        """As of `Weights`; a rank without the tables has no use for the answer."""
-        return not self._has_tables or super().same_matrix(path, other)
-
-    def _pop(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
-        tensor = super()._pop(name, shape, parts)
-        if not self._reads:
-            return mx.zeros(tensor.shape, tensor.dtype)
-        self.bytes_read += tensor.nbytes
-        return tensor
 
 
 def divide(
@@ -322,7 +238,8 @@ def load_stage(
     layers = divide(
         tensors, builder.tensor_name, config.num_layers, link.size, last_cut=between.last_cut
     )
-    weights = StageWeights(tensors, layers=layers[link.rank], has_tables=link.rank == 0, **others)
+    stage = StagePart(layers[link.rank], has_tables=link.rank == 0)
+    weights = Weights(Checkpoint(tensors, builder.tensor_name), stage=stage, **others)
     part = builder.build(config, weights)
     all_bytes = sum(t.nbytes for name, t in tensors.items() if builder.tensor_name(name))
     return StageModel(part, link, layers, between, all_bytes), weights.bytes_read
@@ -332,6 +249,7 @@ def load_tables(
     tensors: dict[str, FileTensor], config: ModelConfig, builder: Any, **others: Any
 ) -> Model:
     """A model without its layers: what a head shares with it, in one piece. Arguments as above."""
-    weights = StageWeights(tensors, layers=range(0), has_tables=True, **others)
+    stage = StagePart(range(0), has_tables=True)
+    weights = Weights(Checkpoint(tensors, builder.tensor_name), stage=stage, **others)
     model: Model = builder.build(config, weights)
     return model

@@ -12,8 +12,9 @@ from ..models.config import ModelConfig, load_config
 from ..models.decoder import Model
 from ..models.language import arrays
 from ..models.registry import FAMILIES, SUPPORTED, family
-from ..models.tensors import FLOATS, load_tensors
-from ..models.weights import Weights
+from ..models.weights.source import Checkpoint
+from ..models.weights.tensors import FLOATS, load_tensors
+from ..models.weights.weights import Weights
 from .config import Dense, Head, LayerNormalise, Normalise, PoolingConfig
 from .pooler import ACTIVATIONS, Pooler, Projected, TokenLogits, Vectors, layer_normed, normalised
 
@@ -68,19 +69,17 @@ def load_pooling(
         return renamed
 
     weights = Weights(
-        tensors,
+        Checkpoint(tensors, inner_name),
         quantization=config.quantization,
         dtype=dtype,
         fits_float16=builder.fits_float16,
-        rename=inner_name,
         watch=watch,
         many_rows=True,
     )
     head = Weights(
-        tensors,
+        Checkpoint(tensors, _head_name),
         quantization=config.quantization,
         dtype=FLOATS[weights.dtype],
-        rename=_head_name,
     )
     del tensors
     model: Model = builder.build(config, weights)
@@ -168,7 +167,7 @@ def _inner_dense(head: Weights, dim: int) -> list[Dense]:
 
 
 def _own_weights(folder: Path, like: Weights) -> Weights:
-    return Weights(load_tensors(folder), dtype=FLOATS[like.dtype])
+    return Weights(Checkpoint(load_tensors(folder)), dtype=FLOATS[like.dtype])
 
 
 def _scorer(pooling: PoolingConfig, model: Model, head: Weights) -> Pooler:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from ..cache.kv import KVCache
-from ..models.safetensors import read_headers
+from ..models.weights.files import read_headers
 from .control import Messages
 from .wire import SpillPart, StepMessage, WorkMessage
 

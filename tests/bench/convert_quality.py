@@ -17,7 +17,7 @@ from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
 from mlxinfer.llm import LLM
-from mlxinfer.models.safetensors import read_headers
+from mlxinfer.models.weights.files import read_headers
 from tests.bench.quality import DTYPE, HELD_OUT, Floats, compared, log_softmax, windows
 
 OURS: tuple[tuple[str, dict[str, Any]], ...] = (

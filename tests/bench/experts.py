@@ -27,8 +27,8 @@ from mlxinfer.bench.report import Report, Table
 from mlxinfer.core import SamplingParams
 from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
-from mlxinfer.models import expert_store
 from mlxinfer.models.language import reachable
+from mlxinfer.models.weights import expert_store
 from tests.bench.serve import TOKENIZER
 
 GROUP, BITS = 64, 4

@@ -79,8 +79,9 @@ def ours(folder: Path) -> Work:
     import mlx.core as mx
 
     from mlxinfer.layers.factory import LayerFactory
-    from mlxinfer.models import load, weights
+    from mlxinfer.models import load
     from mlxinfer.models.config import load_config
+    from mlxinfer.models.weights import weights
 
     load_config(folder)  # what that imports is there before the clock runs
 

@@ -11,7 +11,7 @@ from mlxinfer.cli.config import serve_context
 from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
 from mlxinfer.models import ExpertOptions
-from mlxinfer.models.safetensors import expert_bytes, weights_bytes
+from mlxinfer.models.weights.files import expert_bytes, weights_bytes
 from mlxinfer.server.registry.slots import Entry
 from mlxinfer.session.engine_factory import EngineOptions
 from tests.bench.experts import SMALL as MIXTURE

@@ -27,8 +27,8 @@ from mlxinfer.convert.run import Conversion, judged_bits
 from mlxinfer.convert.verify import ShardReader, check_folder
 from mlxinfer.errors import ConversionError
 from mlxinfer.models import load
-from mlxinfer.models.matrix import StoredMatrix
-from mlxinfer.models.weights import Weights
+from mlxinfer.models.weights.matrix import StoredMatrix
+from mlxinfer.models.weights.weights import Weights
 
 Kind = gguf.GGMLQuantizationType
 IDS = [5, 17, 3, 80, 41, 9]
@@ -218,17 +218,20 @@ def test_what_every_matrix_of_every_family_reads_is_known(
 ) -> None:
     """Words and scales alone do not tell 4 bits in groups of 64 from 8 bits and half the inputs."""
     asked: dict[str, int] = {}
-    whole = Weights.matrix
+    whole = Weights._matrix
 
-    def noting(self: Weights, path: str, shape: tuple[int, ...], **how: Any) -> StoredMatrix:
-        original = self._original[f"{path}.weight"].removesuffix(".weight")
+    def noting(
+        self: Weights, path: str, shape: tuple[int, ...], *more: Any, **how: Any
+    ) -> StoredMatrix:
+        original = self._source.original(f"{path}.weight").removesuffix(".weight")
         asked[original] = shape[-1]
-        return whole(self, path, shape, **how)
+        return whole(self, path, shape, *more, **how)
 
-    monkeypatch.setattr(Weights, "matrix", noting)
     for case in {case.rpartition("-v")[0]: case for case in CASES}.values():  # a spelling of each
         asked.clear()
-        load(tiny_checkpoint(tmp_path / case, case))
+        with monkeypatch.context() as patched:
+            patched.setattr(Weights, "_matrix", noting)
+            load(tiny_checkpoint(tmp_path / case, case))
         width = widths_of(tiny_config(case))
         assert asked == {path: width(path) for path in asked}, case
 

@@ -12,7 +12,7 @@ from mlxinfer import LLM
 from mlxinfer.convert.split_experts import with_stacks
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import ExpertOptions, load
-from mlxinfer.models.safetensors import TensorInfo, read_headers
+from mlxinfer.models.weights.files import TensorInfo, read_headers
 
 IDS = [5, 17, 3, 80, 41, 9, 22, 64]
 

@@ -37,9 +37,10 @@ from mlxinfer.bench.speed import cpu_layers
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.moe import MoE
-from mlxinfer.models import ExpertOptions, expert_store, load
+from mlxinfer.models import ExpertOptions, load
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.language import reachable
+from mlxinfer.models.weights import expert_store
 from tests.bench.checkpoints import Experts, write_checkpoint
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "2"))

@@ -30,8 +30,8 @@ from mlxinfer.layers.linear import (
 )
 from mlxinfer.layers.mlp import ACTIVATIONS, PLAIN, Gated, clamped_swiglu, gated
 from mlxinfer.layers.norm import HeadRMSNorm, RMSNorm
-from mlxinfer.models.matrix import StoredMatrix, fused
 from mlxinfer.models.quantization import QuantFormat
+from mlxinfer.models.weights.matrix import StoredMatrix, fused
 
 FACTORIES = [LayerFactory(), CPULayerFactory()]
 

@@ -18,8 +18,8 @@ from mlxinfer.layers.moe import (
     softmax_top_k,
     top_k_softmax,
 )
-from mlxinfer.models.matrix import StoredMatrix, fused_experts
 from mlxinfer.models.quantization import QuantFormat
+from mlxinfer.models.weights.matrix import StoredMatrix, fused_experts
 
 HIDDEN, EXPERTS, K = 32, 5, 2
 

@@ -20,8 +20,9 @@ from mlxinfer.models import load
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
-from mlxinfer.models.tensors import choose_dtype
-from mlxinfer.models.weights import Weights
+from mlxinfer.models.weights.source import Checkpoint
+from mlxinfer.models.weights.tensors import choose_dtype
+from mlxinfer.models.weights.weights import Weights
 
 IDS = list(range(3, 23))
 
@@ -47,7 +48,7 @@ def built(config: dict, arrays: dict[str, mx.array]) -> Model:
     """As `load` does it, without files."""
     read = normalise(config)
     builder = family(read.model_type)
-    return builder.build(read, Weights(dict(arrays), rename=builder.tensor_name))
+    return builder.build(read, Weights(Checkpoint(dict(arrays), builder.tensor_name)))
 
 
 def some(names: list[str], case: str) -> list[str]:

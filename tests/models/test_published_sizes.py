@@ -4,7 +4,6 @@ The tensors are those that transformers saves for these configs, see `tests/data
 """
 
 import json
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
@@ -20,7 +19,9 @@ from mlxinfer.layers.factory import LayerFactory
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
-from mlxinfer.models.weights import Weights
+from mlxinfer.models.weights.placing import NOWHERE
+from mlxinfer.models.weights.source import Checkpoint
+from mlxinfer.models.weights.weights import Weights
 from mlxinfer.roofline import Work, estimate, machine
 
 TENSORS = json.loads(
@@ -29,23 +30,14 @@ TENSORS = json.loads(
 GROUP = 64  # of 4 bits: 4.5 a number with scales and biases of 16
 
 
-class Shapes(Weights):
-    """Weights that are never computed."""
-
-    def __init__(self, shapes: dict[str, Shape], rename) -> None:
-        zeros = {shape: mx.zeros(shape, mx.bfloat16) for shape in set(shapes.values())}
-        named = {name: zeros[shape] for name, shape in shapes.items()}
-        super().__init__(named, dtype="bfloat16", rename=rename)
-        self.make = LayerFactory()  # which lays out nothing anew
-
-    def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Not."""
-
-
 def built(name: str, shapes: dict[str, Shape]) -> Model:
     config = normalise(PUBLISHED[name].config)
     builder = family(config.model_type)
-    return builder.build(config, Shapes(shapes, builder.tensor_name))
+    zeros = {name: mx.zeros(shape, mx.bfloat16) for name, shape in shapes.items()}
+    source = Checkpoint(zeros, builder.tensor_name)
+    weights = Weights(source, NOWHERE, dtype="bfloat16")
+    weights.make = LayerFactory()  # which lays out nothing anew
+    return builder.build(config, weights)
 
 
 def bytes_at_4_bits(shapes: dict[str, Shape]) -> float:

@@ -1,6 +1,7 @@
 """Weights are read once, straight to their place, with a layer more in memory at most."""
 
 import errno
+import gc
 import os
 import random
 import signal
@@ -21,16 +22,21 @@ from models.tiny import tiny_checkpoint
 from mlxinfer import LLM
 from mlxinfer.bench.speed import cpu_layers
 from mlxinfer.errors import CheckpointError
-from mlxinfer.models import load, safetensors, tensors
-from mlxinfer.models.safetensors import WeightFile
-from mlxinfer.models.tensors import (
+from mlxinfer.models import load
+from mlxinfer.models.config import load_config
+from mlxinfer.models.registry import family
+from mlxinfer.models.weights import files, tensors
+from mlxinfer.models.weights.files import WeightFile
+from mlxinfer.models.weights.placing import NOWHERE
+from mlxinfer.models.weights.source import Checkpoint
+from mlxinfer.models.weights.tensors import (
     FileTensor,
     load_tensors,
     loaded,
     side_by_side,
     stacked,
 )
-from mlxinfer.models.weights import Weights
+from mlxinfer.models.weights.weights import Weights
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
 
 SIZES = {
@@ -72,7 +78,7 @@ class Reads:
 
 
 def data_bytes(folder: Path) -> int:
-    headers = safetensors.read_headers(folder).values()
+    headers = files.read_headers(folder).values()
     return sum(info.end - info.start for header in headers for info in header.values())
 
 
@@ -90,6 +96,21 @@ def test_each_byte_is_read_once(case, tmp_path, monkeypatch):
     model = load(folder)
     reads.check_once()
     assert model.num_bytes * 0.9 <= reads.total <= data_bytes(folder)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH_FAMILY)
+def test_a_model_that_is_placed_nowhere_reads_no_byte(case, tmp_path, monkeypatch):
+    """All of it is built, and nothing is computed."""
+    folder = tiny_checkpoint(tmp_path, case)
+    config, reads = load_config(folder), Reads(monkeypatch)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    builder = family(config.model_type)
+    source = Checkpoint(load_tensors(folder), builder.tensor_name)
+    model = builder.build(config, Weights(source, NOWHERE, dtype="float32"))
+    assert reads.ranges == []
+    assert len(model.layers) == config.num_layers
+    assert mx.get_peak_memory() - before < model.num_bytes / 2
 
 
 @pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
@@ -148,7 +169,7 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
     rng = np.random.default_rng(seed)
     for _ in range(60):
         chunk = chance.choice([7, 64, 1 << 20])
-        monkeypatch.setattr(safetensors, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(tensors, "CHUNK_BYTES", chunk)
         dtype = chance.choice([np.float32, np.float16, np.uint32, np.uint8])
         shape = tuple(chance.randint(1, 5) for _ in range(chance.randint(1, 3)))
         arrays = [rng.integers(0, 99, shape).astype(dtype) for _ in range(6)]
@@ -172,29 +193,6 @@ def test_arrays_put_together_in_files_are_those_put_together_in_memory(tmp_path,
                 files, arrays = files[:1], arrays[:1]
         assert files[0].shape == arrays[0].shape
         assert (np.array(loaded(files[0])) == arrays[0]).all()
-
-
-def test_layers_are_built_while_the_one_before_is_read(tmp_path, monkeypatch):
-    folder = write_checkpoint(tmp_path, DENSE)
-    last = load_tensors(folder)["model.layers.0.mlp.down_proj.weight"].spans[0].start
-    next_is_built, in_time = threading.Event(), []
-    plain, layer = WeightFile.read_into, Weights.layer
-
-    def note(weights: Weights, index: int, build: Any) -> Any:
-        if index == 1:
-            next_is_built.set()
-        return layer(weights, index, build)
-
-    def held(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
-        if start == last:
-            in_time.append(next_is_built.wait(10))
-        plain(file, views, start)
-
-    monkeypatch.setattr(Weights, "layer", note)
-    monkeypatch.setattr(WeightFile, "read_into", held)
-    with cpu_layers(False):
-        load(folder, dtype="float32")  # as it is stored
-    assert in_time == [True]
 
 
 def test_what_was_read_is_not_read_again(tmp_path, monkeypatch):
@@ -230,7 +228,7 @@ def test_no_thread_of_mlx_keeps_what_it_read_from(tmp_path, monkeypatch):
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors, "CHUNK_BYTES", 100_000)  # several threads
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", 100_000)  # several threads
     folder = write_checkpoint(tmp_path, DENSE)
     path = folder / "model.safetensors"
     found = load_tensors(folder)
@@ -250,7 +248,7 @@ def test_a_file_that_is_replaced_while_it_is_read_stays_what_it_was(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])
 def test_a_disk_that_fails(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(safetensors, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(tensors, "CHUNK_BYTES", chunk)
     folder = write_checkpoint(tmp_path, DENSE)
     plain, calls = os.preadv, Counter[str]()
 
@@ -293,3 +291,51 @@ def test_ctrl_c_ends_the_loading(monkeypatch):
         LLM("demo")
     assert time.monotonic() - began_s < whole_s / 2
     timer.join()
+
+
+class Held:
+    """Reads that go on when they may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_go = threading.Event(), threading.Event()
+        plain = WeightFile.read_into
+
+        def read_into(file: WeightFile, views: Sequence[memoryview], start: int) -> None:
+            self.begun.set()
+            assert self.may_go.wait(10)
+            plain(file, views, start)
+
+        monkeypatch.setattr(WeightFile, "read_into", read_into)
+
+    def interrupt(self) -> None:
+        """Ctrl-C, once a thread reads."""
+        assert self.begun.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(folder: Path, held: Held) -> int:
+    """Begin to read a tensor and be interrupted; its bytes."""
+    tensor = load_tensors(folder)["model.embed_tokens.weight"]
+    thread = threading.Thread(target=held.interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        tensor.read()
+    thread.join()
+    return tensor.nbytes
+
+
+def test_memory_stays_while_a_thread_writes_to_it(tmp_path, monkeypatch):
+    """An interrupt is not held up by the disk, and nothing is freed below a read."""
+    folder = write_checkpoint(tmp_path, DENSE)
+    held = Held(monkeypatch)
+    gc.collect()
+    before = mx.get_active_memory()
+    num_bytes = interrupted(folder, held)
+    gc.collect()
+    assert mx.get_active_memory() - before >= num_bytes
+    held.may_go.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("mlxinfer-weights"):
+            thread.join(10)
+    gc.collect()
+    assert mx.get_active_memory() - before < num_bytes

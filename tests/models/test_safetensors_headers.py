@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mlxinfer.errors import CheckpointError, ModelNotFoundError
-from mlxinfer.models import safetensors
 from mlxinfer.models.jsonfields import read_json
-from mlxinfer.models.safetensors import TensorInfo, open_weights, read_header, read_headers
+from mlxinfer.models.weights import files
+from mlxinfer.models.weights.files import TensorInfo, open_weights, read_header, read_headers
 
 
 def write(path, header, data: bytes, *, length: int | None = None):
@@ -78,6 +77,7 @@ LIES = {
     "header is no json": (b"{nope", 0),
     "header is no utf-8": (b'{"\xff": 1}', 0),
     "duplicate names": (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}', 0),
+    "a dtype that no array has": ({"a": entry(0, 12, dtype="F4", shape=[24])}, 12),
 }  # fmt: skip
 
 
@@ -211,14 +211,13 @@ def test_a_model_may_have_more_files_than_the_process_may_open(tmp_path, monkeyp
         write(tmp_path / f"model-{number}.safetensors", {f"t{number}": entry(0, 4)}, bytes(4))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = os.open(tmp_path, os.O_RDONLY) + 20
-    with ThreadPoolExecutor() as readers:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-            assert len(open_weights(tmp_path, readers)) == 40
-            resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-            monkeypatch.setattr(safetensors, "raise_file_limit", lambda _: None)
-            with pytest.raises(CheckpointError, match=r"ulimit -n"):
-                open_weights(tmp_path, readers)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            os.close(few - 20)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        assert len(open_weights(tmp_path)) == 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        monkeypatch.setattr(files, "raise_file_limit", lambda _: None)
+        with pytest.raises(CheckpointError, match=r"ulimit -n"):
+            open_weights(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(few - 20)

@@ -27,7 +27,7 @@ from mlxinfer.layers.step import Step
 from mlxinfer.models import load, load_share
 from mlxinfer.models.adapters.loaded import ModelAdapters, read_adapter
 from mlxinfer.models.language import LanguageModel
-from mlxinfer.models.share import SPLITTABLE
+from mlxinfer.models.weights.share import SPLITTABLE
 from mlxinfer.ranks import messages
 from mlxinfer.ranks.adapters import POLL_S, OtherAdapters, OwnAdapters
 

@@ -21,12 +21,12 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.layers.step import FINAL, Step, Taps
 from mlxinfer.models import load, load_share, whole_tables
-from mlxinfer.models.cut_weights import CutWeights
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.language import LanguageModel, arrays
-from mlxinfer.models.share import SPLITTABLE, Share
 from mlxinfer.models.stage import StageModel, divide
-from mlxinfer.models.tensors import FileTensor
+from mlxinfer.models.weights.share import SPLITTABLE, Share
+from mlxinfer.models.weights.tensors import FileTensor
+from mlxinfer.models.weights.weights import Weights
 
 SOME = ["qwen3-v4", "gpt_oss-v5", "deepseek_v3-v4", "qwen3_next-v4", "nemotron_h-v4", "phi3-v4"]
 SOME_STAGED = ["olmo2-v4", "gemma2-v4", "granitemoehybrid-v4", "lfm2-v4", "kimi_linear-v4"]
@@ -48,14 +48,14 @@ def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypa
     folder = tiny_checkpoint(tmp_path, case)
     whole = load(folder)
     expected = logits_of(whole)
-    readers: list[CutWeights] = []
-    plain_init = CutWeights.__init__
+    readers: list[Weights] = []
+    plain_init = Weights.__init__
 
-    def remember(self: CutWeights, *args: object, **kwargs: object) -> None:
-        plain_init(self, *args, **kwargs)
+    def remember(self: Weights, *args: object, **kwargs: object) -> None:
+        plain_init(self, *args, **kwargs)  # type: ignore[arg-type]
         readers.append(self)
 
-    monkeypatch.setattr(CutWeights, "__init__", remember)
+    monkeypatch.setattr(Weights, "__init__", remember)
 
     def work(link: ThreadLink) -> tuple[np.ndarray, list[str], Model]:
         model = load_share(folder, link.rank, link)

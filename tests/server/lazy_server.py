@@ -6,7 +6,7 @@ from typing import Any
 from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
-from mlxinfer.models.safetensors import weights_bytes
+from mlxinfer.models.weights.files import weights_bytes
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.registry.slots import Entry

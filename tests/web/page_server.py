@@ -14,7 +14,7 @@ from mlxinfer import hub
 from mlxinfer.cli._inspect import fit_of_repository
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.history import History
-from mlxinfer.models.safetensors import weights_bytes
+from mlxinfer.models.weights.files import weights_bytes
 from mlxinfer.server.app import ENDPOINTS
 from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting

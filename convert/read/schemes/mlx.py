@@ -16,10 +16,13 @@ import numpy as np
 
 from ....errors import ModelError
 from ....models.config import normalise
-from ....models.matrix import StoredMatrix
 from ....models.quantization import QuantFormat, Quantization, format_of_shapes
 from ....models.registry import family
-from ....models.weights import Rename, Weights
+from ....models.weights.placing import NOWHERE
+from ....models.weights.share import Share
+from ....models.weights.source import Rename, Slices
+from ....models.weights.tensors import Tensor
+from ....models.weights.weights import Weights
 from ...arrays import Words
 from ..affine import AffineReader
 from ..base import Leaves, Reader
@@ -47,7 +50,8 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
             builder = family(model.model_type)
             asked: dict[str, int] = {}
             for has_all in (False, True):  # of what is stored in two ways, both
-                weights = _Asked(asked, has_all=has_all)
+                source = _AnyTensors(asked, has_all=has_all)
+                weights = Weights(source, NOWHERE, dtype="float32")
                 builder.build(replace(model, quantization=None), weights)
         except ModelError:
             return (lambda name: None), {}
@@ -61,56 +65,57 @@ def widths_of(config: Mapping[str, Any]) -> Widths:
     return width
 
 
-class _Asked(Weights):
-    """Arrays of any name and shape that a model asks for, and the inputs of its matrices."""
+class _AnyTensors:
+    """A `Source` of tensors of any name and shape that a model asks for.
+
+    Args:
+        widths: gets the inputs of each matrix that is asked for.
+        has_all: whether a tensor is said to be there before it is asked for.
+    """
 
     def __init__(self, widths: dict[str, int], *, has_all: bool) -> None:
-        super().__init__({}, dtype="float32")
-        self._widths, self._has_all, self._zero = widths, has_all, mx.zeros(())
+        self.tensors: dict[str, Tensor] = {}
+        self.share: Share | None = None
+        self.num_bytes = 0
+        self._widths, self._has_all = widths, has_all
 
     def __contains__(self, name: str) -> bool:
-        return self._has_all
+        return self._has_all and not name.endswith(".scales")
 
-    def _found(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: mx.Dtype | None = None,
-        parts: Sequence[int] | None = None,
-    ) -> mx.array:
-        """Zeros that are never evaluated."""
-        return mx.broadcast_to(self._zero, shape)
-
-    def matrix(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        *,
-        bias: bool = False,
-        parts: Sequence[int] | None = None,
-    ) -> StoredMatrix:
-        """Dense, and noted."""
-        self._widths[path] = shape[-1]
-        offset = self.raw(path, shape[:-1]) if bias else None
-        return self.named(StoredMatrix(self.raw(path, shape), offset), path, f"{path}.weight")
-
-    def experts(
-        self, stack: str, each: str, shape: tuple[int, int, int], **options: Any
-    ) -> StoredMatrix:
-        """In one and one by one."""
-        self._widths[each] = shape[-1]
-        return self.matrix(stack, shape, **options)
+    def original(self, name: str) -> str:
+        """The same."""
+        return name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of no tensor."""
         return ()
 
-    def same_matrix(self, path: str, other: str) -> bool:
-        """None differs."""
-        return True
+    def has_shape(self, name: str, shape: Sequence[int]) -> bool:
+        """No shape is known."""
+        return False
 
-    def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Nothing is computed."""
+    def take(self, name: str, shape: Sequence[int], parts: Sequence[int] | None = None) -> Tensor:
+        """Of this shape, never computed."""
+        path, _, field = name.rpartition(".")
+        if field == "weight" and len(shape) > 1:
+            self._widths[path] = shape[-1]
+        return mx.zeros(shape)
+
+    def rows(self, name: str) -> Tensor:
+        """Nothing, as of every tensor, so that tables are taken for equal."""
+        return mx.zeros(0)
+
+    def slices(self, name: str) -> Slices | None:
+        """All is taken whole."""
+        return None
+
+    def stored_apart(self, stack: str, each: str, shape: tuple[int, int, int]) -> bool:
+        """In one; the widths are noted of both."""
+        self._widths[each] = shape[-1]
+        return False
+
+    def drop(self, *names: str) -> None:
+        """There is nothing to drop."""
 
 
 class MLXModules:
@@ -134,7 +139,7 @@ class MLXModules:
             yield _Floats(path, weight, scales, form)
 
     def _format_of(self, path: str, weight: StoredArray, scales: StoredArray) -> QuantFormat:
-        """As models/weights.py finds it: what can be run can be converted."""
+        """As `models.weights` finds it, so that a model that runs can be converted."""
         width, fitting = self._widths(path), None
         if width is not None and weight.shape and scales.shape:
             fitting = format_of_shapes(

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import AdapterNotFoundError, CheckpointError
 from ..identity import hash_files
 from ..jsonfields import Fields, read_json
-from ..safetensors import TensorInfo, read_header
+from ..weights.files import TensorInfo, read_header
 
 CONFIG = "adapter_config.json"
 PEFT_FILE, MLX_FILE = "adapter_model.safetensors", "adapters.safetensors"

@@ -16,7 +16,7 @@ from ..decoder import Model
 from ..jsonfields import Fields
 from ..language import LanguageModel
 from ..stage import StageModel
-from ..tensors import FileTensor, file_tensors
+from ..weights.tensors import FileTensor, file_tensors
 from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of
 from .mlx_lm import read_mlx_lm
 from .peft import read_peft

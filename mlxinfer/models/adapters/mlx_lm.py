@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ..jsonfields import Fields
-from ..safetensors import TensorInfo
+from ..weights.files import TensorInfo
 from .folder import (
     CONFIG,
     AdapterFolder,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ..jsonfields import Fields
-from ..safetensors import TensorInfo
+from ..weights.files import TensorInfo
 from .folder import (
     CONFIG,
     AdapterFolder,

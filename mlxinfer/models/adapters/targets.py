@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...errors import CheckpointError, UnsupportedModelError
 from ..decoder import Model
 from ..registry import family
-from ..safetensors import is_expert
+from ..weights.files import is_expert
 from .folder import AdapterFolder, AdapterModule
 
 _ONE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")

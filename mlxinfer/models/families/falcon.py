@@ -18,9 +18,9 @@ from ..config import ModelConfig
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..matrix import StoredMatrix, fused
 from ..rope_config import FULL
-from ..weights import Weights
+from ..weights.matrix import StoredMatrix, fused
+from ..weights.weights import Weights
 from .mamba import MambaDims, group_norm, mamba_mixer, step_limits
 
 

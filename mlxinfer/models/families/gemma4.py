@@ -27,9 +27,9 @@ from ..config import ModelConfig
 from ..decoder import Entry, Layer
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from ..matrix import fused, fused_experts
 from ..rope_config import FULL, SLIDING
 from ..stage import BetweenStages
+from ..weights.matrix import fused, fused_experts
 from .gemma import language_fields
 from .gemma_e import between_stages, per_layer_gate, per_layer_inputs, shared_or_own, sources
 

@@ -14,8 +14,8 @@ import mlx.core as mx
 from ...layers.mlp import FeedForward, Gated, clamped_swiglu
 from ...layers.moe import ExpertProjection, top_k_softmax
 from ..family import Family
-from ..matrix import StoredMatrix, fused_experts
 from ..quantization import MXFP4
+from ..weights.matrix import StoredMatrix, fused_experts
 
 
 class GptOss(Family):

@@ -16,9 +16,9 @@ from ...layers.moe import GatedExpert, softmax_top_k, top_k_softmax
 from ..config import ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from ..matrix import StoredMatrix, fused
 from ..rope_config import FULL
-from ..weights import Weights
+from ..weights.matrix import StoredMatrix, fused
+from ..weights.weights import Weights
 
 _RECURRENT = "linear_attention"
 _PREDICTION = "mtp."  # a head that predicts tokens further ahead; a forward pass has no use for it

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from ...errors import CheckpointError
 from ...memory import raise_file_limit
 from ..quantization import Quantization, format_of_shapes
-from ..safetensors import read_headers
-from ..tensors import FLOATS, choose_dtype
+from ..weights.files import read_headers
+from ..weights.tensors import FLOATS, choose_dtype
 from .definitions import Definition
 from .private_copy import one_line
 

@@ -1,14 +1,14 @@
 """Which part of a model a rank has: its share of heads and columns, as a config counts them.
 
 The config of a rank counts what this rank has. Everything else follows: layers ask for tensors in
-the sizes of their config, and `CutWeights` cuts these from the stored ones. Pure Python.
+the sizes of their config, and `RankTensors` cuts these from the stored ones. Pure Python.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UnsupportedModelError
-from .jsonfields import Fields
+from ...errors import UnsupportedModelError
+from ..jsonfields import Fields
 
 # Keys of config.json, as families read them. Heads of these must divide evenly:
 HEADS = (

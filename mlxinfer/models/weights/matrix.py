@@ -6,18 +6,18 @@ from dataclasses import asdict, dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from ..errors import UnsupportedModelError
-from ..layers.factory import Inputs, LayerFactory, Origin, Place
-from ..layers.linear import (
+from ...errors import UnsupportedModelError
+from ...layers.factory import Inputs, LayerFactory, Origin, Place
+from ...layers.linear import (
     DenseHeadLinear,
     HeadLinear,
     Joined,
     Projection,
     QuantizedHeadLinear,
 )
-from ..layers.moe import ExpertProjection, JoinedExperts
-from .quantization import QuantFormat
-from .tensors import Tensor, begun, loaded, side_by_side, started
+from ...layers.moe import ExpertProjection, JoinedExperts
+from ..quantization import QuantFormat
+from .tensors import Tensor, loaded, read_together, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class StoredMatrix:
     form: QuantFormat | None = None  # None: dense
     origins: tuple[Origin, ...] = ()  # of its outputs, where adapters may ask for them
     inputs: Inputs | None = None  # that a rank has of a matrix with cut inputs
+    defer: "Deferral | None" = None  # makes the layer of experts that stay in their files
 
     @property
     def in_dims(self) -> int:
@@ -99,25 +100,25 @@ class StoredMatrix:
         )
 
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Words, scales and biases of a matrix that has a format, as `started`."""
+        """Words, scales and biases of a matrix that has a format."""
         assert self.scales is not None
         if self.biases is None:
-            weight, scales = started([self.weight, self.scales])
+            weight, scales = read_together([self.weight, self.scales])
             return weight, scales, None
-        weight, scales, biases = started([self.weight, self.scales, self.biases])
+        weight, scales, biases = read_together([self.weight, self.scales, self.biases])
         return weight, scales, biases
 
     def head_linear(self) -> HeadLinear:
         """The layer of one matrix per head, without biases."""
         if self.form is None:
-            return DenseHeadLinear(begun(self.weight))
+            return DenseHeadLinear(loaded(self.weight))
         return QuantizedHeadLinear(*self.packed(), **asdict(self.form))
 
     def projection(self, make: LayerFactory) -> Projection:
         """The layer of one matrix."""
         made: Projection
         if self.form is None:
-            made = make.linear(begun(self.weight), self.bias)
+            made = make.linear(loaded(self.weight), self.bias)
         else:
             made = make.quantized_linear(*self.packed(), self.bias, **asdict(self.form))
         self._note(made, make, None)
@@ -125,8 +126,10 @@ class StoredMatrix:
 
     def expert_projection(self, make: LayerFactory) -> ExpertProjection:
         """The layer of one matrix per expert."""
+        if self.defer is not None:
+            return self.defer(self)
         if self.form is None:
-            made = make.experts(begun(self.weight), self.bias)
+            made = make.experts(loaded(self.weight), self.bias)
         else:
             made = make.quantized_experts(*self.packed(), self.bias, **asdict(self.form))
         self._note(made, make, self.weight.shape[0])
@@ -139,6 +142,9 @@ class StoredMatrix:
         if make.places is not None and self.origins:
             place = Place(made, self.origins, self.in_dims, num_experts, self.inputs)
             make.places.append(place)
+
+
+Deferral = Callable[[StoredMatrix], ExpertProjection]
 
 
 def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:

@@ -1,122 +1,165 @@
-"""Weights of a model with experts that stay in their files; see expert_store.py.
+"""Where a model's tensors go: memory, slots for experts that stay in their files, or nowhere.
 
-A family builds the model as it always does. Stacks of experts become projections over slots that
-are not there yet, and mixtures become streamed ones: how many slots each layer gets is known when
-all are. No byte of an expert is read until then.
+With slots, a family builds the model as it always does. Stacks of experts become projections over
+slots that are not there yet, and mixtures become streamed ones: how many slots each layer gets is
+known when all layers are. No byte of an expert is read until then.
 """
 
-import fcntl
-import os
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..errors import InsufficientMemoryError, UnsupportedModelError
-from ..layers.cpu import WideExperts
-from ..layers.factory import LayerFactory
-from ..layers.moe import ExpertProjection, MoE
-from ..layers.streamed_moe import SlotProjection, StreamedMoE
-from ..memory import human_bytes
-from .expert_store import READS_AT_ONCE, ExpertStore, LayerExperts, Reader, SlotArray
-from .language import reachable
+from ...errors import InsufficientMemoryError, UnsupportedModelError
+from ...layers.cpu import WideExperts
+from ...layers.factory import LayerFactory
+from ...layers.moe import ExpertProjection, MoE
+from ...layers.streamed_moe import SlotProjection, StreamedMoE
+from ...memory import human_bytes
+from ..language import reachable
+from .expert_store import ExpertStore, LayerExperts, Reader, SlotArray, disk_rate
 from .matrix import StoredMatrix
-from .safetensors import Span, unreadable
-from .tensors import FLOATS, FileTensor, Tensor
-from .weights import Weights
+from .tensors import FLOATS, FileTensor, Tensor, cast, loaded
 
 LEAST_RATE = 0.5  # tokens/s below which a model is refused
-SAMPLE_BYTES, SAMPLE_S = 256 << 20, 0.25  # that measuring a disk reads and takes, at most
-SAMPLE_READ = 1 << 20  # bytes of a read of these
 FIELDS = ("weight", "scales", "biases", "bias")
 
 
-def never(stored: StoredMatrix) -> ExpertProjection:
-    """Of a stack that no weights have noted."""
-    raise AssertionError("a stack of experts without weights")
+class Placing(Protocol):
+    """Decides what becomes of tensors and of the matrices made of them."""
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """A tensor that was taken, as it is used from now on."""
+        ...
+
+    def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
+        """A field of a matrix in the activations' dtype.
+
+        Args:
+            name: of the field.
+            tensor: the field.
+            dtype: of activations.
+            of_experts: the matrix is one of an expert, or all of theirs.
+        """
+        ...
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors hold the same."""
+        ...
+
+    def experts(self, stored: StoredMatrix) -> StoredMatrix:
+        """Matrices of experts (E, out_dims, in_dims), as they are used from now on."""
+        ...
+
+    def mixture(self, **parts: Any) -> MoE:
+        """The mixture of experts of these parts."""
+        ...
+
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Compute arrays of the model."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertsInFiles(StoredMatrix):
-    """One matrix per expert, which stays in its files.
+class InMemory:
+    """Everything is read and computed while the model is built."""
 
-    Attributes:
-        defer: makes a projection over slots of it.
-    """
-
-    defer: Callable[[StoredMatrix], ExpertProjection] = never
-
-    def expert_projection(self, make: LayerFactory) -> ExpertProjection:
-        """The layer of one matrix per expert, over slots."""
-        return self.defer(self)
-
-
-class StreamedWeights(Weights):
-    """Weights of which the stacks of experts are not read. Arguments as of `Weights`."""
-
-    def __init__(self, tensors: dict[str, FileTensor], **options: Any) -> None:
-        super().__init__(tensors, **options)
-        self._is_stack = False  # what is taken now is one of experts
-        self._stored: defaultdict[str, set[str]] = defaultdict(set)  # of one mixture, by field
-        self._deferred: dict[SlotProjection, StoredMatrix] = {}
-        self._mixtures: list[tuple[StreamedMoE, list[SlotProjection]]] = []
-
-    def matrix(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        *,
-        bias: bool = False,
-        parts: Sequence[int] | None = None,
-    ) -> StoredMatrix:
-        """As of `Weights`; a stack of matrices stays in its files."""
-        if len(shape) < 3:
-            return super().matrix(path, shape, bias=bias, parts=parts)
-        self._is_stack = True
-        try:
-            return self._in_files(super().matrix(path, shape, bias=bias, parts=parts))
-        finally:
-            self._is_stack = False
-
-    def experts(
-        self, stack: str, each: str, shape: tuple[int, int, int], **options: Any
-    ) -> StoredMatrix:
-        """As of `Weights`, in their files."""
-        self._is_stack = True
-        try:
-            return self._in_files(super().experts(stack, each, shape, **options))
-        finally:
-            self._is_stack = False
-
-    def _taken(self, name: str, shape: Sequence[int], parts: Sequence[int] | None) -> Tensor:
-        """As of `Weights`; of experts, the dtypes of each field are noted."""
-        tensor = super()._taken(name, shape, parts)
-        if self._is_stack:
-            self._stored[name.rpartition(".")[2]].add(FLOATS[tensor.dtype])
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """As it is."""
         return tensor
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        """Experts are rounded when they are read."""
-        return tensor if self._is_stack else super()._cast(tensor)
+    def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
+        """Read if it has another dtype."""
+        return cast(tensor, dtype)
 
-    def _in_files(self, stored: StoredMatrix) -> StoredMatrix:
-        fields = {name: getattr(stored, name) for name in (*FIELDS, "form")}
-        return ExpertsInFiles(**fields, defer=self._defer)
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Bit for bit."""
+        return one.shape == other.shape and bool(mx.array_equal(loaded(one), loaded(other)))
+
+    def experts(self, stored: StoredMatrix) -> StoredMatrix:
+        """As they are."""
+        return stored
+
+    def mixture(self, **parts: Any) -> MoE:
+        """As every layer has it."""
+        return MoE(**parts)
+
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Now."""
+        mx.eval(arrays)
+
+
+class Nowhere:
+    """Tensors are shapes: no byte is read or computed. For checks, and layers of other stages."""
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """An array of its shape that is never computed."""
+        return mx.zeros(tensor.shape, tensor.dtype)
+
+    def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
+        """Its shape in another dtype."""
+        return mx.zeros(tensor.shape, dtype)
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether they have one shape."""
+        return one.shape == other.shape
+
+    def experts(self, stored: StoredMatrix) -> StoredMatrix:
+        """As they are."""
+        return stored
+
+    def mixture(self, **parts: Any) -> MoE:
+        """As every layer has it."""
+        return MoE(**parts)
+
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Not at all."""
+
+
+IN_MEMORY = InMemory()
+NOWHERE = Nowhere()
+
+
+class InSlots:
+    """Experts stay in their files until tokens need them; everything else is as in memory."""
+
+    def __init__(self) -> None:
+        self._dtypes: defaultdict[str, set[str]] = defaultdict(set)  # of one mixture, by field
+        self._deferred: dict[SlotProjection, StoredMatrix] = {}
+        self._mixtures: list[tuple[StreamedMoE, list[SlotProjection]]] = []
+        self._dtype = mx.float32  # of activations
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """As it is."""
+        return tensor
+
+    def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
+        """Experts are rounded when they are read."""
+        if not of_experts:
+            return cast(tensor, dtype)
+        self._dtypes[name].add(FLOATS[tensor.dtype])
+        return tensor
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Bit for bit."""
+        return IN_MEMORY.same(one, other)
+
+    def compute(self, arrays: Sequence[mx.array]) -> None:
+        """Now."""
+        mx.eval(arrays)
+
+    def experts(self, stored: StoredMatrix) -> StoredMatrix:
+        """Not read; the layer made of them is over slots."""
+        return replace(stored, defer=self._defer)
 
     def _defer(self, stored: StoredMatrix) -> ExpertProjection:
         projection = SlotProjection()
         self._deferred[projection] = stored
         return projection
 
-    def moe(self, **parts: Any) -> MoE:
+    def mixture(self, **parts: Any) -> MoE:
         """A mixture with experts that are read when tokens need them.
 
         Raises:
@@ -131,23 +174,24 @@ class StreamedWeights(Weights):
                 f"them {self._why_not()}: convert it first (`mlxinfer convert MODEL OUT "
                 "--split-experts`), and run what is in OUT."
             )
-        self._stored.clear()
+        self._dtypes.clear()
         mixture = StreamedMoE(**parts)
         self._mixtures.append((mixture, found))
         return mixture
 
     def _why_not(self) -> str:
         """How experts are stored that cannot be read one by one."""
-        mixed = [sorted(dtypes) for dtypes in self._stored.values() if len(dtypes) > 1]
+        mixed = [sorted(dtypes) for dtypes in self._dtypes.values() if len(dtypes) > 1]
         return f"partly in {' and '.join(mixed[0])}" if mixed else "transposed or interleaved"
 
-    # -- once the model is built ----------------------------------------------------------------
-
-    def open_experts(self, num_bytes: int, *, per_token: int, forced: bool) -> ExpertStore:
-        """Give every mixture its slots.
+    def open_experts(
+        self, num_bytes: int, *, dtype: mx.Dtype, per_token: int, forced: bool
+    ) -> ExpertStore:
+        """Give every mixture its slots, once the model is built.
 
         Args:
             num_bytes: of all slots together, at most.
+            dtype: of activations.
             per_token: experts that a token goes to.
             forced: tokens may take as long as they do.
 
@@ -155,6 +199,7 @@ class StreamedWeights(Weights):
             UnsupportedModelError: the model has no experts.
             InsufficientMemoryError: so few bytes, or so slow a disk, that it makes no sense.
         """
+        self._dtype = dtype
         if not self._mixtures:
             raise UnsupportedModelError(
                 "expert_memory is for mixtures of experts, and this model has none: leave it out."
@@ -193,7 +238,7 @@ class StreamedWeights(Weights):
         if tensor.dtype not in FLOATS:
             return tensor.dtype, tensor.dtype
         wide = stored.form is None and not mx.metal.is_available()
-        return self.dtype, mx.float32 if wide else self.dtype
+        return self._dtype, mx.float32 if wide else self._dtype
 
     def _expert_bytes(self, projection: SlotProjection) -> int:
         """Memory of one expert's part of a projection."""
@@ -223,7 +268,7 @@ class StreamedWeights(Weights):
         )
         # Slots change in place, so no form that has the numbers in another order may be made.
         made = over.expert_projection(LayerFactory())
-        wide = stored.form is None and self.dtype != arrays["weight"].array.dtype
+        wide = stored.form is None and self._dtype != arrays["weight"].array.dtype
         projection.over_slots = WideExperts(made) if wide else made
         mx.eval(list(reachable(made, mx.array)))
         return list(arrays.values())
@@ -268,53 +313,3 @@ def _require_rate(active_bytes: int, share: float, rate: float) -> None:
         "give it more expert_memory, take fewer bits, or say slow_experts=True (--slow-experts).",
         param="expert_memory",
     )
-
-
-def disk_rate(spans: Sequence[Span]) -> float:
-    """Bytes/s of the disk that spans lie on, read in parts all over them, past the page cache.
-
-    `READS_AT_ONCE` readers for `SAMPLE_S` seconds. Where the system does not let reads pass its
-    cache, and for files that were just read, it is the cache's rate.
-
-    Raises:
-        CheckpointError: a file is not there any more, or its disk fails.
-    """
-    parts = [
-        (span.file.path, start)
-        for span in spans
-        for start in range(span.start, span.start + span.size, SAMPLE_READ)
-    ]
-    count = min(len(parts), SAMPLE_BYTES // SAMPLE_READ)
-    chosen = [parts[i * len(parts) // count] for i in range(count)]
-    began_s = time.monotonic()
-    with ThreadPoolExecutor(READS_AT_ONCE, "mlxinfer-disk-rate") as threads:
-        total = sum(threads.map(lambda part: _sample(part, began_s), chosen))
-    return max(total, 1) / max(time.monotonic() - began_s, 1e-6)
-
-
-def _sample(part: tuple[Path, int], began_s: float) -> int:
-    """Bytes that are read of a part, unless the time is over.
-
-    Each part opens its file: a model has hundreds, and macOS lets a process open 256 by default.
-    """
-    path, start = part
-    if time.monotonic() - began_s > SAMPLE_S:
-        return 0
-    try:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            _pass_cache(file, start)
-            return len(os.pread(file, SAMPLE_READ, start))
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def _pass_cache(file: int, start: int) -> None:
-    """Let the read of a part pass the page cache, where the file system has that."""
-    with suppress(OSError):
-        if sys.platform == "darwin":
-            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
-        else:
-            os.posix_fadvise(file, start, SAMPLE_READ, os.POSIX_FADV_DONTNEED)

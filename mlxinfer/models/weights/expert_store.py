@@ -12,17 +12,22 @@ Reads go to threads, so that many are under way at once; what of an expert lies 
 file is read by one call. Only the engine's thread decides; readers fill memory that it gave them.
 """
 
+import fcntl
+import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .safetensors import Span, WeightFile
+from .files import Span, WeightFile, unreadable
 from .tensors import FileTensor, Tensor
 
 Ints = NDArray[np.int32]
@@ -30,6 +35,8 @@ Bytes = NDArray[np.uint8]
 
 FORGET = 0.97  # of what is known of the past, left after each token
 READS_AT_ONCE = 16
+SAMPLE_BYTES, SAMPLE_S = 256 << 20, 0.25  # upper limits of measuring a disk
+SAMPLE_READ = 1 << 20  # bytes of one of its reads
 
 
 @dataclass(slots=True)
@@ -400,3 +407,53 @@ class ExpertStore:
             "disk_bytes_per_s": round(self.disk_rate),
             **self.reader.counters.as_dict(),
         }
+
+
+def disk_rate(spans: Sequence[Span]) -> float:
+    """Bytes/s of the disk that spans lie on, read in parts all over them, past the page cache.
+
+    `READS_AT_ONCE` readers for `SAMPLE_S` seconds. Where the system does not let reads pass its
+    cache, and for files that were just read, it is the cache's rate.
+
+    Raises:
+        CheckpointError: a file is not there any more, or its disk fails.
+    """
+    parts = [
+        (span.file.path, start)
+        for span in spans
+        for start in range(span.start, span.start + span.size, SAMPLE_READ)
+    ]
+    count = min(len(parts), SAMPLE_BYTES // SAMPLE_READ)
+    chosen = [parts[i * len(parts) // count] for i in range(count)]
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(READS_AT_ONCE, "mlxinfer-disk-rate") as threads:
+        total = sum(threads.map(lambda part: _sample(part, began_s), chosen))
+    return max(total, 1) / max(time.monotonic() - began_s, 1e-6)
+
+
+def _sample(part: tuple[Path, int], began_s: float) -> int:
+    """Bytes that are read of a part, unless the time is over.
+
+    Each part opens its file: a model has hundreds, and macOS lets a process open 256 by default.
+    """
+    path, start = part
+    if time.monotonic() - began_s > SAMPLE_S:
+        return 0
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            _pass_cache(file, start)
+            return len(os.pread(file, SAMPLE_READ, start))
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _pass_cache(file: int, start: int) -> None:
+    """Let the read of a part pass the page cache, where the file system has that."""
+    with suppress(OSError):
+        if sys.platform == "darwin":
+            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+        else:
+            os.posix_fadvise(file, start, SAMPLE_READ, os.POSIX_FADV_DONTNEED)

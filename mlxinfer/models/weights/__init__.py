@@ -1,0 +1,1 @@
+"""A checkpoint's tensors, and how they become the matrices of a model."""

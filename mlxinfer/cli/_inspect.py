@@ -12,7 +12,7 @@ from ..hub.remote import Listing, RemoteFile, read_range
 from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
-from ..models.multimodal import language_name
+from ..models.registry import language_name
 from ..models.weights.files import TensorInfo, is_expert, read_headers
 from ..roofline import Work
 from ..text import Tokenizer

@@ -7,34 +7,36 @@ the architecture.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 
 from ..core import KVSpec, StateSpec
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.causal_conv import CausalConv
+from ..layers.factory import LayerFactory
 from ..layers.linear import Projection
-from ..layers.mlp import FeedForward
+from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
+from ..layers.moe import Choose
 from ..layers.norm import Norm, WideQKNorm
 from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
 from ..layers.step import Rope
-from .config import ModelConfig
+from .config import ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Layer, Model, ResidualLayer
-from .feed_forward import FeedForwards
 from .jsonfields import Fields
 from .language import arrays
-from .multimodal import language_name
-from .rope_config import read_layer_types, read_rope
+from .registry import language_name
 from .stage import BetweenStages
+from .weights.matrix import StoredMatrix, fused_experts
 from .weights.weights import Weights
 
 # Ends of the names of experts' stacks on the hub, where they are no modules of their own.
 PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-class Family(FeedForwards):
+class Family:
     """How one architecture is read and built.
 
     Attributes:
@@ -51,6 +53,8 @@ class Family(FeedForwards):
         folded: ends of the paths of matrices that are no projections of the decoder.
         dense_matrices: ends of the paths of matrices that mlx-lm cannot load quantised.
         bidirectional: the config may say that tokens see what comes after them.
+        transposed_experts: stacks of experts on the hub have inputs before outputs.
+        alternating_experts: in packed stacks of experts, rows of gate and up alternate.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
@@ -67,6 +71,8 @@ class Family(FeedForwards):
     folded: ClassVar[tuple[str, ...]] = ()
     dense_matrices: ClassVar[tuple[str, ...]] = ()
     bidirectional: ClassVar[bool] = False
+    transposed_experts: ClassVar[bool] = False
+    alternating_experts: ClassVar[bool] = False
     output_proj: ClassVar[str] = "o_proj"
     qk_norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
     final_norm: ClassVar[str] = "model.norm"
@@ -80,7 +86,7 @@ class Family(FeedForwards):
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
-        """FULL or SLIDING for each layer; see rope_config.py."""
+        """FULL or SLIDING for each layer; see `read_layer_types`."""
         return read_layer_types(fields, num_layers)
 
     @classmethod
@@ -149,7 +155,9 @@ class Family(FeedForwards):
     # -- the decoder ----------------------------------------------------------------------------
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        super().__init__(config, weights)
+        self.config = config
+        self.weights = weights
+        self.make: LayerFactory = weights.make
         self.attentions: dict[int, LayerMixer] = {}  # those with keys that later layers may read
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
 
@@ -363,3 +371,107 @@ class Family(FeedForwards):
             for name, count in zip(self.qk_norms, (self.config.num_heads, kv_heads), strict=True)
         ]
         return mx.concatenate(parts)
+
+    # -- feed-forward blocks ----------------------------------------------------------------------
+
+    @cached_property
+    def activation(self) -> Gated:
+        """The gated activation of all feed-forward blocks, as the config names it."""
+        name = self.config.activation
+        if name not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"hidden_act is {name!r}; supported are {', '.join(ACTIVATIONS)}."
+            )
+        return gated(name, self.weights.dtype)
+
+    def dense_mlp(
+        self,
+        path: str,
+        inner: int,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> MLP:
+        """The gate, up and down projections at `path`, `inner` numbers wide."""
+        config, weights = self.config, self.weights
+        gate_name, up_name, down_name = names
+        gate_up = weights.fused(
+            [f"{path}.{gate_name}", f"{path}.{up_name}"],
+            [inner, inner],
+            config.hidden_size,
+            bias=config.mlp_bias,
+        )
+        down = weights.linear(
+            f"{path}.{down_name}", config.hidden_size, inner, bias=config.mlp_bias
+        )
+        return MLP(gate_up, down, self.activation)
+
+    def packed_mlp(self, path: str, inner: int) -> MLP:
+        """gate_up_proj, the gate first, and down_proj at `path`, without biases."""
+        hidden = self.config.hidden_size
+        return MLP(
+            self.weights.linear(f"{path}.gate_up_proj", 2 * inner, hidden, parts=[inner, inner]),
+            self.weights.linear(f"{path}.down_proj", hidden, inner),
+            self.activation,
+        )
+
+    def experts(
+        self,
+        path: str,
+        choose: Choose,
+        *,
+        router: str = "gate",
+        shared: FeedForward | None = None,
+        weighs_inputs: bool = False,
+    ) -> FeedForward:
+        """The mixture of experts at `path`.
+
+        Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
+        `experts.0.gate_proj` and so on, or the stacks `experts.gate_up_proj`, the gate first, and
+        `experts.down_proj`, as on the hub.
+        """
+        config, weights = self.config, self.weights
+        hidden, inner, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        packed = any(
+            f"{path}.experts.{name}.weight" in weights
+            for name in ("gate_up_proj", "down_proj", "0.gate_up_proj")
+        )
+        if packed:
+            shape, kinds = (count, 2 * inner, hidden), [inner, inner]
+            parts = [self._packed(f"{path}.experts", "gate_up_proj", shape, kinds)]
+        else:
+            parts = [self._stacked(path, each, (count, inner, hidden)) for each in ("gate", "up")]
+        # One projection after the other: together, the experts and what is made of them are held.
+        gate_up = fused_experts(parts, self.make)
+        del parts
+        weights.evaluate(list(arrays(gate_up)))
+        shape = count, hidden, inner
+        if packed:
+            down = self._packed(f"{path}.experts", "down_proj", shape)
+        else:
+            down = self._stacked(path, "down", shape)
+        mixture = weights.moe(
+            router=weights.linear(f"{path}.{router}", count, hidden),
+            choose=choose,
+            gate_up_proj=gate_up,
+            down_proj=down.expert_projection(self.make),
+            activation=self.activation,
+            shared=shared,
+            weighs_inputs=weighs_inputs,
+        )
+        return weights.block(mixture)
+
+    def _stacked(self, path: str, each: str, shape: tuple[int, int, int]) -> StoredMatrix:
+        """The experts' matrices of one name."""
+        single = f"{path}.experts.{{}}.{each}_proj"
+        return self.weights.experts(f"{path}.switch_mlp.{each}_proj", single, shape)
+
+    def _packed(
+        self, path: str, each: str, shape: tuple[int, int, int], parts: Sequence[int] | None = None
+    ) -> StoredMatrix:
+        """The experts' matrices of one name in the hub's layout: one tensor, or one an expert."""
+        name = f"{path}.{each}"
+        if not self.transposed_experts:
+            return self.weights.experts(name, f"{path}.{{}}.{each}", shape, parts=parts)
+        count, out_dims, in_dims = shape
+        weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)
+        stored = StoredMatrix(mx.contiguous(weight.swapaxes(1, 2)))
+        return self.weights.named(stored, name, f"{name}.weight", outputs_axis=-1)

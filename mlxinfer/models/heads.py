@@ -1,19 +1,39 @@
-"""Heads that go on from a model's hidden states: MTP modules and EAGLE-3 drafts."""
+"""Heads that continue from a model's hidden states: MTP modules and EAGLE-3 drafts.
 
+`load_prediction_head` reads the multi-token prediction that a checkpoint brings beside its layers.
+Two layouts are published. Qwen3-Next and Qwen 3.5 have a module `mtp` of a few layers: its norm
+weights are stored less one, also in MLX checkpoints; DeepSeek V3 and GLM 4.5 to 4.7 have one more
+layer behind the last one. Sources: vLLM, `qwen3_next_mtp.py` and `deepseek_mtp.py`; both pass on
+the model's hidden states behind its last norm.
+
+`load_eagle` reads a draft from a folder of its own.
+"""
+
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from ..core import CacheSpec
+from ..errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from ..layers.attention import Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
-from ..layers.step import Rows, Step
-from .config import ModelConfig
+from ..layers.step import FINAL, Rows, Step
+from .config import ModelConfig, normalise
 from .decoder import Layer, Model, keeping
+from .families.llama import Llama
+from .family import PACKED, Family
+from .jsonfields import Fields, read_json
 from .language import Replaceable, arrays
+from .registry import family, language_name
+from .weights.source import Checkpoint
+from .weights.tensors import FLOATS, load_tensors
+from .weights.weights import Weights
 
 
 class Block(Protocol):
@@ -199,3 +219,283 @@ class DraftHead:
     def bytes_read(self) -> int:
         """Of weights for one proposal: its own, and the output projection that it shares."""
         return self.num_bytes + self._shared_bytes
+
+
+_MODULE = re.compile(r"^(?:.*\.)?mtp\.(.+)$")
+
+
+def load_prediction_head(folder: Path, model: Model) -> DraftHead:
+    """The head of the checkpoint that a model was loaded from, evaluated and ready.
+
+    Raises:
+        InvalidRequestError: the checkpoint has none.
+        UnsupportedModelError: it has more than one layer.
+        CheckpointError: a tensor is missing, misshapen or left over.
+    """
+    index = model.config.num_layers
+    names = _Names(index)
+    weights = Weights(
+        Checkpoint(load_tensors(folder), names),
+        quantization=model.config.quantization,
+        dtype=FLOATS[model.activation_dtype],
+    )
+    if not names.found:
+        raise InvalidRequestError(
+            f"speculate is 'mtp', and {folder.name} has no weights that predict several tokens; "
+            "conversions by other tools leave them out. Use 'auto', or convert the original "
+            "checkpoint with `mlxinfer convert`.",
+            param="speculate",
+        )
+    config = _longer(model.config, sparse=f"model.layers.{index}.mlp.gate.weight" in weights)
+    builder: Family = family(config.model_type)(config, weights)
+    head = _module(builder, model) if names.in_module else _last_layer(builder, model)
+    weights.finish()
+    weights.evaluate(head.arrays())
+    return head
+
+
+class _Names:
+    """The checkpoint's names of a head as of one more layer; None: another tensor.
+
+    Args:
+        index: of that layer.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.found = False
+        self.in_module = False
+
+    def __call__(self, name: str) -> str | None:
+        layer = f"model.layers.{self._index}."
+        module = _MODULE.match(name)
+        ours = language_name(name)
+        if module is not None:
+            ours = f"mtp.{module[1]}"
+            self.in_module = True
+            if ours.startswith("mtp.layers.") and not ours.startswith("mtp.layers.0."):
+                raise UnsupportedModelError(
+                    "This checkpoint's `mtp` has several layers; one is supported."
+                )
+            ours = ours.replace("mtp.layers.0.", layer, 1)
+        elif ours is None or not ours.startswith(layer):
+            return None
+        self.found = True
+        return ours + ".weight" if ours.endswith(PACKED) else ours
+
+
+def _longer(config: ModelConfig, *, sparse: bool) -> ModelConfig:
+    """The config with one more layer, which is like the last one that has attention.
+
+    Args:
+        config: of the model.
+        sparse: whether that layer has experts.
+    """
+    states = config.states or (None,) * config.num_layers
+    last = max(i for i, state in enumerate(states) if state is None)
+    more: dict[str, Any] = {
+        name: (*values, values[last])
+        for name in ("windows", "ropes", "heads", "states")
+        if (values := getattr(config, name))
+    }
+    more["sparse_layers"] = (*(config.sparse_layers or (False,) * config.num_layers), sparse)
+    return replace(config, num_layers=config.num_layers + 1, **more)
+
+
+def _module(builder: Family, model: Model) -> DraftHead:
+    """Qwen's module. The norms of its layer are stored less one whatever the model's are."""
+    config, hidden = builder.config, builder.config.hidden_size
+    builder.norm_offset = 1.0
+    block = JoinedBlock(
+        builder.norm("mtp.pre_fc_norm_embedding"),
+        builder.norm("mtp.pre_fc_norm_hidden"),
+        builder.weights.linear("mtp.fc", hidden, 2 * hidden),
+        builder.layer(config.num_layers - 1),
+    )
+    return DraftHead(
+        model,
+        config,
+        taps=(FINAL,),
+        block=block,
+        norm=builder.norm("mtp.norm"),
+    )
+
+
+def _last_layer(builder: Family, model: Model) -> DraftHead:
+    """DeepSeek's layer, with the norm before its logits; the tables are the model's own."""
+    config, weights, hidden = builder.config, builder.weights, builder.config.hidden_size
+    path = f"model.layers.{config.num_layers - 1}"
+    for table in ("embed_tokens", "shared_head.head"):
+        weights.drop_below([f"{path}.{table}."])
+    block = JoinedBlock(
+        builder.norm(f"{path}.enorm"),
+        builder.norm(f"{path}.hnorm"),
+        weights.linear(f"{path}.eh_proj", hidden, 2 * hidden),
+        builder.layer(config.num_layers - 1),
+    )
+    return DraftHead(
+        model,
+        config,
+        taps=(FINAL,),
+        block=block,
+        norm=builder.norm(f"{path}.shared_head.norm"),
+        chains_normed=False,
+    )
+
+
+_FRONTS = ("midlayer.", "layers.0.")  # of the layer's names
+
+
+class NormedProjection:
+    """A norm, then a projection."""
+
+    __slots__ = ("norm", "proj")
+
+    def __init__(self, norm: Norm, proj: Projection) -> None:
+        self.norm = norm
+        self.proj = proj
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (n, in_dims) -> (n, out_dims)."""
+        return self.proj(self.norm(x))
+
+
+class EagleLayer(Llama):
+    """Builds the layer: its attention reads two vectors side by side."""
+
+    def qkv(self, index: int) -> Projection:
+        """From the token's embedding and the hidden states."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        kv_heads, dim = config.heads_of(index)
+        return self.weights.fused(
+            [f"{path}.{name}_proj" for name in "qkv"],
+            [count * dim for count in (config.num_heads, kv_heads, kv_heads)],
+            2 * config.hidden_size,
+            bias=config.qkv_bias,
+        )
+
+    def block(self, *, normed_residual: bool) -> ConcatenatedBlock:
+        """The one layer."""
+        path = "model.layers.0"
+        (mixer,) = keeping(self.mixer(0))
+        return ConcatenatedBlock(
+            self.norm(f"{path}.input_layernorm"),
+            self.norm(f"{path}.hidden_norm"),
+            mixer,
+            self.norm(f"{path}.post_attention_layernorm"),
+            self.mlp(0),
+            normed_residual=normed_residual,
+        )
+
+
+def load_eagle(folder: Path, model: Model) -> DraftHead:
+    """The head in a checkpoint folder, evaluated and ready.
+
+    Raises:
+        UnsupportedModelError: it has several layers.
+        CheckpointError: a file is broken, or the head is not for this model.
+    """
+    raw = read_json(folder / "config.json", infinite=True)
+    config = _config(raw)
+    fields = Fields(raw, "config.json")
+    weights = Weights(
+        Checkpoint(load_tensors(folder), _rename),
+        quantization=config.quantization,
+        dtype=FLOATS[model.activation_dtype],
+    )
+    taps = _taps(fields, model.config.num_layers)
+    builder = EagleLayer(config, weights)
+    embed_tokens = None
+    if "embed_tokens.weight" in weights:
+        shape = (config.vocab_size, config.hidden_size)
+        embed_tokens = weights.embedding("embed_tokens", shape, shared=False)
+    elif config.hidden_size != model.config.hidden_size:
+        raise CheckpointError(
+            f"The head's hidden size is {config.hidden_size} and the model's "
+            f"{model.config.hidden_size}, so it needs embed_tokens of its own, which are missing."
+        )
+    drafted = fields.integer("draft_vocab_size", default=config.vocab_size, high=2**24)
+    head = DraftHead(
+        model,
+        config,
+        taps=taps,
+        block=builder.block(normed_residual=fields.boolean("norm_before_residual", default=False)),
+        norm=builder.norm("norm"),
+        enter=_enter(builder, len(taps) * model.config.hidden_size),
+        chains_normed=False,
+        embed_tokens=embed_tokens,
+        lm_head=weights.linear("lm_head", drafted, config.hidden_size),
+        token_ids=_token_ids(weights, drafted, model.config.vocab_size),
+    )
+    weights.drop("t2d")
+    weights.finish()
+    weights.evaluate(head.arrays())
+    return head
+
+
+def _config(raw: dict[str, Any]) -> ModelConfig:
+    """The config of the layer, which speculators' checkpoints state in a part of its own."""
+    layer = raw.get("transformer_layer_config")
+    stated = {**raw, **layer} if isinstance(layer, dict) else raw
+    config = normalise({**stated, "model_type": "llama"})
+    if config.num_layers != 1:
+        raise UnsupportedModelError(
+            f"num_hidden_layers of the EAGLE-3 head is {config.num_layers}; supported is 1."
+        )
+    return config
+
+
+def _rename(name: str) -> str:
+    """The layer's tensors as of layer 0; the others by their bare names."""
+    bare = name.removeprefix("model.")
+    for front in _FRONTS:
+        if bare.startswith(front):
+            return "model.layers.0." + bare.removeprefix(front)
+    return bare
+
+
+def _taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers that give the head its inputs.
+
+    speculators count hidden states, of which the first are the embeddings; SGLang counts layers.
+    Where nothing is stated they are the inputs of layers 2, n / 2 and n - 3.
+    """
+    counted = fields.items("eagle_aux_hidden_state_layer_ids")
+    eagle = fields.fields("eagle_config")
+    by_layer = None if eagle is None else eagle.items("eagle_aux_hidden_state_layer_ids")
+    if by_layer is not None:
+        layers = [int(index) for index in by_layer]
+    else:
+        stated = counted or [2, num_layers // 2, num_layers - 3]
+        layers = [max(int(index), 1) - 1 for index in stated]
+    if not layers or max(layers) >= num_layers:
+        raise CheckpointError(
+            f"The EAGLE-3 head reads layers {layers} of a model of {num_layers} layers: it is made "
+            "for another model."
+        )
+    return tuple(layers)
+
+
+def _enter(builder: EagleLayer, width: int) -> Norm:
+    """The projection of the layers' outputs, with a norm where the head has one."""
+    weights = builder.weights
+    normed = "input_norm.weight" in weights
+    norm = builder.norm("input_norm", width) if normed else None
+    proj = weights.linear("fc", builder.config.hidden_size, width)
+    return proj if norm is None else NormedProjection(norm, proj)
+
+
+def _token_ids(weights: Weights, drafted: int, vocab_size: int) -> mx.array | None:
+    """(drafted,) the model's tokens of the head's vocabulary; None: they are the same."""
+    if "d2t" not in weights:
+        if drafted > vocab_size:
+            raise CheckpointError(
+                f"The head has {drafted} tokens and the model {vocab_size}: it is made for another."
+            )
+        return None if drafted == vocab_size else mx.arange(drafted)
+    token_ids = mx.arange(drafted) + weights.raw("d2t", (drafted,)).astype(mx.int32)
+    if int(mx.max(token_ids)) >= vocab_size or int(mx.min(token_ids)) < 0:
+        raise CheckpointError(
+            f"d2t of the EAGLE-3 head names tokens beyond the model's {vocab_size}."
+        )
+    return token_ids

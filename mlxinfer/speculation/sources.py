@@ -14,10 +14,8 @@ from ..errors import InvalidRequestError
 from ..models import load, whole_tables
 from ..models.decoder import Model
 from ..models.dflash import BlockDraft, load_dflash
-from ..models.eagle import load_eagle
-from ..models.heads import DraftHead
+from ..models.heads import DraftHead, load_eagle, load_prediction_head
 from ..models.language import LanguageModel
-from ..models.prediction import load_prediction_head
 from ..models.stage import StageModel
 from ..sampling.rejection import DrawnProposals, RejectionChoice
 from ..sampling.sampler import Choice

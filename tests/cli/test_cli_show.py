@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import summarise
 from mlxinfer.fit import kv_bytes
-from mlxinfer.models.zoo.private_copy import module_of
+from mlxinfer.models.zoo.definitions import module_of
 from mlxinfer.roofline import machine
 
 CONFIG = {

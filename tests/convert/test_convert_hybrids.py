@@ -14,7 +14,7 @@ from test_convert_run import by_mlxinfer
 
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load
-from mlxinfer.models.prediction import load_prediction_head
+from mlxinfer.models.heads import load_prediction_head
 
 CASES = (
     "qwen3_next-v4",

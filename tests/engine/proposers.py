@@ -21,10 +21,8 @@ from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import BlockDraft, load_dflash
-from mlxinfer.models.eagle import load_eagle
-from mlxinfer.models.heads import DraftHead
+from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
 from mlxinfer.models.language import LanguageModel
-from mlxinfer.models.prediction import load_prediction_head
 from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy
 from mlxinfer.speculation.draft import DraftProposer

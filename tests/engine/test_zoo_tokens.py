@@ -12,8 +12,7 @@ from models.zoo_table import small_model
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.models.zoo.alone import AloneModel
-from mlxinfer.models.zoo.flat import FlatModel
+from mlxinfer.models.zoo.running import AloneModel, FlatModel
 
 BATCHED = ("gpt_neox", "mimo_v2_flash", "stablelm")  # biases; windows and sinks; casts of keys
 ALONE = ("jamba", "recurrent_gemma")  # states beside attention; beside windows of attention

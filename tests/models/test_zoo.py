@@ -17,13 +17,10 @@ from models.zoo_table import randomise, row
 from mlxinfer.core import KVSpec, OwnCacheSpec
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models import load_any, load_any_config
-from mlxinfer.models.zoo import check, private_copy
-from mlxinfer.models.zoo.alone import AloneModel
-from mlxinfer.models.zoo.choice import choose
-from mlxinfer.models.zoo.definitions import Definition, respelled, with_narrow_windows
-from mlxinfer.models.zoo.flat import FlatCache, FlatModel
-from mlxinfer.models.zoo.loading import quantise
-from mlxinfer.models.zoo.private_copy import module_of
+from mlxinfer.models.zoo import choice, definitions
+from mlxinfer.models.zoo.choice import choose, quantise
+from mlxinfer.models.zoo.definitions import Definition, module_of, respelled, with_narrow_windows
+from mlxinfer.models.zoo.running import AloneModel, FlatCache, FlatModel
 
 IDS = mx.array([[5, 9, 100, 3, 77]])
 
@@ -132,14 +129,14 @@ def test_a_batched_model_that_differs_runs_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = check.DenseLayer._attend_one
+    attend = choice.DenseLayer._attend_one
 
     def attend_less(self: Any, *arguments: Any) -> mx.array:
-        narrow = check.DenseLayer(KVSpec(1, 1, 1, self._window and self._window - 1))
+        narrow = choice.DenseLayer(KVSpec(1, 1, 1, self._window and self._window - 1))
         narrow._past = self._past
         return attend(narrow, *arguments)
 
-    monkeypatch.setattr(check.DenseLayer, "_attend_one", attend_less)
+    monkeypatch.setattr(choice.DenseLayer, "_attend_one", attend_less)
     found = row("step3p5")
     assert found is not None
     assert found.how == "alone"
@@ -172,7 +169,7 @@ def test_what_does_not_run_says_why_in_a_line(name: str, says: str) -> None:
 
 
 def test_without_mlx_lm_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_copy, "installed", lambda: None)
+    monkeypatch.setattr(definitions, "installed", lambda: None)
     with pytest.raises(UnsupportedModelError, match=r'pip install "mlxinfer\[zoo\]"'):
         choose({"model_type": "starcoder2"}, {})
 
@@ -243,7 +240,7 @@ def test_every_architecture_of_mlx_lm_is_native_batched_alone_or_refused_for_a_k
 ):
     refused = {
         name: found.because
-        for name in private_copy.architectures()
+        for name in definitions.architectures()
         if (found := row(name)) is not None and found.how == "refused"
     }
     metal = {} if mx.metal.is_available() else {"bitnet", "muse_spark"}

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxinfer.models import load_any
 from mlxinfer.models.registry import SUPPORTED
-from mlxinfer.models.zoo.private_copy import BROKEN, architectures
+from mlxinfer.models.zoo.definitions import BROKEN, architectures
 
 from .zoo_configs import small_config
 from .zoo_table import random_parameters

@@ -15,12 +15,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxinfer.errors import MlxinferError
 from mlxinfer.models.registry import SUPPORTED
-from mlxinfer.models.zoo.alone import AloneModel
-from mlxinfer.models.zoo.choice import build, choose
-from mlxinfer.models.zoo.definitions import Definition
-from mlxinfer.models.zoo.flat import FlatModel
-from mlxinfer.models.zoo.loading import Formats, quantise
-from mlxinfer.models.zoo.private_copy import architectures, installed, module_of
+from mlxinfer.models.zoo.choice import Formats, build, choose, quantise
+from mlxinfer.models.zoo.definitions import Definition, architectures, installed, module_of
+from mlxinfer.models.zoo.running import AloneModel, FlatModel
 
 from .zoo_configs import small_config
 

@@ -21,9 +21,7 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Batch
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
-from mlxinfer.models.eagle import load_eagle
-from mlxinfer.models.heads import DraftHead
-from mlxinfer.models.prediction import load_prediction_head
+from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
 from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer

@@ -17,8 +17,7 @@ from ..jsonfields import Fields
 from ..language import LanguageModel
 from ..stage import StageModel
 from ..weights.tensors import FileTensor, file_tensors
-from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of
-from .mlx_lm import read_mlx_lm
+from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of, read_mlx_lm
 from .peft import read_peft
 from .targets import Placement, Targets, by_place
 

@@ -5,11 +5,10 @@ from typing import ClassVar
 
 from ...layers.norm import LayerNorm
 from ...layers.rope import RopeSpec
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..decoder import Layer, ParallelLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 
 
 class Cohere2(Family):

@@ -14,11 +14,10 @@ from ...layers.attention import Attention, LayerMixer, ParallelMixers
 from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2
 from ...layers.mlp import MLP, FeedForward
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights
 from .mamba import MambaDims, group_norm, mamba_mixer, step_limits

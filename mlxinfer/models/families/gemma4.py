@@ -23,11 +23,10 @@ from ...layers.norm import Join, Norm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Step
-from ..config import ModelConfig
+from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry, Layer
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from ..rope_config import FULL, SLIDING
 from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts
 from .gemma import language_fields

@@ -12,11 +12,10 @@ from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.moe import top_k_softmax
 from ...layers.rope import RopeSpec
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 from .mamba import MambaDims, plain_mamba_mixer
 
 _RECURRENT = ("mamba", "linear_attention")

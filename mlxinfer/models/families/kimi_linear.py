@@ -14,9 +14,8 @@ from ...layers.causal_conv import CausalConv
 from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
 from ...layers.rope import RopeSpec
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..jsonfields import Fields
-from ..rope_config import FULL
 from .deepseek import DeepseekV3
 from .mixtral import name_projections
 

@@ -12,11 +12,10 @@ from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.moe import GroupedRouting
 from ...layers.short_conv import ShortConv
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 
 _PROJECTION = re.compile(r"\.w([123])\.")
 _NAMES = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}

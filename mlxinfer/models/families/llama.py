@@ -11,10 +11,9 @@ from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.rope import RopeSpec
-from ..config import ModelConfig
+from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL, SLIDING, read_layer_types
 
 
 class Llama(Family):

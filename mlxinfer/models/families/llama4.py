@@ -18,10 +18,9 @@ from ...layers.mlp import FeedForward
 from ...layers.moe import sigmoid_of_top_k
 from ...layers.norm import Norm
 from ...layers.rope import QueryScale, RopeSpec
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 from .llama import layers_with_positions
 
 _CHUNKED = "chunked_attention"

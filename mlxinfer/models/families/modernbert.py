@@ -8,10 +8,10 @@ from typing import ClassVar
 from ...layers.linear import Projection
 from ...layers.mlp import MLP
 from ...layers.norm import Norm
+from ..config import FULL, SLIDING
 from ..decoder import Layer, ResidualLayer
 from ..encoder import Encoder, SummedEmbeddings, identity
 from ..jsonfields import Fields
-from ..rope_config import FULL, SLIDING
 
 
 class ModernBert(Encoder):

@@ -19,11 +19,10 @@ from ...layers.moe import MoE
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ...layers.step import Step
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..decoder import Layer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 from .deepseek import biased_routing, with_experts
 from .mamba import MambaDims, plain_mamba_mixer
 

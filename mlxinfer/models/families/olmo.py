@@ -5,10 +5,10 @@ from typing import ClassVar
 from ...errors import CheckpointError
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
+from ..config import FULL, SLIDING, read_layer_types
 from ..decoder import Layer, ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
-from ..rope_config import FULL, SLIDING, read_layer_types
 
 
 class PostNormFamily(Family):

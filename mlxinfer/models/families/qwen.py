@@ -4,9 +4,9 @@ from typing import ClassVar
 
 from ...layers.mlp import FeedForward
 from ...layers.moe import softmax_top_k, top_k_softmax
+from ..config import FULL, SLIDING, read_layer_types
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from ..rope_config import FULL, SLIDING, read_layer_types
 
 
 class _Qwen(Family):

@@ -13,10 +13,9 @@ from ...layers.gated_delta import GatedDeltaNet
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import GatedExpert, softmax_top_k, top_k_softmax
-from ..config import ModelConfig
+from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
-from ..rope_config import FULL
 from ..weights.matrix import StoredMatrix, fused
 from ..weights.weights import Weights
 

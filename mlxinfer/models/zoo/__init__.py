@@ -1,12 +1,8 @@
 """Architectures without a native family: mlx-lm's definitions, run by this engine.
 
-    private_copy.py  mlx-lm's modules, in a package of our own
-    definitions.py   a config to a model of theirs
-    flat.py          batched: their model over a flat list of tokens, our caches in place of theirs
-    alone.py         one sequence after another, on their own caches
-    choice.py        which of the two it is
-    check.py         whether what was chosen gives the logits of mlx-lm's own run
-    loading.py       a checkpoint's tensors into a definition
+    definitions.py   mlx-lm's modules as a private copy, and models of theirs built from a config
+    running.py       these models as the engine runs them: batched, or one sequence after another
+    choice.py        which of the two it is, its weights, and the check of its logits
 
 mlx-lm is found where it is installed (`pip install "mlxinfer[zoo]"`) and is not imported: its
 package takes seconds and lowers the number of files that the process may open.
@@ -16,11 +12,8 @@ import logging
 from pathlib import Path
 
 from ..jsonfields import read_json
-from .alone import AloneModel
-from .choice import build, choose
-from .config import ZooConfig
-from .flat import FlatModel
-from .loading import lazy_arrays, load_weights
+from .choice import build, choose, lazy_arrays, load_weights
+from .running import AloneModel, FlatModel, ZooConfig
 
 __all__ = ["ZooConfig", "load", "load_config"]
 

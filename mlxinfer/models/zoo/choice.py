@@ -1,29 +1,313 @@
-"""Whether a definition runs batched or alone, and the check that what was chosen is right.
+"""Loads a definition: batched or alone, and the check that what was chosen is right.
 
 The choice is made on shapes, before any weight is read. The check is made on the weights: logits of
 a few sequences, in ragged chunks and steps as the engine would run them, beside those that mlx-lm's
-own forward pass gives. A batched model that differs runs alone; one that differs even then, which
+own forward pass gives. A batched model that differs runs alone. One that differs even then, which
 would be a fault of the definition's caches, is refused.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 
-from ...core import CacheSpec
-from ...errors import UnsupportedModelError
+from ...core import CacheSpec, KVSpec
+from ...errors import CheckpointError, UnsupportedModelError
+from ...layers.step import Step
+from ...memory import raise_file_limit
+from ...metal_kernels.paged_attention import Softmax
+from ..quantization import Quantization, format_of_shapes
 from ..registry import SUPPORTED
-from .alone import AloneModel, kept_by
-from .check import find_cut, narrow_twin, problem_alone, problem_batched, weights_dtype
-from .config import ZooConfig, read_config
-from .definitions import Definition
-from .flat import FlatModel, NotFlatError, trace
-from .loading import Formats
-from .private_copy import architectures, installed, module_of, one_line
+from ..weights.files import read_headers
+from ..weights.tensors import FLOATS, choose_dtype
+from .definitions import (
+    Definition,
+    architectures,
+    installed,
+    module_of,
+    one_line,
+    with_narrow_windows,
+)
+from .running import (
+    AloneModel,
+    FlatModel,
+    Kept,
+    NotFlatError,
+    ZooConfig,
+    kept_by,
+    read_config,
+    trace,
+)
+
+Formats = dict[str, dict[str, Any]]  # path of a layer -> arguments of its quantised form
+
+
+def lazy_arrays(folder: Path) -> dict[str, mx.array]:
+    """Every tensor of a checkpoint, by name, read when a definition has joined them.
+
+    Raises:
+        CheckpointError: a file that is broken.
+        ModelNotFoundError: there is none.
+    """
+    tensors: dict[str, mx.array] = {}
+    headers = read_headers(folder)
+    raise_file_limit(len(headers))
+    for path, header in headers.items():
+        try:
+            found = mx.load(str(path))
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        assert isinstance(found, dict), path
+        assert found.keys() == header.keys(), path
+        tensors.update(found)
+    return tensors
+
+
+def load_weights(
+    definition: Definition,
+    tensors: dict[str, mx.array],
+    quantization: Quantization | None,
+    dtype: str,
+) -> Formats:
+    """Put the tensors of a checkpoint into a definition, and evaluate them.
+
+    Args:
+        definition: hollow.
+        tensors: by the checkpoint's names, which the definition turns into its own.
+        quantization: as config.json states it.
+        dtype: as of `models.load`.
+
+    Returns:
+        The layers that are quantised.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen or left over.
+    """
+    model = definition.model
+    target = choose_dtype(tensors, dtype)
+    try:
+        sanitize = getattr(model, "sanitize", None)
+        found = tensors if sanitize is None else sanitize(tensors)
+        formats = _formats(model, found, quantization)
+        quantise(model, formats)
+        if dtype != "auto" or target == mx.float32:
+            found = {n: _cast(n, t, target, definition) for n, t in found.items()}
+        model.load_weights(list(found.items()), strict=True)
+        mx.eval(model.parameters())
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"The tensors of this checkpoint do not fit mlx-lm's definition of {definition.name}: "
+            f"{one_line(str(error), 400)}"
+        ) from error
+    return formats
+
+
+def quantise(model: nn.Module, formats: Formats) -> None:
+    """Replace layers by their quantised forms, with weights of no meaning."""
+    if formats:
+        nn.quantize(model, class_predicate=lambda path, module: formats.get(path, False))
+
+
+def _formats(
+    model: nn.Module, tensors: Mapping[str, mx.array], quantization: Quantization | None
+) -> Formats:
+    """The format of every layer that has scales."""
+    formats: Formats = {}
+    for path, module in model.named_modules():
+        scales, words = tensors.get(f"{path}.scales"), tensors.get(f"{path}.weight")
+        if scales is None or words is None or getattr(module, "to_quantized", None) is None:
+            continue
+        if quantization is None:
+            raise CheckpointError(
+                f"Tensor {path + '.scales'!r} belongs to a quantised layer, but config.json has no "
+                "quantization."
+            )
+        fitting = format_of_shapes(
+            module.weight.shape[-1],
+            words.shape[-1],
+            scales.shape[-1],
+            integer_scales=scales.dtype == mx.uint8,
+        )
+        form = quantization.of(path, fitting)
+        formats[path] = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
+    return formats
+
+
+def _cast(name: str, tensor: mx.array, dtype: mx.Dtype, definition: Definition) -> mx.array:
+    """A tensor in the activations' dtype, unless the definition wants it to stay wide."""
+    if tensor.dtype not in FLOATS:
+        return tensor
+    predicate = getattr(definition.model, "cast_predicate", None)
+    if predicate is not None and dtype != mx.float32 and not predicate(name):
+        return tensor
+    return tensor.astype(dtype)
+
+
+NARROW = 6  # tokens of every window during the check, so that sequences outgrow it
+LENGTHS = (19, 9)  # tokens of the sequences of the check
+CHUNKS = ((9, 1, 9), (3, 5, 1))  # tokens of each in the steps of the check
+TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 0.1, mx.float16: 0.05}  # of the spread of the logits
+
+
+def find_cut(definition: Definition) -> None:
+    """See whether logits can be had of a few hidden states; shapes only."""
+    ids = mx.zeros((1, 3), mx.int32)
+    whole = definition(ids, definition.own_caches())
+    try:
+        hidden = definition.hidden(ids, definition.own_caches())
+        if hidden.shape[:2] != (1, 3) or definition.logits(hidden[0]).shape != whole.shape[1:]:
+            definition.uncut()
+    except Exception:  # the fault boundary of foreign code: then it runs uncut
+        definition.uncut()
+
+
+def weights_dtype(definition: Definition) -> mx.Dtype:
+    """Of activations: that of the logits, where these are no wider than the weights."""
+    weights = [a.dtype for _, a in tree_flatten(definition.model.parameters()) if a.ndim > 1]
+    floats = [dtype for dtype in weights if dtype in TOLERANCE]
+    return max(set(floats), key=floats.count, default=mx.float32)
+
+
+def narrow_twin(definition: Definition, formats: Formats) -> Definition:
+    """The same weights behind windows so narrow that a short check goes past them.
+
+    The definition itself where it has no windows, or cannot have narrow ones.
+    """
+    twin = with_narrow_windows(definition, NARROW)
+    if twin is None:
+        return definition
+    quantise(twin.model, formats)
+    twin.model.update(definition.model.parameters())
+    try:
+        trace(twin)
+        find_cut(twin)
+    except Exception:  # the fault boundary of foreign code: such windows do not fit it
+        return definition
+    return twin
+
+
+class DenseLayer:
+    """The plainest cache of an attention layer: keys and values of each sequence, side by side."""
+
+    def __init__(self, spec: KVSpec) -> None:
+        self._window = spec.window
+        self._past: dict[int, tuple[mx.array, mx.array]] = {}
+        self.counts: Sequence[int] = ()  # tokens of each sequence in the step
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        softmax: Softmax,
+    ) -> mx.array:
+        """As of `AttentionCache`."""
+        outputs, start = [], 0
+        for sequence, count in enumerate(self.counts):
+            rows = slice(start, start + count)
+            own = [part[rows].swapaxes(0, 1)[None] for part in (queries, keys, values)]
+            outputs.append(self._attend_one(sequence, own, softmax))
+            start += count
+        return mx.concatenate(outputs)
+
+    def _attend_one(
+        self,
+        sequence: int,
+        own: Sequence[mx.array],
+        softmax: Softmax,
+    ) -> mx.array:
+        """Queries, keys and values (1, heads, L, ·) of one sequence -> (L, H * V)."""
+        queries, keys, values = own
+        if sequence in self._past:
+            past_keys, past_values = self._past[sequence]
+            keys = mx.concatenate([past_keys, keys], axis=2)
+            values = mx.concatenate([past_values, values], axis=2)
+        self._past[sequence] = keys, values
+        count, total = queries.shape[2], keys.shape[2]
+        at, of = mx.arange(total - count, total)[:, None], mx.arange(total)
+        mask = of <= at
+        if self._window is not None:
+            mask = mask & (of > at - self._window)
+        found = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=softmax.scale, mask=mask, sinks=softmax.sinks
+        )
+        return found[0].swapaxes(0, 1).flatten(1)
+
+
+def _ids(vocab_size: int) -> list[mx.array]:
+    """The token ids of the check's sequences."""
+    return [
+        mx.array([(7 + 31 * i * i + 11 * number) % vocab_size for i in range(length)], mx.int32)
+        for number, length in enumerate(LENGTHS)
+    ]
+
+
+def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
+    """How ragged steps of all sequences differ from mlx-lm's own run; None: not."""
+    try:
+        traced = trace(definition)  # anew: the dtypes of keys follow from the weights
+        model = FlatModel(config, definition, traced)
+        layers = [DenseLayer(spec) for spec in traced.specs]
+        ids = _ids(traced.vocab_size)
+        found: list[list[mx.array]] = [[] for _ in ids]
+        done = [0] * len(ids)
+        for counts in zip(*CHUNKS, strict=True):
+            spans = [slice(at, at + count) for at, count in zip(done, counts, strict=True)]
+            for layer in layers:
+                layer.counts = counts
+            positions = mx.concatenate([mx.arange(span.start, span.stop) for span in spans])
+            flat = mx.concatenate([some[span] for some, span in zip(ids, spans, strict=True)])
+            step = Step(positions, dict(zip(model.mixers, layers, strict=True)))
+            logits = model.logits(model(flat, step))
+            first, second = mx.split(logits, [counts[0]])
+            found[0].append(first)
+            found[1].append(second)
+            done = [span.stop for span in spans]
+        return _compare(definition, ids, [mx.concatenate(parts) for parts in found])
+    except Exception as error:  # the fault boundary of foreign code
+        return f"fails ({one_line(f'{type(error).__name__}: {error}', 90)})"
+
+
+def problem_alone(model: AloneModel) -> str | None:
+    """How chunks and steps differ from one run over the whole sequence; None: not."""
+    definition = model.definition
+    ids, chunks = _ids(model.config.vocab_size)[0], CHUNKS[0]
+    try:
+        kept, parts, at = Kept(definition.own_caches()), [], 0
+        for count in chunks:
+            hidden = definition.hidden(ids[None, at : at + count], kept.caches)[0]
+            parts.append(definition.logits(hidden))
+            at += count
+        return _compare(definition, [ids], [mx.concatenate(parts)])
+    except Exception as error:  # the fault boundary of foreign code
+        return f"fails ({one_line(f'{type(error).__name__}: {error}', 90)})"
+
+
+def _compare(
+    definition: Definition, ids: Sequence[mx.array], found: Sequence[mx.array]
+) -> str | None:
+    """How logits (L, vocab_size) of sequences differ from mlx-lm's own run; None: not.
+
+    In float32 every position must agree; with 16 bits, where experts may be chosen differently on
+    the last bit, most must.
+    """
+    own = [definition(some[None], definition.own_caches())[0] for some in ids]
+    expected, logits = mx.concatenate(own), mx.concatenate(list(found))
+    dtype = weights_dtype(definition)
+    expected, logits = expected.astype(mx.float32), logits.astype(mx.float32)
+    spread = mx.sqrt(mx.mean(mx.var(expected, axis=-1)))
+    errors = mx.sqrt(mx.mean((logits - expected) ** 2, axis=-1)) / mx.maximum(spread, 1e-6)
+    worst = errors.max() if dtype == mx.float32 else mx.sort(errors)[len(errors) // 2]
+    difference = float(np.array(worst))
+    if not difference <= TOLERANCE[dtype]:  # nor is NaN
+        return f"gives other logits than mlx-lm's own run (by {difference:.2g} of their spread)"
+    return None
 
 
 def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooConfig, Definition]:

@@ -1,25 +1,131 @@
-"""mlx-lm's models over a flat list of tokens, so that they run as native families do.
+"""mlx-lm's models as the engine runs them: batched, or one sequence after another.
 
-A model that is called with ids (T, 1) sees T sequences of one token. It is given caches in which
-`offset` is the position of each token, so ropes turn every token by its own; what it hands to the
-attention function goes to the engine's caches, which know the sequences. All other layers work
-token by token. T = tokens of the step, H = heads, D = numbers of a key, V = of a value.
+Batched, a model runs over a flat list of tokens, as native families do. A model that is called with
+ids (T, 1) sees T sequences of one token. It is given caches in which `offset` is the position of
+each token, so ropes turn every token by its own; its attention function passes queries, keys and
+values to the engine's caches, which know the sequences. All other layers work token by token.
+T = tokens of the step, H = heads, D = numbers of a key, V = of a value.
+
+Definitions that mix tokens along the sequence (recurrences, convolutions) or attend in a way of
+their own run one sequence after another, on mlx-lm's caches. Requests still arrive, wait, run
+beside each other and stop as all others do; they lose the common forward pass, and pages.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
-from ...core import CacheSpec, KVSpec
+from ...core import CacheSpec, KVSpec, OwnCacheSpec
 from ...layers.attention import AttentionShape
 from ...layers.step import Rows, Step
 from ...metal_kernels.paged_attention import Softmax
+from ..config import eos_token_ids
+from ..jsonfields import Fields
 from ..language import Replaceable
-from .config import NO_ADAPTERS, ZooConfig
-from .definitions import Definition
-from .private_copy import AttendingCache, one_line
+from ..quantization import Quantization, read_quantization
+from .definitions import AttendingCache, Definition, one_line
+
+# Spellings of one thing; the first that is stated counts.
+CONTEXT = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"),
+    *("model_max_length", "seq_length", "block_size", "context_length", "max_context_length"),
+)
+WIDTH = ("hidden_size", "d_model", "n_embd", "hidden_dim", "model_dim", "dim")
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
+# Projections that give keys, alone or with others.
+KEY_BIAS = re.compile(
+    r"(^|[._])(k|kv|qkv|wqkv|c_attn|query_key_value|key|wk)(_proj|_lin)?(\.linear)?\.bias$", re.I
+)
+NO_ADAPTERS = "it is mlx-lm's definition: its projections take no adapters here"
+UNSTATED_CONTEXT = 1 << 20  # tokens; recurrent models state none, and have none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooConfig:
+    """As `ModelConfig`, of a model that mlx-lm defines.
+
+    Attributes:
+        alone_because: why it runs one sequence after another; None: it runs batched.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_experts: int
+    experts_per_token: int
+    tie_word_embeddings: bool
+    max_context: int  # tokens
+    eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None
+    qkv_bias: bool
+    cache_specs: tuple[CacheSpec, ...]
+    alone_because: str | None
+
+    @property
+    def definition(self) -> str:
+        """Not a family of this library."""
+        return "mlx-lm"
+
+    def cache_spec(self, index: int) -> CacheSpec:
+        """What is kept, by place among those that keep something."""
+        return self.cache_specs[index]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that each of them sees; None: all."""
+        return tuple(s.window if isinstance(s, KVSpec) else None for s in self.cache_specs)
+
+
+def read_config(
+    raw: Mapping[str, Any],
+    generation: Mapping[str, Any],
+    *,
+    parameters: Iterable[str],
+    vocab_size: int,
+    cache_specs: Iterable[CacheSpec],
+    alone_because: str | None,
+) -> ZooConfig:
+    """Read what is not learnt from the definition.
+
+    Args:
+        raw: the contents of config.json.
+        generation: the contents of generation_config.json.
+        parameters: names of the definition's.
+        vocab_size, cache_specs, alone_because: as learnt.
+
+    Raises:
+        CheckpointError: a value of the wrong type or out of its range.
+    """
+    top = Fields(raw, "config.json")
+    inner = top.fields("text_config", "llm_config", "language_config") or top
+
+    def stated(keys: tuple[str, ...], default: int) -> int:
+        return inner.integer(*keys, low=0, default=None) or top.integer(
+            *keys, low=0, default=default
+        )
+
+    return ZooConfig(
+        model_type=top.text("model_type"),
+        vocab_size=vocab_size,
+        hidden_size=stated(WIDTH, 0),
+        num_layers=stated(LAYERS, 0),
+        num_experts=stated(EXPERTS, 0),
+        experts_per_token=stated(CHOSEN, 0),
+        tie_word_embeddings=not any("lm_head" in name for name in parameters),
+        max_context=min(stated(CONTEXT, UNSTATED_CONTEXT), 2**31 - 1),
+        eos_token_ids=eos_token_ids(raw, inner, generation, vocab_size),
+        quantization=read_quantization(top),
+        qkv_bias=any(KEY_BIAS.search(name) for name in parameters),
+        cache_specs=tuple(cache_specs),
+        alone_because=alone_because,
+    )
 
 
 class NotFlatError(Exception):
@@ -261,3 +367,95 @@ class FlatModel:
     def rope_variant(self, max_tokens: int) -> int:
         """All sequences have the same frequencies."""
         return 0
+
+
+LACKING = ("prefix_cache", "disk_cache", "speculation")  # bits and windows: see cache/formats.py
+WHY = "it runs on caches of its own, one sequence after another"
+ATTENTION_CACHES = ("KVCache", "RotatingKVCache")  # every output depends on what these keep
+STEP = 256  # tokens for which mlx-lm's caches of attention make room at a time
+
+
+class Kept:
+    """mlx-lm's caches of one sequence."""
+
+    __slots__ = ("caches",)
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.caches = caches
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays."""
+        return sum(cache.nbytes for cache in self.caches if cache is not None)
+
+    def unread(self) -> list[mx.array]:
+        """States: the outputs of the step that made them do not depend on them."""
+        return [array for cache in self.caches for array in _states(cache)]
+
+
+def _states(cache: Any) -> list[mx.array]:
+    """The arrays of a cache that does not belong to attention."""
+    kind = type(cache).__name__
+    if kind == "CacheList":
+        return [array for inner in cache.caches for array in _states(inner)]
+    if cache is None or kind in ATTENTION_CACHES or cache.empty():
+        return []
+    return [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
+
+
+class AloneModel:
+    """A definition as the engine runs it, sequence by sequence.
+
+    Args:
+        config: for the engine.
+        definition: with its weights.
+        dtype: of what the caches keep, to count it.
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
+    expert_store: ClassVar[None] = None
+    replaceable: ClassVar[Replaceable] = Replaceable()
+
+    def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
+        self.config = config
+        self.definition = definition
+        self.activation_dtype = dtype
+        self.mixers = [self]
+        self.cache_specs: list[CacheSpec] = [kept_by(definition, dtype)]
+        self.num_bytes = definition.num_bytes
+
+    def __call__(self, ids: mx.array, step: Step) -> mx.array:
+        """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
+        assert step.taps is None, "mlx-lm's definitions give no hidden states"
+        outputs = []
+        for part in step.caches[self].parts:
+            if part.cache is None:
+                part.cache = Kept(self.definition.own_caches())
+            outputs.append(self.definition.hidden(ids[part.rows][None], part.cache.caches)[0])
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+    def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
+        """hidden (R, width) as `__call__` returns it -> (R, vocab_size)."""
+        return self.definition.logits(hidden)
+
+    def rope_variant(self, max_tokens: int) -> int:
+        """All sequences have the same frequencies."""
+        return 0
+
+
+def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:
+    """What a sequence keeps, learnt from the shapes of a short one: nothing is computed."""
+    caches = definition.own_caches()
+    definition(mx.zeros((1, 2), mx.int32), caches)
+    step_bytes = sum(_step_bytes(cache) for cache in caches)
+    numbers = -(-step_bytes // (STEP * dtype.size))
+    return OwnCacheSpec(numbers=numbers, num_bytes=max(Kept(caches).num_bytes, 1))
+
+
+def _step_bytes(cache: Any) -> int:
+    """By how much a cache that has its first tokens grows with the next `STEP` ones."""
+    kind = type(cache).__name__
+    if kind == "CacheList":
+        return sum(_step_bytes(inner) for inner in cache.caches)
+    size: int = 0 if cache is None or kind == "ArraysCache" else cache.nbytes
+    return size

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from ..layers.factory import Place
+from ..layers.factory import AdapterTarget
 from ..models.adapters.folder import AdapterFolder, AdapterModule, in_layer
 from ..models.adapters.loaded import oriented
 from ..models.config import normalise
@@ -161,9 +161,9 @@ class FusedSource:
         """A (inputs, r) and B (r, outputs) of a change, the scale in B."""
         module = change.module
         count = normalise(self.config).num_experts or None
-        place = Place(None, (), in_dims, count)  # of sizes alone
+        target = AdapterTarget(None, (), in_dims, count)  # of sizes alone
         left, right = (self._matrices[each].astype(mx.float32) for each in (module.a, module.b))
-        a, b = (each[change.expert] for each in oriented(left, right, module, place))
+        a, b = (each[change.expert] for each in oriented(left, right, module, target))
         if change.half is not None:
             which, alternate = change.half
             size = b.shape[1] // 2

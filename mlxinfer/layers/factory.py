@@ -24,7 +24,7 @@ from .step import Rope
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SourceRows:
     """Outputs of a layer, side by side, that a checkpoint has as outputs of one of its matrices."""
 
     path: str  # of that matrix, as the decoder has it
@@ -33,22 +33,22 @@ class Origin:
     rows: NDArray[np.int32] | None = None  # which outputs of that matrix; None: all, in order
     factor: mx.array | None = None  # () or (num_rows,), what the matrix is multiplied with here
 
-    def chosen(self, rows: NDArray[np.int32]) -> "Origin":
+    def chosen(self, rows: NDArray[np.int32]) -> "SourceRows":
         """Some of these outputs, in an order."""
         factor = self.factor
         if factor is not None and factor.ndim:
             factor = factor[mx.array(rows)]
         rows = rows if self.rows is None else self.rows[rows]
-        return Origin(self.path, len(rows), self.total, rows, factor)
+        return SourceRows(self.path, len(rows), self.total, rows, factor)
 
-    def scaled(self, factor: mx.array) -> "Origin":
+    def scaled(self, factor: mx.array) -> "SourceRows":
         """These outputs, multiplied by a factor more."""
         whole = factor if self.factor is None else self.factor * factor
-        return Origin(self.path, self.num_rows, self.total, self.rows, whole)
+        return SourceRows(self.path, self.num_rows, self.total, self.rows, whole)
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class InputSlice:
     """The inputs of a checkpoint's matrix that one rank has, side by side."""
 
     start: int
@@ -56,14 +56,14 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdapterTarget:
     """A projection of a model, and the checkpoint's matrices that it was made of."""
 
     projection: Projection | ExpertProjection | None  # None: another rank has its layer
-    origins: tuple[Origin, ...]  # of its outputs, side by side
+    sources: tuple[SourceRows, ...]  # of its outputs, side by side
     in_dims: int
     num_experts: int | None  # None: it is no projection of experts
-    inputs: Inputs | None = None  # where its outputs are summed over ranks; None: it has all
+    inputs: InputSlice | None = None  # where its outputs are summed over ranks; None: it has all
 
     @property
     def all_inputs(self) -> int:
@@ -75,10 +75,10 @@ class LayerFactory:
     """Layers as a GPU runs them; they run on MLX's CPU backend too, only slower.
 
     Attributes:
-        places: where projections note what they were made of, for adapters; None: nowhere.
+        adapter_targets: projections note here what they were made of; None: they do not.
     """
 
-    places: list[Place] | None = None
+    adapter_targets: list[AdapterTarget] | None = None
 
     def linear(self, weight: mx.array, bias: mx.array | None = None) -> Projection:
         """A dense matrix (out_dims, in_dims) and a bias (out_dims,)."""

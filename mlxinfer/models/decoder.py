@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..core import CacheSpec
 from ..layers.adapters import ActiveAdapters, Adapted
 from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
-from ..layers.factory import Place
+from ..layers.factory import AdapterTarget
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm
@@ -112,11 +112,11 @@ class Model:
         activation_dtype: of hidden states, keys and values.
         embed_scale: multiplies the embeddings; None: 1.
         entry: what comes between embeddings and layers; None: nothing does.
-        places: of projections that adapters may change.
+        adapter_targets: projections that adapters may change.
 
     Attributes:
         active_adapters: those of the step that is being built.
-        adapted: what stands in projections' places, by index of these places.
+        adapted: projections that have adapters, by index of their targets.
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
         replaceable: parts that Metal kernels may replace.
@@ -133,10 +133,10 @@ class Model:
         activation_dtype: mx.Dtype,
         embed_scale: float | None = None,
         entry: Entry | None = None,
-        places: Sequence[Place] = (),
+        adapter_targets: Sequence[AdapterTarget] = (),
     ) -> None:
         self.config = config
-        self.places = list(places)
+        self.adapter_targets = list(adapter_targets)
         self.active_adapters = ActiveAdapters()
         self.adapted: dict[int, Adapted] = {}
         self.entry = entry

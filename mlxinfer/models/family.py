@@ -198,7 +198,7 @@ class Family:
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
             entry=entry,
-            places=weights.make.places or (),
+            adapter_targets=weights.make.adapter_targets or (),
         )
         weights.evaluate([*model.arrays(), *arrays(lm_head)])
         return model

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank
-from ...layers.factory import Origin, Place
+from ...layers.factory import AdapterTarget, SourceRows
 from ..decoder import Model
 from ..jsonfields import Fields
 from ..language import LanguageModel
@@ -19,7 +19,7 @@ from ..stage import StageModel
 from ..weights.tensors import FileTensor, file_tensors
 from .folder import PEFT_FILE, AdapterFolder, AdapterModule, find_file, layer_of, read_mlx_lm
 from .peft import read_peft
-from .targets import Placement, Targets, by_place
+from .targets import Placement, Targets, by_target
 
 LEAST_RANK = 8  # of a stack: its rank is a power of two
 _BLOCK = 256  # inputs by which a matrix is read off its product
@@ -63,7 +63,7 @@ class ModelAdapters:
         self._why_not = model.lacks.get("adapters")
         self._targets: Targets | None = None
         self._adapted: dict[int, Adapted] = {} if self._model is None else self._model.adapted
-        self._norms: dict[int, mx.array] = {}  # (outputs,) squares of rows of the matrix, by place
+        self._norms: dict[int, mx.array] = {}  # (outputs,) squares of rows of the matrix, by target
 
     def check(self, adapter: AdapterFolder) -> list[Placement]:
         """Where its matrices go; raises as `Targets.placements`, or where the model takes none."""
@@ -77,21 +77,21 @@ class ModelAdapters:
         """Bytes that the matrices will take, what stacks pad them by and DoRA's gains included."""
         assert self._model is not None
         size, total = _dtype_of(self._model).size, 0
-        for index, own in self._own(placements).items():
-            place = self._model.places[index]
-            rank, parts = _rank_of(own), len(place.origins)
-            outputs = sum(origin.num_rows for origin in place.origins)
-            total += (place.num_experts or 1) * rank * (parts * place.in_dims + outputs) * size
-            if any(placement.module.magnitude is not None for placement in own):
+        for index, placed in self._on_this_rank(placements).items():
+            target = self._model.adapter_targets[index]
+            rank, parts = _rank_of(placed), len(target.sources)
+            outputs = sum(source.num_rows for source in target.sources)
+            total += (target.num_experts or 1) * rank * (parts * target.in_dims + outputs) * size
+            if any(placement.module.magnitude is not None for placement in placed):
                 total += outputs * size
         return total
 
-    def _own(self, placements: Sequence[Placement]) -> dict[int, list[Placement]]:
+    def _on_this_rank(self, placements: Sequence[Placement]) -> dict[int, list[Placement]]:
         """Placements of each projection, of those that are not another rank's."""
         assert self._model is not None
-        places = self._model.places
-        own = [each for each in placements if places[each.place].projection is not None]
-        return by_place(own)
+        targets = self._model.adapter_targets
+        placed = [each for each in placements if targets[each.target].projection is not None]
+        return by_target(placed)
 
     def new_number(self) -> int:
         """For an adapter that is to be loaded."""
@@ -132,17 +132,17 @@ class ModelAdapters:
         self._model.active_adapters.last_number = max(
             number, self._model.active_adapters.last_number
         )
-        wanted, layer, broken = self._own(placements), None, list[str]()
+        wanted, layer, broken = self._on_this_rank(placements), None, list[str]()
         self._make_room(wanted)
-        for index, own in wanted.items():
-            place = self._model.places[index]
-            if layer not in (None, layer := layer_of(place.origins[0].path)):
+        for index, placed in wanted.items():
+            target = self._model.adapter_targets[index]
+            if layer not in (None, layer := layer_of(target.sources[0].path)):
                 _require_finite(broken, adapter)
                 yield
                 self._make_room(wanted)  # `remove` of another takes away those that are empty
-            made = self._low_rank(index, place, own, tensors, adapter)
+            made = self._low_rank(index, target, placed, tensors, adapter)
             if not made.is_finite:
-                broken += [placement.module.path for placement in own]
+                broken += [placement.module.path for placement in placed]
             self._adapted[index].add(number, made)
         _require_finite(broken, adapter)  # of a layer at its end: until then, ranks go together
 
@@ -163,7 +163,7 @@ class ModelAdapters:
         """Memory of the matrices of one adapter."""
         return sum(adapted.bytes_of(number) for adapted in self._adapted.values())
 
-    # -- places ---------------------------------------------------------------------------------
+    # -- targets -------------------------------------------------------------------------------
 
     def _make_room(self, places: Iterable[int]) -> None:
         """Let `Adapted` projections take the places of those that have none yet."""
@@ -171,21 +171,21 @@ class ModelAdapters:
         taken: dict[int, object] = {}
         for index in places:
             if index not in self._adapted:
-                made = self._adapt(self._model.places[index])
-                taken[id(self._model.places[index].projection)] = made
+                made = self._adapt(self._model.adapter_targets[index])
+                taken[id(self._model.adapter_targets[index].projection)] = made
                 self._adapted[index] = made
         if taken:
             self._replace(taken)
 
-    def _adapt(self, place: Place) -> AdaptedLinear | AdaptedExperts:
+    def _adapt(self, target: AdapterTarget) -> AdaptedLinear | AdaptedExperts:
         assert self._model is not None
         active, dtype = self._model.active_adapters, _dtype_of(self._model)
-        widths = [origin.num_rows for origin in place.origins]
-        base = place.projection
+        widths = [source.num_rows for source in target.sources]
+        base = target.projection
         assert base is not None, "another rank's"
-        if place.num_experts is not None:
-            return AdaptedExperts(base, place.num_experts, active, widths, dtype)  # type: ignore[arg-type]  # of experts, as the place says
-        zeros = mx.zeros((1, place.in_dims), self._model.activation_dtype)
+        if target.num_experts is not None:
+            return AdaptedExperts(base, target.num_experts, active, widths, dtype)  # type: ignore[arg-type]  # of experts, as the target says
+        zeros = mx.zeros((1, target.in_dims), self._model.activation_dtype)
         return AdaptedLinear(base, active, widths, base(zeros)[0], dtype)  # type: ignore[arg-type,call-arg]  # of one matrix
 
     def _replace(self, parts: Mapping[int, object]) -> None:
@@ -199,35 +199,35 @@ class ModelAdapters:
     def _low_rank(
         self,
         index: int,
-        place: Place,
-        own: Sequence[Placement],
+        target: AdapterTarget,
+        placed: Sequence[Placement],
         tensors: Mapping[str, FileTensor],
         adapter: AdapterFolder,
     ) -> LowRank:
         """The matrices that an adapter has for one projection, as its stack wants them."""
-        rank, count = _rank_of(own), place.num_experts or 1
+        rank, count = _rank_of(placed), target.num_experts or 1
         sides: list[mx.array] = []
         matrices: list[mx.array | None] = []
         gain: list[mx.array] = []
-        for part, origin in enumerate(place.origins):
+        for part, source in enumerate(target.sources):
             pairs = [
-                _pair(placement, origin, tensors, place, adapter)
-                for placement in own
+                _pair(placement, source, tensors, target, adapter)
+                for placement in placed
                 if placement.part == part
             ]
-            a, b = _joined(pairs, count, place.in_dims, origin.num_rows)
+            a, b = _joined(pairs, count, target.in_dims, source.num_rows)
             sides.append(mx.pad(a, [(0, 0), (0, 0), (0, rank - a.shape[2])]))
-            gain.append(self._gain(index, part, own, (a, b), tensors))
+            gain.append(self._gain(index, part, placed, (a, b), tensors))
             matrices.append(b * (1 + gain[-1]) if pairs else None)
         b = self._adapted[index].outputs.pieces(matrices, rank)
-        has_gain = any(placement.module.magnitude is not None for placement in own)
+        has_gain = any(placement.module.magnitude is not None for placement in placed)
         return LowRank(mx.concatenate(sides, axis=2), b, mx.concatenate(gain) if has_gain else None)
 
     def _gain(
         self,
         index: int,
         part: int,
-        own: Sequence[Placement],
+        placed: Sequence[Placement],
         matrices: tuple[mx.array, mx.array],
         tensors: Mapping[str, FileTensor],
     ) -> mx.array:
@@ -236,18 +236,18 @@ class ModelAdapters:
         |W + B A|^2 = |W|^2 + 2 B (W A^T) + B (A A^T) B^T, row by row: W itself is never made.
         """
         assert self._model is not None
-        place = self._model.places[index]
-        origin = place.origins[part]
+        target = self._model.adapter_targets[index]
+        source = target.sources[part]
         lengths = [
             (placement, placement.module.magnitude)
-            for placement in own
+            for placement in placed
             if placement.part == part and placement.module.magnitude is not None
         ]
         if not lengths:
-            return mx.zeros((origin.num_rows,))
+            return mx.zeros((source.num_rows,))
         ((placement, name),) = lengths
-        start = sum(each.num_rows for each in place.origins[:part])
-        rows = slice(start, start + origin.num_rows)
+        start = sum(each.num_rows for each in target.sources[:part])
+        rows = slice(start, start + source.num_rows)
         a, b = matrices[0][0], matrices[1][0]  # (in_dims, r), (r, outputs)
         bias = self._adapted[index].bias
         product = self._base(index)(a.T.astype(self._model.activation_dtype)).astype(mx.float32)
@@ -255,11 +255,11 @@ class ModelAdapters:
             product = product - bias
         square = self._squares(index)[rows] + 2 * (b * product[:, rows]).sum(axis=0)
         square = square + (b * ((a.T @ a) @ b)).sum(axis=0)
-        if place.inputs is not None and self._model.link is not None:  # of some of the inputs
+        if target.inputs is not None and self._model.link is not None:  # of some of the inputs
             square = self._model.link.sum(square, "adapters")
             mx.eval(square)  # now: all ranks do their sums in one order
         length = tensors[name].read().reshape(-1).astype(mx.float32)
-        length = _outputs(length, placement, origin, axis=0)
+        length = _outputs(length, placement, source, axis=0)
         return length / mx.sqrt(mx.maximum(square, 1e-30)) - 1
 
     def _base(self, index: int) -> AdaptedLinear:
@@ -273,12 +273,12 @@ class ModelAdapters:
         """(outputs,) float32, the squared lengths of the rows of a projection's matrix."""
         if index not in self._norms:
             assert self._model is not None
-            place, dtype = self._model.places[index], self._model.activation_dtype
+            target, dtype = self._model.adapter_targets[index], self._model.activation_dtype
             base, bias = self._base(index), self._adapted[index].bias
             total = mx.zeros(())
-            for start in range(0, place.in_dims, _BLOCK):
-                some = mx.arange(start, min(start + _BLOCK, place.in_dims))
-                ones = (mx.arange(place.in_dims)[None] == some[:, None]).astype(dtype)
+            for start in range(0, target.in_dims, _BLOCK):
+                some = mx.arange(start, min(start + _BLOCK, target.in_dims))
+                ones = (mx.arange(target.in_dims)[None] == some[:, None]).astype(dtype)
                 columns = base(ones).astype(mx.float32)
                 columns = columns if bias is None else columns - bias
                 total = total + mx.square(columns).sum(axis=0)
@@ -299,11 +299,11 @@ def _dtype_of(model: Model) -> mx.Dtype:
     return model.activation_dtype if mx.metal.is_available() else mx.float32
 
 
-def _rank_of(own: Sequence[Placement]) -> int:
+def _rank_of(placed: Sequence[Placement]) -> int:
     """The rank of the stack that a projection's matrices go to."""
     parts: dict[int, int] = {}
     experts: set[tuple[int, str]] = set()
-    for placement in own:
+    for placement in placed:
         key = placement.part, placement.module.path.rpartition(".")[2]
         if placement.expert is not None:
             if key in experts:
@@ -322,23 +322,23 @@ _Pair = tuple[mx.array, mx.array, int | None]
 
 def _pair(
     placement: Placement,
-    origin: Origin,
+    source: SourceRows,
     tensors: Mapping[str, FileTensor],
-    place: Place,
+    target: AdapterTarget,
     adapter: AdapterFolder,
 ) -> _Pair:
     """A module's matrices for one part of a projection, the scale in B."""
     module = placement.module
     a, b = (tensors[name].read().astype(mx.float32) for name in (module.a, module.b))
-    a, b = oriented(a, b, module, place)
-    if place.inputs is not None:
-        a = a[:, place.inputs.start : place.inputs.start + place.in_dims]
-    b = _outputs(b * module.scale, placement, origin, axis=2)
+    a, b = oriented(a, b, module, target)
+    if target.inputs is not None:
+        a = a[:, target.inputs.start : target.inputs.start + target.in_dims]
+    b = _outputs(b * module.scale, placement, source, axis=2)
     return a, b, placement.expert
 
 
 def oriented(
-    a: mx.array, b: mx.array, module: AdapterModule, place: Place
+    a: mx.array, b: mx.array, module: AdapterModule, target: AdapterTarget
 ) -> tuple[mx.array, mx.array]:
     """A (E, in_dims, r) and B (E, r, outputs) of either layout."""
     if module.layout == "mlx":
@@ -347,26 +347,26 @@ def oriented(
         return a.T[None], b.T[None]
     if module.layout == "stack":
         return a.swapaxes(1, 2), b.swapaxes(1, 2)
-    count = place.num_experts or 1
+    count = target.num_experts or 1
     first = mx.unflatten(a, 0, (count, -1))  # (E, r, ...)
     second = mx.unflatten(b, 1, (-1, count)).transpose(2, 0, 1)  # (E, ..., r)
-    if first.shape[2] == place.all_inputs:
+    if first.shape[2] == target.all_inputs:
         return first.swapaxes(1, 2), second.swapaxes(1, 2)
     return second, first  # PEFT before 0.18 took the outputs of such stacks for inputs
 
 
-def _outputs(values: mx.array, placement: Placement, origin: Origin, *, axis: int) -> mx.array:
+def _outputs(values: mx.array, placement: Placement, source: SourceRows, *, axis: int) -> mx.array:
     """Values of a module's outputs, as those of a part of a projection."""
     if placement.taken is not None:
         values = mx.take(values, mx.array(placement.taken), axis=axis)
     if placement.put is not None:
-        place = np.full(placement.total, values.shape[axis], np.int32)
-        place[placement.put] = np.arange(len(placement.put))
+        index = np.full(placement.total, values.shape[axis], np.int32)
+        index[placement.put] = np.arange(len(placement.put))
         pads = [(0, 0)] * axis + [(0, 1)] + [(0, 0)] * (values.ndim - axis - 1)
-        values = mx.take(mx.pad(values, pads), mx.array(place), axis=axis)
-    if origin.rows is not None:
-        values = mx.take(values, mx.array(origin.rows), axis=axis)
-    return values if origin.factor is None else values * origin.factor
+        values = mx.take(mx.pad(values, pads), mx.array(index), axis=axis)
+    if source.rows is not None:
+        values = mx.take(values, mx.array(source.rows), axis=axis)
+    return values if source.factor is None else values * source.factor
 
 
 def _joined(
@@ -395,10 +395,10 @@ def _stacked(
     """The matrices of single experts, stacked; zeros for those that have none."""
     joined = {
         expert: (
-            mx.concatenate([a[0] for a, _ in own], axis=1),
-            mx.concatenate([b[0] for _, b in own], axis=0),
+            mx.concatenate([a[0] for a, _ in placed], axis=1),
+            mx.concatenate([b[0] for _, b in placed], axis=0),
         )
-        for expert, own in experts.items()
+        for expert, placed in experts.items()
     }
     rank = max(a.shape[1] for a, _ in joined.values())
     none = mx.zeros((in_dims, rank)), mx.zeros((rank, outputs))

@@ -30,8 +30,8 @@ class Placement:
 
     Attributes:
         module: that has the matrices.
-        place: index of the projection among the model's.
-        part: among the projection's origins.
+        target: index of the projection among the model's.
+        part: among the projection's sources.
         total: outputs of that part's matrix in the checkpoint.
         taken: which outputs of the module; None: all.
         put: which outputs of the part's own matrix they are; None: all of them, in order.
@@ -39,7 +39,7 @@ class Placement:
     """
 
     module: AdapterModule
-    place: int
+    target: int
     part: int
     total: int
     taken: NDArray[np.int32] | None
@@ -49,9 +49,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """One origin of one projection."""
+    """One source of one projection."""
 
-    place: int
+    target: int
     part: int
     total: int  # outputs of the checkpoint's matrix
 
@@ -63,10 +63,10 @@ class Targets:
         self.model = model
         self._family = family(model.config.model_type)
         self._spots: dict[str, list[_Spot]] = {}
-        for index, place in enumerate(model.places):
-            for part, origin in enumerate(place.origins):
-                spot = _Spot(index, part, origin.total)
-                self._spots.setdefault(origin.path, []).append(spot)
+        for index, target in enumerate(model.adapter_targets):
+            for part, source in enumerate(target.sources):
+                spot = _Spot(index, part, source.total)
+                self._spots.setdefault(source.path, []).append(spot)
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -98,12 +98,12 @@ class Targets:
             path, expert = f"{one[1]}.switch_mlp.{one[3]}", int(one[2])
         choices = self._aliases(path)
         if not choices:
-            raise self._no_place(module, path, adapter)
+            raise self._no_target(module, path, adapter)
         for name, taken, put in choices:
             for spot in self._spots[name]:
                 yield (
                     name,
-                    Placement(module, spot.place, spot.part, spot.total, taken, put, expert),
+                    Placement(module, spot.target, spot.part, spot.total, taken, put, expert),
                 )
 
     def _ours(self, path: str) -> str:
@@ -144,7 +144,7 @@ class Targets:
             return np.arange(which, total, 2, dtype=np.int32)
         return np.arange(which * total // 2, (which + 1) * total // 2, dtype=np.int32)
 
-    def _no_place(
+    def _no_target(
         self, module: AdapterModule, path: str, adapter: AdapterFolder
     ) -> CheckpointError | UnsupportedModelError:
         config = self.model.config
@@ -176,13 +176,13 @@ class Targets:
 
     def _check(self, placement: Placement, adapter: AdapterFolder) -> None:
         """Raise CheckpointError unless the shapes are those of the projection."""
-        module, place = placement.module, self.model.places[placement.place]
+        module, target = placement.module, self.model.adapter_targets[placement.target]
         outputs = placement.total if placement.put is None else len(placement.put)
         if placement.taken is not None:
             outputs = 2 * len(placement.taken)
-        wanted = _shapes(module, place.all_inputs, outputs, place.num_experts, placement.expert)
+        wanted = _shapes(module, target.all_inputs, outputs, target.num_experts, placement.expert)
         if not wanted[0]:
-            kind = "a projection" if place.num_experts is None else f"{place.num_experts} experts"
+            kind = "a projection" if target.num_experts is None else f"{target.num_experts} experts"
             raise CheckpointError(
                 f"{module.path[:200]!r} in {adapter.file} is {kind} in this model, and the "
                 f"matrices for it have shapes {module.shapes[0]} and {module.shapes[1]}."
@@ -193,12 +193,12 @@ class Targets:
                 f"{module.shapes[0]} and {module.shapes[1]}; this model needs {wanted[0]} and "
                 f"{wanted[1]}{_made_for(adapter)}."
             )
-        if placement.expert is not None and placement.expert >= (place.num_experts or 0):
+        if placement.expert is not None and placement.expert >= (target.num_experts or 0):
             raise CheckpointError(
                 f"{module.path[:200]!r} in {adapter.file} is for expert {placement.expert}, and "
-                f"this model has {place.num_experts}{_made_for(adapter)}."
+                f"this model has {target.num_experts}{_made_for(adapter)}."
             )
-        if module.magnitude is not None and place.num_experts is not None:
+        if module.magnitude is not None and target.num_experts is not None:
             raise UnsupportedModelError(
                 f"The adapter in {adapter.folder} is DoRA on experts ({module.path[:200]!r}), "
                 "which is not supported; merge it instead (`mlxinfer fuse`)."
@@ -242,9 +242,9 @@ def _shapes(
     return (), ()
 
 
-def by_place(placements: Sequence[Placement]) -> dict[int, list[Placement]]:
+def by_target(placements: Sequence[Placement]) -> dict[int, list[Placement]]:
     """Placements of each projection, in the order of the model."""
     found: dict[int, list[Placement]] = {}
     for placement in placements:
-        found.setdefault(placement.place, []).append(placement)
+        found.setdefault(placement.target, []).append(placement)
     return dict(sorted(found.items()))

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UnsupportedModelError
-from ...layers.factory import Inputs, LayerFactory, Origin, Place
+from ...layers.factory import AdapterTarget, InputSlice, LayerFactory, SourceRows
 from ...layers.linear import (
     DenseHeadLinear,
     HeadLinear,
@@ -32,21 +32,21 @@ class StoredMatrix:
     scales: Tensor | None = None  # (..., out_dims, in_dims / group_size)
     biases: Tensor | None = None  # as scales; affine formats only
     form: QuantFormat | None = None  # None: dense
-    origins: tuple[Origin, ...] = ()  # of its outputs, where adapters may ask for them
-    inputs: Inputs | None = None  # that a rank has of a matrix with cut inputs
+    sources: tuple[SourceRows, ...] = ()  # of its outputs, where adapters may ask for them
+    inputs: InputSlice | None = None  # that a rank has of a matrix with cut inputs
     defer: "Deferral | None" = None  # makes the layer of experts that stay in their files
 
     @property
     def in_dims(self) -> int:
-        """Inputs that are here."""
+        """InputSlice that are here."""
         words = self.weight.shape[-1]
         return words if self.form is None else words * 32 // self.form.bits
 
     def reordered(self, order: Sequence[int]) -> "StoredMatrix":
         """This matrix with its outputs in another order, or some of them."""
         rows = mx.array(list(order))
-        (origin,) = self.origins or (None,)
-        chosen = () if origin is None else (origin.chosen(np.array(order, np.int32)),)
+        (source,) = self.sources or (None,)
+        chosen = () if source is None else (source.chosen(np.array(order, np.int32)),)
         return self._each(lambda array, axis: mx.take(array, rows, axis=axis), chosen)
 
     def by_head(self, num_heads: int) -> "StoredMatrix":
@@ -82,11 +82,11 @@ class StoredMatrix:
             weight = (weight.astype(mx.float32) * columns).astype(weight.dtype)
         scales, biases = product(self.scales, columns), product(self.biases, columns)
         offset = product(self.bias, factors) if bias else self.bias
-        origins = tuple(origin.scaled(factors) for origin in self.origins)
-        return StoredMatrix(weight, offset, scales, biases, self.form, origins, self.inputs)
+        sources = tuple(source.scaled(factors) for source in self.sources)
+        return StoredMatrix(weight, offset, scales, biases, self.form, sources, self.inputs)
 
     def _each(
-        self, change: Callable[[mx.array, int], mx.array], origins: tuple[Origin, ...]
+        self, change: Callable[[mx.array, int], mx.array], sources: tuple[SourceRows, ...]
     ) -> "StoredMatrix":
         """`change` field by field, given the axis of the outputs in that field."""
         return StoredMatrix(
@@ -95,7 +95,7 @@ class StoredMatrix:
             None if self.scales is None else change(loaded(self.scales), -2),
             None if self.biases is None else change(loaded(self.biases), -2),
             self.form,
-            origins,
+            sources,
             self.inputs,
         )
 
@@ -139,9 +139,9 @@ class StoredMatrix:
         self, made: Projection | ExpertProjection, make: LayerFactory, num_experts: int | None
     ) -> None:
         """Say which matrices of the checkpoint a layer was made of, if all of it is known."""
-        if make.places is not None and self.origins:
-            place = Place(made, self.origins, self.in_dims, num_experts, self.inputs)
-            make.places.append(place)
+        if make.adapter_targets is not None and self.sources:
+            target = AdapterTarget(made, self.sources, self.in_dims, num_experts, self.inputs)
+            make.adapter_targets.append(target)
 
 
 Deferral = Callable[[StoredMatrix], ExpertProjection]
@@ -184,5 +184,5 @@ def combined(
         bias=None if bias is None else loaded(bias),
         scales=field([part.scales for part in parts], -2),
         biases=field([part.biases for part in parts], -2),
-        origins=tuple(origin for part in parts for origin in part.origins),
+        sources=tuple(source for part in parts for source in part.sources),
     )

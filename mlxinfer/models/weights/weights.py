@@ -18,7 +18,7 @@ import numpy as np
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.cpu import layer_factory
-from ...layers.factory import Inputs, Origin, Place
+from ...layers.factory import AdapterTarget, InputSlice, SourceRows
 from ...layers.linear import Embedding, Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import MoE
@@ -102,7 +102,7 @@ class Weights:
         wrap: Callable[[Projection, Sequence[str]], Projection] | None = None,
     ) -> None:
         self.make = layer_factory(many_rows=many_rows)
-        self.make.places = [] if adaptable else None
+        self.make.adapter_targets = [] if adaptable else None
         self.share = source.share
         self.dtype = choose_dtype(source.tensors, dtype, fits_float16=fits_float16)
         self.bytes_read = 0
@@ -213,9 +213,9 @@ class Weights:
                 f"The checkpoint has tensors that this architecture does not: "
                 f"{', '.join(map(repr, names[:3]))}{more}."
             )
-        for i, place in enumerate(places := self.make.places or []):
-            if self._stage is not None and not self._stage.has(place.origins[0].path):
-                places[i] = replace(place, projection=None)
+        for i, target in enumerate(targets := self.make.adapter_targets or []):
+            if self._stage is not None and not self._stage.has(target.sources[0].path):
+                targets[i] = replace(target, projection=None)
 
     # -- matrices -------------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Weights:
         ]
         if len({one.form for one in found}) > 1:
             raise CheckpointError(f"Experts of {each!r} have different formats; expected one.")
-        (origin,) = found[0].origins
+        (rows_of,) = found[0].sources
         added = self.take(f"{stack}.bias", (count, rows), parts=parts) if bias else None
         if added is not None and self._gives_summands(each.format(0)):
             added = self.once(added)
@@ -322,7 +322,7 @@ class Weights:
             replace(
                 combined(found, lambda arrays, _: stacked(arrays)),
                 bias=added,
-                origins=(replace(origin, path=stack),),
+                sources=(replace(rows_of, path=stack),),
             )
         )
 
@@ -370,16 +370,16 @@ class Weights:
         """
         slices, num_rows = self._source.slices(tensor), stored.weight.shape[-2]
         if slices is None:
-            return replace(stored, origins=(Origin(path, num_rows, num_rows),))
+            return replace(stored, sources=(SourceRows(path, num_rows, num_rows),))
         if slices.axis == outputs_axis:
             rows = np.concatenate([np.arange(*span, dtype=np.int32) for span in slices.spans])
-            return replace(stored, origins=(Origin(path, len(rows), slices.stored, rows),))
+            return replace(stored, sources=(SourceRows(path, len(rows), slices.stored, rows),))
         ((start, stop),) = slices.spans
         each = stored.in_dims // (stop - start)  # inputs of a word, or of a group
         return replace(
             stored,
-            origins=(Origin(path, num_rows, num_rows),),
-            inputs=Inputs(start * each, slices.stored * each),
+            sources=(SourceRows(path, num_rows, num_rows),),
+            inputs=InputSlice(start * each, slices.stored * each),
         )
 
     def norm(self, path: str, dims: int, *, offset: float = 0.0) -> mx.array:
@@ -483,17 +483,17 @@ class Weights:
         """The output projection (vocab_size, hidden_size)."""
         if self._stage is not None and not self._stage.has_tables:
             self.drop_below([f"{path}."])
-            if self.make.places is not None:
-                origin = Origin(path, shape[0], shape[0])
-                self.make.places.append(Place(None, (origin,), shape[1], None))
+            if self.make.adapter_targets is not None:
+                named = SourceRows(path, shape[0], shape[0])
+                self.make.adapter_targets.append(AdapterTarget(None, (named,), shape[1], None))
             return AbsentTable()
         if self._link is None:
             return self.linear(path, *shape)
         table = self._rows(path, shape)
         count = table.weight.shape[0]
         rows = np.arange(count, dtype=np.int32) + self._link.rank * count
-        origin = Origin(path, count, shape[0], rows.clip(max=shape[0] - 1))  # the rest is padding
-        table = replace(table, origins=(origin,))
+        rows = rows.clip(max=shape[0] - 1)  # more than these are padding
+        table = replace(table, sources=(SourceRows(path, count, shape[0], rows),))
         return SplitHead(table.projection(self.make), shape[0], self._link)
 
     def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:

@@ -1,15 +1,12 @@
 """Attention of up to 8 query tokens a sequence over its pages and its tail. Knows no scheduler.
 
 B = sequences, Q = query tokens each, H = KV heads, G = query heads per KV head, D = head_dim,
-N = tokens of a run of pages, R = tail length (a ring of two pages).
+N = tokens of gathered pages, R = tail length (a ring of two pages).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
-
-Runs = Sequence[mx.array]  # keys (H, D, N), or values (H, N, D), of consecutive pages
 
 
 class Softmax(NamedTuple):
@@ -20,11 +17,10 @@ class Softmax(NamedTuple):
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
 
 
-def paged_attention(
+def gathered_attention(
     queries: mx.array,
-    keys: Sequence[Runs],
-    values: Sequence[Runs],
-    run_masks: Sequence[mx.array | None],
+    pages: tuple[mx.array, mx.array] | None,
+    mask: mx.array | None,
     tail_keys: mx.array,
     tail_values: mx.array,
     tail_mask: mx.array,
@@ -33,12 +29,12 @@ def paged_attention(
     sinks: mx.array | None = None,
     soft_cap: float | None = None,
 ) -> mx.array:
-    """Plain-MLX twin: a softmax over the scores of every run of pages and of the tail.
+    """Attention of B sequences over their gathered pages and their tails, in plain MLX.
 
     Args:
         queries: (B, Q, H * G, D).
-        keys, values: for each sequence what of its pages may be seen, run by run.
-        run_masks: for each sequence an additive mask (Q, tokens in its runs), or None: all visible.
+        pages: keys (B, H, D, N) and values (B, H, N, D), padded; None: no sequence has pages.
+        mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
         tail_keys, tail_values: (B, H, R, D).
         tail_mask: (B, 1, Q, R) additive.
         scale: multiplies the scores.
@@ -52,51 +48,18 @@ def paged_attention(
     sink_column = None
     if sinks is not None:
         sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
-    dim = tail_values.shape[-1]
-    if len(keys) == 1 and keys[0]:  # nothing to take apart
-        sequence = keys[0], values[0], run_masks[0], tail_scores, sink_column, dim
-        weights, seen = _over_runs(by_head, *sequence, soft_cap)
-        outputs = mx.addmm(seen, weights, tail_values)
-    elif any(keys):
-        rows = zip(_rows(by_head), keys, values, run_masks, _rows(tail_scores), strict=True)
-        found = [_over_runs(*row, sink_column, dim, soft_cap) for row in rows]
-        all_weights, all_seen = zip(*found, strict=True)
-        outputs = mx.addmm(_joined(all_seen), _joined(all_weights), tail_values)
-    else:
-        outputs = _softmax(tail_scores, sink_column) @ tail_values
-    return _by_token(outputs, queries)
-
-
-def gathered_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    mask: mx.array | None,
-    tail_keys: mx.array,
-    tail_values: mx.array,
-    tail_mask: mx.array,
-    *,
-    scale: float,
-    sinks: mx.array | None = None,
-    soft_cap: float | None = None,
-) -> mx.array:
-    """The same where the pages of all sequences were gathered into one array, padded.
-
-    Args:
-        keys, values: (B, H, D, N) and (B, H, N, D).
-        mask: additive (B, 1, 1 or Q, N), or None: all visible.
-
-    Returns:
-        (B, Q, H * G, D)
-    """
-    by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale, soft_cap)
-    sink_column = None
-    if sinks is not None:
-        sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
-    dim = values.shape[-1]
-    pages = [keys], [values], mask
-    weights, seen = _over_runs(by_head, *pages, tail_scores, sink_column, dim, soft_cap)
-    return _by_token(mx.addmm(seen, weights, tail_values), queries)
+    if pages is None:
+        return _by_token(_softmax(tail_scores, sink_column) @ tail_values, queries)
+    keys, values = pages
+    scores = by_head @ keys  # (B, H, G * Q, N)
+    if soft_cap is not None:
+        scores = capped(scores, soft_cap)
+    if mask is not None:
+        group = by_head.shape[2] // mask.shape[-2]
+        scores = scores + (mask if mask.shape[-2] == 1 else mx.tile(mask, (group, 1)))
+    weights = _softmax(mx.concatenate([scores, tail_scores], axis=-1), sink_column)
+    page_weights, tail_weights = mx.split(weights, [keys.shape[-1]], axis=-1)
+    return _by_token(mx.addmm(page_weights @ values, tail_weights, tail_values), queries)
 
 
 def capped(scores: mx.array, soft_cap: float) -> mx.array:
@@ -142,52 +105,6 @@ def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
         return outputs.reshape(num_seqs, 1, num_heads, dim)
     outputs = outputs.reshape(num_seqs, kv_heads, -1, num_queries, dim)
     return outputs.transpose(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, dim)
-
-
-def _rows(array: mx.array) -> list[mx.array]:
-    """(B, ...) -> B times (1, ...): one operation, where indexing would take B."""
-    return [array] if len(array) == 1 else list(mx.split(array, len(array)))
-
-
-def _joined(rows: Sequence[mx.array]) -> mx.array:
-    """B times (1, ...) -> (B, ...)."""
-    return rows[0] if len(rows) == 1 else mx.concatenate(list(rows))
-
-
-def _over_runs(
-    queries: mx.array,
-    keys: Runs,
-    values: Runs,
-    run_mask: mx.array | None,
-    tail_scores: mx.array,
-    sink_column: mx.array | None,
-    value_dim: int,
-    soft_cap: float | None,
-) -> tuple[mx.array, mx.array]:
-    """Weights of the tail (1, H, G * Q, R) of one sequence, and what it sees of its pages.
-
-    The latter is (1, H, G * Q, D). What the tails give is a product for all sequences together.
-    So it is with sequences of gathered pages: B in place of 1, and one run for all.
-    """
-    if not keys:
-        nothing = mx.zeros((*queries.shape[:-1], value_dim), queries.dtype)
-        return _softmax(tail_scores, sink_column), nothing
-    scores, ends, end = [], [], 0
-    for run in keys:
-        found = queries @ run  # (1, H, G * Q, N)
-        scores.append(found if soft_cap is None else capped(found, soft_cap))
-        end += run.shape[-1]
-        ends.append(end)
-    if run_mask is not None:
-        group = queries.shape[2] // run_mask.shape[-2]
-        tiled = run_mask if run_mask.shape[-2] == 1 else mx.tile(run_mask, (group, 1))
-        scores = [(scores[0] if len(scores) == 1 else mx.concatenate(scores, axis=-1)) + tiled]
-    weights = _softmax(mx.concatenate([*scores, tail_scores], axis=-1), sink_column)
-    *run_weights, tail_weights = mx.split(weights, ends, axis=-1)
-    seen = run_weights[0] @ values[0]
-    for weight, run in zip(run_weights[1:], values[1:], strict=True):
-        seen = seen + weight @ run
-    return tail_weights, seen
 
 
 def _sink_column(sinks: mx.array, kv_heads: int, num_queries: int) -> mx.array:

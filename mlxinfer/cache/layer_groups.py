@@ -128,7 +128,6 @@ class GroupMaker:
             window,
             self.page_size,
             token_bytes=max([token_bytes(self.specs[i], self.dtype, PLAIN) for i in layers]),
-            decodes=any(self.bits[i] != PLAIN for i in layers),
         )
         if not set(self.kernel_layers).issuperset(layers):
             return plain

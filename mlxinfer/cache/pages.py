@@ -32,9 +32,7 @@ class PageTable:
 
     __slots__ = (
         "__weakref__",
-        "_before",
         "_numbers",
-        "_runs",
         "first",
         "num_changes",
         "num_kept",
@@ -55,8 +53,6 @@ class PageTable:
         self.first = max(first, num_kept)
         gone = [-1] * (self.first - num_kept)
         self._numbers = array("i", [*kept, *gone, *pages])  # page of each page number, -1: gone
-        self._runs: list[tuple[int, int]] | None = None
-        self._before: tuple[int, list[tuple[int, int]]] | None = None
         self.num_changes = self.rewritten = 0
 
     def __eq__(self, other: object) -> bool:
@@ -106,7 +102,7 @@ class PageTable:
     def replace(self, page_number: int, page: int) -> None:
         """Use `page` for the positions of `page_number`, which is held, from now on."""
         self._numbers[page_number] = page
-        self._forget()
+        self.num_changes += 1
         self.rewritten = self.num_changes
 
     def pages_from(self, page_number: int) -> list[int]:
@@ -116,7 +112,7 @@ class PageTable:
     def append(self, pages: list[int]) -> None:
         """Take pages for the positions that follow."""
         self._numbers.extend(pages)
-        self._forget()
+        self.num_changes += 1
 
     def drop_before(self, page_number: int) -> list[int]:
         """Recycle the pages before `page_number` that are not kept; returns them."""
@@ -125,7 +121,7 @@ class PageTable:
         if dropped:
             self._numbers[self.first : stop] = array("i", [-1]) * len(dropped)
             self.first = stop
-            self._forget()
+            self.num_changes += 1
         return dropped.tolist()
 
     def numbers_before(self, stop: int) -> "array[int]":
@@ -149,52 +145,23 @@ class PageTable:
         for number in range(self.first, min(first, len(self._numbers))):
             self._numbers[number] = -1
         self.first = first
-        self._forget()
-
-    def runs_before(self, stop: int) -> list[tuple[int, int]]:
-        """The pool slots of positions [0, stop) of a table that keeps everything; remembered."""
-        if self._before is None or self._before[0] != stop:
-            self._before = stop, self.runs(0, stop) if stop else []
-        return self._before[1]
+        self.num_changes += 1
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The pool slots of positions [start, stop) as few [from, to) ranges, in order."""
-        assert 0 <= start < stop <= self.end, (self, start, stop)
-        gap = (self.first - self.num_kept) * self.page_size  # positions of recycled pages
-        edge = self.num_kept * self.page_size
-        assert not gap or stop <= edge or start >= edge + gap, (self, start, stop)
+        assert 0 <= start <= stop <= self.end, (self, start, stop)
+        size = self.page_size
         ranges: list[tuple[int, int]] = []
-        skipped = start if start < edge else start - gap
-        wanted = stop - start
-        for page, length in self._page_runs():
-            if skipped >= length:
-                skipped -= length
-                continue
-            slot = page + skipped
-            count = min(length - skipped, wanted)
-            ranges.append((slot, slot + count))
-            skipped, wanted = 0, wanted - count
-            if not wanted:
-                break
+        for number in range(start // size, -(-stop // size)):
+            page = self._numbers[number]
+            assert page >= 0, (self, start, stop)
+            shift = (page - number) * size
+            begin, end = shift + max(start, number * size), shift + min(stop, (number + 1) * size)
+            if ranges and ranges[-1][1] == begin:
+                ranges[-1] = ranges[-1][0], end
+            else:
+                ranges.append((begin, end))
         return ranges
-
-    def _forget(self) -> None:
-        """Drop what was computed of the table, which has changed."""
-        self._runs = self._before = None
-        self.num_changes += 1
-
-    def _page_runs(self) -> list[tuple[int, int]]:
-        """Runs of consecutive pages as (first slot, slots); found once per change of the table."""
-        if self._runs is None:
-            runs: list[list[int]] = []
-            for page in self.all_pages:
-                slot = page * self.page_size
-                if runs and runs[-1][0] + runs[-1][1] == slot:
-                    runs[-1][1] += self.page_size
-                else:
-                    runs.append([slot, self.page_size])
-            self._runs = [(slot, length) for slot, length in runs]
-        return self._runs
 
 
 class OutOfPages(Exception):

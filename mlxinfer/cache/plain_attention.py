@@ -1,14 +1,8 @@
-"""Short segments attend in plain MLX: gathered together, or one by one over runs of pages.
+"""Short segments attend in plain MLX: their pages are gathered into one padded array.
 
 B = segments, Q = tokens of each (padded), R = 2 * page_size, the ring of a tail.
-
-Gathering copies the pages of many segments into one padded array and attends with a handful of
-operations for all of them. Views of runs of consecutive pages copy nothing, and take a handful of
-operations for each segment; scores over a few runs, joined before the softmax, cost what scores
-over one contiguous cache cost.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
-from ..metal_kernels.paged_attention import Softmax, gathered_attention, paged_attention
+from ..metal_kernels.paged_attention import Softmax, gathered_attention
 from .groups import AttentionWindow
 from .inputs import Ints, Segments
-from .pool import PagePool, Views, views_of
+from .pool import PagePool
 from .step import Part
 
 KeysValues = tuple[mx.array, mx.array]
@@ -78,17 +72,22 @@ def additive(visible: NDArray[np.bool_]) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainPlan(ABC):
-    """B short segments that attend together over pages and tails.
+class GatherPlan:
+    """B short segments that attend together over gathered pages and tails.
 
     Attributes:
+        queries: where the queries are.
         whole: the queries are all rows of the step, in order.
         tail_mask: (B, 1, Q, R) additive.
+        page_ids: (B, n) of the pages that are gathered; None: no segment sees any.
+        mask: (B, 1, 1 or Q, n * page_size) additive; None: all of the pages is seen.
     """
 
     queries: ShortQueries
     whole: bool
     tail_mask: mx.array
+    page_ids: mx.array | None
+    mask: mx.array | None
 
     def attend(
         self,
@@ -99,38 +98,24 @@ class PlainPlan(ABC):
         """Flat queries (T, heads, D) -> what those of these segments see, (T', heads * V)."""
         shape, unpad = self.queries.shape, self.queries.unpad
         own = queries if self.whole else queries[self.queries.rows]
-        outputs = self._attend(  # (B, Q, heads, V)
-            pool,
+        outputs = gathered_attention(  # (B, Q, heads, V)
             own.reshape(*shape, *queries.shape[1:]),
-            pool.read_tails(self.queries.slots),
-            softmax,
+            self._pages(pool, own),
+            self.mask,
+            *pool.read_tails(self.queries.slots),
+            self.tail_mask,
+            **softmax._asdict(),
         )
         flat = outputs.reshape(shape[0] * shape[1], -1)
         return flat if unpad is None else flat[unpad]
 
-    @abstractmethod
-    def _attend(
-        self, pool: PagePool, queries: mx.array, tails: KeysValues, softmax: Softmax
-    ) -> mx.array:
-        """Queries (B, Q, heads, D) -> what they see of pages and `tails`, (B, Q, heads, V)."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatherPlan(PlainPlan):
-    """Each segment sees n pages, padded, which are gathered into one array."""
-
-    page_ids: mx.array  # (B, n)
-    mask: mx.array | None  # (B, 1, 1 or Q, n * page_size) additive; None: all is seen
-
-    def _attend(
-        self, pool: PagePool, queries: mx.array, tails: KeysValues, softmax: Softmax
-    ) -> mx.array:
+    def _pages(self, pool: PagePool, queries: mx.array) -> KeysValues | None:
+        """Keys (B, H, D, N) and values (B, H, N, V) of the pages."""
+        if self.page_ids is None:
+            return None
         ids = mx.depends([self.page_ids], [queries])[0]  # else all layers might gather first
         keys = pool.keys.read_pages(ids, pool.page_size).transpose(1, 0, 3, 2)
-        values = pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1)
-        return gathered_attention(
-            queries, keys, values, self.mask, *tails, self.tail_mask, **softmax._asdict()
-        )
+        return keys, pool.values.read_pages(ids, pool.page_size).swapaxes(0, 1)
 
 
 def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
@@ -186,77 +171,32 @@ def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     return entries[first[:, None] + np.minimum(places, last)], places <= last
 
 
-COVER_GAP = 64  # tokens decoded without need, at most, to decode those around them in one go
-COVER_TOKENS = 2048  # decoded together: what a layer takes for a moment stays small
+BLOCK_BYTES = 1 << 25  # gathered together for a layer, where more than one segment is
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan(PlainPlan):
-    """Each segment sees runs of consecutive pages, as views."""
+def gather_blocks(num_pages: Ints, most: int) -> list[NDArray[np.int64]]:
+    """Which of B segments are gathered together: places among the B, in order.
 
-    views: Views
-    run_masks: list[mx.array | None]
+    Those of like length are together, since shorter ones are padded. Segments that see no page
+    have a block of their own: there is nothing to pad them with.
 
-    def _attend(
-        self, pool: PagePool, queries: mx.array, tails: KeysValues, softmax: Softmax
-    ) -> mx.array:
-        several = len(self.views.covers) > 1
-        # Else MLX may decode the first ranges of all layers before it computes the first layer.
-        after = queries if several else None
-        keys = pool.keys.read_each(self.views, after, transposed=True)
-        last = keys[-1][-1] if several and keys[-1] else None
-        values = pool.values.read_each(self.views, last)
-        return paged_attention(
-            queries, keys, values, self.run_masks, *tails, self.tail_mask, **softmax._asdict()
-        )
-
-
-def split_long(runs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """The same slots in runs of at most `most` tokens."""
-    return [
-        (begin, min(begin + most, stop))
-        for start, stop in runs
-        for begin in range(start, stop, most)
-    ]
-
-
-def cover(
-    runs: Sequence[Sequence[tuple[int, int]]], *, gap: int, most: int
-) -> list[tuple[int, int]]:
-    """Few ranges in order that hold every run, each run in one: what is decoded together.
-
-    Runs are joined where no more than `gap` tokens lie between, up to `most` tokens together.
+    Args:
+        num_pages: (B,) that each segment sees.
+        most: pages of a block, padding included, unless it is one segment.
     """
-    covers: list[tuple[int, int]] = []
-    for start, stop in sorted([run for some in runs for run in some]):
-        begin, end = covers[-1] if covers else (start, start)
-        joined = max(end, stop)
-        if covers and stop <= end:
-            continue
-        if covers and start - end <= gap and joined - begin <= most:
-            covers[-1] = begin, joined
+    if num_pages.min() > 0 and num_pages.max() * len(num_pages) <= most:  # most steps
+        return [np.arange(len(num_pages))]
+    order = np.argsort(num_pages, kind="stable")
+    blocks: list[list[int]] = []
+    shortest = 0
+    for place, count in zip(order.tolist(), num_pages[order].tolist(), strict=True):
+        together = blocks and (not count or (shortest and (len(blocks[-1]) + 1) * count <= most))
+        if together:
+            blocks[-1].append(place)
         else:
-            covers.append((start, stop))
-    return covers
-
-
-def _run_masks(short: Segments, positions: Ints, window: AttentionWindow) -> list[mx.array | None]:
-    """Additive (Q, tokens in runs): later queries of a segment see less of a window's old end."""
-    if window.size is None or short.width == 1:
-        return [None] * len(short)
-    masks: list[mx.array | None] = []
-    for own, sealed in zip(positions, short.sealed.tolist(), strict=True):
-        ranges = window.ranges(int(own[0]), sealed)
-        keys = np.concatenate([np.arange(*part, dtype=np.int32) for part in ranges] or [own[:0]])
-        seen = window.sees(own[:, None], keys[None])
-        masks.append(mx.array(additive(seen)) if len(keys) else None)
-    return masks
-
-
-SPAN_BYTES = (
-    1 << 19
-)  # gathered for one segment and layer, at most: operations of its own cost as much
-STEP_BYTES = 1 << 25  # gathered for a layer, at most: what a step takes for a moment stays small
+            blocks.append([place])
+            shortest = count
+    return [np.array(sorted(block)) for block in blocks]
 
 
 class PlainPlanner:
@@ -267,98 +207,56 @@ class PlainPlanner:
         window: what its layers keep.
         page_size: tokens a page.
         token_bytes: of keys and values of one layer, as they are attended to.
-        decodes: a layer of it stores something else than vectors.
     """
 
     def __init__(
-        self,
-        group: int,
-        window: AttentionWindow,
-        page_size: int,
-        *,
-        token_bytes: int,
-        decodes: bool,
+        self, group: int, window: AttentionWindow, page_size: int, *, token_bytes: int
     ) -> None:
         self._group = group
         self._window = window
         self._page_size = page_size
         self._page_bytes = token_bytes * page_size
-        self._decodes = decodes
 
     def __call__(self, segments: Segments, num_rows: int) -> Sequence[Part]:
         """Some segments of a step of `num_rows` tokens in parts: their flat rows and their plan."""
         if self._window.size is None:  # what is seen of pages is what is sealed
-            few = segments.memoised(("few", self._group), lambda: self._few(segments))
+            blocks = segments.memoised(("blocks", self._group), lambda: self._blocks(segments))
         else:
-            few = self._few(segments)
-        num_few = np.count_nonzero(few)
-        if num_few < 2:
-            return [self._alone(segments, num_rows)]
-        if num_few == len(segments):
+            blocks = self._blocks(segments)
+        if len(blocks) == 1:
             return [self._together(segments, num_rows)]
-        short, long = self._parts(segments, few)
-        return [self._together(short, num_rows), self._alone(long, num_rows)]
-
-    def _few(self, segments: Segments) -> NDArray[np.bool_]:
-        """(B,) which segments see something, and little enough to be gathered."""
-        pages = num_visible(segments, self._window, self._page_size)
-        most = min(SPAN_BYTES, STEP_BYTES // len(segments)) // self._page_bytes
-        few: NDArray[np.bool_] = (pages > 0) & (pages <= most)
-        return few
-
-    def _parts(self, segments: Segments, few: NDArray[np.bool_]) -> tuple[Segments, Segments]:
-        """Those that are gathered, and the others."""
-        short, long = segments.memoised(
-            ("parts", few.tobytes()),
-            lambda: (segments.some(np.flatnonzero(few)), segments.some(np.flatnonzero(~few))),
+        parts = segments.memoised(
+            ("parts", *[block.tobytes() for block in blocks]),
+            lambda: [segments.some(block) for block in blocks],
         )
-        return short.at(segments.starts[few]), long.at(segments.starts[~few])
+        return [
+            self._together(some.at(segments.starts[block]), num_rows)
+            for some, block in zip(parts, blocks, strict=True)
+        ]
+
+    def _blocks(self, segments: Segments) -> list[NDArray[np.int64]]:
+        """Which of the segments are gathered together."""
+        pages = num_visible(segments, self._window, self._page_size)
+        return gather_blocks(pages, BLOCK_BYTES // self._page_bytes)
 
     def _together(self, segments: Segments, num_rows: int) -> Part:
-        """Gather the pages of segments, each of which sees a page at least."""
+        """Gather the pages of segments: each sees a page at least, or none does."""
         positions, common = self._common(segments, num_rows)
         window, size, group = self._window, self._page_size, self._group
-        if window.size is None:
+        ids: mx.array | None = None
+        mask: mx.array | None = None
+        if window.size is not None and num_visible(segments, window, size).any():
+            ids, mask = _window_pages(segments, group, window, size, positions)
+        elif window.size is None and segments.sealed.any():
             ids, mask = segments.memoised(
                 ("gather", group), lambda: _all_pages(segments, group, size)
             )
-        else:
-            ids, mask = _window_pages(segments, group, window, size, positions)
         return segments.tokens()[0], GatherPlan(*common, ids, mask)
-
-    def _alone(self, segments: Segments, num_rows: int) -> Part:
-        """Let segments attend over runs of pages."""
-        positions, common = self._common(segments, num_rows)
-        if self._window.size is None:
-            views = segments.memoised(("runs", self._group), lambda: self._views(segments))
-        else:
-            views = self._views(segments)
-        plan = RunPlan(*common, views, _run_masks(segments, positions, self._window))
-        return segments.tokens()[0], plan
-
-    def _views(self, segments: Segments) -> Views:
-        """What each segment sees in pages, and the ranges to decode for it."""
-        runs = self._visible_runs(segments)
-        if not self._decodes:
-            return views_of(runs, [])
-        runs = [split_long(some, COVER_TOKENS) for some in runs]
-        return views_of(runs, cover(runs, gap=COVER_GAP, most=COVER_TOKENS))
-
-    def _visible_runs(self, segments: Segments) -> list[list[tuple[int, int]]]:
-        """For each segment the pool slots of the sealed positions that it sees."""
-        tables = [some[self._group] for some in segments.tables]
-        sealed, window = segments.sealed.tolist(), self._window
-        if window.size is None:
-            return [table.runs_before(stop) for table, stop in zip(tables, sealed, strict=True)]
-        return [
-            [run for part in window.ranges(start, stop) for run in table.runs(*part)]
-            for table, start, stop in zip(tables, segments.starts.tolist(), sealed, strict=True)
-        ]
 
     def _common(
         self, segments: Segments, num_rows: int
     ) -> tuple[Ints, tuple[ShortQueries, bool, mx.array]]:
-        """Positions (B, Q) of the queries, and the fields of their `PlainPlan`."""
+        """Positions (B, Q) of the queries, and the first fields of their plan."""
         size, window = self._page_size, self._window
         queries = segments.memoised("queries", lambda: short_queries(segments, size))
         positions = segments.starts[:, None] + queries.step

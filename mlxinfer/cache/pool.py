@@ -9,7 +9,6 @@ share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All ta
 one array of vectors, (num_slots * H * 2 * P, W).
 """
 
-from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -70,30 +69,6 @@ class TailPlace:
             taken.ravel()[found] = 1
             self._marks[num_slots] = mx.array(places), mx.array(taken)
         return self._marks[num_slots]
-
-
-@dataclass(frozen=True, slots=True)
-class Views:
-    """Runs of several sequences, as views: (which array, where in it) for each run of each."""
-
-    covers: Runs  # ranges that hold all runs; each is decoded once
-    stored: list[list[tuple[int, slice]]]  # in the only array of what is kept as vectors
-    decoded: list[list[tuple[int, slice]]]  # in what the covers give
-
-
-def views_of(runs: Sequence[Runs], covers: Runs) -> Views:
-    """The views of runs of several sequences; `covers`: none where all is kept as vectors."""
-    begins = [begin for begin, _ in covers]
-
-    def within(start: int, stop: int) -> tuple[int, slice]:
-        place = bisect_right(begins, start) - 1
-        return place, slice(start - begins[place], stop - begins[place])
-
-    return Views(
-        covers,
-        [[(0, slice(*run)) for run in some] for some in runs],
-        [[within(*run) for run in some if covers] for some in runs],
-    )
 
 
 class Plane:
@@ -166,42 +141,6 @@ class Plane:
             after = self.fmt.decode(piece if after is None else mx.depends(piece, [after]))
             pieces.append(after)
         return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-
-    def read_each(
-        self, views: Views, after: mx.array | None = None, *, transposed: bool = False
-    ) -> list[list[mx.array]]:
-        """(H, N, D) of every run of several sequences, or (H, D, N).
-
-        Args:
-            views: the runs.
-            after: where there is more than one cover, none is decoded before this is there.
-            transposed: once for all, which is cheaper than for each run.
-        """
-        if self.fmt.as_stored:
-            (source,), each = self.pages, views.stored
-            if self.fmt.dim < self.vector_dim:  # some numbers of each vector
-                source = self.fmt.decode(self.pages)
-            sources = [source.swapaxes(1, 2) if transposed else source]
-        else:
-            sources, each = self._read_covers(views.covers, after, transposed), views.decoded
-        found = []
-        for some in each:
-            runs = []
-            for i, view in some:
-                source = sources[i]
-                runs.append(source[..., view] if transposed else source[:, view])
-            found.append(runs)
-        return found
-
-    def _read_covers(
-        self, covers: Runs, after: mx.array | None, transposed: bool
-    ) -> list[mx.array]:
-        decoded: list[mx.array] = []
-        for cover in covers:
-            found = self.read_runs([cover], after)
-            after = found if len(covers) > 1 else None  # one is on its way at a time
-            decoded.append(found.swapaxes(1, 2) if transposed else found)
-        return decoded
 
     def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
         """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""

@@ -128,7 +128,7 @@ def sequences_of(plan: GroupPlan, page_size: int) -> Iterator[Sequence]:
         )
         for row, start, count, sealed, slot, tables in parts:
             tail = np.arange(sealed, start + count, dtype=np.int32) % ring
-            runs = tables[plan.group].runs_before(sealed)
+            runs = tables[plan.group].runs(0, sealed)
             yield Sequence(slice(row, row + count), start, runs, slot, tail)
     for chunk in plan.long:
         yield Sequence(chunk.rows, chunk.start, chunk.reads, 0, nothing)

@@ -55,7 +55,7 @@ def step(
     pool: LayerPool | JointPool, short: list[QuerySegment], long: list[QuerySegment], seed: int
 ) -> mx.array:
     segments = step_segments(short, long)
-    planner = PlainPlanner(0, AttentionWindow(), PAGE, token_bytes=1 << 20, decodes=True)
+    planner = PlainPlanner(0, AttentionWindow(), PAGE, token_bytes=1 << 20)
     plan = plan_group(segments, group=0, window=AttentionWindow(), page_size=PAGE, planner=planner)
     count = len(segments.positions)
     queries = vectors(count, HEADS * GROUP, seed + 2)

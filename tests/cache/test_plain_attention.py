@@ -1,4 +1,4 @@
-"""Pages gathered or seen run by run, spans split or together: the same attention."""
+"""Pages are gathered in blocks of sequences: the attention is that of each sequence by itself."""
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,7 @@ from mlxinfer.cache.plain_attention import HIDDEN, PlainPlanner
 from mlxinfer.cache.pool import LayerPool
 from mlxinfer.cache.step import StepKV, plan_group
 from mlxinfer.core import KVSpec
-from mlxinfer.metal_kernels.paged_attention import Softmax, gathered_attention, paged_attention
+from mlxinfer.metal_kernels.paged_attention import Softmax, gathered_attention
 
 PAGE, HEADS, GROUP, DIM = 16, 2, 3, 32
 NUM_PAGES = 80
@@ -70,12 +70,12 @@ def spans_of(
 
 
 def attend(spans: Segments, pool: LayerPool, window: AttentionWindow, limit: int) -> mx.array:
-    """What one step's attention gives, in flat order, if `limit` bytes a span may be gathered."""
+    """What one step's attention gives, in flat order, if `limit` pages may be gathered together."""
     token_bytes = 2 * HEADS * DIM * 4
-    planner = PlainPlanner(0, window, PAGE, token_bytes=token_bytes, decodes=True)
+    planner = PlainPlanner(0, window, PAGE, token_bytes=token_bytes)
     positions = spans.tokens()[2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_attention, "SPAN_BYTES", limit * PAGE * token_bytes)
+        patch.setattr(plain_attention, "BLOCK_BYTES", limit * PAGE * token_bytes)
         plan = plan_group(
             StepSegments([spans], [], positions),
             group=0,
@@ -84,13 +84,50 @@ def attend(spans: Segments, pool: LayerPool, window: AttentionWindow, limit: int
             planner=planner,
             positions=None,
         )
+    queries, keys, values, sinks = inputs(len(positions))
+    return StepKV(pool, plan).attend(queries, keys, values, Softmax(0.2, sinks))
+
+
+def inputs(count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Queries, keys and values of so many tokens, and sink logits."""
     rng = np.random.default_rng(9)
     queries, keys, values = (
-        mx.array(rng.standard_normal((len(positions), heads, DIM), dtype=np.float32))
+        mx.array(rng.standard_normal((count, heads, DIM), dtype=np.float32))
         for heads in (HEADS * GROUP, HEADS, HEADS)
     )
-    sinks = mx.array(rng.standard_normal(HEADS * GROUP, dtype=np.float32))
-    return StepKV(pool, plan).attend(queries, keys, values, Softmax(0.2, sinks))
+    return queries, keys, values, mx.array(rng.standard_normal(HEADS * GROUP, dtype=np.float32))
+
+
+def dense(spans: Segments, pool: LayerPool, window: AttentionWindow) -> mx.array:
+    """The same by definition: one token after the other over what it sees; `pool` has the step."""
+    queries, *_, sinks = inputs(len(spans.tokens()[0]))
+    tails = pool.read_tails(slice(0, len(spans)))
+    outputs = []
+    rows, slots, positions = (part.tolist() for part in spans.tokens())
+    for row, slot, position in zip(rows, slots, positions, strict=True):
+        sealed = int(spans.sealed[slot])
+        keys = np.arange(position + 1, dtype=np.int32)
+        seen = keys[window.sees(np.int32([position]), keys)]
+        table, new = spans.tables[slot][0], mx.array(seen[seen >= sealed] % (2 * PAGE))
+        numbers = np.frombuffer(table.numbers_before(sealed), np.int32)
+        old = seen[seen < sealed]
+        places = mx.array(numbers[old // PAGE] * PAGE + old % PAGE)
+        keys_values = [
+            mx.concatenate(
+                [plane.fmt.decode([part[:, places] for part in plane.pages]), tail[slot][:, new]],
+                axis=1,
+            )
+            for plane, tail in zip((pool.keys, pool.values), tails, strict=True)
+        ]
+        outputs.append(
+            mx.fast.scaled_dot_product_attention(
+                queries[row][None, :, None],
+                *(part[None] for part in keys_values),
+                scale=0.2,
+                sinks=sinks,
+            ).reshape(1, -1)
+        )
+    return mx.concatenate(outputs)
 
 
 draws = st.lists(
@@ -113,7 +150,7 @@ draws = st.lists(
     limit=st.sampled_from([1, 2, 3, 100]),
     scattered=st.booleans(),
 )
-def test_gathered_as_run_by_run(
+def test_as_each_token_by_itself(
     draws: list[tuple[int, int, int]],
     single: bool,
     window: AttentionWindow,
@@ -124,9 +161,9 @@ def test_gathered_as_run_by_run(
     if single:
         draws = [(pages, in_tail, 1) for pages, in_tail, _ in draws]
     spans = spans_of(draws, window, scattered=scattered)
-    expected = attend(spans, filled_pool(window, bits, len(draws)), window, limit=0)
-    found = attend(spans, filled_pool(window, bits, len(draws)), window, limit)
-    assert mx.allclose(found, expected, rtol=1e-5, atol=1e-6).item()
+    pool = filled_pool(window, bits, len(draws))
+    found = attend(spans, pool, window, limit)
+    assert mx.allclose(found, dense(spans, pool, window), rtol=1e-4, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -180,12 +217,14 @@ def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> N
     sealed = np.arange(2 * PAGE) < PAGE  # the first half lies in a page, its place in the ring free
     mask = mx.array(np.where(sealed, HIDDEN, np.float32(0))[None, None, None])
     run = keys[0:1, :, :PAGE].swapaxes(-1, -2), values[0:1, :, :PAGE]
-    in_tail = paged_attention(
-        queries, [[]], [[]], [None], keys, values, mx.zeros_like(mask), scale=0.125
-    )
-    in_page = paged_attention(
-        queries, [[run[0]]], [[run[1]]], [None], keys, values, mask, scale=0.125
-    )
-    gathered = gathered_attention(queries, *run, None, keys, values, mask, scale=0.125)
-    for found in (in_page, gathered):
-        assert mx.allclose(found, in_tail, rtol=1e-6, atol=1e-6).item()
+    nothing = mx.zeros_like(mask)
+    in_tail = gathered_attention(queries, None, None, keys, values, nothing, scale=0.125)
+    in_page = gathered_attention(queries, run, None, keys, values, mask, scale=0.125)
+    assert mx.allclose(in_page, in_tail, rtol=1e-6, atol=1e-6).item()
+
+
+def test_blocks_hold_what_is_alike_and_nothing_is_left_out() -> None:
+    pages = np.array([3, 0, 100, 4, 0, 3], np.int32)
+    blocks = [block.tolist() for block in plain_attention.gather_blocks(pages, most=12)]
+    assert blocks == [[1, 4], [0, 3, 5], [2]]
+    assert [b.tolist() for b in plain_attention.gather_blocks(pages[:1], most=0)] == [[0]]

@@ -111,7 +111,7 @@ def attend(
 ) -> tuple[mx.array, mx.array]:
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
-    planner = PlainPlanner(0, window, PAGE, token_bytes=1 << 20, decodes=True)
+    planner = PlainPlanner(0, window, PAGE, token_bytes=1 << 20)
     spans = step_segments(short, long)
     plan = plan_group(
         spans,

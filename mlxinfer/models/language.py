@@ -50,7 +50,7 @@ class LanguageConfig(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are: as many logits has each position."""
+        """Size of the vocabulary: the number of logits of each position."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class LanguageConfig(Protocol):
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest context."""
+        """Length of the longest context, in tokens."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class LanguageConfig(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a hidden state; only shown."""
+        """Size of a hidden state; only shown."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class LanguageConfig(Protocol):
 
     @property
     def experts_per_token(self) -> int:
-        """Experts that each token is computed with; only shown."""
+        """Experts of each token; only shown."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class LanguageConfig(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens that each layer sees, as far as it keeps anything; None: all."""
+        """The attention window of each layer that has a cache, in tokens; None: it sees all."""
         ...
 
     def cache_spec(self, index: int) -> CacheSpec:
@@ -148,7 +148,7 @@ class LanguageModel(Protocol):
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """Features that it cannot have -> why, as a half sentence."""
+        """Features that the model does not support -> the reason, as half a sentence."""
         ...
 
     @property
@@ -180,7 +180,7 @@ def arrays(item: Any) -> Iterator[mx.array]:
 
 
 def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
-    """Every object of a kind that `arrays` would pass, once; what it holds is left out."""
+    """Every object of a kind on the paths that `arrays` follows, once; its parts are left out."""
     seen: set[int] = set()
     stack = [item]
     while stack:
@@ -199,7 +199,7 @@ def reachable(item: Any, kind: type[Found]) -> Iterator[Found]:
 
 @cache
 def _slots(kind: type) -> tuple[str, ...]:
-    """Names of the attributes of a class of this package; of another class none."""
+    """Attribute names of a class of this package; none for other classes."""
     if not kind.__module__.startswith("mlxinfer."):
         return ()
     return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))

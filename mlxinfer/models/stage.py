@@ -1,4 +1,4 @@
-"""Pipeline stages: the layers of a model are divided among ranks, each with some in one piece.
+"""Pipeline stages: each rank has some consecutive layers of a model.
 
 Rank 0 has the embedding, the first layers, the last norm and the output projection; the others have
 layers only. Hidden states go from each rank to the next, and the rows that logits are wanted of go
@@ -32,7 +32,7 @@ from .weights.weights import StagePart, Weights, layer_of
 
 @dataclass(frozen=True, slots=True)
 class BetweenStages:
-    """What layers read of what came before, as a family says."""
+    """The arrays that go from one layer to the next; a family states them."""
 
     stream: tuple[int, ...]  # of a token: (hidden,), or (streams, hidden)
     per_layer: int = 0  # numbers of the input that each layer has of its own
@@ -47,7 +47,7 @@ def divide(
     *,
     last_cut: int | None = None,
 ) -> list[range]:
-    """The layers of each of `size` ranks, so that the largest part of the weights is the smallest.
+    """Divide layers among `size` ranks so that the largest part is as small as possible.
 
     Args:
         tensors: of the checkpoint.
@@ -70,7 +70,7 @@ def divide(
 
     @cache
     def best(first: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
-        """Of layers and ranks from here on: the largest part, the squares, where each one ends."""
+        """For layers and ranks from here on: the largest part, the sum of squares, each end."""
         found = []
         last = rank == size - 1
         begins = range(first + 1, last_cut - (size - rank - 2) + 1)  # of the next rank
@@ -87,7 +87,7 @@ def divide(
 def _sizes(
     tensors: Mapping[str, FileTensor], rename: Callable[[str], str | None], num_layers: int
 ) -> tuple[list[int], int]:
-    """Bytes of each layer, and of what is in no layer; arguments as of `divide`."""
+    """Return the bytes of each layer, and of all tensors in no layer; arguments as of `divide`."""
     layer_bytes, tables = [0] * num_layers, 0
     for name, tensor in tensors.items():
         ours = rename(name)
@@ -142,7 +142,7 @@ class StageModel:
         self.rope_variant = part.rope_variant
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
-        """As of `Model`; what this rank's layers give, (T, hidden_size)."""
+        """Run this rank's layers; arguments as of `Model`. Returns (T, hidden_size)."""
         self.part.begin_adapters(step.adapters)
         taps, rank, num_rows = step.taps, self._link.rank, step.positions.shape[0]
         tapped: list[mx.array] = []  # of layers of ranks 1 and on, in their order
@@ -162,7 +162,7 @@ class StageModel:
         return self._all_rows(num_rows, step, taps) if taps is not None and self._is_first else x
 
     def _all_rows(self, num_rows: int, step: Step, taps: Taps) -> mx.array:
-        """(T, hidden_size) of all rows behind the last norm, from the last rank to rank 0."""
+        """Return all rows (T, hidden_size) after the last norm. The last rank sends them."""
         wanted = self._tapped(taps, self._link.size)
         x, outputs = self._receive(num_rows, step, wanted)
         for index, output in zip(wanted, outputs, strict=True):
@@ -172,12 +172,12 @@ class StageModel:
         return x
 
     def _tapped(self, taps: Taps | None, rank: int) -> list[int]:
-        """Layers with outputs that are wanted, of ranks from 1 up to before this one."""
+        """Return the tapped layers of ranks from 1 up to the one before `rank`."""
         behind = range(self._layers[0].stop, self._layers[rank - 1].stop)
         return [] if taps is None else [index for index in behind if index in taps.layers]
 
     def _send(self, x: mx.array, step: Step, tapped: Sequence[mx.array]) -> None:
-        """To the next rank, side by side: x, inputs of layers behind this rank's, and `tapped`."""
+        """Send to the next rank, side by side: x, inputs of later layers, and `tapped`."""
         parts = [x, *tapped]
         if step.per_layer is not None and not self._is_last:
             parts.insert(1, step.per_layer[:, self._layers[self._link.rank].stop :])
@@ -187,7 +187,7 @@ class StageModel:
     def _receive(
         self, num_rows: int, step: Step, tapped: Sequence[int]
     ) -> tuple[mx.array, list[mx.array]]:
-        """What the rank before sent: x (T, ...), and the outputs (T, ...) of layers `tapped`.
+        """Receive from the rank before: x (T, ...), and the outputs (T, ...) of layers `tapped`.
 
         Inputs of layers from this rank's on are left in the step.
         """
@@ -222,7 +222,7 @@ class StageModel:
 def load_stage(
     tensors: dict[str, FileTensor], config: ModelConfig, builder: Any, link: Link, **others: Any
 ) -> tuple[StageModel, int]:
-    """The layers of one rank, and the bytes that were read.
+    """Load the layers of one rank; returns them and the bytes that were read.
 
     Args:
         tensors: of the whole checkpoint.
@@ -248,7 +248,7 @@ def load_stage(
 def load_tables(
     tensors: dict[str, FileTensor], config: ModelConfig, builder: Any, **others: Any
 ) -> Model:
-    """A model without its layers: what a head shares with it, in one piece. Arguments as above."""
+    """Load a model without its layers, for a head that shares its tables. Arguments as above."""
     stage = StagePart(range(0), has_tables=True)
     weights = Weights(Checkpoint(tensors, builder.tensor_name), stage=stage, **others)
     model: Model = builder.build(config, weights)

@@ -24,7 +24,7 @@ from .tensors import Tensor, loaded, read_together, side_by_side
 class StoredMatrix:
     """One matrix, or one per expert: (..., out_dims, in_dims), packed where there is a format.
 
-    It is in its files until a layer is made of it, so that matrices side by side are read as one.
+    It stays in its files until a layer is made of it, so matrices side by side are read as one.
     """
 
     weight: Tensor
@@ -38,32 +38,34 @@ class StoredMatrix:
 
     @property
     def in_dims(self) -> int:
-        """InputSlice that are here."""
+        """Number of inputs, of which a rank may have a part."""
         words = self.weight.shape[-1]
         return words if self.form is None else words * 32 // self.form.bits
 
     def reordered(self, order: Sequence[int]) -> "StoredMatrix":
-        """This matrix with its outputs in another order, or some of them."""
+        """Return this matrix with some of its outputs, in the order given."""
         rows = mx.array(list(order))
         (source,) = self.sources or (None,)
         chosen = () if source is None else (source.chosen(np.array(order, np.int32)),)
         return self._each(lambda array, axis: mx.take(array, rows, axis=axis), chosen)
 
     def by_head(self, num_heads: int) -> "StoredMatrix":
-        """(num_heads * rows, in_dims) as (num_heads, rows, in_dims)."""
+        """Reshape (num_heads * rows, in_dims) to (num_heads, rows, in_dims)."""
         return self._each(lambda array, axis: mx.unflatten(array, axis, (num_heads, -1)), ())
 
     def rows(self, start: int, stop: int) -> "StoredMatrix":
-        """Some of the outputs of each head."""
+        """Return outputs [start, stop) of each head."""
         return self._each(lambda array, axis: mx.take(array, mx.arange(start, stop), axis=axis), ())
 
     def scaled(self, factors: mx.array | float, *, bias: bool = True) -> "StoredMatrix":
-        """The same with each output times its own factor (..., out_dims), or all times one.
+        """Return this matrix with its outputs multiplied.
 
-        `bias`: what is added to the outputs too; else it stays.
+        Args:
+            factors: one for each output (..., out_dims), or one for all.
+            bias: multiply the bias too.
 
         Raises:
-            UnsupportedModelError: its format has scales that cannot be multiplied.
+            UnsupportedModelError: the scales of its format cannot be multiplied.
         """
         if self.form is not None and self.form.mode != "affine":
             raise UnsupportedModelError(
@@ -88,7 +90,7 @@ class StoredMatrix:
     def _each(
         self, change: Callable[[mx.array, int], mx.array], sources: tuple[SourceRows, ...]
     ) -> "StoredMatrix":
-        """`change` field by field, given the axis of the outputs in that field."""
+        """Apply `change` to each field; it is given the axis of the outputs in that field."""
         return StoredMatrix(
             change(loaded(self.weight), -2),
             None if self.bias is None else change(self.bias, -1),
@@ -100,7 +102,7 @@ class StoredMatrix:
         )
 
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Words, scales and biases of a matrix that has a format."""
+        """Return words, scales and biases of a quantised matrix."""
         assert self.scales is not None
         if self.biases is None:
             weight, scales = read_together([self.weight, self.scales])
@@ -109,13 +111,13 @@ class StoredMatrix:
         return weight, scales, biases
 
     def head_linear(self) -> HeadLinear:
-        """The layer of one matrix per head, without biases."""
+        """Make the layer of one matrix per head, without biases."""
         if self.form is None:
             return DenseHeadLinear(loaded(self.weight))
         return QuantizedHeadLinear(*self.packed(), **asdict(self.form))
 
     def projection(self, make: LayerFactory) -> Projection:
-        """The layer of one matrix."""
+        """Make the layer of one matrix."""
         made: Projection
         if self.form is None:
             made = make.linear(loaded(self.weight), self.bias)
@@ -125,7 +127,7 @@ class StoredMatrix:
         return made
 
     def expert_projection(self, make: LayerFactory) -> ExpertProjection:
-        """The layer of one matrix per expert."""
+        """Make the layer of one matrix per expert."""
         if self.defer is not None:
             return self.defer(self)
         if self.form is None:
@@ -138,7 +140,7 @@ class StoredMatrix:
     def _note(
         self, made: Projection | ExpertProjection, make: LayerFactory, num_experts: int | None
     ) -> None:
-        """Say which matrices of the checkpoint a layer was made of, if all of it is known."""
+        """Note for adapters which matrices a layer was made of, if that is known."""
         if make.adapter_targets is not None and self.sources:
             target = AdapterTarget(made, self.sources, self.in_dims, num_experts, self.inputs)
             make.adapter_targets.append(target)
@@ -148,14 +150,14 @@ Deferral = Callable[[StoredMatrix], ExpertProjection]
 
 
 def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:
-    """One projection of one input; parts of different formats stay apart."""
+    """Make one projection of matrices that read one input; different formats stay apart."""
     if len({part.form for part in parts}) > 1:
         return Joined([part.projection(make) for part in parts])
     return _side_by_side(parts).projection(make)
 
 
 def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertProjection:
-    """`fused` for matrices that are stacked by expert."""
+    """Do what `fused` does, for matrices stacked by expert."""
     if len({part.form for part in parts}) > 1:
         return JoinedExperts([part.expert_projection(make) for part in parts])
     return _side_by_side(parts).expert_projection(make)
@@ -168,7 +170,7 @@ def _side_by_side(parts: Sequence[StoredMatrix]) -> StoredMatrix:
 def combined(
     parts: Sequence[StoredMatrix], combine: Callable[[Sequence[Tensor], int], Tensor]
 ) -> StoredMatrix:
-    """Matrices of one format as one: `combine` field by field, given the axis of the outputs."""
+    """Join matrices of one format; `combine` joins a field along the axis of the outputs."""
     if len(parts) == 1:
         return parts[0]
 

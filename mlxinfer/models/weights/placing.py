@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -28,66 +28,38 @@ LEAST_RATE = 0.5  # tokens/s below which a model is refused
 FIELDS = ("weight", "scales", "biases", "bias")
 
 
-class Placing(Protocol):
-    """Decides what becomes of tensors and of the matrices made of them."""
+class InMemory:
+    """Everything is read and computed while the model is built. Other placings do as it does."""
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor that was taken, as it is used from now on."""
-        ...
+        """Return a tensor that was taken as it is used from now on."""
+        return tensor
 
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
-        """A field of a matrix in the activations' dtype.
+        """Return a field of a matrix in the activations' dtype.
 
         Args:
             name: of the field.
             tensor: the field.
             dtype: of activations.
-            of_experts: the matrix is one of an expert, or all of theirs.
+            of_experts: the matrix belongs to one expert, or to all of them.
         """
-        ...
-
-    def same(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two tensors hold the same."""
-        ...
-
-    def experts(self, stored: StoredMatrix) -> StoredMatrix:
-        """Matrices of experts (E, out_dims, in_dims), as they are used from now on."""
-        ...
-
-    def mixture(self, **parts: Any) -> MoE:
-        """The mixture of experts of these parts."""
-        ...
-
-    def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Compute arrays of the model."""
-        ...
-
-
-class InMemory:
-    """Everything is read and computed while the model is built."""
-
-    def tensor(self, tensor: Tensor) -> Tensor:
-        """As it is."""
-        return tensor
-
-    def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
-        """Read if it has another dtype."""
         return cast(tensor, dtype)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        """Bit for bit."""
+        """Whether two tensors are equal bit for bit."""
         return one.shape == other.shape and bool(mx.array_equal(loaded(one), loaded(other)))
 
     def experts(self, stored: StoredMatrix) -> StoredMatrix:
-        """As they are."""
+        """Return experts' matrices (E, out_dims, in_dims) as they are used from now on."""
         return stored
 
     def mixture(self, **parts: Any) -> MoE:
-        """As every layer has it."""
+        """Make a mixture of experts of its parts."""
         return MoE(**parts)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Now."""
+        """Compute arrays of the model now."""
         mx.eval(arrays)
 
 
@@ -95,27 +67,27 @@ class Nowhere:
     """Tensors are shapes: no byte is read or computed. For checks, and layers of other stages."""
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """An array of its shape that is never computed."""
+        """Return an array of its shape that is never computed."""
         return mx.zeros(tensor.shape, tensor.dtype)
 
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
-        """Its shape in another dtype."""
+        """Return its shape in another dtype."""
         return mx.zeros(tensor.shape, dtype)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        """Whether they have one shape."""
+        """Whether two tensors have one shape."""
         return one.shape == other.shape
 
     def experts(self, stored: StoredMatrix) -> StoredMatrix:
-        """As they are."""
+        """Return them as they are."""
         return stored
 
     def mixture(self, **parts: Any) -> MoE:
-        """As every layer has it."""
+        """Make a mixture of experts of its parts."""
         return MoE(**parts)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Not at all."""
+        """Compute nothing."""
 
 
 IN_MEMORY = InMemory()
@@ -132,26 +104,26 @@ class InSlots:
         self._dtype = mx.float32  # of activations
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """As it is."""
+        """Return it as it is."""
         return tensor
 
     def rounded(self, name: str, tensor: Tensor, dtype: mx.Dtype, *, of_experts: bool) -> Tensor:
-        """Experts are rounded when they are read."""
+        """Leave experts as they are stored: they are rounded when they are read."""
         if not of_experts:
             return cast(tensor, dtype)
         self._dtypes[name].add(FLOATS[tensor.dtype])
         return tensor
 
     def same(self, one: Tensor, other: Tensor) -> bool:
-        """Bit for bit."""
+        """Whether two tensors are equal bit for bit."""
         return IN_MEMORY.same(one, other)
 
     def compute(self, arrays: Sequence[mx.array]) -> None:
-        """Now."""
+        """Compute arrays of the model now."""
         mx.eval(arrays)
 
     def experts(self, stored: StoredMatrix) -> StoredMatrix:
-        """Not read; the layer made of them is over slots."""
+        """Leave them in their files; the layer made of them reads slots."""
         return replace(stored, defer=self._defer)
 
     def _defer(self, stored: StoredMatrix) -> ExpertProjection:
@@ -180,7 +152,7 @@ class InSlots:
         return mixture
 
     def _why_not(self) -> str:
-        """How experts are stored that cannot be read one by one."""
+        """Say why experts cannot be read one by one."""
         mixed = [sorted(dtypes) for dtypes in self._dtypes.values() if len(dtypes) > 1]
         return f"partly in {' and '.join(mixed[0])}" if mixed else "transposed or interleaved"
 
@@ -190,14 +162,14 @@ class InSlots:
         """Give every mixture its slots, once the model is built.
 
         Args:
-            num_bytes: of all slots together, at most.
+            num_bytes: upper limit of all slots together.
             dtype: of activations.
-            per_token: experts that a token goes to.
-            forced: tokens may take as long as they do.
+            per_token: experts of each token.
+            forced: accept a disk that makes tokens take seconds.
 
         Raises:
             UnsupportedModelError: the model has no experts.
-            InsufficientMemoryError: so few bytes, or so slow a disk, that it makes no sense.
+            InsufficientMemoryError: too few bytes, or too slow a disk.
         """
         self._dtype = dtype
         if not self._mixtures:
@@ -231,9 +203,10 @@ class InSlots:
         return ExpertStore(layers, reader, used, all_bytes, active, rate)
 
     def _slot_dtypes(self, tensor: Tensor, stored: StoredMatrix) -> tuple[mx.Dtype, mx.Dtype]:
-        """What a field's numbers are rounded to, and are held as: floats as the activations are.
+        """Return the dtypes that a field's numbers are rounded to, and are held in.
 
-        MLX's CPU backend has products of dense experts in float32 alone.
+        Floats take the dtype of activations. MLX's CPU backend multiplies dense experts in float32
+        only.
         """
         if tensor.dtype not in FLOATS:
             return tensor.dtype, tensor.dtype
@@ -241,7 +214,7 @@ class InSlots:
         return self._dtype, mx.float32 if wide else self._dtype
 
     def _expert_bytes(self, projection: SlotProjection) -> int:
-        """Memory of one expert's part of a projection."""
+        """Return the bytes of one expert's part of a projection."""
         stored = self._deferred[projection]
         fields = [getattr(stored, name) for name in FIELDS]
         return sum(
@@ -296,11 +269,12 @@ class InSlots:
 
 
 def _require_rate(active_bytes: int, share: float, rate: float) -> None:
-    """Raise InsufficientMemoryError where tokens would take seconds.
+    """Raise InsufficientMemoryError if tokens would take seconds.
 
     Args:
-        active_bytes: of the experts that a token goes to.
-        share: of all experts, that has slots; so many of them are there if routing is even.
+        active_bytes: of the experts of one token.
+        share: part of all experts that has slots. With even routing, this part of a token's experts
+            is in memory.
         rate: bytes/s of the disk.
     """
     missing = active_bytes * (1 - share)
@@ -313,3 +287,6 @@ def _require_rate(active_bytes: int, share: float, rate: float) -> None:
         "give it more expert_memory, take fewer bits, or say slow_experts=True (--slow-experts).",
         param="expert_memory",
     )
+
+
+Placing = InMemory | Nowhere | InSlots

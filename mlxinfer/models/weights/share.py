@@ -1,4 +1,4 @@
-"""Which part of a model a rank has: its share of heads and columns, as a config counts them.
+"""The part of a model that a rank has: its share of heads and columns.
 
 The config of a rank counts what this rank has. Everything else follows: layers ask for tensors in
 the sizes of their config, and `RankTensors` cuts these from the stored ones. Pure Python.
@@ -53,11 +53,11 @@ class Share:
     counts: set[int] = field(default_factory=set)
 
     def span(self, num_units: int) -> tuple[int, int]:
-        """The units of this rank, [from, to), as many as others have or one more or less."""
+        """Return the units of this rank, [from, to). Ranks differ by one unit at most."""
         return num_units * self.rank // self.size, num_units * (self.rank + 1) // self.size
 
     def cut(self, stored: int, wanted: int) -> int | None:
-        """Where `wanted` of `stored` numbers that lie side by side begin; None: nowhere."""
+        """Return where this rank's `wanted` of `stored` numbers begin; None: nowhere."""
         if stored == wanted:
             return 0
         for count in sorted(self.counts):
@@ -70,7 +70,7 @@ class Share:
         return None
 
     def wholes(self, wanted: int) -> list[int]:
-        """What `wanted` numbers of this rank may be a part of; 0: of nothing that is so divided.
+        """Return how many numbers all ranks may have, where this rank has `wanted`; 0: impossible.
 
         In this order: as each of `counts` is divided, then as what several ranks have alike, and
         by themselves.
@@ -84,7 +84,7 @@ class Share:
         return [*found, *alike, wanted]
 
     def fields(self, fields: Fields, model_type: str, unit: int) -> Fields:
-        """What the config of this rank states.
+        """Return the fields of this rank's config.
 
         Args:
             fields: of the whole model, complete.
@@ -139,7 +139,7 @@ class Share:
 
 
 def largest_group(quantization: Any) -> int:
-    """Columns that share a scale in the coarsest format of a checkpoint; 1: it has none."""
+    """Return the largest group of columns that share a scale; 1: nothing is quantised."""
     if quantization is None:
         return 1
     return max(f.group_size for f in (quantization.default, *quantization.by_path.values()))

@@ -76,16 +76,16 @@ class FileTensor:
 
     @property
     def ndim(self) -> int:
-        """Of axes."""
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Of the array."""
+        """Bytes of the array."""
         return prod(self.shape) * self.dtype.size
 
     def read(self) -> mx.array:
-        """The array, read; the same one every time.
+        """Read the array, once; every call returns the same one.
 
         Raises:
             CheckpointError: a file became shorter, or its disk fails.
@@ -94,7 +94,7 @@ class FileTensor:
         return array
 
     def cut(self, axis: int, start: int, stop: int) -> "FileTensor":
-        """What lies at [start, stop) of an axis."""
+        """Return the part at [start, stop) of an axis, not read."""
         shape = (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])
         row = prod(self.shape[axis + 1 :]) * self.dtype.size
         blocks = _blocks(self.spans, prod(self.shape[:axis]))
@@ -102,7 +102,7 @@ class FileTensor:
         return FileTensor(self.stored, shape, spans)
 
     def rows(self) -> list[list[Span]]:
-        """The bytes of each index of the first axis."""
+        """Return the spans of each index of the first axis."""
         return _blocks(self.spans, self.shape[0])
 
 
@@ -138,17 +138,17 @@ def _stored(info: TensorInfo, file: WeightFile) -> FileTensor:
 
 
 def loaded(tensor: Tensor) -> mx.array:
-    """The array, read if it is in a file."""
+    """Return the array; it is read if it is in a file."""
     return tensor.read() if isinstance(tensor, FileTensor) else tensor
 
 
 def cast(tensor: Tensor, dtype: mx.Dtype) -> Tensor:
-    """In a dtype; what has it already is not read."""
+    """Return a tensor in a dtype. A tensor that has it already is not read."""
     return tensor if tensor.dtype == dtype else loaded(tensor).astype(dtype)
 
 
 def side_by_side(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Arrays joined along an axis, counted from the end: in their files, if all are there."""
+    """Join arrays along an axis, counted from the end; nothing is read if all are in files."""
     if not _unread(parts):
         return mx.concatenate([loaded(part) for part in parts], axis=axis)
     shape = list(parts[0].shape)
@@ -159,7 +159,7 @@ def side_by_side(parts: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Arrays of one shape along a new first axis: in their files, if all are there."""
+    """Stack arrays along a new first axis; nothing is read if all are in files."""
     if not _unread(parts):
         return mx.stack([loaded(part) for part in parts])
     spans = [span for part in parts for span in part.spans]
@@ -167,7 +167,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _unread(parts: Sequence[Tensor]) -> TypeGuard[Sequence[FileTensor]]:
-    """Whether all are in files alone, of one dtype, and each is there once."""
+    """Whether no tensor is read yet, all have one dtype, and none is given twice."""
     there = [part for part in parts if isinstance(part, FileTensor) and part.array is None]
     return (
         len({id(part) for part in there}) == len(parts)
@@ -176,7 +176,7 @@ def _unread(parts: Sequence[Tensor]) -> TypeGuard[Sequence[FileTensor]]:
 
 
 def _blocks(spans: Sequence[Span], count: int) -> list[list[Span]]:
-    """Spans as `count` runs of equally many bytes."""
+    """Divide spans into `count` runs of equally many bytes."""
     if count == 1:
         return [list(spans)]
     if len(spans) == count and len({span.size for span in spans}) == 1:
@@ -186,7 +186,7 @@ def _blocks(spans: Sequence[Span], count: int) -> list[list[Span]]:
 
 
 def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """The bytes at [start, stop) of what the spans are together."""
+    """Return the bytes at [start, stop) of all spans one behind the other."""
     found, at = [], 0
     for span in spans:
         first, last = max(start - at, 0), min(stop - at, span.size)
@@ -197,7 +197,7 @@ def _between(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[mx.array]:
-    """Arrays; those in files are read at once, beside each other.
+    """Return arrays. Tensors in files are read in parallel.
 
     Raises:
         CheckpointError: a file became shorter, or its disk fails.
@@ -277,7 +277,7 @@ def _tasks(destinations: Sequence[tuple[Sequence[Span], memoryview]]) -> list[li
 
 
 def _allocated(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview]]:
-    """New arrays, and views of their memory, which is to be filled."""
+    """Make arrays, and views of their memory, which the caller fills."""
     large = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
     unwritten = iter(_unwritten(large) if large else [])
     return [next(unwritten) if t.nbytes > SMALL_BYTES else _zeros(t) for t in tensors]
@@ -291,9 +291,10 @@ def _zeros(tensor: FileTensor) -> tuple[mx.array, memoryview]:
 
 
 def _unwritten(tensors: Sequence[FileTensor]) -> list[tuple[mx.array, memoryview]]:
-    """Arrays of memory that nothing was written to.
+    """Make arrays without writing to their memory.
 
-    MLX makes such arrays only of what it loads. So it loads a file that writes nothing.
+    MLX leaves memory unwritten only for arrays that it loads. So it loads a file that is
+    empty (`mx.zeros` and a read took twice as long as the read).
     """
     source, left = _Source(tensors), Lock()
     views = source.views
@@ -334,16 +335,16 @@ class _Source:
         self._at = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Go to a place, from the beginning or, with 2, from the end."""
+        """Set the position: from the beginning, or from the end if `whence` is 2."""
         self._at = offset + (self._end if whence == 2 else self._at if whence == 1 else 0)
         return self._at
 
     def tell(self) -> int:
-        """The place."""
+        """Return the position."""
         return self._at
 
     def readinto(self, view: memoryview) -> int:
-        """The header, a part at a time; or nothing of the tensor at this place."""
+        """Give a part of the header, or note the memory of the tensor at this position."""
         if self._at < len(self._head):
             view[:] = self._head[self._at : self._at + len(view)]
         else:

@@ -164,8 +164,7 @@ class LayerRun:
         """The same at once, not evaluated."""
         caches = {mixer: whole_sequences(mixer.spec, length) for mixer in self.model.mixers}
         positions = mx.arange(x.shape[0]) % length
-        y: mx.array = self.model.layers[0](x, Step(positions.astype(mx.int32), caches))
-        return y
+        return self.model.layers[0](x, None, Step(positions.astype(mx.int32), caches))[0]
 
 
 class StreamedModel:

@@ -18,7 +18,7 @@ from ..core import CacheSpec
 from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection
 from .mlp import FeedForward
-from .step import Step
+from .step import Layer, Passed, Step
 
 Summand = Literal["layers", "embedding", "tokens", "adapters"]
 """What a sum is of: links count their bytes by it."""
@@ -188,7 +188,7 @@ class AbsentMixer:
         raise AssertionError("a layer of another rank")
 
 
-class AbsentLayer:
+class AbsentLayer(Layer):
     """A layer that another rank has: x stays as it is."""
 
     __slots__ = ("mixer",)
@@ -197,9 +197,9 @@ class AbsentLayer:
         absent = [AbsentMixer(mixer.spec) for mixer in mixers]
         self.mixer: LayerMixer | None = ParallelMixers(absent) if absent else None
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> x."""
-        return x
+        return x, None
 
 
 class AbsentTable:

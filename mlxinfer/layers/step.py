@@ -217,15 +217,13 @@ class Step:
         taps: takes outputs of layers that are wanted; None: none are.
 
     Attributes:
-        left: the output x of a layer, a norm, and norm(x), for the layer that reads it next; None:
-            no layer left the like.
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
     """
 
     __slots__ = (
-        *("_prepared", "adapters", "caches", "left", "per_layer", "positions", "rope_variants"),
-        *("taps", "token_types"),
+        *("_prepared", "adapters", "caches", "per_layer", "positions", "rope_variants", "taps"),
+        "token_types",
     )
 
     def __init__(
@@ -245,7 +243,6 @@ class Step:
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
         self._prepared: dict[Rope, Any] = {}
-        self.left: tuple[mx.array, Norm | None, mx.array] | None = None
 
     def prepared(self, rope: Rope) -> Any:
         """`rope.prepare` for this step's tokens, computed once for all layers of that rope."""
@@ -254,9 +251,40 @@ class Step:
             found = self._prepared[rope] = rope.prepare(self.positions, self.rope_variants)
         return found
 
-    def normed(self, norm: Norm, x: mx.array) -> mx.array:
-        """norm(x), as the layer before has left it; computed where it has left another."""
-        left, self.left = self.left, None
-        if left is not None and left[0] is x and left[1] is norm:
-            return left[2]
-        return norm(x)
+
+Passed = tuple[mx.array, mx.array | None]
+"""The residual stream x (T, hidden), and what the norm that reads x next gives of it.
+
+None: that norm is still to be computed. A kernel computes both in one dispatch.
+"""
+
+
+class Layer(Protocol):
+    """One layer of a decoder or an encoder.
+
+    Attributes:
+        mixer: the block that lets tokens of one sequence see each other; None: there is none.
+        first_norm: the norm that reads the layer's input. None: the layer computes what it needs.
+    """
+
+    __slots__ = ()
+
+    mixer: Any = None
+    first_norm: Norm | None = None
+
+    def pass_on(self, norm: Norm) -> None:
+        """Let the layer compute the norm that reads its output. By default it does not."""
+        return
+
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
+        """One layer.
+
+        Args:
+            x: (T, hidden).
+            normed: `first_norm` of x; None: it is still to be computed.
+            step: of the tokens.
+
+        Returns:
+            The output (T, hidden), and the norm of it that `pass_on` named or None.
+        """
+        ...

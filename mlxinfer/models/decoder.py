@@ -6,8 +6,7 @@ behind the cache that the caller passes for each layer.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -18,7 +17,7 @@ from ..layers.factory import AdapterTarget
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm
-from ..layers.step import FINAL, Rows, Step
+from ..layers.step import FINAL, Layer, Passed, Rows, Step
 from .config import ModelConfig
 from .language import Replaceable, arrays
 
@@ -27,24 +26,11 @@ if TYPE_CHECKING:
     from .weights.expert_store import ExpertStore
 
 
-class Layer(Protocol):
-    """One layer of a decoder."""
-
-    @property
-    def mixer(self) -> LayerMixer | None:
-        """The block that lets tokens of one sequence see each other; None: there is none."""
-        ...
-
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> (T, hidden)."""
-        ...
-
-
 Entry = Callable[[mx.array, mx.array, Step], mx.array]
 """Token ids (T,) and embeddings (T, hidden) -> what the first layer reads."""
 
 
-class ResidualLayer:
+class ResidualLayer(Layer):
     """Two blocks, each of which adds to the residual stream, with norms before and after them.
 
     x + mixer(norm(x)), then x + mlp(norm(x)) in Llama and most others; x + norm(mixer(x)) and so
@@ -56,12 +42,10 @@ class ResidualLayer:
         after: norms over the output of each, before it is added; None: there is none.
 
     Attributes:
-        mixer_norm: `before` of the mixer.
-        joins: of the mixer's output, and of the other block's: there the next layer's first norm
-            is known to `Model`, which puts it in.
+        joins: of the mixer's output, and of the other block's.
     """
 
-    __slots__ = ("joins", "mixer", "mixer_norm", "mlp")
+    __slots__ = ("first_norm", "joins", "mixer", "mlp")
 
     def __init__(
         self,
@@ -73,20 +57,24 @@ class ResidualLayer:
     ) -> None:
         self.mixer = mixer
         self.mlp = mlp
-        self.mixer_norm = before[0]
+        self.first_norm = before[0]
         self.joins = Join(after[0], before[1]), Join(after[1], None)
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def pass_on(self, norm: Norm) -> None:
+        """Let the layer compute the norm that reads its output."""
+        self.joins[1].before = norm
+
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         to_mlp, onward = self.joins
-        normed = x if self.mixer_norm is None else step.normed(self.mixer_norm, x)
+        if normed is None:
+            normed = x if self.first_norm is None else self.first_norm(x)
         x, normed = to_mlp(x, partial(self.mixer, normed, step))
         x, normed = onward(x, partial(self.mlp, normed))
-        step.left = x, onward.before, normed
-        return x
+        return x, None if onward.before is None else normed
 
 
-class ParallelLayer:
+class ParallelLayer(Layer):
     """x + mixer(norm(x)) + mlp(norm(x)), with one norm: Cohere."""
 
     __slots__ = ("mixer", "mlp", "norm")
@@ -96,10 +84,10 @@ class ParallelLayer:
         self.mixer = mixer
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         normed = self.norm(x)
-        return self.mlp(normed, self.mixer(normed, step, x))
+        return self.mlp(normed, self.mixer(normed, step, x)), None
 
 
 class Model:
@@ -167,12 +155,12 @@ class Model:
         """
         self.begin_adapters(step.adapters)
         taps = step.taps
-        x = self.enter(ids, step)
+        x, normed = self.enter(ids, step), None
         for index, layer in enumerate(self.layers):
-            x = layer(x, step)
+            x, normed = layer(x, normed, step)
             if taps is not None:
                 taps.put(index, x)
-        x = step.normed(self.norm, x)
+        x = self.norm(x) if normed is None else normed
         if taps is not None:
             taps.put(FINAL, x)
         return x
@@ -221,14 +209,11 @@ class Model:
 
 
 def link_norms(layers: Sequence[Layer], last: Norm) -> None:
-    """Give each layer the norm that reads its output: the next one's first, or the last of all."""
-    for layer, following in pairwise([*layers, None]):
-        if not isinstance(layer, ResidualLayer):
-            continue
-        if following is None:
-            layer.joins[1].before = last
-        elif isinstance(following, ResidualLayer):
-            layer.joins[1].before = following.mixer_norm
+    """Tell each layer the norm that reads its output: the next one's first, or the last of all."""
+    norms = [*[layer.first_norm for layer in layers[1:]], last]
+    for layer, norm in zip(layers, norms, strict=True):
+        if norm is not None:
+            layer.pass_on(norm)
 
 
 def keeping(mixer: LayerMixer | None) -> Sequence[Mixer]:

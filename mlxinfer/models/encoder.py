@@ -15,14 +15,13 @@ from ..layers.linear import Embedding
 from ..layers.mlp import MLP, PLAIN, Activation
 from ..layers.norm import LayerNorm, Norm
 from ..layers.rope import RopeSpec
-from ..layers.step import Step
+from ..layers.step import Layer, Passed, Step
 from .config import ModelConfig
-from .decoder import Layer
 from .family import Family
 from .jsonfields import Fields
 
 
-class NormedSumLayer:
+class NormedSumLayer(Layer):
     """norm(x + mixer(x)), then norm(x + mlp(x)): the first Transformer, BERT and its kin."""
 
     __slots__ = ("mixer", "mixer_norm", "mlp", "mlp_norm")
@@ -33,10 +32,10 @@ class NormedSumLayer:
         self.mlp = mlp
         self.mlp_norm = mlp_norm
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         x = self.mixer_norm(self.mixer(x, step, x))
-        return self.mlp_norm(self.mlp(x, x))
+        return self.mlp_norm(self.mlp(x, x)), None
 
 
 class SummedEmbeddings:

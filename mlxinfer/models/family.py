@@ -22,9 +22,9 @@ from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from ..layers.norm import Norm, WideQKNorm
 from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
-from ..layers.step import Rope
+from ..layers.step import Layer, Rope
 from .config import ModelConfig, read_layer_types, read_rope
-from .decoder import Entry, Layer, Model, ResidualLayer
+from .decoder import Entry, Model, ResidualLayer
 from .jsonfields import Fields
 from .language import arrays
 from .registry import language_name

@@ -23,9 +23,9 @@ from ..layers.attention import Mixer
 from ..layers.linear import Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
-from ..layers.step import FINAL, Rows, Step
+from ..layers.step import FINAL, Layer, Rows, Step
 from .config import ModelConfig, normalise
-from .decoder import Layer, Model, keeping
+from .decoder import Model, keeping
 from .families.llama import Llama
 from .family import PACKED, Family
 from .jsonfields import Fields, read_json
@@ -70,7 +70,8 @@ class JoinedBlock:
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        return self.layer(self.proj(mx.concatenate(both, axis=-1)), step)
+        x, _ = self.layer(self.proj(mx.concatenate(both, axis=-1)), None, step)
+        return x
 
 
 class ConcatenatedBlock:

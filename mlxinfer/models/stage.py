@@ -150,8 +150,9 @@ class StageModel:
             x = self.part.enter(ids, step)
         else:
             x, tapped = self._receive(num_rows, step, self._tapped(taps, rank))
+        normed = None
         for index in self._layers[rank]:
-            x = self.part.layers[index](x, step)
+            x, normed = self.part.layers[index](x, normed, step)
             if taps is not None:
                 taps.put(index, x)
                 tapped += [x] if index in taps.layers and rank else []

@@ -36,6 +36,7 @@ class Pass:
     groups: Sequence[RowGroup]
     step: Step
     x: mx.array  # (T, hidden) behind `num_layers` layers
+    normed: mx.array | None = None  # of x by the norm of the next layer, where it is known
     num_layers: int = 0
     began_s: float = 0.0  # of the slice that was launched last
     share: float = 0.0  # of all layers, that this slice computes
@@ -216,7 +217,7 @@ class PoolingLoop:
         computed.began_s = time.monotonic()
         try:
             for layer in layers[computed.num_layers : stop]:
-                computed.x = layer(computed.x, computed.step)
+                computed.x, computed.normed = layer(computed.x, computed.normed, computed.step)
             computed.num_layers = stop
             if stop == len(layers):
                 hidden = self.model.model.norm(computed.x)

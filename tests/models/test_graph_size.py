@@ -22,10 +22,10 @@ class FreeKV:
 def num_nodes(model, num_layers: int) -> int:
     """Of one step over one token through the first layers."""
     ids, positions = mx.array([3], mx.int32), mx.array([5], mx.int32)
-    x = model.embed_tokens(ids)
+    x, normed = model.embed_tokens(ids), None
     step = Step(positions, {mixer: FreeKV() for mixer in model.mixers})
     for layer in model.layers[:num_layers]:
-        x = layer(x, step)
+        x, normed = layer(x, normed, step)
     text = io.StringIO()
     mx.export_to_dot(text, x)
     return text.getvalue().count("label =")

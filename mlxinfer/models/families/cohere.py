@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from ...layers.norm import LayerNorm
 from ...layers.rope import RopeSpec
+from ...layers.step import Layer
 from ..config import FULL, ModelConfig
-from ..decoder import Layer, ParallelLayer
+from ..decoder import ParallelLayer
 from ..family import Family
 from ..jsonfields import Fields
 

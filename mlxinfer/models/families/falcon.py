@@ -14,8 +14,9 @@ from ...layers.attention import Attention, LayerMixer, ParallelMixers
 from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2
 from ...layers.mlp import MLP, FeedForward
+from ...layers.step import Layer
 from ..config import FULL, ModelConfig
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from ..weights.matrix import StoredMatrix, fused

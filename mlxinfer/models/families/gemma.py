@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import ClassVar
 
+from ...layers.step import Layer
 from ..config import ModelConfig
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 

@@ -18,9 +18,9 @@ from ...layers.linear import Projection
 from ...layers.mlp import MLP, Activation, FeedForward, Gated
 from ...layers.norm import Norm
 from ...layers.per_layer import PerLayerGate, PerLayerInputs
-from ...layers.step import Step
+from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
-from ..decoder import Entry, Layer
+from ..decoder import Entry
 from ..family import Family
 from ..jsonfields import Fields
 from ..stage import BetweenStages
@@ -156,7 +156,7 @@ class Laurel:
         return x + self.norm(self.right(self.left(x)))
 
 
-class StreamedLayer:
+class StreamedLayer(Layer):
     """A sandwich layer over the active stream, between a prediction and a correction of all.
 
     Args:
@@ -188,7 +188,7 @@ class StreamedLayer:
         self.gate = gate
         self.scale = scale
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, S, hidden) to the same shape."""
         before, behind, before_mlp, behind_mlp = self.norms
         predicted = self.altup.predict(x)
@@ -201,7 +201,7 @@ class StreamedLayer:
         first, others = mx.split(corrected, [1], axis=1)
         read = corrected[:, self.altup.active]
         added = self.gate(read if self.scale is None else read * self.scale, step)
-        return mx.concatenate([first, others + added[:, None]], axis=1)
+        return mx.concatenate([first, others + added[:, None]], axis=1), None
 
 
 class Gemma3n(Family):

@@ -22,9 +22,9 @@ from ...layers.moe import ExpertProjection, MoE, top_k_softmax
 from ...layers.norm import Join, Norm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
-from ...layers.step import Step
+from ...layers.step import Layer, Passed, Step
 from ..config import FULL, SLIDING, ModelConfig
-from ..decoder import Entry, Layer
+from ..decoder import Entry
 from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..stage import BetweenStages
@@ -102,7 +102,7 @@ class ScaledChoice:
         return weights * self.factors[experts], experts
 
 
-class ScaledLayer:
+class ScaledLayer(Layer):
     """A sandwich layer with a scaled output; the second block has its own norms before it.
 
     Args:
@@ -129,12 +129,12 @@ class ScaledLayer:
         self.scalar = scalar
         self.gate = gate
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
         to_mlp, onward = self.joins
         x, _ = to_mlp(x, partial(self.mixer, self.before(x), step))
         x, _ = onward(x, partial(self.mlp, x))
-        return (x if self.gate is None else x + self.gate(x, step)) * self.scalar
+        return (x if self.gate is None else x + self.gate(x, step)) * self.scalar, None
 
 
 class Gemma4(Family):

@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.mlp import FeedForward
+from ...layers.step import Layer
 from ..config import ModelConfig
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from .deepseek import DeepseekV3, DeepseekV32, biased_routing, shared_expert, with_experts

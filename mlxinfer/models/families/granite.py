@@ -12,8 +12,9 @@ from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.moe import top_k_softmax
 from ...layers.rope import RopeSpec
+from ...layers.step import Layer
 from ..config import FULL, ModelConfig
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from .mamba import MambaDims, plain_mamba_mixer

@@ -12,8 +12,9 @@ from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.moe import GroupedRouting
 from ...layers.short_conv import ShortConv
+from ...layers.step import Layer
 from ..config import FULL, ModelConfig
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 

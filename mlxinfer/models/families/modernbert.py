@@ -8,8 +8,9 @@ from typing import ClassVar
 from ...layers.linear import Projection
 from ...layers.mlp import MLP
 from ...layers.norm import Norm
+from ...layers.step import Layer
 from ..config import FULL, SLIDING
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..encoder import Encoder, SummedEmbeddings, identity
 from ..jsonfields import Fields
 

@@ -18,9 +18,8 @@ from ...layers.mlp import MLP, FeedForward, relu_squared
 from ...layers.moe import MoE
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
-from ...layers.step import Step
+from ...layers.step import Layer, Passed, Step
 from ..config import FULL, ModelConfig
-from ..decoder import Layer
 from ..family import Family
 from ..jsonfields import Fields
 from .deepseek import biased_routing, with_experts
@@ -47,7 +46,7 @@ _NAMES = {  # of the config, and what other families with Mamba-2 call the same
 }
 
 
-class MixerLayer:
+class MixerLayer(Layer):
     """x + mixer(norm(x))."""
 
     __slots__ = ("mixer", "norm")
@@ -58,12 +57,12 @@ class MixerLayer:
         self.norm = norm
         self.mixer = mixer
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
-        return self.mixer(self.norm(x), step, x)
+        return self.mixer(self.norm(x), step, x), None
 
 
-class FeedForwardLayer:
+class FeedForwardLayer(Layer):
     """x + mlp(norm(x))."""
 
     __slots__ = ("mlp", "norm")
@@ -74,9 +73,9 @@ class FeedForwardLayer:
         self.norm = norm
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, step: Step) -> mx.array:
+    def __call__(self, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
         """x (T, hidden) -> (T, hidden)."""
-        return self.mlp(self.norm(x), x)
+        return self.mlp(self.norm(x), x), None
 
 
 class LatentExperts:

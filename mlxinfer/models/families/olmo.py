@@ -5,8 +5,9 @@ from typing import ClassVar
 from ...errors import CheckpointError
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
+from ...layers.step import Layer
 from ..config import FULL, SLIDING, read_layer_types
-from ..decoder import Layer, ResidualLayer
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 

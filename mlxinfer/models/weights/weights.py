@@ -32,7 +32,8 @@ from ...layers.ranks import (
     SummedBlock,
     Sums,
 )
-from ..decoder import Layer, keeping
+from ...layers.step import Layer
+from ..decoder import keeping
 from ..language import arrays
 from ..quantization import QuantFormat, Quantization, format_of_shapes
 from .matrix import StoredMatrix, combined, fused

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..errors import DownloadError, InvalidRequestError, ModelNotFoundError
 from ..hub.cache import offline, parse_repo_name
-from ..hub.fetch import LOGIN
+from ..hub.failures import LOGIN
 from ..hub.remote import endpoint
 from .report import name_in_card, read_report
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from .. import hub
 from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ..fit import Fit, Verdict, fit_of
-from ..hub.remote import Listing, RemoteFile, read_range
+from ..hub.remote import read_range
 from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
@@ -141,11 +141,9 @@ def fit_of_repository(name: str, limit_bytes: int) -> Fit:
     """
     plan = hub.plan_pull(name)
     weights = sum(file.size for file in plan.files if file.path.endswith(".safetensors"))
-    files = tuple(RemoteFile(file.path, file.size, file.sha256) for file in plan.files)
-    listing = Listing(plan.repo, plan.commit, files)
     with tempfile.TemporaryDirectory() as folder:
-        if any(file.path == "config.json" for file in files):
-            text = read_range(listing, "config.json", 0, MAX_CONFIG_BYTES)
+        if any(file.path == "config.json" for file in plan.files):
+            text = read_range(plan.listing, "config.json", 0, MAX_CONFIG_BYTES)
             (Path(folder) / "config.json").write_bytes(text)
         try:
             config = load_any_config(Path(folder))

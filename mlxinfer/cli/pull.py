@@ -15,30 +15,21 @@ from ._output import counted, emit_json, note
 @click.command()
 @click.argument("name", shell_complete=complete_models)
 @click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
-@click.option(
-    "--verify", is_flag=True, help="Check files that are here by their hashes; fetch damaged ones."
-)
 @json_option
-def command(name: str, dry_run: bool, verify: bool, as_json: bool) -> None:
+def command(name: str, dry_run: bool, as_json: bool) -> None:
     """Download a model from the Hugging Face hub.
 
     NAME is org/name or org/name@revision.
     An interrupted download goes on where it stopped.
     """
-    if dry_run and verify:
-        raise click.UsageError("--verify deletes damaged files; --dry-run changes nothing.")
     if dry_run:
         _plan(name, as_json=as_json)
         return
-    damaged = hub.verify(name) if verify else []
-    for file in damaged:
-        click.echo(f"{file} is damaged: its content has another hash. Fetching it again.", err=True)
     with download_bar(name) as progress:
         folder = hub.pull(name, progress=progress)
     if as_json:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        found = {"damaged": damaged} if verify else {}
-        emit_json({"name": name, "path": str(folder), "size_bytes": size, **found})
+        emit_json({"name": name, "path": str(folder), "size_bytes": size})
     else:
         click.echo(f"{name} is in {folder}")
         _say_whether_it_fits(name, folder)
@@ -61,12 +52,13 @@ def _plan(name: str, *, as_json: bool) -> None:
     from ._inspect import fit_of_repository
 
     plan = hub.plan_pull(name)
+    repo = plan.listing.repo
     fit = fit_of_repository(name, models_limit_bytes())
     if as_json:
         emit_json(
             {
-                "name": str(plan.repo),
-                "commit": plan.commit,
+                "name": str(repo),
+                "commit": plan.listing.commit,
                 "total_bytes": plan.total_bytes,
                 "missing_bytes": plan.missing_bytes,
                 "free_bytes": plan.free_bytes,
@@ -76,7 +68,7 @@ def _plan(name: str, *, as_json: bool) -> None:
         )
     else:
         click.echo(
-            f"{plan.repo}: {human_bytes(plan.total_bytes)} in {counted(len(plan.files), 'file')}, "
+            f"{repo}: {human_bytes(plan.total_bytes)} in {counted(len(plan.files), 'file')}, "
             f"{human_bytes(plan.missing_bytes)} to download, "
             f"{human_bytes(plan.free_bytes)} free\n{fit.text}"
         )

@@ -19,7 +19,6 @@ from .cache import (
     missing_files,
     offline,
     parse_repo_name,
-    remove_damaged,
 )
 from .download import DownloadPlan, DownloadProgress, Progress, plan_download
 from .download import download as download_repo
@@ -38,7 +37,6 @@ __all__ = [
     "pull",
     "remove",
     "resolve",
-    "verify",
 ]
 
 
@@ -75,27 +73,6 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     Raises: those of resolve().
     """
     return _local_folder(name) or _fetch(_parse(name), progress)
-
-
-def verify(name: str) -> list[str]:
-    """Delete cached files of a repository that do not have the content of their hash.
-
-    Returns:
-        Their names; pull() fetches them again.
-
-    Raises:
-        InvalidRequestError: a local model (its files have no hashes), or a download in progress.
-        ModelNotFoundError: no such name.
-    """
-    if _local_folder(name) is not None:
-        raise InvalidRequestError(f"{name} is local: the hub has no hashes of it.", param="name")
-    repo = _parse(name)
-    if _is_being_downloaded(repo):
-        raise InvalidRequestError(
-            f"{repo} is being downloaded by another process; wait for it, then try again.",
-            param="name",
-        )
-    return remove_damaged(repo)
 
 
 def plan_pull(name: str) -> DownloadPlan:

@@ -1,9 +1,9 @@
 """Downloads a hub repository into the hub's cache, if there is room.
 
-Weights are fetched by `fetch.py`, which resumes after an interruption and checks the SHA-256 that
-the hub announces; huggingface_hub does the small files and the cache's links. A branch is moved to
-the new commit only once every file is there, so the old version stays usable until then. A file in
-the cache counts as present when it has the announced size.
+Weights are fetched by `fetch.py`, which continues an interrupted file; huggingface_hub's
+`snapshot_download` fetches small files, and files that only its xet client may fetch, and makes the
+cache's links. A branch moves to the new commit only when every file is there, so the old version
+stays usable until then. A file in the cache counts as present when it has the announced size.
 """
 
 import fnmatch
@@ -12,15 +12,17 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import DownloadError
 from ..memory import human_bytes
+from ..threads import run_apart
 from .cache import INDEX, WHOLE, RepoName, cache_folder
-from .fetch import Source, Stop, fetch, hub_failures, partial_path, run_until_stopped
-from .remote import Listing, RemoteFile, endpoint, list_files
+from .failures import hub_failures
+from .fetch import Stop, fetch, partial_path
+from .remote import Listing, RemoteFile, endpoint, list_files, source_of
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
@@ -42,23 +44,17 @@ Progress = Callable[[DownloadProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """One file of a repository that is needed."""
-
-    path: str
-    size: int
-    sha256: str | None  # None: small enough to be kept in git
-    present_bytes: int  # already on this disk, whole or in part
-
-
-@dataclass(frozen=True, slots=True)
 class DownloadPlan:
     """The files that a download needs, and the room on the disk."""
 
-    repo: RepoName
-    commit: str
-    files: tuple[PlannedFile, ...]
+    listing: Listing  # needed files only
+    present: dict[str, int]  # path -> bytes that are already on this disk
     free_bytes: int
+
+    @property
+    def files(self) -> tuple[RemoteFile, ...]:
+        """The files that are needed."""
+        return self.listing.files
 
     @property
     def total_bytes(self) -> int:
@@ -68,13 +64,13 @@ class DownloadPlan:
     @property
     def missing_bytes(self) -> int:
         """Bytes still to be fetched."""
-        return sum(file.size - file.present_bytes for file in self.files)
+        return self.total_bytes - sum(self.present.values())
 
     def check_room(self) -> None:
         """Raise DownloadError if the disk is too full."""
         if self.missing_bytes and self.missing_bytes + SPARE_BYTES > self.free_bytes:
             raise DownloadError(
-                f"{self.repo} needs {human_bytes(self.missing_bytes)} more, and "
+                f"{self.listing.repo} needs {human_bytes(self.missing_bytes)} more, and "
                 f"{human_bytes(SPARE_BYTES)} are to stay free, but "
                 f"{cache_folder()} has {human_bytes(self.free_bytes)} free. Make room "
                 "(mlxinfer list, mlxinfer rm) or set HF_HOME to a larger disk."
@@ -90,8 +86,10 @@ def plan_download(repo: RepoName) -> DownloadPlan:
     """
     listing = list_files(repo)
     names = _needed([file.path for file in listing.files], repo)
-    files = [_planned(listing, file) for file in listing.files if file.path in names]
-    return DownloadPlan(repo, listing.commit, tuple(files), _free_bytes())
+    needed = tuple(file for file in listing.files if file.path in names)
+    listing = replace(listing, files=needed)
+    present = {file.path: _present_bytes(listing, file) for file in needed}
+    return DownloadPlan(listing, present, _free_bytes())
 
 
 def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
@@ -104,9 +102,9 @@ def download(repo: RepoName, *, progress: Progress | None = None) -> Path:
     plan.check_room()
     tally = _Tally(plan, progress)
     with hub_failures(repo):
-        _remove_damaged(plan)
+        _remove_damaged(plan.listing)
         _fetch_weights(plan, tally)
-        _complete_snapshot(plan, plan.commit)
+        _complete_snapshot(plan, plan.listing.commit)
         folder = _complete_snapshot(plan, repo.revision)
     tally.finish()
     return folder
@@ -163,58 +161,55 @@ def _is_wanted(name: str) -> bool:
     return matches and not any(fnmatch.fnmatchcase(lower, pattern) for pattern in NEVER)
 
 
-def _planned(listing: Listing, file: RemoteFile) -> PlannedFile:
-    present = 0
+def _present_bytes(listing: Listing, file: RemoteFile) -> int:
+    """Return the bytes of a file that are on this disk, whole or in part."""
     if any(_is_whole(path, file) for path in _places(listing, file)):
-        present = file.size
-    elif file.sha256:
-        partial = partial_path(listing.repo.folder / "blobs" / file.sha256)
-        present = partial.stat().st_size if partial.is_file() else 0
-    return PlannedFile(file.path, file.size, file.sha256, min(present, file.size))
+        return file.size
+    if file.sha256 is None:
+        return 0
+    partial = partial_path(listing.repo.folder / "blobs" / file.sha256)
+    return min(partial.stat().st_size, file.size) if partial.is_file() else 0
 
 
-def _places(source: Listing | DownloadPlan, file: RemoteFile | PlannedFile) -> list[Path]:
+def _places(listing: Listing, file: RemoteFile) -> list[Path]:
     """Return where the cache keeps a file: its name in the snapshot, and its content."""
-    folder = source.repo.folder
-    places = [folder / "snapshots" / source.commit / file.path]
+    folder = listing.repo.folder
+    places = [folder / "snapshots" / listing.commit / file.path]
     return [*places, folder / "blobs" / file.sha256] if file.sha256 else places
 
 
-def _is_whole(path: Path, file: RemoteFile | PlannedFile) -> bool:
+def _is_whole(path: Path, file: RemoteFile) -> bool:
     """Whether a file has the size that the hub announced, if it announced one."""
     return path.is_file() and file.size in (0, path.stat().st_size)
 
 
-def _remove_damaged(plan: DownloadPlan) -> None:
+def _remove_damaged(listing: Listing) -> None:
     """Delete files of another size than the hub's, which huggingface_hub would keep.
 
     All snapshots that share such a content need the same bytes, so none loses anything.
     """
-    for file in plan.files:
-        for path in _places(plan, file):
+    for file in listing.files:
+        for path in _places(listing, file):
             if path.is_file() and not _is_whole(path, file):
                 content = path.resolve()
-                if content.is_relative_to(plan.repo.folder.resolve()):
+                if content.is_relative_to(listing.repo.folder.resolve()):
                     content.unlink()
                 path.unlink(missing_ok=True)
 
 
 def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
     """Fetch the large files in parallel; the first failure or Ctrl-C stops all of them."""
-    from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
     stop, wanted = Stop(), []
-    blobs = plan.repo.folder / "blobs"
+    blobs = plan.listing.repo.folder / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     for file in plan.files:
-        is_weights = file.path.endswith(".safetensors")
-        if file.sha256 is None or not is_weights or file.size > MAX_HTTP_DOWNLOAD_SIZE:
-            continue  # left to huggingface_hub
-        if (blobs / file.sha256).is_file() or file.present_bytes == file.size == 0:
-            continue
-        url = hf_hub_url(plan.repo.repo_id, file.path, revision=plan.commit, endpoint=endpoint())
-        wanted.append((Source(url, file.size, file.sha256, file.path), blobs / file.sha256))
+        is_weights = file.sha256 is not None and file.path.endswith(".safetensors")
+        if is_weights and 0 < file.size <= MAX_HTTP_DOWNLOAD_SIZE:  # the xet client does the rest
+            source = source_of(plan.listing, file)
+            if not (blobs / source.sha256).is_file():
+                wanted.append((source, blobs / source.sha256))
 
     def fetch_all() -> None:
         with ThreadPoolExecutor(WORKERS) as pool:
@@ -223,9 +218,12 @@ def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
                 for job in as_completed(jobs):
                     job.result()
             finally:
-                stop.set()
+                stop.is_set = True
 
-    run_until_stopped(fetch_all, stop)
+    try:
+        run_apart(fetch_all, "mlxinfer-download")
+    finally:
+        stop.is_set = True
 
 
 def _complete_snapshot(plan: DownloadPlan, revision: str) -> Path:
@@ -238,7 +236,7 @@ def _complete_snapshot(plan: DownloadPlan, revision: str) -> Path:
             super().__init__(*args, **{**kwargs, "disable": True})
 
     folder = snapshot_download(
-        plan.repo.repo_id,
+        plan.listing.repo.repo_id,
         revision=revision,
         cache_dir=cache_folder(),
         endpoint=endpoint(),

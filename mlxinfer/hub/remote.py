@@ -1,4 +1,4 @@
-"""A hub repository at one commit: its files, parts of a file, single files.
+"""A hub repository at one commit: its files, parts of a file, single files; and the search.
 
 For callers that work through a repository without keeping it: no branch of the cache is moved, and
 large files go where the caller wants them.
@@ -7,13 +7,18 @@ large files go where the caller wants them.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from ..errors import DownloadError
 from .cache import RepoName, cache_folder, find_snapshot, offline
-from .fetch import Source, Stop, fetch, hub_failures, patiently
+from .failures import first_line, hub_failures, patiently
+from .fetch import Source, Stop, fetch, open_stream
 
 METADATA_TIMEOUT_S = 15.0
+MAX_FOUND = 30
+EXPANDED = ["downloads", "likes", "lastModified", "safetensors", "gated", "pipeline_tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +32,29 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files of a repository at one commit."""
+    """Files of a repository at one commit."""
 
     repo: RepoName
     commit: str
     files: tuple[RemoteFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A repository that the search found."""
+
+    name: str
+    downloads: int  # of the last month
+    likes: int
+    updated_s: float | None  # since 1970
+    parameters: int | None
+    gated: bool  # downloads need a token of an account that was let in
+
+
+def endpoint() -> str | None:
+    """Return the hub's address from HF_ENDPOINT, None if it is not set."""
+    address = os.environ.get("HF_ENDPOINT")
+    return address.rstrip("/") if address else None
 
 
 def list_files(repo: RepoName) -> Listing:
@@ -61,12 +84,6 @@ def list_files(repo: RepoName) -> Listing:
     return Listing(repo, info.sha, tuple(files))
 
 
-def endpoint() -> str | None:
-    """Return the hub's address from HF_ENDPOINT, None if it is not set."""
-    address = os.environ.get("HF_ENDPOINT")
-    return address.rstrip("/") if address else None
-
-
 def cached_file(listing: Listing, path: str) -> Path | None:
     """Return the path of a file of this commit in the hub cache, None if it is not there."""
     snapshot = find_snapshot(RepoName(listing.repo.repo_id, listing.commit))
@@ -85,10 +102,23 @@ def read_range(listing: Listing, path: str, start: int, count: int) -> bytes:
     if count <= 0:
         return b""
     with hub_failures(listing.repo):
-        data = patiently(lambda: _range(_url(listing, path), start, count))
+        data = patiently(lambda: _range(source_url(listing, path), start, count))
     if len(data) < count:
         raise DownloadError(f"The hub sent {len(data)} of {count} bytes of {path}; try again.")
     return data
+
+
+def source_of(listing: Listing, file: RemoteFile) -> Source:
+    """Return where a large file is, and its content."""
+    assert file.sha256 is not None, file
+    return Source(source_url(listing, file.path), file.size, file.sha256, file.path)
+
+
+def source_url(listing: Listing, path: str) -> str:
+    """Return the address of a file."""
+    from huggingface_hub import hf_hub_url
+
+    return str(hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=endpoint()))
 
 
 def fetch_file(
@@ -109,11 +139,9 @@ def fetch_file(
         ModelNotFoundError, DownloadError: as hub_failures() words them; the content is not the
             announced one.
     """
-    assert file.sha256 is not None, file
     target.parent.mkdir(parents=True, exist_ok=True)
-    source = Source(_url(listing, file.path), file.size, file.sha256, file.path)
     with hub_failures(listing.repo):
-        fetch(source, target, report, Stop())
+        fetch(source_of(listing, file), target, report, Stop())
 
 
 def fetch_small(listing: Listing, path: str) -> Path:
@@ -137,22 +165,37 @@ def fetch_small(listing: Listing, path: str) -> Path:
         )
 
 
-def _range(url: str, start: int, count: int) -> bytes:
-    from huggingface_hub import get_session
-    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:
+    """Return repositories with safetensors and these words in their names, by downloads.
 
-    headers = build_hf_headers(library_name="mlxinfer")
-    headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{start + count - 1}"}
+    Args:
+        words: what to look for; "": the most downloaded of all.
+        mlx_only: only those that were converted for MLX.
+
+    Raises:
+        DownloadError: the hub could not be reached, or refused.
+    """
+    if offline():
+        raise DownloadError("HF_HUB_OFFLINE forbids to search the hub.")
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        found = patiently(lambda: _search(words, mlx_only))
+    except (HTTPError, OSError, ValueError, KeyError) as error:
+        raise DownloadError(
+            f"The hub cannot be searched ({first_line(error)}). Check the network."
+        ) from error
+    return [_found(info) for info in found]
+
+
+def _range(url: str, start: int, count: int) -> bytes:
+    from huggingface_hub.utils import hf_raise_for_status
+
     data = bytearray()
-    with get_session().stream(
-        "GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT
-    ) as response:
+    with open_stream(url, f"{start}-{start + count - 1}") as response:
         hf_raise_for_status(response)
         if response.status_code != 206 and start:
-            raise DownloadError(
-                "The hub sends whole files only, so a part of one is not to be had."
-            )
+            raise DownloadError("The hub sends whole files only, not parts of them.")
         for chunk in response.iter_raw():
             data += chunk
             if len(data) >= count:  # a server may send all that follows
@@ -160,7 +203,37 @@ def _range(url: str, start: int, count: int) -> bytes:
     return bytes(data[:count])
 
 
-def _url(listing: Listing, path: str) -> str:
-    from huggingface_hub import hf_hub_url
+def _search(words: str, mlx_only: bool) -> list[dict[str, Any]]:
+    """Send one request. HfApi.list_models would retry for half a minute while people wait."""
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-    return str(hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=endpoint()))
+    query: dict[str, Any] = {
+        "filter": ["safetensors", *(["mlx"] if mlx_only else [])],
+        "sort": "downloads",
+        "direction": "-1",
+        "limit": MAX_FOUND,
+        "expand": EXPANDED,
+    }
+    answer = get_session().get(
+        f"{endpoint() or ENDPOINT}/api/models",
+        params=query | ({"search": words} if words else {}),
+        headers=build_hf_headers(library_name="mlxinfer"),
+        timeout=METADATA_TIMEOUT_S,
+    )
+    hf_raise_for_status(answer)
+    found: list[dict[str, Any]] = answer.json()
+    return found
+
+
+def _found(said: dict[str, Any]) -> FoundModel:
+    updated = said.get("lastModified")
+    return FoundModel(
+        name=str(said["id"]),
+        downloads=said.get("downloads") or 0,
+        likes=said.get("likes") or 0,
+        updated_s=datetime.fromisoformat(updated).timestamp() if updated else None,
+        parameters=(said.get("safetensors") or {}).get("total"),
+        gated=bool(said.get("gated")),
+    )

@@ -164,15 +164,3 @@ def test_show_what_cannot_run(standin: StandIn, outcome: Any) -> None:
 
 def facts_header_bytes() -> int:
     return int.from_bytes(WEIGHTS[:8], "little")
-
-
-def test_pull_verify_fetches_damaged_files_again(standin: StandIn, outcome: Any) -> None:
-    folder = hub.pull("org/tiny")
-    (folder / "model.safetensors").resolve().write_bytes(WEIGHTS[:-1] + b"x")
-    pulled = outcome("pull", "--verify", "org/tiny")
-    assert pulled.code == 0
-    assert "model.safetensors is damaged" in pulled.err
-    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
-    assert json.loads(outcome("pull", "--verify", "--json", "org/tiny").out)["damaged"] == []
-    assert outcome("pull", "--verify", "--dry-run", "org/tiny").code == 2
-    assert outcome("pull", "--verify", "demo").code != 0

@@ -18,7 +18,7 @@ from mlxinfer import hub as hub_package
 from mlxinfer.convert.read import hub as hub_source
 from mlxinfer.convert.read import open_source
 from mlxinfer.errors import CheckpointError, DownloadError, ModelNotFoundError
-from mlxinfer.hub import fetch as hub_fetch
+from mlxinfer.hub import failures as hub_failures
 from mlxinfer.hub.remote import Listing
 
 VALUES = {name: np.full((64, 64), place, np.float32) for place, name in enumerate("abcd")}
@@ -52,7 +52,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of sources that are not closed
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setattr(hub_fetch, "RETRY_WAIT_S", 0.001)
+    monkeypatch.setattr(hub_failures, "RETRY_WAIT_S", 0.001)
     monkeypatch.setattr(standin_module, "LARGE", (".safetensors", ".gguf"))
     close_session()
     with StandIn({"org/model": Repo(sharded(tmp_path / "repo"))}) as server:

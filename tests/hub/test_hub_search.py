@@ -4,7 +4,7 @@ import pytest
 from standin import Repo, StandIn
 
 from mlxinfer.errors import DownloadError
-from mlxinfer.hub.search import search_models
+from mlxinfer.hub.remote import search_models
 
 
 def test_models_come_by_words_and_the_most_downloaded_first(standin: StandIn) -> None:

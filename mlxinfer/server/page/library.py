@@ -17,7 +17,7 @@ import msgspec
 from ... import hub
 from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import parse_repo_name
-from ...hub.search import search_models
+from ...hub.remote import search_models
 from ..calls.call import Call
 from ..calls.endpoint import Endpoint
 from ..calls.service import Service, Workers

@@ -6,14 +6,13 @@ are float32 and are rounded once, after the activation. Knows no layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import mlx.core as mx
 import numpy as np
 
-from .gated import Gate, gate_from, gate_of, gated_twin, in_mlx, product_of
 from .launch import Launch, MetalKernel
 from .variants import DTYPES, Case, Kind, Variant, dtype_name
 
@@ -27,6 +26,56 @@ ROUNDING = {"float32": 2e-4, "float16": 2**-5, "bfloat16": 2**-2}  # of numbers 
 CASE_INNER = 12
 MOST_TIMED_BYTES = 128 << 20  # of a matrix: more than caches hold, and little beside a model
 MAX_LAUNCHES = 64  # that are remembered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """A gated activation.
+
+    From `gate_of`: layers look up launches by the object.
+
+    Attributes:
+        function: one of FUNCTIONS.
+        dtype: of the products and of the activation: float32, float16 or bfloat16.
+        alpha, limit: of clamped_swiglu alone.
+    """
+
+    function: str
+    dtype: mx.Dtype
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def constructor(self) -> str:
+        """The activation of `gates.h`, in Metal."""
+        clamped = self.function == "clamped_swiglu"
+        numbers = f"{self.alpha!r}f, {self.limit!r}f" if clamped else ""
+        return f"{FUNCTIONS[self.function]}{{{numbers}}}"
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What a variant has of it; `gate_from` is the way back."""
+        return {
+            "dtype": dtype_name(self.dtype),
+            "function": self.function,
+            "alpha": repr(self.alpha) if self.alpha else "",
+            "limit": repr(self.limit) if self.limit else "",
+        }
+
+
+Product = Callable[[mx.array, mx.array], mx.array]
+"""gate (..., dims), up (..., dims) -> (..., dims)."""
+
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715
+
+FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
+_gate = cache(Gate)
+
+
+def gate_of(function: str, dtype: mx.Dtype, alpha: float = 0.0, limit: float = 0.0) -> Gate:
+    """The same object for the same values."""
+    return _gate(function, dtype, alpha, limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +147,53 @@ def product(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
     return mx.quantized_matmul(x, weight, scales, biases, True, form.group_size, form.bits)
 
 
+def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
+    """The same in plain MLX."""
+    x, up = mx.split(gate_up.astype(mx.float32), 2, axis=-1)
+    if gate.function == "silu":
+        y = x * mx.sigmoid(x) * up
+    elif gate.function == "gelu_tanh":
+        y = x * mx.sigmoid(GELU_SLOPE * x * (1 + GELU_CUBIC * x * x)) * up
+    else:
+        x = mx.minimum(x, gate.limit)
+        y = x * mx.sigmoid(gate.alpha * x) * (mx.clip(up, -gate.limit, gate.limit) + 1)
+    return y.astype(gate.dtype)
+
+
+def product_of(gate: Gate) -> Product:
+    """Plain MLX, each operation rounded.
+
+    Each is built on y * sigmoid(z): 0.5 (1 + tanh(z)) = sigmoid(2 z).
+    """
+    if gate.function == "silu":
+        return _swiglu
+    if gate.function == "gelu_tanh":
+        return _geglu_tanh
+    return partial(_clamped_swiglu, alpha=gate.alpha, limit=gate.limit)
+
+
+def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+def _geglu_tanh(gate: mx.array, up: mx.array) -> mx.array:
+    doubled = gate * (GELU_SLOPE + GELU_SLOPE * GELU_CUBIC * mx.square(gate))
+    return gate * mx.sigmoid(doubled) * up
+
+
+def _clamped_swiglu(gate: mx.array, up: mx.array, *, alpha: float, limit: float) -> mx.array:
+    gate = mx.minimum(gate, limit)
+    return gate * mx.sigmoid(alpha * gate) * (mx.clip(up, -limit, limit) + 1)
+
+
+def compiled_product(product: Product) -> Product:
+    """The product as one operation on Metal; on the CPU MLX would call a C compiler for it.
+
+    Gate and up are split before it: a split has no rule for shapes that are left open.
+    """
+    return mx.compile(product, shapeless=True) if mx.metal.is_available() else product
+
+
 def most_rows(num_rows: int) -> int:
     """The rows of the variant that serves so many: 1, 2, 4 or 8."""
     return 1 << (num_rows - 1).bit_length()
@@ -164,6 +260,12 @@ def gate_up_variant(form: GateUp, num_rows: int) -> Variant:
     )
 
 
+def gate_from(variant: Variant) -> Gate:
+    """The activation of a variant."""
+    numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
+    return gate_of(str(variant["function"]), variant.dtype, *numbers)
+
+
 def _inputs(variant: Variant, rows: int, inner: int) -> tuple[GateUp, mx.array, list[mx.array]]:
     """Products of some 4; every code occurs. Scales are of either sign."""
     in_dims, bits, group_size = (variant.number(name) for name in ("in_dims", "bits", "group_size"))
@@ -197,7 +299,7 @@ def _case(variant: Variant) -> Case:
 def _timed(variant: Variant, _: int, __: int) -> Case:
     """Beside MLX's product and its compiled activation behind it: two dispatches."""
     form, x, matrix = _inputs(variant, variant.number("rows"), timed_inner(variant))
-    activation = in_mlx(product_of(form.gate))
+    activation = compiled_product(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],
         lambda: [activation(*mx.split(product(x, matrix, form), 2, axis=-1))],
@@ -231,7 +333,7 @@ def _sample(gate: Gate, codes: tuple[int, int], rows: int, stored: mx.Dtype) -> 
 _SILU, _BF16 = gate_of("silu", mx.bfloat16), mx.bfloat16
 GATE_UP = Kind(
     name="gate_up",
-    files=("gate_up.metal", "gates.h", "gate_up.py", "gated.py"),
+    files=("gate_up.metal", "gates.h", "gate_up.py"),
     case=_case,
     timed=_timed,
     loads=((1, 0),),  # of as many rows as a variant serves

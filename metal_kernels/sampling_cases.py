@@ -1,12 +1,14 @@
-"""Self-checks of the kernels that sample and mask: inputs and tolerances. Knows no GPU."""
+"""The kernels that sample and mask: their uses, and inputs and tolerances of their self-checks."""
+
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from .bitmask import WORD_BITS, allowed, bitmask, bitmask_twin
-from .sample import SETTINGS, sample, sample_twin, settings_array
-from .variants import Case, Kind, Variant, dtype_name
+from .sample import MAX_VOCAB, SETTINGS, sample, sample_twin, settings_array
+from .variants import ANY_ROWS, DTYPES, Case, KernelUse, Kind, ReadyFor, Variant, dtype_name, never
 
 SMALL_VOCAB, LARGE_VOCAB = 1_501, 151_936
 MASKED_ROWS = 8
@@ -21,6 +23,43 @@ def sample_variant(dtype: mx.Dtype, *, masked: bool) -> Variant:
 def bitmask_variant(dtype: mx.Dtype) -> Variant:
     """What `bitmask` compiles for logits of this dtype."""
     return Variant.of("bitmask", dtype=dtype_name(dtype))
+
+
+class SamplingKernels:
+    """The kernels of the sampler, for logits of any dtype.
+
+    Args:
+        vocab_size: of the logits.
+        dtype: of the model's logits: only the kernel that samples from them is checked at load.
+    """
+
+    def __init__(self, vocab_size: int, dtype: mx.Dtype) -> None:
+        self._has_kernels = vocab_size <= MAX_VOCAB
+        self._dtype = dtype
+        self._ready: dict[tuple[str, mx.Dtype, bool], ReadyFor] = {}
+
+    def kernels(self) -> list[KernelUse]:
+        """The kernels for each dtype: with a mask of a grammar, without one, and of masks alone."""
+        if not self._has_kernels:
+            return []
+        uses = []
+        for dtype in DTYPES.values():
+            for masked in (False, True):
+                first = (ANY_ROWS,) if dtype == self._dtype and not masked else ()
+                install = partial(self._ready.__setitem__, ("sample", dtype, masked))
+                variant = sample_variant(dtype, masked=masked)
+                uses.append(KernelUse({ANY_ROWS: [variant]}, install, first))
+            install = partial(self._ready.__setitem__, ("bitmask", dtype, True))
+            uses.append(KernelUse({ANY_ROWS: [bitmask_variant(dtype)]}, install, ()))
+        return uses
+
+    def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
+        """Whether a kernel samples from logits of this dtype, with or without a grammar's mask."""
+        return self._ready.get(("sample", dtype, masked), never)(1)
+
+    def masks(self, dtype: mx.Dtype) -> bool:
+        """Whether a kernel applies masks to logits of this dtype."""
+        return self._ready.get(("bitmask", dtype, True), never)(1)
 
 
 def _sample_case(variant: Variant) -> Case:

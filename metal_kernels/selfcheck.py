@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from .add_norm import ADD_NORM
 from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
 from .gate_up import GATE_UP
-from .gated import GATED
 from .kv_write_cases import KV_WRITE, TAIL_WRITE
 from .launch import Device, Metal, running_on
 from .prefill_cases import PREFILL_ATTENTION
@@ -44,7 +43,7 @@ KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
-        *(KV_WRITE, TAIL_WRITE, GATED, GATE_UP, ADD_NORM, ROUTING, SAMPLE, BITMASK),
+        *(KV_WRITE, TAIL_WRITE, GATE_UP, ADD_NORM, ROUTING, SAMPLE, BITMASK),
         *(CONV_STEP, DELTA_STEP, SSM_STEP),
     )
 }

@@ -1,13 +1,14 @@
-"""What a kernel is compiled for, and how it is compared with its twin. Knows no kernel, no GPU."""
+"""What a kernel is compiled for, where a model uses it, and how it is checked. Knows no kernel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import mlx.core as mx
 
 Value = str | int | bool
-ReadyFor = Callable[[int], bool]  # whether kernels may be used for so many tokens
+ANY_ROWS = 0
+ReadyFor = Callable[[int], bool]  # whether kernels may be used for so many rows
 DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
     "float16": mx.float16,
@@ -50,6 +51,56 @@ class Variant:
             name if value is True else f"{name}={value}" for name, value in self.values if value
         ]
         return " ".join([self.kind, *said])
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """One place of a model where kernels can do the work of MLX's own operations.
+
+    The module that calls the kernels declares it. The engine checks and compiles the variants, and
+    installs whether they may be used.
+
+    Attributes:
+        variants: number of rows -> the variants that together serve so many rows. The rows are
+            what the place counts: tokens of the step, or tokens of each sequence. ANY_ROWS stands
+            for every number that is not named; without an entry there is no kernel.
+        install: takes the function that says for how many rows the kernels may be used. It is
+            called again with another function when another engine takes the model over.
+        at_load: keys of `variants` that are checked before the first step. Others are checked when
+            the engine is idle, after a step has asked for them.
+    """
+
+    variants: Mapping[int, Sequence[Variant]]
+    install: Callable[[ReadyFor], None]
+    at_load: tuple[int, ...] = (ANY_ROWS, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """The properties of a model that kernels of its layers depend on.
+
+    Attributes:
+        dtype: of hidden states.
+        num_experts: of a layer; 0: there are none.
+        quantized: whether weights are quantised.
+    """
+
+    dtype: mx.Dtype
+    num_experts: int = 0
+    quantized: bool = False
+
+
+class HasKernels(Protocol):
+    """A module that declares kernels."""
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels that can do its work, and the work of its parts."""
+        ...
+
+
+def kernels_of(model: ModelForm, *parts: HasKernels | None) -> list[KernelUse]:
+    """The kernels of several modules, one after the other; None: there is no such module."""
+    return [use for part in parts if part is not None for use in part.kernels(model)]
 
 
 Outputs = Callable[[], list[mx.array]]

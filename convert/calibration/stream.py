@@ -18,7 +18,7 @@ import numpy as np
 from ...errors import UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import ExpertProjection, MoE, Routed
+from ...layers.moe import ExpertChoice, ExpertProjection, MoE, Routed
 from ...layers.step import Step
 from ...models.config import ModelConfig
 from ...models.decoder import Model
@@ -127,7 +127,7 @@ def observe_experts(mlp: FeedForward, paths: Sequence[str], observer: Observer) 
         weights, experts = choose(logits)
         return mx.stop_gradient(weights), mx.stop_gradient(experts)
 
-    mlp.choose = chosen
+    mlp.choose = ExpertChoice(chosen, None)
 
 
 def normalised(squares: Floats) -> Floats:

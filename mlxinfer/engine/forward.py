@@ -22,7 +22,8 @@ from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Step, Taps
 from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
-from .kernels import Chooser, Kernels, choose_kernels
+from .attention_kernels import AttentionKernels
+from .kernels import Chooser, Kernels
 from .pagestore import OtherDisks
 
 
@@ -255,7 +256,7 @@ def absent_layers(model: LanguageModel) -> set[int]:
 
 
 def make_cache(
-    model: LanguageModel, config: EngineConfig, layout: Layout, kernels: Kernels
+    model: LanguageModel, config: EngineConfig, layout: Layout, kernels: AttentionKernels
 ) -> KVCache:
     """The KV cache of a model, as an engine of this config has it."""
     specs, bits = layout
@@ -270,7 +271,7 @@ def make_cache(
         budget_bytes=config.kv_budget_bytes,
         num_pages=config.num_pages,
         kernel_layers=kernels.attention,
-        prefill_layers=kernels.prefill,
+        prefill_layers=frozenset(kernels.prefill),
         heads=kernels.heads,
         tail_layers=kernels.tails,
         key_biases={
@@ -285,9 +286,9 @@ def make_cache(
 def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
     """The KV cache of a rank without a loop, which runs the steps that rank 0 sends."""
     layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
-    kernels = choose_kernels(model, *layout, chooser)
-    kernels.put_into(model)
-    return make_cache(model, config, layout, kernels)
+    attention = AttentionKernels(model.mixers, *layout, model.activation_dtype)
+    Kernels([*model.kernels(), *attention.kernels()], chooser)
+    return make_cache(model, config, layout, attention)
 
 
 def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:

@@ -13,13 +13,15 @@ from ..cache.formats import lay_out
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError, RanksFailedError
+from ..metal_kernels.sampling_cases import SamplingKernels
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
+from .attention_kernels import AttentionKernels
 from .batch import Batch, CommitResult, SamplingRows, Sequence
 from .forward import Followers, disk_namespace, make_cache
 from .grammar_masks import GrammarMasks
-from .kernels import Chooser, choose_kernels, choose_none
+from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .limits import EngineLimits, stats_of
 from .pagestore import SAVE_S, PageStore
@@ -67,8 +69,14 @@ class Loop:
                 f"Speculation does not go with this model: {model.lacks['speculation']}."
             )
         self._layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
-        self.kernels = choose_kernels(model, *self._layout, kernels, when_idle=kernels_when_idle)
-        self.kernels.put_into(model)
+        dtype = model.activation_dtype
+        self._attention = AttentionKernels(model.mixers, *self._layout, dtype)
+        self._sampling = SamplingKernels(model.config.vocab_size, dtype)
+        self.kernels = Kernels(
+            [*model.kernels(), *self._attention.kernels(), *self._sampling.kernels()],
+            kernels,
+            when_idle=kernels_when_idle,
+        )
         self._emit = emit
         self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
         self._num_stages = 1 if followers is None else followers.num_stages
@@ -83,7 +91,7 @@ class Loop:
     def assemble(self) -> None:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
-        self.cache = make_cache(self.model, config, self._layout, self.kernels)
+        self.cache = make_cache(self.model, config, self._layout, self._attention)
         taps = () if self._proposer is None else self._proposer.taps
         if self._followers is not None:
             self._followers.assembled(self.cache, config, taps)
@@ -101,7 +109,7 @@ class Loop:
         self.scheduler = self._make_scheduler()
         sampler = Sampler(
             self.model.config.vocab_size,
-            kernels=self.kernels,
+            kernels=self._sampling,
             choice=None if self._proposer is None else self._proposer.choice,
             num_plans=self._num_stages + 1,
         )
@@ -149,11 +157,11 @@ class Loop:
     @property
     def asks_for_kernel(self) -> bool:
         """Whether a step could have used a kernel that was not checked yet."""
-        return bool(self.kernels.variants.asked)
+        return bool(self.kernels.asked)
 
     def prepare_kernel(self) -> None:
         """Check and compile such a kernel; for a while in which nothing is to be done."""
-        self.kernels.variants.prepare_next()
+        self.kernels.prepare_next()
 
     def turn(self) -> None:
         """Launch the next step, then read the one before it: Python works while MLX does.
@@ -439,4 +447,4 @@ class Loop:
             stats["ranks"] = self._followers.stats()
         if self.model.expert_store is not None:
             stats["experts"] = self.model.expert_store.stats()
-        return {**stats, "kernels": self.kernels.variants.stats()}
+        return {**stats, "kernels": self.kernels.stats()}

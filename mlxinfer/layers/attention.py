@@ -8,6 +8,7 @@ import mlx.core as mx
 from ..core import CacheSpec, KVSpec
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.variants import KernelUse, ModelForm
 from .linear import Projection
 from .norm import Norm
 from .rope import QueryScale, RopeSpec, inverse_frequencies
@@ -23,6 +24,10 @@ class Mixer(Protocol):
     @property
     def spec(self) -> CacheSpec:
         """What the cache keeps for this layer."""
+        ...
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels that can do the mixer's own work; those of attention belong to its cache."""
         ...
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
@@ -41,6 +46,10 @@ class ParallelMixers:
 
     def __init__(self, parts: Sequence[Mixer]) -> None:
         self.parts = tuple(parts)
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of all parts."""
+        return [use for part in self.parts for use in part.kernels(model)]
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
@@ -198,6 +207,10 @@ class Attention(AttentionShape):
         self.gate_proj = gate_proj
         self.key_bias = key_bias
 
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None: those of attention belong to the cache."""
+        return []
+
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         cache = step.caches[self]
@@ -252,6 +265,10 @@ class SharedAttention:
         self.o_proj = o_proj
         self.source = source
         self.q_norm = q_norm
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None: those of attention belong to the cache."""
+        return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..core import LatentSpec
+from ..metal_kernels.variants import KernelUse, ModelForm
 from .linear import HeadLinear, Projection
 from .norm import Norm
 from .rope import QueryScale
@@ -113,6 +114,10 @@ class LatentAttention:
         self.rope = rope
         self.rope_scale = rope_scale
         self.query_scale = query_scale
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None: those of attention belong to the cache."""
+        return []
 
     def attend(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the outputs of the heads side by side, (T, H * dv)."""

@@ -10,12 +10,23 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ..metal_kernels.gate_up import (
+    GELU_CUBIC,
+    GELU_SLOPE,
+    MAX_ROWS,
+    Gate,
+    GateUp,
+    Product,
+    compiled_product,
+    gate_of,
+    gate_up,
+    gate_up_of,
+    gate_up_variant,
+    has_matrix,
+    product_of,
+)
 from ..metal_kernels.gate_up import PLAIN as PLAIN_NUMBERS
-from ..metal_kernels.gate_up import GateUp, gate_up_of
-from ..metal_kernels.gate_up import gate_up as gate_up_in_kernel
-from ..metal_kernels.gated import GELU_CUBIC, GELU_SLOPE, Gate, Product, gate_of, in_mlx, product_of
-from ..metal_kernels.gated import gated as gated_in_kernel
-from ..metal_kernels.variants import ReadyFor, never
+from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never
 from .linear import Projection, QuantizedLinear, matrix_of
 
 Activation = Callable[[mx.array], mx.array]
@@ -31,6 +42,10 @@ ACTIVATIONS = (*_SILU, *_GELU_TANH, *_GELU_ERF)
 class FeedForward(Protocol):
     """The second block of a layer: an MLP or a mixture of experts."""
 
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels that can do the work of its parts."""
+        ...
+
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus `residual` where one is given."""
         ...
@@ -39,17 +54,15 @@ class FeedForward(Protocol):
 class MLP:
     """down(act(gate(x)) * up(x)), with gate and up fused into one matrix, or down(act(up(x))).
 
-    In plain MLX the product is one operation and the activation another. Where the engine chose the
-    kernel, they are one for a few rows. An adapter that takes the projection's place is no plain
-    matrix, and is used as it is.
+    In plain MLX the product is one operation and the activation another. In the kernel they are one
+    for a few rows. An adapter that takes the projection's place is no plain matrix, and is used as
+    it is.
 
     Attributes:
-        form: what a kernel would do with the projection that was given; None: none does the like.
-        in_kernel: what the kernel does; None: it is not used. Set by the engine.
-        ready: for how many rows it may be used. Set by the engine.
+        ready: for how many rows the kernel may be used. Set by the engine.
     """
 
-    __slots__ = ("activation", "down_proj", "form", "gate_up_proj", "in_kernel", "ready")
+    __slots__ = ("activation", "down_proj", "form", "gate_up_proj", "ready")
 
     def __init__(
         self, gate_up_proj: Projection, down_proj: Projection, activation: Activation
@@ -57,23 +70,28 @@ class MLP:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation = activation
-        self.form = _form_of(gate_up_proj, activation)
-        self.in_kernel: GateUp | None = None
+        self.form = _form_of(gate_up_proj, activation)  # None: there is no such kernel
         self.ready: ReadyFor = never
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
-        folded = None if self.in_kernel is None else self._in_kernel(x, self.in_kernel)
-        if folded is None:
-            folded = self.activation(self.gate_up_proj(x))
-        return self.down_proj(folded, residual)
+        form = self.form
+        if form is not None and x.dtype == form.gate.dtype and self.ready(x.shape[0]):
+            matrix = matrix_of(self.gate_up_proj)
+            if matrix is not None:
+                return self.down_proj(gate_up(x, matrix, form), residual)
+        return self.down_proj(self.activation(self.gate_up_proj(x)), residual)
 
-    def _in_kernel(self, x: mx.array, form: GateUp) -> mx.array | None:
-        """x (T, hidden) -> act(gate(x)) * up(x) (T, inner); None: not for this x."""
-        if x.dtype != form.gate.dtype or not self.ready(x.shape[0]):
-            return None
-        matrix = matrix_of(self.gate_up_proj)
-        return None if matrix is None else gate_up_in_kernel(x, matrix, form)
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernel of the first product and the activation, for each number of rows."""
+        form = self.form
+        if form is None or form.gate.dtype != model.dtype:
+            return []
+        variants = {rows: [gate_up_variant(form, rows)] for rows in range(1, MAX_ROWS + 1)}
+        return [KernelUse(variants, self._install)]
+
+    def _install(self, ready: ReadyFor) -> None:
+        self.ready = ready
 
 
 def _form_of(projection: Projection, activation: Activation) -> GateUp | None:
@@ -85,34 +103,28 @@ def _form_of(projection: Projection, activation: Activation) -> GateUp | None:
         codes, group_size = (projection.bits, projection.group_size), projection.group_size
     out_dims, num_groups = matrix[-1].shape
     sizes = num_groups * group_size, out_dims // 2
-    return gate_up_of(activation.gate, *sizes, *codes, matrix[-1].dtype)
+    form = gate_up_of(activation.gate, *sizes, *codes, matrix[-1].dtype)
+    return form if has_matrix(form) else None
 
 
 class Gated:
     """[gate, up] (..., 2 * dims) -> act(gate) * up (..., dims).
 
-    One kernel where there is Metal: MLX's compiled function, or our own, where the engine chose it,
-    which takes the host half as long.
+    One operation where there is Metal, compiled by MLX.
 
     Args:
         product: of gate and up.
-        gate: what our kernel makes of them; None: it has no such function.
-        fused: as for `in_mlx`.
+        gate: the same for the kernel of `MLP`; None: the kernel has no such function.
     """
 
-    __slots__ = ("_product", "gate", "in_kernel")
+    __slots__ = ("_product", "gate")
 
-    def __init__(
-        self, product: Product, gate: Gate | None = None, *, fused: bool | None = None
-    ) -> None:
-        self._product = in_mlx(product, fused=fused)
+    def __init__(self, product: Product, gate: Gate | None = None) -> None:
+        self._product = compiled_product(product)
         self.gate = gate
-        self.in_kernel = False  # set by the engine
 
     def __call__(self, gate_up: mx.array) -> mx.array:
         """gate_up (..., 2 * dims) -> (..., dims)."""
-        if self.in_kernel and self.gate is not None:
-            return gated_in_kernel(gate_up, self.gate)
         return self._product(*mx.split(gate_up, 2, axis=-1))
 
 

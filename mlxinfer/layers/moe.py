@@ -12,7 +12,8 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.routing import Routing, route, routing_of
+from ..metal_kernels.routing import Routing, has_experts, route, routing_of, routing_variant
+from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor
 from .linear import Projection
 from .mlp import Activation, FeedForward
 
@@ -22,6 +23,18 @@ SORT_FROM = 64
 
 Choose = Callable[[mx.array], tuple[mx.array, mx.array]]
 """Router logits (T, E) to expert weights (T, k) and expert indices (T, k)."""
+
+
+class Router(Protocol):
+    """A `Choose` with the kernels that can do its work."""
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels."""
+        ...
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """As of `Choose`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +83,7 @@ class MoE:
         self,
         *,
         router: Projection,
-        choose: Choose,
+        choose: Router,
         gate_up_proj: ExpertProjection,
         down_proj: ExpertProjection,
         activation: Activation,
@@ -84,6 +97,11 @@ class MoE:
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
         self.activation = activation
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the choice, and of the shared expert."""
+        shared = [] if self.shared is None else self.shared.kernels(model)
+        return [*self.choose.kernels(model), *shared]
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
@@ -140,6 +158,10 @@ class GatedExpert:
         self.expert = expert
         self.gate = gate
 
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the expert."""
+        return self.expert.kernels(model)
+
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         y = mx.sigmoid(self.gate(x)) * self.expert(x)
@@ -163,7 +185,19 @@ class ExpertChoice:
         self.plain = plain
         self.routing = routing
         self.bias = bias
-        self.kernel_dtype: mx.Dtype | None = None  # of logits that it takes; set by the engine
+        self.kernel_dtype: mx.Dtype | None = None  # of logits for the kernel; None: plain MLX
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernel of the choice, for logits of the hidden states' dtype."""
+        routing = self.routing
+        if routing is None or not has_experts(model.num_experts, routing):
+            return []
+        variant = routing_variant(routing, model.num_experts, model.dtype)
+
+        def install(ready: ReadyFor) -> None:
+            self.kernel_dtype = model.dtype if ready(1) else None
+
+        return [KernelUse({ANY_ROWS: [variant]}, install)]
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) and experts (T, k)."""

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..metal_kernels.add_norm import AddNorm, add_norm, add_norm_of
+from ..metal_kernels.add_norm import AddNorm, add_norm, add_norm_of, add_norm_variant, has_rows
+from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor
 
 Norm = Callable[[mx.array], mx.array]
 Block = Callable[[mx.array | None], mx.array]
@@ -36,19 +37,35 @@ class Join:
         before: over the sum, for the block that follows; None: there is none.
 
     Attributes:
-        in_kernel: what the kernel does; None: plain MLX. Set by the engine.
+        form: what the kernel does; None: it is not used.
     """
 
-    __slots__ = ("after", "before", "in_kernel")
+    __slots__ = ("after", "before", "form")
 
     def __init__(self, after: Norm | None, before: Norm | None) -> None:
         self.after = after
         self.before = before
-        self.in_kernel: AddNorm | None = None
+        self.form: AddNorm | None = None
 
-    @property
-    def form(self) -> AddNorm | None:
-        """What the kernel would do; None: there is none for these norms."""
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernel of the sum and its norms.
+
+        Where weights are not quantised, a product adds the residual as it goes. Then the kernel
+        saves nothing, unless the block's output is normed before it is added.
+        """
+        form = self._form()
+        if form is None or form.dtype != model.dtype or not has_rows(form):
+            return []
+        if self.after is None and not model.quantized:
+            return []
+
+        def install(ready: ReadyFor) -> None:
+            self.form = form if ready(1) else None
+
+        return [KernelUse({ANY_ROWS: [add_norm_variant(form)]}, install)]
+
+    def _form(self) -> AddNorm | None:
+        """What a kernel would do; None: there is none for these norms."""
         norms = [norm for norm in (self.after, self.before) if norm is not None]
         rms = [norm for norm in norms if isinstance(norm, RMSNorm)]
         if not rms or len(rms) < len(norms) or len({norm.weight.dtype for norm in rms}) > 1:
@@ -64,8 +81,8 @@ class Join:
 
         Without a norm before the next block, the sum stands for it.
         """
-        if self.in_kernel is not None and x.dtype == self.in_kernel.dtype:
-            return self._in_kernel(x, block(None), self.in_kernel)
+        if self.form is not None and x.dtype == self.form.dtype:
+            return self._in_kernel(x, block(None), self.form)
         x = block(x) if self.after is None else x + self.after(block(None))
         return x, x if self.before is None else self.before(x)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import mlx.core as mx
 
 from ..core import CacheSpec
+from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection
 from .mlp import FeedForward
@@ -114,6 +115,10 @@ class SummedBlock:
         self.block = block
         self.sums = sums
 
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the block."""
+        return self.block.kernels(model)
+
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         with self.sums.held():
@@ -182,6 +187,10 @@ class AbsentMixer:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None."""
+        return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         """Not called."""

@@ -12,9 +12,11 @@ from ..core import StateSpec
 from ..metal_kernels.conv_step import ConvForm
 from ..metal_kernels.delta_step import DeltaForm
 from ..metal_kernels.ssm_step import SSMForm
-from ..metal_kernels.variants import ReadyFor, never
+from ..metal_kernels.state_cases import step_variant
+from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never
 from .step import Arrays, StateCache, StatesBefore
 
+MAX_TOKENS = 8  # of each sequence, in a step kernel
 StepForm = ConvForm | DeltaForm | SSMForm
 
 
@@ -35,6 +37,19 @@ class RecurrentMixer(ABC):
         self.spec = spec
         self.forms = tuple(forms)
         self.ready: ReadyFor = never
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The step kernels: one set for a token of each sequence, one for up to MAX_TOKENS."""
+        one, several = ([step_variant(form, n) for form in self.forms] for n in (1, MAX_TOKENS))
+        variants = {}
+        for count in range(1, MAX_TOKENS + 1):
+            own = one if count == 1 else several
+            variants[count] = [variant for variant in own if variant is not None]
+        has_all = None not in (*one, *several)
+        return [KernelUse(variants, self._install)] if has_all else []
+
+    def _install(self, ready: ReadyFor) -> None:
+        self.ready = ready
 
     def recur(self, rows: Arrays, cache: StateCache) -> mx.array:
         """Outputs of the recurrence (T, D) from rows (T, ...) of what it needs."""

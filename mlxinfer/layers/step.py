@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import Softmax
-from .norm import Norm
+from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
+from .norm import Join, Norm
 
 Rows = NDArray[np.int32]
 FINAL = -1  # in place of a layer's index: the hidden states behind the last norm
@@ -264,13 +265,21 @@ class Layer(Protocol):
 
     Attributes:
         mixer: the block that lets tokens of one sequence see each other; None: there is none.
+        mlp: the feed-forward block; None: there is none.
+        joins: the places where the outputs of blocks join the residual stream.
         first_norm: the norm that reads the layer's input. None: the layer computes what it needs.
     """
 
     __slots__ = ()
 
     mixer: Any = None
+    mlp: Any = None
+    joins: Sequence[Join] = ()
     first_norm: Norm | None = None
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of both blocks and of the joins; those of attention belong to the cache."""
+        return kernels_of(model, self.mixer, self.mlp, *self.joins)
 
     def pass_on(self, norm: Norm) -> None:
         """Let the layer compute the norm that reads its output. By default it does not."""

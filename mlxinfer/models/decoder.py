@@ -18,8 +18,9 @@ from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm
 from ..layers.step import FINAL, Layer, Passed, Rows, Step
+from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from .config import ModelConfig
-from .language import Replaceable, arrays
+from .language import arrays
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
@@ -107,7 +108,6 @@ class Model:
         adapted: projections that have adapters, by index of their targets.
         mixers: those that keep something, in the order of the layers; most layers have one.
         cache_specs: what the cache of each of them must keep.
-        replaceable: parts that Metal kernels may replace.
     """
 
     def __init__(
@@ -133,7 +133,6 @@ class Model:
         self.norm = norm
         self.lm_head = lm_head
         link_norms(self.layers, norm)
-        self.replaceable = Replaceable.of(self.layers)
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
@@ -196,6 +195,12 @@ class Model:
         begins; and keys of two variants are never shared.
         """
         return max([spec.variant(max_tokens) for spec in self._long_ropes], default=0)
+
+    def kernels(self) -> list[KernelUse]:
+        """The kernels for the layers; those of attention belong to the cache."""
+        config = self.config
+        form = ModelForm(self.activation_dtype, config.num_experts, config.quantization is not None)
+        return kernels_of(form, *self.layers)
 
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""

@@ -24,12 +24,13 @@ from ..layers.linear import Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Norm
 from ..layers.step import FINAL, Layer, Rows, Step
+from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from .config import ModelConfig, normalise
 from .decoder import Model, keeping
 from .families.llama import Llama
 from .family import PACKED, Family
 from .jsonfields import Fields, read_json
-from .language import Replaceable, arrays
+from .language import arrays
 from .registry import family, language_name
 from .weights.source import Checkpoint
 from .weights.tensors import FLOATS, load_tensors
@@ -42,6 +43,10 @@ class Block(Protocol):
     @property
     def mixer(self) -> Mixer:
         """The attention of the block, which has the head's cache."""
+        ...
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels that can do the work of its parts."""
         ...
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
@@ -66,6 +71,10 @@ class JoinedBlock:
         self.proj = proj
         self.layer = layer
         (self.mixer,) = keeping(layer.mixer)
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the layer."""
+        return self.layer.kernels(model)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
@@ -108,6 +117,10 @@ class ConcatenatedBlock:
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.normed_residual = normed_residual
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of both blocks."""
+        return kernels_of(model, self.mixer, self.mlp)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, step: Step) -> mx.array:
         """(T, hidden) each -> (T, hidden)."""
@@ -158,7 +171,6 @@ class DraftHead:
         self.taps = tuple(taps)
         self.block = block
         self.norm = norm
-        self.replaceable = Replaceable.of(block)
         self.activation_dtype = model.activation_dtype
         self.mixers = [block.mixer]
         self.cache_specs: list[CacheSpec] = [block.mixer.spec]
@@ -173,6 +185,12 @@ class DraftHead:
         self._hidden: mx.array | None = None
         shared = [] if lm_head is not None else arrays(model.lm_head)
         self._shared_bytes = sum(array.nbytes for array in shared)
+
+    def kernels(self) -> list[KernelUse]:
+        """The kernels that can do the work of the block."""
+        config = self.config
+        form = ModelForm(self.activation_dtype, config.num_experts, config.quantization is not None)
+        return self.block.kernels(form)
 
     def enter(self, tapped: mx.array) -> mx.array:
         """Outputs of the model's layers (n, taps * hidden) -> (n, hidden)."""

@@ -1,43 +1,20 @@
-"""What the engine needs of a model: its config, its forward pass, and what kernels may replace."""
+"""The parts of a model that the engine needs: its config, its forward pass and its kernels."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import mlx.core as mx
 
 from ..core import CacheSpec
-from ..layers.mlp import MLP, Gated
-from ..layers.moe import ExpertChoice
-from ..layers.norm import Join
 from ..layers.step import Rows, Step
+from ..metal_kernels.variants import KernelUse
 from .quantization import Quantization
 
 if TYPE_CHECKING:
     from .weights.expert_store import ExpertStore
 
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True, slots=True)
-class Replaceable:
-    """Parts of a model that the engine may replace by Metal kernels."""
-
-    activations: Sequence[Gated] = ()
-    mlps: Sequence[MLP] = ()
-    choices: Sequence[ExpertChoice] = ()  # of experts, by routers
-    joins: Sequence[Join] = ()  # of blocks and the residual stream
-
-    @staticmethod
-    def of(layers: Any) -> "Replaceable":
-        """The replaceable parts of some layers."""
-        return Replaceable(
-            list(reachable(layers, Gated)),
-            list(reachable(layers, MLP)),
-            list(reachable(layers, ExpertChoice)),
-            list(reachable(layers, Join)),
-        )
 
 
 class LanguageConfig(Protocol):
@@ -136,8 +113,7 @@ class LanguageModel(Protocol):
         """As of `Model`."""
         ...
 
-    @property
-    def replaceable(self) -> "Replaceable":
+    def kernels(self) -> list[KernelUse]:
         """As of `Model`."""
         ...
 

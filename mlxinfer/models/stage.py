@@ -133,7 +133,7 @@ class StageModel:
         self.config: ModelConfig = part.config
         self.mixers: Sequence[Mixer] = part.mixers
         self.cache_specs: Sequence[CacheSpec] = part.cache_specs
-        self.replaceable = part.replaceable
+        self.kernels = part.kernels
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store

@@ -27,7 +27,8 @@ from mlxinfer.cache.inputs import Segments, ints, step_segments
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
-from mlxinfer.engine.kernels import choose_kernels
+from mlxinfer.engine.attention_kernels import AttentionKernels
+from mlxinfer.engine.kernels import Kernels
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
@@ -45,8 +46,8 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     """Steps of a bfloat16 model with all its kernels; to be made and called under `as_on_metal`."""
     model = load(folder, dtype="bfloat16")
     specs, stored = lay_out(model.cache_specs, KVOptions(bits=(bits, bits)), key_bias=False)
-    kernels = choose_kernels(model, specs, stored, frozenset)
-    kernels.put_into(model)
+    kernels = AttentionKernels(model.mixers, specs, stored, model.activation_dtype)
+    Kernels([*model.kernels(), *kernels.kernels()], frozenset)
     cache = KVCache(
         specs,
         bits=stored,
@@ -57,7 +58,7 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
         budget_bytes=1 << 30,
         num_pages=SEQUENCE_PAGES * requests,
         kernel_layers=kernels.attention,
-        prefill_layers=kernels.prefill,
+        prefill_layers=frozenset(kernels.prefill),
         heads=kernels.heads,
         tail_layers=kernels.tails,
     )

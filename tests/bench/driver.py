@@ -139,7 +139,7 @@ class MeteredModel:
         self.cache_specs, self.mixers = model.cache_specs, model.mixers
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.replaceable = model.replaceable
+        self.kernels = model.kernels
         self.lacks = model.lacks
         self.work = Work()
         self.storing = False

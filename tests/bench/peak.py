@@ -47,7 +47,7 @@ class LastChunkModel:
         self.cache_specs, self.mixers = model.cache_specs, model.mixers
         self.activation_dtype = model.activation_dtype
         self.rope_variant = model.rope_variant
-        self.replaceable = model.replaceable
+        self.kernels = model.kernels
         self.lacks = model.lacks
         self.logits = model.logits
         self._model = model

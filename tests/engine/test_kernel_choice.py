@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -12,13 +13,15 @@ from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import engine as engine_module
+from mlxinfer.engine.attention_kernels import AttentionKernels
 from mlxinfer.engine.engine import Engine, generation
-from mlxinfer.engine.kernels import Kernels, choose_kernels
+from mlxinfer.engine.kernels import Kernels
+from mlxinfer.metal_kernels.sampling_cases import SamplingKernels
 from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
-DECODE = {"paged_attention", "kv_write", "tail_write", "gated", "sample"}
+DECODE = {"paged_attention", "kv_write", "tail_write", "sample"}
 
 
 def wide_model(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Model:
@@ -44,46 +47,58 @@ class RecordingChooser:
         return int(values.get("queries", 1)) <= self._max_queries
 
 
-def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Kernels:
-    bits = [(None, None)] * len(model.cache_specs)
-    return choose_kernels(model, model.cache_specs, bits, chooser, **how)
+@dataclass(frozen=True)
+class Chosen:
+    """The kernels of a model and of the engine's other parts."""
+
+    kernels: Kernels
+    attention: AttentionKernels
+    sampling: SamplingKernels
+
+
+def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
+    bits, dtype = [(None, None)] * len(model.cache_specs), model.activation_dtype
+    attention = AttentionKernels(model.mixers, model.cache_specs, bits, dtype)
+    sampling = SamplingKernels(model.config.vocab_size, dtype)
+    uses = [*model.kernels(), *attention.kernels(), *sampling.kernels()]
+    return Chosen(Kernels(uses, chooser, **how), attention, sampling)
 
 
 def test_before_the_first_step_only_what_decode_needs_is_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chooser = RecordingChooser()
-    kernels = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    kernels, sampling = chosen.kernels, chosen.sampling
     (first,) = chooser.calls
     assert {variant.kind for variant in first} == DECODE
     assert len(set(first)) == len(DECODE)
-    ready = kernels.attention[0]
-    assert ready is kernels.attention[1]  # layers that are alike are asked about once
+    ready = chosen.attention.attention[0]
     assert ready(1)
     assert not ready(8)
-    assert not kernels.masks(model_dtype := first[0].dtype)
-    assert not kernels.samples(model_dtype, masked=True)
+    assert not sampling.masks(model_dtype := first[0].dtype)
+    assert not sampling.samples(model_dtype, masked=True)
     assert len(chooser.calls) == 1
-    assert kernels.variants.stats() == {"ready": len(DECODE), "refused": 0, "asked": 3}
+    assert kernels.stats() == {"ready": len(DECODE), "refused": 0, "asked": 3}
     for _ in range(4):
-        kernels.variants.prepare_next()
+        kernels.prepare_next()
     assert [len(call) for call in chooser.calls] == [len(DECODE), 1, 1, 1]
     assert ready(8)
-    assert kernels.masks(model_dtype)
-    assert kernels.samples(model_dtype, masked=True)
-    assert kernels.variants.stats() == {"ready": len(DECODE) + 3, "refused": 0, "asked": 0}
+    assert sampling.masks(model_dtype)
+    assert sampling.samples(model_dtype, masked=True)
+    assert kernels.stats() == {"ready": len(DECODE) + 3, "refused": 0, "asked": 0}
 
 
 def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model(monkeypatch, num_attention_heads=8, num_key_value_heads=1)
-    everything = kernels_of(model, RecordingChooser()).attention[0]
+    everything = kernels_of(model, RecordingChooser()).attention.attention[0]
     assert all(everything(count) for count in range(1, 9))
     few = RecordingChooser(max_queries=4)
-    some = kernels_of(model, few).attention[0]
+    some = kernels_of(model, few).attention.attention[0]
     admitted = [count for count in range(1, 9) if some(count)]
     assert admitted == [1, 2, 3, 4]
     none = RecordingChooser(["paged_attention"])
-    without = kernels_of(model, none)
+    without = kernels_of(model, none).attention
     assert not any(without.attention[0](count) for count in range(1, 9))
     assert set(without.heads) == {0, 1}  # other kernels are used all the same
 
@@ -92,30 +107,28 @@ def test_gate_and_up_are_folded_for_as_many_rows_as_were_admitted(tmp_path: Path
     form = {"group_size": 32, "bits": 4}
     model = load(tiny_checkpoint(tmp_path, "qwen3-v4", quantize=form))
     chooser = RecordingChooser()
-    kernels = kernels_of(model, chooser, when_idle=True)
-    kernels.put_into(model)
-    assert model.replaceable.mlps
+    kernels = kernels_of(model, chooser, when_idle=True).kernels
+    mlps = [layer.mlp for layer in model.layers]
     assert [v.number("rows") for v in chooser.calls[0] if v.kind == "gate_up"] == [1]
-    ready = {rows for rows in range(1, 12) for mlp in model.replaceable.mlps if mlp.ready(rows)}
+    ready = {rows for rows in range(1, 12) for mlp in mlps if mlp.ready(rows)}
     assert ready == {1}
     for _ in range(8):
-        kernels.variants.prepare_next()
+        kernels.prepare_next()
     asked = [call[0].number("rows") for call in chooser.calls[1:] if call[0].kind == "gate_up"]
     assert asked == [2, 4, 8]
-    ready = {rows for rows in range(1, 12) for mlp in model.replaceable.mlps if mlp.ready(rows)}
+    ready = {rows for rows in range(1, 12) for mlp in mlps if mlp.ready(rows)}
     assert ready == set(range(1, 9))
-    kernels_of(model, RecordingChooser(["gate_up"])).put_into(model)
-    assert not any(mlp.ready(1) for mlp in model.replaceable.mlps)
-    assert all(activation.in_kernel for activation in model.replaceable.activations)
+    kernels_of(model, RecordingChooser(["gate_up"]))
+    assert not any(mlp.ready(1) for mlp in mlps)
 
 
 def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = RecordingChooser(["bitmask"])
-    kernels = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
+    chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
     dtype = chooser.calls[0][0].dtype
     for _ in range(3):
-        assert not kernels.masks(dtype)
-        kernels.variants.prepare_next()
+        assert not chosen.sampling.masks(dtype)
+        chosen.kernels.prepare_next()
     assert len(chooser.calls) == 2
 
 

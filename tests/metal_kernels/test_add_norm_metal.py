@@ -21,8 +21,8 @@ from mlxinfer.metal_kernels.add_norm import (
     threads_of,
 )
 from mlxinfer.metal_kernels.launch import running_on
+from mlxinfer.metal_kernels.variants import ModelForm
 from mlxinfer.models.decoder import ResidualLayer, link_norms
-from mlxinfer.models.language import reachable
 
 # Of max(1, |expected|); in 16 bits the twin rounds four times, the kernel three times.
 ROUNDING = {mx.float32: 2e-5, mx.float16: 2**-8, mx.bfloat16: 2**-5}
@@ -114,9 +114,13 @@ def layer(norms: Sequence[Norm | None]) -> ResidualLayer:
         y = x * mx.sigmoid(x)
         return y if residual is None else residual + y
 
-    made = ResidualLayer(mixer, mlp, before=norms[::2], after=norms[1::2])
-    assert list(reachable(made, Join)) == list(made.joins)[::-1]
-    return made
+    return ResidualLayer(mixer, mlp, before=norms[::2], after=norms[1::2])
+
+
+def use_kernel(join: Join) -> AddNorm | None:
+    for use in join.kernels(ModelForm(mx.float32, quantized=True)):
+        use.install(lambda _: True)
+    return join.form
 
 
 LAYOUTS = {"pre": (1, 0, 1, 0), "post": (0, 1, 0, 1), "sandwich": (1, 1, 1, 1)}
@@ -145,7 +149,7 @@ def test_layers_give_the_same_with_the_kernel(layout: str) -> None:
     plain, machine = run(), MetalCPU(seed=2)
     for each in layers:
         for join in each.joins:
-            join.in_kernel = join.form
+            use_kernel(join)
     with running_on(machine):
         found = run()
     machine.assert_clean()
@@ -157,10 +161,17 @@ def test_layers_give_the_same_with_the_kernel(layout: str) -> None:
 def test_only_rms_norms_have_a_form() -> None:
     weight = mx.ones(64)
     rms, layer_norm = RMSNorm(weight, 1e-6), LayerNorm(weight, 1e-6)
-    assert Join(None, rms).form is Join(None, RMSNorm(weight + 1, 1e-6)).form
-    assert Join(rms, RMSNorm(weight.astype(mx.float16), 1e-6)).form is None
+    assert use_kernel(Join(None, rms)) is use_kernel(Join(None, RMSNorm(weight + 1, 1e-6)))
+    assert use_kernel(Join(rms, RMSNorm(weight.astype(mx.float16), 1e-6))) is None
     for pair in ((None, None), (None, layer_norm), (layer_norm, rms)):
-        assert Join(*pair).form is None
+        assert use_kernel(Join(*pair)) is None
+
+
+def test_where_a_product_adds_the_residual_the_kernel_serves_norms_behind_blocks_alone() -> None:
+    norm, dense = RMSNorm(mx.ones(64), 1e-6), ModelForm(mx.float32)
+    assert not Join(None, norm).kernels(dense)
+    assert Join(norm, None).kernels(dense)
+    assert not Join(norm, None).kernels(ModelForm(mx.float16)), "the rows are of another dtype"
 
 
 @requires_compiler

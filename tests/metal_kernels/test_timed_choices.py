@@ -9,8 +9,7 @@ import pytest
 from mlxinfer.layers import mlp, moe
 from mlxinfer.layers.linear import Linear, Projection, QuantizedLinear
 from mlxinfer.layers.norm import Join, RMSNorm
-from mlxinfer.metal_kernels.gate_up import PLAIN, gate_up_of, gate_up_variant
-from mlxinfer.metal_kernels.gated import gate_of, gated_variant
+from mlxinfer.metal_kernels.gate_up import PLAIN, gate_of, gate_up_of, gate_up_variant
 from mlxinfer.metal_kernels.routing import routing_variant
 from mlxinfer.metal_kernels.sample import SETTINGS, sample_twin, settings_array
 from mlxinfer.metal_kernels.sampling_cases import (
@@ -46,16 +45,6 @@ def timed_against(variant: Variant) -> list[str]:
     return operations(case.twin)
 
 
-@pytest.mark.parametrize(
-    ("name", "function"), [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")]
-)
-def test_activations_run_against_the_layers_product(name: str, function: str) -> None:
-    """Not compiled here: both would be, by one function, where there is Metal."""
-    layer, x = mlp.gated(name, mx.bfloat16), mx.zeros((ROWS, 512), mx.bfloat16)
-    variant = gated_variant(gate_of(function, mx.bfloat16))
-    assert timed_against(variant) == operations(lambda: [layer(x)])
-
-
 @pytest.mark.parametrize("codes", [(4, 64), PLAIN], ids=str)
 def test_gate_and_up_run_against_the_layers_product(codes: tuple[int, int]) -> None:
     bits, group_size = codes
@@ -74,7 +63,6 @@ def test_gate_and_up_run_against_the_layers_product(codes: tuple[int, int]) -> N
 def test_sums_and_norms_run_against_the_layers_own() -> None:
     join = Join(RMSNorm(mx.ones(64), 1e-6), RMSNorm(mx.ones(64), 1e-6))
     x = mx.zeros((ROWS, 64))
-    assert join.form is not None
     variant = Variant.of("add_norm", dtype="float32", dims=64, after="1e-06", before="1e-06")
 
     def layer() -> list[mx.array]:

@@ -23,6 +23,7 @@ from ...layers.norm import Join, Norm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
+from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
 from ..family import PACKED, Family
@@ -46,6 +47,10 @@ class NormedMLP:
     def __init__(self, norm: Norm, mlp: MLP) -> None:
         self.norm = norm
         self.mlp = mlp
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of the MLP."""
+        return self.mlp.kernels(model)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
@@ -79,6 +84,10 @@ class ParallelExperts:
         self.experts = experts
         self.norms = tuple(norms)
 
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of both blocks."""
+        return kernels_of(model, self.dense, self.experts)
+
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""
         behind_dense, before, behind = self.norms
@@ -95,6 +104,10 @@ class ScaledChoice:
     def __init__(self, k: int, factors: mx.array) -> None:
         self.choose = top_k_softmax(k)
         self.factors = factors  # (E,)
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernel of the choice."""
+        return self.choose.kernels(model)
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) and experts (T, k)."""

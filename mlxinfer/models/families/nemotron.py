@@ -19,6 +19,7 @@ from ...layers.moe import MoE
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
+from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
@@ -51,8 +52,6 @@ class MixerLayer(Layer):
 
     __slots__ = ("mixer", "norm")
 
-    mlp = None
-
     def __init__(self, norm: Norm, mixer: LayerMixer) -> None:
         self.norm = norm
         self.mixer = mixer
@@ -66,8 +65,6 @@ class FeedForwardLayer(Layer):
     """x + mlp(norm(x))."""
 
     __slots__ = ("mlp", "norm")
-
-    mixer = None
 
     def __init__(self, norm: Norm, mlp: FeedForward) -> None:
         self.norm = norm
@@ -94,6 +91,10 @@ class LatentExperts:
         self.experts = experts
         self.up = up
         self.shared = shared
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """The kernels of all experts."""
+        return kernels_of(model, self.experts, self.shared)
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, hidden) -> (T, hidden), plus the residual."""

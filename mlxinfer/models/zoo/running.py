@@ -23,9 +23,9 @@ from ...core import CacheSpec, KVSpec, OwnCacheSpec
 from ...layers.attention import AttentionShape
 from ...layers.step import Rows, Step
 from ...metal_kernels.paged_attention import Softmax
+from ...metal_kernels.variants import KernelUse
 from ..config import eos_token_ids
 from ..jsonfields import Fields
-from ..language import Replaceable
 from ..quantization import Quantization, read_quantization
 from .definitions import AttendingCache, Definition, one_line
 
@@ -337,7 +337,6 @@ class FlatModel:
 
     lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
-    replaceable: ClassVar[Replaceable] = Replaceable()
 
     def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
         self.config = config
@@ -348,6 +347,10 @@ class FlatModel:
         self.num_bytes = definition.num_bytes
         self._caches = traced.caches
         self._used = [traced.caches[i] for i in traced.places]
+
+    def kernels(self) -> list[KernelUse]:
+        """None: the layers are mlx-lm's."""
+        return []
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
@@ -414,7 +417,6 @@ class AloneModel:
 
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
-    replaceable: ClassVar[Replaceable] = Replaceable()
 
     def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
         self.config = config
@@ -423,6 +425,10 @@ class AloneModel:
         self.mixers = [self]
         self.cache_specs: list[CacheSpec] = [kept_by(definition, dtype)]
         self.num_bytes = definition.num_bytes
+
+    def kernels(self) -> list[KernelUse]:
+        """None: the layers are mlx-lm's."""
+        return []
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""

@@ -8,12 +8,11 @@ being generated all the time.
 
 import asyncio
 import json
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
     from ..text import Tokenizer
 
 CONTEXTS = (512, 2048, 8192)  # those that the model takes
-CPU_LAYERS = "MLXINFER_CPU_LAYERS"  # layers that exist for MLX's CPU backend only: 0 is off
 SAME = "Both with their defaults; on MLX's CPU backend both compute in float32."
-OURS, AS_ON_A_GPU, PEER = "mlxinfer", "mlxinfer_without_cpu_layers", "mlx-lm"
+OURS, PEER = "mlxinfer", "mlx-lm"
 WORDS = "time page river stone light house green water letter seven open near road field sound"
 TokenTimes = Callable[[list[list[int]], int], list[list[float]]]
 
@@ -65,9 +63,6 @@ def run(
 ) -> Report:
     """Measure every cell, one engine after the other, so that weights are in memory once.
 
-    Beside mlx-lm on MLX's CPU backend, the model is measured also without the layers that exist for
-    that backend only: those figures are the ones that say something about a GPU.
-
     Args:
         open_llm: opens the model, without a prefix cache: its pages would count as memory of
             later cells.
@@ -92,36 +87,13 @@ def run(
     del llm  # and with it the weights
     data: dict[str, Any] = {"model": str(folder), "answer_tokens": tokens, "runs": runs}
     try:
-        sides |= _beside(open_llm, folder, measured) if peer else {}
+        if peer:
+            mx.clear_cache()
+            sides[PEER] = measured(PeerGeneration(folder).token_times)
     except UnsupportedModelError as error:  # ours is measured all the same
         data["not_compared"] = str(error)
     data |= {"cells": {side: [asdict(cell) for cell in cells] for side, cells in sides.items()}}
     return Report("speed", _tables(sides, tokens, before, data.get("not_compared", "")), data)
-
-
-def _beside(
-    open_llm: Callable[[], "LLM"], folder: Path, measured: Callable[[TokenTimes], list[Cell]]
-) -> dict[str, list[Cell]]:
-    """mlx-lm, and what it is compared with where there is no GPU."""
-    mx.clear_cache()
-    theirs = measured(PeerGeneration(folder).token_times)
-    if mx.metal.is_available():
-        return {PEER: theirs}
-    with cpu_layers(False), open_llm() as llm:
-        return {AS_ON_A_GPU: measured(partial(_token_times, llm)), PEER: theirs}
-
-
-@contextmanager
-def cpu_layers(on: bool) -> Iterator[None]:
-    """Models that are opened meanwhile, here and in child processes, have these layers or not."""
-    before = os.environ.get(CPU_LAYERS)
-    os.environ[CPU_LAYERS] = "1" if on else "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(CPU_LAYERS)
-        if before is not None:
-            os.environ[CPU_LAYERS] = before
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -255,12 +227,8 @@ def _tables(
 ) -> list[Table]:
     ours = sides[OURS]
     tables = [_speed_table(ours, tokens, not_compared)]
-    if AS_ON_A_GPU in sides:
-        title = "Beside mlx-lm, without layers for the CPU backend only"
-        tables.append(_pairs(title, "mlx-lm", sides[AS_ON_A_GPU], sides[PEER], SAME))
     if PEER in sides:
-        title = "Beside mlx-lm" + (", with them" if AS_ON_A_GPU in sides else "")
-        tables.append(_pairs(title, "mlx-lm", ours, sides[PEER], SAME))
+        tables.append(_pairs("Beside mlx-lm", "mlx-lm", ours, sides[PEER], SAME))
     if before is not None:
         saved = [Cell(**cell) for cell in before["cells"][OURS]]
         note = f"Saved: {before['model']}, answers of {before['answer_tokens']} tokens."

@@ -1,11 +1,16 @@
 """Random dense checkpoints, made where they are needed; speed does not depend on the values."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+
+from mlxinfer import hub
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,14 @@ def write_checkpoint(
     form = {} if quantize is None else {"quantization": quantize}
     (folder / "config.json").write_text(json.dumps({**sizes.config(), **form}))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Copy the demo model's tokenizer to a checkpoint; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER:
+        shutil.copyfile(hub.resolve("demo") / name, folder / name)
     return folder
 
 

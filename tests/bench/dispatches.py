@@ -2,14 +2,10 @@
 
 Counted in the traced graph of a decode step, as it would be on Metal: our kernels are in it, and
 each of MLX's fused operations stands as one. What only looks at memory another way is not counted.
-The same graph is built again and again for the second question: how long that keeps the host busy.
 Without a GPU, MLX's fused operations fall apart and custom kernels are refused, except in graphs
 that are traced: steps are built under `as_on_metal`, and none of them runs.
 """
 
-import gc
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxinfer.bench.peer import load_peer_model
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.cache.formats import lay_out
 from mlxinfer.cache.inputs import Segments, ints, step_segments
 from mlxinfer.cache.kv import KVCache
@@ -33,10 +29,10 @@ from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
 from tests.bench.peer import peer_caches
+from tests.bench.tables import SIDES, sides
 
 PAGE, SEALED, CONTEXT = 16, 32, 40  # tokens before the step: two pages and a tail
 SEQUENCE_PAGES = SEALED // PAGE + 2
-STEPS = PAGE // 2  # that a prepared step can be taken before its tail is full
 FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")
 
 Graph = Callable[[mx.array], mx.array]  # (B,) tokens -> logits, lazy; each call is the next step
@@ -108,45 +104,19 @@ def traced(function: Graph, argument: mx.array) -> list[str]:
     return found
 
 
-def build_times_us(step: Graph, requests: int, times: int = STEPS) -> list[float]:
-    """CPU microseconds of this thread for each of some steps' graphs."""
-    found: list[float] = []
-
-    def steps(ids: mx.array) -> mx.array:
-        graphs = []
-        for _ in range(times):
-            started = time.thread_time()
-            graphs.append(step(ids))
-            found.append((time.thread_time() - started) * 1e6)
-        return graphs[-1]
-
-    gc.collect()
-    gc.disable()  # what others left is not this one's
-    try:
-        mx.export_function(lambda _: None, steps, mx.zeros((requests,), mx.int32))
-    finally:
-        gc.enable()
-    return found
-
-
 def whole(x: mx.array, *rest: Any, **options: Any) -> mx.array:
     """One operation that needs all its inputs."""
     needed = [a for a in (*rest, *options.values()) if isinstance(a, mx.array)]
     return mx.abs(mx.depends(x, needed) if needed else x)
 
 
-def quick(x: mx.array, *rest: Any, **options: Any) -> mx.array:
-    """One operation that takes no longer to make than the one it stands for."""
-    return mx.abs(x)
-
-
 @contextmanager
-def as_on_metal(fused: Callable[..., mx.array] = whole) -> Iterator[None]:
-    """Graphs as Metal would get them; `fused` stands for each of MLX's fused operations."""
+def as_on_metal() -> Iterator[None]:
+    """Graphs as Metal would get them; one operation stands for each of MLX's fused ones."""
     originals = {name: getattr(mx.fast, name) for name in FUSED}
     is_available = mx.metal.is_available
     for name in FUSED:
-        setattr(mx.fast, name, fused)
+        setattr(mx.fast, name, whole)
     mx.metal.is_available = lambda: True
     try:
         yield
@@ -159,7 +129,6 @@ def as_on_metal(fused: Callable[..., mx.array] = whole) -> Iterator[None]:
 FEW, MORE = 2, 3  # layers: what one costs is the difference
 MODEL = Dense(hidden=128, inner=256, layers=FEW, heads=8, kv_heads=2, head_dim=64, vocab=512)
 MIXTURE = Experts(**{**asdict(MODEL), "inner": 64}, experts=8, chosen=2)
-DEEP = replace(MODEL, layers=28)
 VIEWS = frozenset(
     """AsStrided Broadcast BroadcastAxes Contiguous Depends ExpandDims Flatten Full Reshape Slice
     Split Squeeze StopGradient Transpose Unflatten View""".split()  # noqa: SIM905
@@ -186,12 +155,10 @@ COUNTED: dict[str, tuple[Dense, dict[str, int] | None]] = {
 Counts = dict[tuple[str, int | None], list[Count]]
 
 
-def run(
-    *, peer: bool = True, requests: Sequence[int] = (1, 8), deep: Dense = DEEP, rounds: int = 7
-) -> Report:
+def run(*, peer: bool = True) -> Report:
     """Plain and quantised KV, ours and mlx-lm's."""
+    counts: Counts = {}
     with TemporaryDirectory() as scratch:
-        counts: Counts = {}
         for name, (sizes, quantize) in COUNTED.items():
             counted = [
                 write_checkpoint(
@@ -202,28 +169,11 @@ def run(
             # Before the step mlx-lm must run, which its experts in 16 bits do not on a CPU.
             with_peer = peer and not isinstance(sizes, Experts)
             counts |= {(name, bits): _counts(counted, bits, peer=with_peer) for bits in BITS}
-        folder = write_checkpoint(Path(scratch) / "deep", deep)
-        for bits in BITS:  # until the heap of this process has grown to what graphs need
-            _built(folder, bits, max(requests), peer=peer, rounds=2)
-        built = {
-            (bits, n): _built(folder, bits, n, peer=peer, rounds=rounds)
-            for bits in BITS
-            for n in requests
-        }
-    return Report(
-        "dispatches",
-        [_count_table(counts), _build_table(built, deep.layers)],
-        {
-            "dispatches": [
-                {"model": name, "kv_bits": bits, "counts": [asdict(count) for count in found]}
-                for (name, bits), found in counts.items()
-            ],
-            "build": [
-                {"kv_bits": bits, "requests": n, "build_us": found}
-                for (bits, n), found in built.items()
-            ],
-        },
-    )
+    data = [
+        {"model": name, "kv_bits": bits, "counts": [asdict(count) for count in found]}
+        for (name, bits), found in counts.items()
+    ]
+    return Report("dispatches", [_count_table(counts)], {"dispatches": data})
 
 
 def _counts(folders: Sequence[Path], bits: int | None, *, peer: bool) -> list[Count]:
@@ -245,54 +195,22 @@ def _operations(folder: Path, bits: int | None, *, ours: bool) -> "Counter[str]"
         return Counter(name for name in traced(step, mx.array([7])) if name not in VIEWS)
 
 
-def _built(
-    folder: Path, bits: int | None, requests: int, *, peer: bool, rounds: int
-) -> list[float]:
-    """Median microseconds of our graph, and of mlx-lm's, in turns."""
-    times: list[list[float]] = [[], []] if peer else [[]]
-    for _ in range(rounds):
-        theirs = [peer_steps(folder, bits, requests)] if peer else []
-        with as_on_metal(quick):
-            for found, step in zip(
-                times, [our_steps(folder, bits, requests), *theirs], strict=True
-            ):
-                found += build_times_us(step, requests)[1:]  # the first works out what lasts
-    return [statistics.median(found) for found in times]
-
-
 def _count_table(counts: Counts) -> Table:
     rows = []
     for (name, bits), found in counts.items():
         own = [name, _named(bits)]
         rows += [
-            [*own, "a layer", *_row([count.per_layer for count in found])],
-            [*own, "beside the layers", *_row([count.beside for count in found])],
+            [*own, "a layer", *sides([count.per_layer for count in found])],
+            [*own, "beside the layers", *sides([count.beside for count in found])],
         ]
     return Table(
         "Dispatches of one decode step",
-        ["model", "kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
+        ["model", "kv_bits", "", *SIDES],
         rows,
         "From the traced graph, with Metal kernels and MLX's fused operations; elementwise "
         "operations one by one, views not at all. Counted on this machine, not run on a GPU.",
     )
 
 
-def _build_table(built: dict[tuple[int | None, int], list[float]], layers: int) -> Table:
-    return Table(
-        f"Main-thread CPU us to build that graph, {layers} layers",
-        ["kv_bits", "requests", "mlxinfer", "mlx-lm", "ratio"],
-        [[_named(bits), str(n), *_row(found)] for (bits, n), found in built.items()],
-        "With page tables, cache writes and logits. In a trace: each of MLX's fused operations "
-        "stands as the quickest there is, kernels are MLX's own calls. Not measured on a Mac.",
-    )
-
-
 def _named(bits: int | None) -> str:
     return "plain" if bits is None else str(bits)
-
-
-def _row(values: Sequence[float]) -> list[str]:
-    """Ours, theirs and how many times less ours is."""
-    cells = [f"{value:,.0f}" for value in values]
-    better = ratio(values[1], values[0]) if len(values) > 1 else "-"
-    return [*cells, *["-"] * (2 - len(cells)), better]

@@ -8,7 +8,6 @@ like it: it holds all experts.
 """
 
 import json
-import shutil
 import statistics
 import threading
 import time
@@ -22,14 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxinfer import LLM, hub
+from mlxinfer import LLM
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.core import SamplingParams
 from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
 from mlxinfer.models.language import reachable
 from mlxinfer.models.weights import expert_store
-from tests.bench.serve import TOKENIZER
+from tests.bench.checkpoints import with_tokenizer
 
 GROUP, BITS = 64, 4
 ENOUGH_S = 60.0  # of measured answers: no turn begins that would end later, but the first
@@ -125,9 +124,7 @@ class Mixture:
 
     def write(self, folder: Path, *, split: bool) -> Path:
         """A checkpoint of it."""
-        folder.mkdir(parents=True)
-        for file in TOKENIZER:
-            shutil.copyfile(hub.resolve("demo") / file, folder / file)
+        with_tokenizer(folder)
         (folder / "config.json").write_text(json.dumps(self.config))
         tensors, header, at = list(self.tensors(split=split)), {}, 0
         for name, array in tensors:

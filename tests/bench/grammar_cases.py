@@ -157,7 +157,6 @@ CASES = (
     ),
     Case("any object", {"type": "object"}, ({"a": [1, 2.5, None], "b": {"c": "x", "d": TEXT}},)),
 )
-ENDLESS = "start: item+\nitem: %json " + json.dumps(CASES[1].schema) + ' "\\n"\n'
 
 
 END = "<|end|>"

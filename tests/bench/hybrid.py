@@ -6,7 +6,6 @@ an attention layer now and then.
 
 import json
 import random
-import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -20,11 +19,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer import LLM, hub
+from mlxinfer import LLM
 from mlxinfer.bench.peer import PeerGeneration
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.bench.speed import TokenTimes, _token_times, generation_rate
-from tests.bench.serve import TOKENIZER
+from tests.bench.checkpoints import with_tokenizer
+from tests.bench.tables import SIDES, sides
 
 Shapes = dict[str, tuple[int, ...]]
 FULL, RECURRENT = "full_attention", "linear_attention"
@@ -219,9 +219,7 @@ def write_hybrid(folder: Path, config: dict[str, Any], shapes: Shapes) -> Path:
     }
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
     (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER:
-        shutil.copyfile(hub.resolve("demo") / name, folder / name)
-    return folder
+    return with_tokenizer(folder)
 
 
 def run(*, runs: int = 3, small: bool = False, peer: bool = True, cpu_time: bool = False) -> Report:
@@ -279,12 +277,11 @@ def _table(data: dict[str, Any], second: str) -> Table:
     for kind, found in data.items():
         for what in (ALONE, RAGGED, LONG):
             ours, theirs = found["mlxinfer"][what], found.get("mlx-lm", {}).get(what)
-            row = [f"{kind}, {what}", f"{ours:,.0f}"]
-            rows.append(row if theirs is None else [*row, f"{theirs:,.0f}", ratio(ours, theirs)])
-    columns = ["", "mlxinfer", "mlx-lm", "ratio"][: len(rows[0])]
+            both = [ours] if theirs is None else [ours, theirs]
+            rows.append([f"{kind}, {what}", *sides(both, higher=True)])
     return Table(
         f"Hybrids of float32 weights: tokens a {second}",
-        columns,
+        ["", *SIDES],
         rows,
         "Answers of one request and of eight of 16 to 177 prompt tokens; prompt tokens of one.",
     )

@@ -7,7 +7,7 @@ requests share a forward pass, and how many bytes are held.
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,14 +17,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlxinfer.bench.peer import load_peer_model, require_peer
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.config import KVOptions
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, Dense, random_prompt, write_checkpoint
-from tests.bench.peer import PeerServer, serve_one_by_one
+from tests.bench.engines import Ask, OurEngine, Served, serve
+from tests.bench.peer import PeerEngine, serve_one_by_one
 from tests.bench.quality import DTYPE, Quality, measure
-from tests.bench.served import Ask, OurServer, Served, serve
+from tests.bench.tables import SIDES, sides
 
 EIGHT = KVOptions(bits=(8, 8))
 Kind = tuple[str, KVOptions, int | None]  # a name, ours, mlx-lm's kv_bits
@@ -57,10 +58,7 @@ def speeds(
 ) -> list[Pair]:
     """Plain and 8 bits, `requests` at once; the sides alternate."""
     write_checkpoint(folder, dense)
-    asks = [
-        Ask(str(i), [("user", random_prompt(prompt, dense.vocab, i))], answer)
-        for i in range(requests)
-    ]
+    asks = [Ask.of(str(i), random_prompt(prompt, dense.vocab, i), answer) for i in range(requests)]
     model = load(folder)
     peer_model = load_peer_model(folder) if peer else None
     found = []
@@ -68,7 +66,7 @@ def speeds(
         ours: list[Served] = []
         theirs: list[Served] = []
         for limit in (1, *[None] * ROUNDS):  # the first time warms up
-            ours.append(serve(OurServer(model, kv=options), asks[:limit]))
+            ours.append(serve(OurEngine(model, kv=options), asks[:limit]))
             if peer:
                 theirs.append(_peer_served(peer_model, asks[:limit], bits))
         found.append(Pair(label, _median(ours[1:]), _median(theirs[1:]) if theirs else None))
@@ -76,7 +74,7 @@ def speeds(
 
 
 def _peer_served(model: Any, asks: list[Ask], bits: int | None) -> Served:
-    return serve(PeerServer(model), asks) if bits is None else serve_one_by_one(model, asks)
+    return serve(PeerEngine(model), asks) if bits is None else serve_one_by_one(model, asks)
 
 
 def _median(rounds: list[Served]) -> Speed:
@@ -92,9 +90,8 @@ def peaks(
     folder: Path,
     dense: Dense,
     *,
-    kinds: Sequence[Kind],
     context: int,
-    chunks: tuple[int, int],
+    chunk: int,
     peer: bool,
 ) -> list[Pair]:
     """Peak memory beside the weights of one context of `context` tokens, bytes.
@@ -102,29 +99,28 @@ def peaks(
     Args:
         folder: where the checkpoint goes.
         dense: sizes of the model.
-        kinds: ways to keep the cache.
         context: tokens of a prompt and of its short answer together.
-        chunks: prompt tokens a step, of mlxinfer and of mlx-lm. MLX's CPU attention materialises
-            scores, and a small chunk keeps them from hiding what the cache takes.
+        chunk: prompt tokens a step. MLX's CPU attention materialises scores, and a small chunk
+            keeps them from hiding what the cache takes.
         peer: also mlx-lm.
     """
     write_checkpoint(folder, dense)
-    ask = Ask("long", [("user", random_prompt(context - 4, dense.vocab, 0))], 4)
+    ask = Ask.of("long", random_prompt(context - 4, dense.vocab, 0), 4)
     model = load(folder)
     peer_model = load_peer_model(folder) if peer else None
     found = []
-    for label, options, bits in kinds:
-        ours = peak_bytes(partial(_ours_long, model, ask, options, chunks[0]))
+    for label, options, bits in KINDS:
+        ours = peak_bytes(partial(_ours_long, model, ask, options, chunk))
         theirs = None
         if peer:
-            action = partial(serve_one_by_one, kv_bits=bits, prefill_step=chunks[1])
+            action = partial(serve_one_by_one, kv_bits=bits, prefill_step=chunk)
             theirs = peak_bytes(partial(action, peer_model, [ask]))
         found.append(Pair(label, ours, theirs))
     return found
 
 
 def _ours_long(model: Model, ask: Ask, kv: KVOptions, chunk: int) -> None:
-    serve(OurServer(model, kv=kv, prefill_chunk=chunk, max_batch=1), [ask])
+    serve(OurEngine(model, kv=kv, prefill_chunk=chunk, max_batch=1), [ask])
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
@@ -169,8 +165,7 @@ def run(
         long = min(long, 512) if small else long
         chunk = 16 if small else 64
         folder = Path(scratch) / "peak"
-        peak = peaks(folder, DEEP, kinds=KINDS, context=long, chunks=(chunk, chunk), peer=peer)
-        peak += peaks(folder, DEEP, kinds=KINDS[1:], context=long, chunks=(256, 2048), peer=peer)
+        peak = peaks(folder, DEEP, context=long, chunk=chunk, peer=peer)
     data = {
         "quality": {"tokens": num_tokens, "formats": [asdict(q) for q in quality]},
         "speed": [asdict(pair) for pair in found],
@@ -210,16 +205,14 @@ def quality_table(found: list[Quality], num_tokens: int, length: int, model: str
 def _speed_table(found: list[Pair]) -> Table:
     rows = []
     for pair in found:
-        for what, field in (
-            ("tokens/s", lambda s: s.tokens_per_s),
-            ("longest wait for a first token (s)", lambda s: s.longest_first_s),
-        ):
-            values = [field(speed) for speed in (pair.ours, pair.theirs) if speed is not None]
-            better = values if what != "tokens/s" else values[::-1]
-            rows.append([pair.label, what, *_cells(values, ".2f", better)])
+        both = [speed for speed in (pair.ours, pair.theirs) if speed is not None]
+        rates = sides([speed.tokens_per_s for speed in both], ".2f", higher=True)
+        waits = sides([speed.longest_first_s for speed in both], ".2f")
+        rows.append([pair.label, "tokens/s", *rates])
+        rows.append([pair.label, "longest wait for a first token (s)", *waits])
     return Table(
         "8 requests at once",
-        ["kv_bits", "", "mlxinfer", "mlx-lm", "ratio"],
+        ["kv_bits", "", *SIDES],
         rows,
         "Prompts of 70 tokens, answers of 32; prompts count in the time. mlx-lm's server answers "
         "one request at a time where --kv-bits is given, and its cache stays plain "
@@ -228,31 +221,14 @@ def _speed_table(found: list[Pair]) -> Table:
 
 
 def _peak_table(found: list[Pair], context: int, chunk: int) -> Table:
-    rows = []
-    for pair in found:
-        values = [v / 1e6 for v in (pair.ours, pair.theirs) if v is not None]
-        rows.append([pair.label, *_cells(values, ",.1f", values)])
-    plain, eight, own = found
-    shares = [_share(plain.ours, eight.ours), _share(plain.theirs, eight.theirs)]
-    rows.insert(2, ["8 / plain", *shares, "-"])
-    rows[-1][0] = f"{own.label}, each engine's own prefill"
+    rows = [
+        [pair.label, *sides([v / 1e6 for v in (pair.ours, pair.theirs) if v is not None], ",.1f")]
+        for pair in found
+    ]
     return Table(
         f"Peak memory beside the weights (MB), one context of {context:,} tokens",
-        ["kv_bits", "mlxinfer", "mlx-lm", "ratio"],
+        ["kv_bits", *SIDES],
         rows,
-        f"{DEEP.layers} layers, float32; both prefill {chunk} tokens a step but in the last row: "
-        "there mlxinfer 256 and mlx-lm 2,048. MLX's CPU attention materialises scores; mlx-lm's "
-        "quantised attention does so on every backend.",
+        f"{DEEP.layers} layers, float32; both prefill {chunk} tokens a step. MLX's CPU attention "
+        "materialises scores; mlx-lm's quantised attention does so on every backend.",
     )
-
-
-def _share(plain: int | None, eight: int | None) -> str:
-    return f"{eight / plain:.2f}x" if plain and eight else "-"
-
-
-def _cells(values: list[float], form: str, compared: list[float]) -> list[str]:
-    """Ours, theirs and how many times better ours is."""
-    shown = [format(value, form) for value in values]
-    if len(values) == 1:
-        return [*shown, "-", "-"]
-    return [*shown, ratio(compared[1], compared[0])]

@@ -1,4 +1,4 @@
-"""`bench latency`: short requests that arrive behind a long prompt. Knows both engines as drivers.
+"""`bench latency`: short requests that arrive behind a long prompt.
 
 One request streams. A long prompt arrives, and just behind it three short ones. How long until the
 short ones have their first token, how long does the stream stand still, and what does it cost the
@@ -15,20 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mlxinfer.bench.peer import load_peer_model
-from mlxinfer.bench.report import Report, Table, ratio
-from mlxinfer.core import SamplingParams
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.models import load
 from mlxinfer.session.engine_factory import MOST_PREFILL, PREFILL_SLICE_MS
 from tests.bench.checkpoints import LAPTOP, SMALL, Dense, random_prompt, write_checkpoint
-from tests.bench.driver import Driver, OurDriver, Work, engine_clock
-from tests.bench.peer import PeerDriver
+from tests.bench.engines import ENDLESS, Ask, Engine, OurEngine, Work, engine_clock
+from tests.bench.peer import PeerEngine
+from tests.bench.tables import SIDES, sides
 
 STREAM_PROMPT = 64
 STREAM_STARTED = 8  # tokens of the stream before anything else arrives
 SHORT_PROMPT = 25
 SHORTS = ("short 1", "short 2", "short 3")
 SHORT_ARRIVES_S = 0.05  # after the long prompt
-ANSWER = SamplingParams(max_tokens=4096, ignore_eos=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,14 @@ class Measured:
 
 
 class Timeline:
-    """Plays arrivals against a driver and notes when each token came, and after how much work."""
+    """Plays arrivals against an engine and notes when each token came, and after how much work."""
 
-    def __init__(self, driver: Driver, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._driver = driver
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._engine = engine
         self._clock = clock
         self.tokens_s: dict[str, list[float]] = defaultdict(list)
         self.work: dict[str, Work] = {}  # from each arrival to its first token
-        self._done_at: list[tuple[float, Work]] = [(0.0, driver.done)]
+        self._done_at: list[tuple[float, Work]] = [(0.0, engine.done)]
 
     def play(self, arrivals: Sequence[Arrival], *, until: Callable[[], bool]) -> None:
         """Step until `until`; time runs from 0 at the call."""
@@ -72,14 +71,14 @@ class Timeline:
             while coming and coming[0].at_s <= self._clock() - started:
                 arrival = coming.popleft()
                 before[arrival.name] = self._work_at(arrival.at_s)
-                self._driver.add(arrival.name, arrival.prompt_ids, ANSWER)
-            named = self._driver.step()
+                self._engine.submit(Ask(arrival.name, [("user", arrival.prompt_ids)], ENDLESS))
+            named = [token.name for token in self._engine.step()]
             now = self._clock() - started
-            self._done_at.append((now, self._driver.done))
+            self._done_at.append((now, self._engine.done))
             for name in named:
                 self.tokens_s[name].append(now)
                 if name in before:
-                    self.work.setdefault(name, self._driver.done.since(before[name]))
+                    self.work.setdefault(name, self._engine.done.since(before[name]))
 
     def _work_at(self, when_s: float) -> Work:
         """What was done by then: a turn that was under way is not."""
@@ -87,7 +86,7 @@ class Timeline:
 
 
 def scenario(
-    make: Callable[[], Driver], vocab: int, long: int, clock: Callable[[], float]
+    make: Callable[[], Engine], vocab: int, long: int, clock: Callable[[], float]
 ) -> Measured:
     """The whole scene, and the long prompt alone on a fresh engine."""
     alone = Timeline(make(), clock)
@@ -95,12 +94,12 @@ def scenario(
     long_ids = random_prompt(long, vocab, 99)
     alone.play([Arrival(0.0, "long", long_ids)], until=lambda: bool(alone.tokens_s["long"]))
 
-    driver = make()
-    before = Timeline(driver, clock)
+    engine = make()
+    before = Timeline(engine, clock)
     stream = Arrival(0.0, "stream", random_prompt(STREAM_PROMPT, vocab, 98))
     before.play([stream], until=lambda: len(before.tokens_s["stream"]) >= STREAM_STARTED)
 
-    line = Timeline(driver, clock)
+    line = Timeline(engine, clock)
     arrivals = [Arrival(0.0, "long", long_ids)]
     arrivals += [Arrival(SHORT_ARRIVES_S, name, ids) for name, ids in prompts.items()]
 
@@ -175,23 +174,23 @@ def run(
 
 def _makers(
     folder: Path, prefill_chunk: int | None, *, peer: bool
-) -> dict[str, Callable[[], Driver]]:
+) -> dict[str, Callable[[], Engine]]:
     model = load(folder)
     slice_s = PREFILL_SLICE_MS / 1000 if prefill_chunk is None else None
-    makers: dict[str, Callable[[], Driver]] = {
-        "mlxinfer": lambda: OurDriver(
+    makers: dict[str, Callable[[], Engine]] = {
+        "mlxinfer": lambda: OurEngine(
             model, prefill_chunk=prefill_chunk or MOST_PREFILL, prefill_slice_s=slice_s
         )
     }
     if peer:
         peer_model = load_peer_model(folder)
-        makers["mlx-lm"] = lambda: PeerDriver(peer_model)
+        makers["mlx-lm"] = lambda: PeerEngine(peer_model)
     return makers
 
 
-def _warm(driver: Driver, dense: Dense) -> None:
+def _warm(engine: Engine, dense: Dense) -> None:
     """First calls load and allocate what later ones find."""
-    line = Timeline(driver)
+    line = Timeline(engine)
     line.play(
         [Arrival(0.0, "warm", random_prompt(STREAM_PROMPT, dense.vocab, 97))],
         until=lambda: len(line.tokens_s["warm"]) >= STREAM_STARTED,
@@ -204,7 +203,6 @@ def _median(each: Sequence[Measured]) -> Measured:
 
 
 def _table(note: str, long: int, medians: dict[str, Measured]) -> Table:
-    names = list(medians)
     seconds = {
         "short requests: first token, median (s)": lambda m: m.short_first_s,
         "short requests: first token, last (s)": lambda m: m.short_last_s,
@@ -217,14 +215,11 @@ def _table(note: str, long: int, medians: dict[str, Measured]) -> Table:
         "rows computed before the short ones had a token": lambda m: m.short_rows,
         "forward passes until then": lambda m: m.short_passes,
     }
-    rows = []
-    for label, field in (*seconds.items(), *counts.items()):
-        values = [field(medians[name]) for name in names]
-        cells = [f"{v:,.0f}" if label in counts else f"{v:,.3f}" for v in values]
-        rows.append([label, *cells, *([ratio(values[1], values[0])] if len(values) > 1 else [])])
-    columns = ["", *names, *(["ratio"] if len(names) > 1 else [])]
+    found = list(medians.values())
+    rows = [[label, *sides([field(m) for m in found], ",.3f")] for label, field in seconds.items()]
+    rows += [[label, *sides([field(m) for m in found])] for label, field in counts.items()]
     title = (
         f"A prompt of {long:,} tokens, and {SHORT_ARRIVES_S * 1e3:.0f} ms later three of "
         f"{SHORT_PROMPT}, beside a running stream"
     )
-    return Table(title, columns, rows, note)
+    return Table(title, ["", *SIDES], rows, note)

@@ -16,18 +16,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlxinfer.bench.peer import load_peer_model
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from tests.bench.checkpoints import Dense, random_prompt, write_checkpoint
+from tests.bench.engines import ENDLESS, Ask, Engine, OurEngine, greedy, until_decoding
 from tests.bench.kv import peak_bytes
-from tests.bench.peer import PeerServer
-from tests.bench.served import Ask, OurServer, Server
+from tests.bench.peer import PeerEngine
+from tests.bench.tables import SIDES, named, sides
 
 WIDE = Dense(hidden=64, inner=128, layers=2, heads=4, kv_heads=4, head_dim=64, vocab=256)
 TOKEN_BYTES = WIDE.layers * 2 * WIDE.kv_heads * WIDE.head_dim * 4  # float32
 PAGE = 16
-ENDLESS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,92 +77,92 @@ class Scale:
 SMALL = Scale(streams=((2, 200),), steps=20, lengths=(120, 50, 10), crowd=(3, 100))
 
 
-def fill(server: Server, lengths: Sequence[int], limits: Sequence[int] | None = None) -> None:
+def fill(engine: Engine, lengths: Sequence[int], limits: Sequence[int] | None = None) -> None:
     """Start a stream for each length and step until every one decodes."""
-    waiting = set()
-    for index, length in enumerate(lengths):
-        limit = limits[index] if limits else ENDLESS
-        prompt = random_prompt(length, WIDE.vocab, index)
-        server.submit(Ask(str(index), [("user", prompt)], limit))
-        waiting.add(str(index))
-    while waiting:
-        waiting -= {token.name for token in server.step()}
+    until_decoding(
+        engine,
+        [
+            Ask(
+                str(index),
+                [("user", random_prompt(length, WIDE.vocab, index))],
+                greedy(limits[index]) if limits else ENDLESS,
+            )
+            for index, length in enumerate(lengths)
+        ],
+    )
 
 
-def settle(server: Server, steps: int = 2 * PAGE + 2) -> None:
+def settle(engine: Engine, steps: int = 2 * PAGE + 2) -> None:
     """Decode steps; after so many, rings are full and every kind of step was seen."""
     for _ in range(steps):
-        server.step()
+        engine.step()
 
 
 def decode(
-    servers: Sequence[Server], count: int, length: int, steps: int, rounds: int
+    engines: Sequence[Engine], count: int, length: int, steps: int, rounds: int
 ) -> list[Decode]:
     """Peak and speed of `steps` decode steps; the sides alternate, and speed is the median."""
-    for server in servers:
-        fill(server, [length] * count)
-        settle(server)
-    held = [server.running_bytes for server in servers]
-    extra = [0] * len(servers)
-    speeds: list[list[float]] = [[] for _ in servers]
+    for engine in engines:
+        fill(engine, [length] * count)
+        settle(engine)
+    held = [engine.running_bytes for engine in engines]
+    extra = [0] * len(engines)
+    speeds: list[list[float]] = [[] for _ in engines]
     for _ in range(rounds):
-        for index, server in enumerate(servers):
+        for index, engine in enumerate(engines):
             started = time.perf_counter()
-            extra[index] = max(extra[index], peak_bytes(partial(settle, server, steps)))
+            extra[index] = max(extra[index], peak_bytes(partial(settle, engine, steps)))
             speeds[index].append(count * steps / (time.perf_counter() - started))
     return [Decode(*each) for each in zip(held, extra, map(statistics.median, speeds), strict=True)]
 
 
-def waste(server: Server, lengths: Sequence[int]) -> Waste:
+def waste(engine: Engine, lengths: Sequence[int]) -> Waste:
     """What is held for `lengths` just after their first tokens."""
-    fill(server, lengths)
+    fill(engine, lengths)
     live = sum(lengths)
     rounded = sum(-(-length // PAGE) * PAGE for length in lengths)
-    held = server.running_bytes
-    return Waste(live * TOKEN_BYTES, rounded * TOKEN_BYTES, held, server.tail_bytes)
+    held = engine.running_bytes
+    return Waste(live * TOKEN_BYTES, rounded * TOKEN_BYTES, held, engine.tail_bytes)
 
 
-def change(server: Server, count: int, length: int) -> Change:
+def change(engine: Engine, count: int, length: int) -> Change:
     """A crowd decodes; one joins with a short prompt, and one leaves."""
-    fill(server, [length] * count)
-    settle(server)
-    steady = peak_bytes(partial(settle, server, 4))
+    fill(engine, [length] * count)
+    settle(engine)
+    steady = peak_bytes(partial(settle, engine, 4))
 
     def join() -> None:
-        ask = Ask("new", [("user", random_prompt(PAGE, WIDE.vocab, 77))], 4)
-        server.submit(ask)
-        until(server, lambda names: "new" in names)
+        ask = Ask.of("new", random_prompt(PAGE, WIDE.vocab, 77), 4)
+        engine.submit(ask)
+        until(engine, lambda names: "new" in names)
 
     def leave() -> None:
-        until(server, lambda names: "new" not in names)
+        until(engine, lambda names: "new" not in names)
 
     joined = peak_bytes(join)
     return Change(steady, joined, peak_bytes(leave))
 
 
-def until(server: Server, done: Callable[[set[str]], bool]) -> None:
+def until(engine: Engine, done: Callable[[set[str]], bool]) -> None:
     """Step until the names that got a token are as `done` wants them."""
-    while not done({token.name for token in server.step()}):
+    while not done({token.name for token in engine.step()}):
         pass
 
 
-COLUMNS = ["", "mlxinfer", "mlx-lm", "ratio"]
+COLUMNS = ["", *SIDES]
 
 
 def decode_table(found: Mapping[tuple[int, int], Sequence[Decode]]) -> Table:
     """Bytes and speed of decode steps, for each number of streams."""
     rows = []
-    for (count, length), sides in found.items():
+    for (count, length), each in found.items():
         label = f"{count} x {length:,}"
-        held = [side.held_bytes for side in sides]
-        extra = [side.extra_bytes for side in sides]
-        speed = [side.tokens_per_s for side in sides]
-        rows.append([f"{label}: KV held (MB)", *megabytes(held)])
-        rows.append([f"{label}: peak above it (MB)", *megabytes(extra)])
-        shares = [f"{side.extra_share:.2f}x" for side in sides]
-        rows.append([f"{label}: peak above it / KV held", *_filled(shares)])
-        cells = [f"{value:,.1f}" for value in speed]
-        rows.append([f"{label}: tokens/s", *_filled(cells, ratio(speed[0], speed[-1]))])
+        rows += [
+            [f"{label}: KV held (MB)", *megabytes([one.held_bytes for one in each])],
+            [f"{label}: peak above it (MB)", *megabytes([one.extra_bytes for one in each])],
+            [f"{label}: peak / KV held", *sides([one.extra_share for one in each], ".2f")],
+            [f"{label}: tokens/s", *sides([one.tokens_per_s for one in each], ",.1f", higher=True)],
+        ]
     return Table(
         "Decode steps launched ahead (streams x tokens)",
         COLUMNS,
@@ -172,19 +172,12 @@ def decode_table(found: Mapping[tuple[int, int], Sequence[Decode]]) -> Table:
 
 
 def waste_table(found: Sequence[Waste], lengths: Sequence[int]) -> Table:
-    """Bytes held a live token."""
+    """Bytes held for a live token."""
+    pages = [(w.held_bytes - w.tail_bytes) / w.rounded_bytes for w in found]
     rows = [
-        ["live tokens (MB)", *_cells([w.live_bytes for w in found])],
         ["held (MB)", *megabytes([w.held_bytes for w in found])],
-        ["of which tails (MB)", *_cells([w.tail_bytes for w in found])],
-        [
-            "held / live",
-            *_filled([f"{w.held_bytes / w.live_bytes:.3f}x" for w in found]),
-        ],
-        [
-            "held without tails / live in whole pages",
-            *_filled([f"{(w.held_bytes - w.tail_bytes) / w.rounded_bytes:.3f}x" for w in found]),
-        ],
+        ["held / live", *sides([w.held_bytes / w.live_bytes for w in found], ".3f")],
+        ["held without tails / live in whole pages", *sides(pages, ".3f")],
     ]
     text = ", ".join(f"{length:,}" for length in lengths)
     return Table(f"KV held for streams of {text} tokens", COLUMNS, rows)
@@ -197,41 +190,29 @@ def change_table(found: Sequence[Change], count: int, length: int) -> Table:
         ["a short prompt joins", *megabytes([c.join_bytes for c in found])],
         ["it leaves", *megabytes([c.leave_bytes for c in found])],
     ]
-    return Table(
-        f"Peak memory (MB) above what is held, {count} streams of {length:,} tokens",
-        COLUMNS,
-        rows,
-    )
+    title = f"Peak memory (MB) above what is held, {count} streams of {length:,} tokens"
+    return Table(title, COLUMNS, rows)
 
 
 def megabytes(values: Sequence[int]) -> list[str]:
-    """Ours, theirs and how many times less ours is."""
-    return _filled(_cells(values)[: len(values)], ratio(values[-1], values[0]))
-
-
-def _cells(values: Sequence[int]) -> list[str]:
-    return _filled([f"{value / 1e6:,.2f}" for value in values])
-
-
-def _filled(cells: list[str], last: str = "-") -> list[str]:
-    """Two sides and a ratio; dashes where mlx-lm was not asked."""
-    return [*cells, last] if len(cells) == 2 else [*cells, "-", "-"]
+    """Bytes of both sides, in MB."""
+    return sides([value / 1e6 for value in values], ",.2f")
 
 
 CHUNK = 4096  # prompt tokens a step of mlxinfer
 
 
-def _makers(model: Model, peer_model: object | None, tokens: int) -> list[Callable[[], Server]]:
+def _makers(model: Model, peer_model: object | None, tokens: int) -> list[Callable[[], Engine]]:
     """Ours has pages for `tokens` from the start, so that growth does not hide what is measured.
 
     And it prefills much at a time, as mlx-lm does, so that no stream is far ahead of the others.
     """
     pages = tokens // PAGE + 1
-    makers: list[Callable[[], Server]] = [
-        lambda: OurServer(model, num_pages=pages, prefill_chunk=CHUNK)
+    makers: list[Callable[[], Engine]] = [
+        lambda: OurEngine(model, num_pages=pages, prefill_chunk=CHUNK)
     ]
     if peer_model is not None:
-        makers.append(lambda: PeerServer(peer_model, max_batch=64))
+        makers.append(lambda: PeerEngine(peer_model, max_batch=64))
     return makers
 
 
@@ -250,20 +231,19 @@ def run(*, small: bool = False, peer: bool = True) -> Report:
     decodes = {}
     for count, length in scale.streams:
         room = _room(count, length, scale.rounds * scale.steps)
-        servers = [make() for make in _makers(model, peer_model, room)]
-        decodes[count, length] = decode(servers, count, length, scale.steps, scale.rounds)
+        engines = [make() for make in _makers(model, peer_model, room)]
+        decodes[count, length] = decode(engines, count, length, scale.steps, scale.rounds)
     everyone = _room(len(scale.lengths), max(scale.lengths), 0)
     wastes = [waste(make(), scale.lengths) for make in _makers(model, peer_model, everyone)]
     count, length = scale.crowd
     makers = _makers(model, peer_model, _room(count + 1, length, 0))
     changes = [change(make(), count, length) for make in makers]
-    names = ("mlxinfer", "mlx-lm")
     data = {
         "decode": [
-            {"streams": c, "tokens": n, **_named(names, found)} for (c, n), found in decodes.items()
+            {"streams": c, "tokens": n, **_named(found)} for (c, n), found in decodes.items()
         ],
-        "held": {"lengths": list(scale.lengths), **_named(names, wastes)},
-        "join_and_leave": {"streams": count, "tokens": length, **_named(names, changes)},
+        "held": {"lengths": list(scale.lengths), **_named(wastes)},
+        "join_and_leave": {"streams": count, "tokens": length, **_named(changes)},
     }
     tables = [
         decode_table(decodes),
@@ -278,5 +258,5 @@ def _room(count: int, length: int, steps: int) -> int:
     return count * (length + count * length // (CHUNK // 2) + steps + 8 * PAGE)
 
 
-def _named(names: Sequence[str], found: Sequence[Any]) -> dict[str, Any]:
-    return {name: asdict(each) for name, each in zip(names, found, strict=False)}
+def _named(found: Sequence[Any]) -> dict[str, Any]:
+    return named([asdict(each) for each in found])

@@ -1,6 +1,6 @@
 """mlx-lm under the same measurements: imported on use, driven as its own server drives it.
 
-`PeerServer` keeps the order of things of `mlx_lm.server`: everything that has arrived is looked up
+`PeerEngine` keeps the order of things of `mlx_lm.server`: everything that has arrived is looked up
 in the prompt cache and inserted; caches are stored where a segment ends and where an answer ends.
 That server also spends half a second on a batch before it looks for arrivals, which is left out.
 """
@@ -12,9 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxinfer.bench.peer import peer_module
-from mlxinfer.core import SamplingParams
-from tests.bench.driver import FORWARD, Meter, Work
-from tests.bench.served import Answered, Ask, Clock, Served, Token
+from tests.bench.engines import FORWARD, Answered, Ask, Clock, Meter, Served, Token, Work
 
 
 def peer_caches(model: Any, bits: int | None, count: int = 1) -> list[Any]:
@@ -53,79 +51,13 @@ class MeteredPeerModel:
         return self._logits
 
 
-class PeerDriver:
-    """mlx-lm's BatchGenerator, with its defaults but for the number of requests at once.
-
-    As in its server, every request brings its own sampler. Its prefill is done when `step` returns.
-    """
-
-    def __init__(self, model: Any, *, max_batch: int = 32) -> None:
-        self.meter = Meter()
-        self._model = MeteredPeerModel(model, self.meter)
-        self._names: dict[int, str] = {}
-        self._sampling = peer_module("mlx_lm.sample_utils")
-        self._generator = peer_module("mlx_lm.generate").BatchGenerator(
-            self._model, completion_batch_size=max_batch
-        )
-
-    @property
-    def done(self) -> Work:
-        """A step returns when its prefill is done."""
-        return self._model.work
-
-    def store_model(self) -> None:
-        """Compute once more, then no more."""
-        self._model.storing = True
-
-    def add(self, name: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Queue a request."""
-        sampler = self._sampling.make_sampler(
-            temp=params.temperature,
-            top_p=params.top_p if params.top_p < 1 else 0.0,
-            min_p=params.min_p,
-            top_k=params.top_k,
-        )
-        penalty = params.repetition_penalty
-        processors = self._sampling.make_logits_processors(
-            repetition_penalty=None if penalty == 1 else penalty
-        )
-        (uid,) = self._generator.insert(
-            [prompt_ids],
-            max_tokens=[params.max_tokens or 1 << 30],
-            samplers=[sampler],
-            logits_processors=[processors],
-        )
-        self._names[uid] = name
-
-    def step(self) -> list[str]:
-        """What its server calls in a loop."""
-        return [self._names[response.uid] for response in self._generator.next()[1]]
-
-
-class PeerStream:
-    """One decode step of mlx-lm's model over B equal prompts, without sampling, again and again."""
-
-    def __init__(self, model: Any, prompts: list[list[int]]) -> None:
-        self.meter = Meter()
-        self._model = MeteredPeerModel(model, self.meter)
-        count = len(prompts)
-        self._cache = peer_caches(model, None, count)
-        self._ids = mx.array([[1]] * count, dtype=mx.int32)
-        mx.eval(self._model(mx.array(prompts), cache=self._cache))
-
-    def step(self) -> list[str]:
-        """Build and evaluate one step, then forget its token."""
-        mx.eval(self._model(self._ids, cache=self._cache))
-        for layer in self._cache:
-            layer.trim(1)
-        return []
-
-
 MODEL_KEY = "model"
 
 
-class PeerServer:
+class PeerEngine:
     """mlx-lm with the defaults of its server.
+
+    As there, every request brings its own sampler. A prefill is done when `step` returns.
 
     Args:
         model: from `load_peer_model`.
@@ -134,13 +66,15 @@ class PeerServer:
     """
 
     def __init__(self, model: Any, *, max_batch: int = 32, max_entries: int = 10) -> None:
+        self.meter = Meter()
         self.prompt_tokens = 0
         self.prompt_tokens_computed = 0
-        self.generator = peer_module("mlx_lm.generate").BatchGenerator(
-            model, completion_batch_size=max_batch
-        )
-        self._make_sampler = peer_module("mlx_lm.sample_utils").make_sampler
+        self._model = MeteredPeerModel(model, self.meter)
+        self._sampling = peer_module("mlx_lm.sample_utils")
         self._stored = peer_module("mlx_lm.models.cache").LRUPromptCache(max_entries)
+        self.generator = peer_module("mlx_lm.generate").BatchGenerator(
+            self._model, completion_batch_size=max_batch
+        )
         self._names: dict[int, str] = {}
         self._types: dict[int, list[str]] = {}  # segments to come, the next one last
 
@@ -156,23 +90,43 @@ class PeerServer:
 
     @property
     def tail_bytes(self) -> int:
-        """It has none."""
+        """mlx-lm has no tails."""
         return 0
+
+    @property
+    def done(self) -> Work:
+        """All work: a step returns when its prefill is done."""
+        return self._model.work
+
+    def store_model(self) -> None:
+        """Compute once more, then no more."""
+        self._model.storing = True
 
     def submit(self, ask: Ask) -> None:
         """Take what the prompt cache has, and insert the rest."""
-        prompt = ask.prompt_ids
+        prompt, params = ask.prompt_ids, ask.params
         cache, rest = self._stored.fetch_nearest_cache(MODEL_KEY, prompt)
         num_cached = len(prompt) - len(rest)
         self.prompt_tokens += len(prompt)
         self.prompt_tokens_computed += len(rest)
         segments = _without(ask.segments, num_cached)
+        sampler = self._sampling.make_sampler(
+            temp=params.temperature,
+            top_p=params.top_p if params.top_p < 1 else 0.0,
+            min_p=params.min_p,
+            top_k=params.top_k,
+        )
+        penalty = params.repetition_penalty
+        processors = self._sampling.make_logits_processors(
+            repetition_penalty=None if penalty == 1 else penalty
+        )
         (uid,) = self.generator.insert_segments(
             [[list(ids) for _, ids in segments]],
-            max_tokens=[ask.max_tokens],
+            max_tokens=[params.max_tokens or 1 << 30],
             caches=[cache],
             all_tokens=[prompt[:num_cached]],
-            samplers=[self._make_sampler(temp=0.0)],
+            samplers=[sampler],
+            logits_processors=[processors],
         )
         self._names[uid] = ask.name
         self._types[uid] = [kind for kind, _ in segments][::-1]
@@ -214,7 +168,7 @@ def serve_one_by_one(
         for token_id, _ in generate_step(
             mx.array(prompt_ids),
             model,
-            max_tokens=ask.max_tokens,
+            max_tokens=ask.params.max_tokens,
             prompt_cache=cache,
             kv_bits=kv_bits,
             prefill_step_size=prefill_step,

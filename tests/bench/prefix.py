@@ -1,7 +1,7 @@
 """`bench prefix`: prompt tokens computed and reused, KV held, time to the first token.
 
 Prompts that begin as earlier or concurrent ones did, answered by both engines with their prompt
-caches. Knows scenes and servers; no cache.
+caches. Knows scenes and engines; no cache.
 """
 
 import time
@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from mlxinfer.bench.peer import load_peer_model
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.models import load
 from tests.bench.checkpoints import (
     FLEET,
@@ -24,8 +23,9 @@ from tests.bench.checkpoints import (
     random_prompt,
     write_checkpoint,
 )
-from tests.bench.peer import PeerServer
-from tests.bench.served import Ask, Clock, OurServer, Served, Server, serve
+from tests.bench.engines import Ask, Clock, Engine, OurEngine, Served, greedy, serve
+from tests.bench.peer import PeerEngine
+from tests.bench.tables import SIDES, named, sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Prompts:
         return random_prompt(length, self._vocab, next(self._seeds))
 
 
-def conversations(server: Server, scale: Scale, prompts: Prompts, clock: Clock) -> list[Sum]:
+def conversations(engine: Engine, scale: Scale, prompts: Prompts, clock: Clock) -> list[Sum]:
     """Round robin: every conversation has its first turn, then each its second. One Sum a turn."""
     histories: list[list[int]] = [[] for _ in range(scale.conversations)]
     turns = []
@@ -95,32 +95,36 @@ def conversations(server: Server, scale: Scale, prompts: Prompts, clock: Clock) 
         served = []
         for index, history in enumerate(histories):
             history += prompts.message(scale.message if turn else scale.opening)
-            served.append(_ask_one(server, f"{turn}/{index}", history, scale.answer, clock))
+            served.append(_ask_one(engine, f"{turn}/{index}", history, scale.answer, clock))
         turns.append(total(served))
     return turns
 
 
-def cold_start(server: Server, count: int, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
+def cold_start(engine: Engine, count: int, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
     """`count` requests at once, all new, that begin with the same system prompt."""
     system = prompts.message(scale.system)
     asks = [
-        Ask(str(i), [("system", system), ("user", prompts.message(scale.question))], scale.answer)
+        Ask(
+            str(i),
+            [("system", system), ("user", prompts.message(scale.question))],
+            greedy(scale.answer),
+        )
         for i in range(count)
     ]
-    return total([serve(server, asks, clock)])
+    return total([serve(engine, asks, clock)])
 
 
-def agents(server: Server, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
+def agents(engine: Engine, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
     """A fleet with one tool catalogue; all take a step at once, and each gets its tool's result."""
     catalogue = prompts.message(scale.catalogue)
     tasks = [prompts.message(scale.task) for _ in range(scale.agents)]
     served = []
     for step in range(scale.steps):
         asks = [
-            Ask(f"{step}/{index}", segments, scale.answer)
+            Ask(f"{step}/{index}", segments, greedy(scale.answer))
             for index, segments in enumerate(_agent_prompts(step, catalogue, tasks))
         ]
-        served.append(serve(server, asks, clock))
+        served.append(serve(engine, asks, clock))
         for index, task in enumerate(tasks):
             task += served[-1].answers[f"{step}/{index}"].token_ids
             task += prompts.message(scale.result)
@@ -138,36 +142,36 @@ def _agent_prompts(
             yield [("system", catalogue), ("user", list(task))]
 
 
-def edited(server: Server, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
+def edited(engine: Engine, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
     """A conversation with its last message written anew; the Sum is of the edited turn alone."""
     history: list[int] = []
     before: list[int] = []
     for turn in range(scale.turns):
         before = list(history)
         history += prompts.message(scale.message if turn else scale.opening)
-        _ask_one(server, str(turn), history, scale.answer, clock)
+        _ask_one(engine, str(turn), history, scale.answer, clock)
     again = before + prompts.message(scale.message)
-    return total([_ask_one(server, "edited", again, scale.answer, clock)])
+    return total([_ask_one(engine, "edited", again, scale.answer, clock)])
 
 
-def document(server: Server, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
+def document(engine: Engine, scale: Scale, prompts: Prompts, clock: Clock) -> Sum:
     """Questions about one document, each with it in one message; the Sum is of all but the first.
 
     Where the document ends is not the end of a segment: only tokens show that it is the same.
     """
     text = prompts.message(scale.document)
     served = [
-        _ask_one(server, str(i), text + prompts.message(scale.message), scale.answer, clock)
+        _ask_one(engine, str(i), text + prompts.message(scale.message), scale.answer, clock)
         for i in range(scale.questions)
     ]
     return total(served[1:])
 
 
 def _ask_one(
-    server: Server, name: str, history: list[int], max_tokens: int, clock: Clock
+    engine: Engine, name: str, history: list[int], max_tokens: int, clock: Clock
 ) -> Served:
     """Ask, and append the answer to the history."""
-    served = serve(server, [Ask(name, [("user", list(history))], max_tokens)], clock)
+    served = serve(engine, [Ask.of(name, list(history), max_tokens)], clock)
     history += served.answers[name].token_ids
     return served
 
@@ -179,11 +183,11 @@ SMALL = Scale(
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A name, a model, and what to play; each on servers of its own."""
+    """A name, a model, and what to play; each on engines of its own."""
 
     label: str
     dense: Dense
-    play: Callable[[Server, Prompts, Clock], dict[str, Sum]]
+    play: Callable[[Engine, Prompts, Clock], dict[str, Sum]]
 
 
 def all_scenes(scale: Scale, *, small: bool) -> list[Scene]:
@@ -192,8 +196,8 @@ def all_scenes(scale: Scale, *, small: bool) -> list[Scene]:
     windowed = TINY_WINDOWED if small else WINDOWED
     turns = f"{scale.conversations} conversations in turn"
 
-    def talk(server: Server, prompts: Prompts, clock: Clock) -> dict[str, Sum]:
-        each = conversations(server, scale, prompts, clock)
+    def talk(engine: Engine, prompts: Prompts, clock: Clock) -> dict[str, Sum]:
+        each = conversations(engine, scale, prompts, clock)
         return {f"{turns}, turn {turn}": found for turn, found in enumerate(each, start=1)}
 
     found = [Scene(turns, middle, talk)]
@@ -212,15 +216,15 @@ def all_scenes(scale: Scale, *, small: bool) -> list[Scene]:
 
 
 def _one(
-    label: str, play: Callable[[Server, Scale, Prompts, Clock], Sum], scale: Scale
-) -> Callable[[Server, Prompts, Clock], dict[str, Sum]]:
-    return lambda server, prompts, clock: {label: play(server, scale, prompts, clock)}
+    label: str, play: Callable[[Engine, Scale, Prompts, Clock], Sum], scale: Scale
+) -> Callable[[Engine, Prompts, Clock], dict[str, Sum]]:
+    return lambda engine, prompts, clock: {label: play(engine, scale, prompts, clock)}
 
 
 def _cold(
     label: str, count: int, scale: Scale
-) -> Callable[[Server, Prompts, Clock], dict[str, Sum]]:
-    return lambda server, prompts, clock: {label: cold_start(server, count, scale, prompts, clock)}
+) -> Callable[[Engine, Prompts, Clock], dict[str, Sum]]:
+    return lambda engine, prompts, clock: {label: cold_start(engine, count, scale, prompts, clock)}
 
 
 def run(*, small: bool = False, cpu_time: bool = False, peer: bool = True) -> Report:
@@ -246,70 +250,53 @@ def run(*, small: bool = False, cpu_time: bool = False, peer: bool = True) -> Re
                     found.setdefault(label, []).append(each)
     data = {
         "scale": asdict(scale),
-        "scenes": [{"scene": label, **_data(sums)} for label, sums in found.items()],
+        "scenes": [
+            {"scene": label, **named([asdict(each) for each in sums])}
+            for label, sums in found.items()
+        ],
     }
     return Report("prefix", [_tokens_table(found, scale), _cost_table(found, cpu_time)], data)
 
 
-def _makers(folder: Path, *, peer: bool) -> list[Callable[[], Server]]:
+def _makers(folder: Path, *, peer: bool) -> list[Callable[[], Engine]]:
     model = load(folder)
-    makers: list[Callable[[], Server]] = [lambda: OurServer(model)]
+    makers: list[Callable[[], Engine]] = [lambda: OurEngine(model)]
     if peer:
         peer_model = load_peer_model(folder)
-        makers.append(lambda: PeerServer(peer_model))
+        makers.append(lambda: PeerEngine(peer_model))
     return makers
 
 
-def _warm(server: Server, dense: Dense) -> None:
+def _warm(engine: Engine, dense: Dense) -> None:
     """First calls load and allocate what later ones find."""
-    serve(server, [Ask("warm", [("user", Prompts(dense.vocab).message(40))], 4)])
+    serve(engine, [Ask.of("warm", Prompts(dense.vocab).message(40), 4)])
 
 
 def _tokens_table(found: dict[str, list[Sum]], scale: Scale) -> Table:
     rows = []
     for label, sums in found.items():
-        row = [label, f"{sums[0].prompt_tokens:,}"]
-        row += [f"{sums[0].computed:,}", f"{sums[0].reused_share:.0%}"]
-        if len(sums) > 1:
-            row += [f"{sums[1].computed:,}", f"{sums[1].reused_share:.0%}"]
-            row.append(ratio(sums[1].computed, sums[0].computed))
-        rows.append(row)
-    columns = ["", "prompt tokens", "mlxinfer computed", "reused"]
-    peers = ["mlx-lm computed", "reused", "ratio"] if _has_peer(found) else []
+        row = [label, f"{sums[0].prompt_tokens:,}", *sides([each.computed for each in sums])]
+        rows.append([*row, " / ".join(f"{each.reused_share:.0%}" for each in sums)])
     note = (
         f"Conversations: {scale.opening} tokens, then {scale.message} a turn; system prompts are "
         f"followed by {scale.question}; agents have a task of {scale.task} and tools that return "
         f"{scale.result}; answers have {scale.answer}. Reused: the share of prompt tokens that no "
         "forward pass saw."
     )
-    if peers:
-        note += " mlx-lm: BatchGenerator and LRUPromptCache (10 entries), as its server uses them."
-    return Table("Prompt tokens computed and reused", columns + peers, rows, note)
+    note += " mlx-lm: BatchGenerator and LRUPromptCache (10 entries), as its server uses them."
+    columns = ["", "prompt tokens", *SIDES, "reused"]
+    return Table("Prompt tokens computed and reused", columns, rows, note)
 
 
 def _cost_table(found: dict[str, list[Sum]], cpu_time: bool) -> Table:
     rows = []
     for label, sums in found.items():
-        firsts = [each.mean_first_s for each in sums]
-        held = [each.peak_kv_bytes / 1e6 for each in sums]
-        row = [label, *(f"{value:,.3f}" for value in firsts)]
-        row += [ratio(firsts[1], firsts[0])] if len(sums) > 1 else []
-        row += [f"{value:,.1f}" for value in held]
-        row += [ratio(held[1], held[0])] if len(sums) > 1 else []
-        rows.append(row)
-    sides = ["mlxinfer", "mlx-lm"] if _has_peer(found) else ["mlxinfer"]
-    columns = [""]
-    for what in ("first token (s)", "KV (MB)"):
-        columns += [f"{side} {what}" for side in sides] + ["ratio"] * (len(sides) - 1)
+        firsts = sides([each.mean_first_s for each in sums], ",.3f")
+        rows.append([label, *firsts, *sides([each.peak_kv_bytes / 1e6 for each in sums], ",.1f")])
+    columns = [
+        "",
+        *(f"{side}, {what}" for what in ("first token (s)", "KV (MB)") for side in SIDES),
+    ]
     note = "First token: the mean of all requests. KV: the most that was held at a time."
     note += " Seconds of CPU time." if cpu_time else ""
     return Table("Time to the first token, and KV held", columns, rows, note)
-
-
-def _has_peer(found: dict[str, list[Sum]]) -> bool:
-    return any(len(sums) > 1 for sums in found.values())
-
-
-def _data(sums: list[Sum]) -> dict[str, Any]:
-    names = ("mlxinfer", "mlx-lm")
-    return {name: asdict(each) for name, each in zip(names, sums, strict=False)}

@@ -9,7 +9,6 @@ layer take for each row that was computed: with proposals these are more than th
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxinfer import LLM, SamplingParams, hub
+from mlxinfer import LLM, SamplingParams
 from mlxinfer.bench.peer import PeerGeneration, peer_module
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.bench.speed import TokenTimes, _token_times, generation_rate
@@ -33,8 +32,7 @@ from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.hosts import local_place
 from mlxinfer.ranks.open import open_group
 from mlxinfer.ranks.options import RankOptions
-from tests.bench.checkpoints import LAPTOP, SMALL, Dense, write_checkpoint
-from tests.bench.serve import TOKENIZER
+from tests.bench.checkpoints import LAPTOP, SMALL, Dense, with_tokenizer, write_checkpoint
 
 ALONE, EIGHT, PROMPT = "alone", "8 at once", "prompt"
 WAYS = {"bytes_sent": "out", "bytes_received": "in"}
@@ -84,10 +82,7 @@ def run(*, runs: int = 3, size: int = 2, small: bool = False, peer: bool = True)
 
 
 def _checkpoint(folder: Path, sizes: Dense) -> Path:
-    write_checkpoint(folder, sizes)
-    for name in TOKENIZER:
-        shutil.copyfile(hub.resolve("demo") / name, folder / name)
-    return folder
+    return with_tokenizer(write_checkpoint(folder, sizes))
 
 
 def _ours(folder: Path, measured: Side, how: dict[str, Any]) -> Facts:

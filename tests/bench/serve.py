@@ -6,7 +6,6 @@ Every scene starts from an idle server and ends with one.
 import asyncio
 import json
 import random
-import shutil
 import statistics
 import time
 import zlib
@@ -22,10 +21,11 @@ from typing import Any
 from mlxinfer import hub
 from mlxinfer.bench.client import Answer, Client
 from mlxinfer.bench.peer import require_peer
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.errors import MlxinferError
-from tests.bench.checkpoints import LAPTOP, SMALL, Dense, write_checkpoint
+from tests.bench.checkpoints import LAPTOP, SMALL, Dense, with_tokenizer, write_checkpoint
 from tests.bench.servers import Side, serving
+from tests.bench.tables import NAMES, SIDES, sides
 
 WORDS = ("page", "token", "layer", "cache", "head", "step", "model", "batch", "query", "mask")
 ROUNDS = 3
@@ -165,10 +165,6 @@ async def conversations(port: int, *, count: int, turns: int) -> list[Found]:
     return [Found(label, statistics.mean(waits))]
 
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-NAMES = ("mlxinfer", "mlx-lm")
-
-
 def run(*, small: bool = False, peer: bool = True) -> Report:
     """Every scene on both servers, one after the other."""
     if peer:
@@ -191,8 +187,7 @@ def write_served(folder: Path, dense: Dense, *, marks: Sequence[str] = ()) -> Pa
     demo = hub.resolve("demo")
     config = json.loads((demo / "config.json").read_text())
     write_checkpoint(folder, replace(dense, vocab=config["vocab_size"] + len(marks)))
-    for name in TOKENIZER:
-        shutil.copyfile(demo / name, folder / name)
+    with_tokenizer(folder)
     if marks:
         from tokenizers import Tokenizer
 
@@ -254,16 +249,13 @@ async def _cpu_per_token(side: Side, tokens: int) -> Found:
 def _table(figures: Sequence[Sequence[Found]], small: bool) -> Table:
     rows = []
     for row in figures:
-        ours, *theirs = row
-        values = [
-            f"{side.value:,.3f}" if side.unit == "s" else f"{side.value:,.1f}" for side in row
-        ]
-        pair = (ours.value, theirs[0].value) if theirs and ours.higher else ()
-        better = ratio(*pair) if pair else ratio(theirs[0].value, ours.value) if theirs else "-"
-        rows.append([f"{ours.label} ({ours.unit})", *values, *["-"] * (2 - len(values)), better])
+        ours = row[0]
+        form = ",.3f" if ours.unit == "s" else ",.1f"
+        cells = sides([side.value for side in row], form, higher=ours.higher)
+        rows.append([f"{ours.label} ({ours.unit})", *cells])
     return Table(
         "Two servers, one model" + (", small" if small else ""),
-        ["", *NAMES, "ratio"],
+        ["", *SIDES],
         rows,
         "A random float32 model with the demo's tokens (55M weights), both servers with their "
         "defaults, OpenBLAS under both; one after the other over loopback, streamed.",

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from mlxinfer import hub
 from mlxinfer.bench.peer import require_peer
-from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.bench.report import Report, Table
 from mlxinfer.errors import MlxinferError
+from tests.bench.tables import NAMES, SIDES, sides
 
 PROMPT = "Hello"
 Command = list[str]
@@ -130,19 +131,16 @@ def _table(model: str, runs: int, found: list[tuple[Contest, list[Cost]]]) -> Ta
     for contest, costs in found:
         for kind in ("wall", "CPU"):
             values = [cost.wall_s if kind == "wall" else cost.cpu_s for cost in costs]
-            cells = [f"{value * 1e3:,.0f}" for value in values]
-            missing = ["-", "-"] if len(values) == 1 else [ratio(values[1], values[0])]
-            rows.append([contest.label, kind, *cells, *missing])
+            rows.append([contest.label, kind, *sides([value * 1e3 for value in values])])
     return Table(
         f"Milliseconds of whole processes, medians of {runs}, model {model}",
-        ["", "", "mlxinfer", "mlx-lm", "ratio"],
+        ["", "", *SIDES],
         rows,
         "mlx-lm: import mlx_lm, mlx_lm --help, mlx_lm generate. MLX's own BLAS on both sides.",
     )
 
 
 def _data(bare: Cost, found: list[tuple[Contest, list[Cost]]]) -> dict[str, object]:
-    names = ("mlxinfer", "mlx-lm")
     return {
         "bare_python": {"wall_s": bare.wall_s, "cpu_s": bare.cpu_s},
         "processes": [
@@ -150,7 +148,7 @@ def _data(bare: Cost, found: list[tuple[Contest, list[Cost]]]) -> dict[str, obje
                 "what": contest.label,
                 **{
                     name: {"wall_s": cost.wall_s, "cpu_s": cost.cpu_s}
-                    for name, cost in zip(names, costs, strict=False)
+                    for name, cost in zip(NAMES, costs, strict=False)
                 },
             }
             for contest, costs in found

@@ -15,7 +15,7 @@ from tests.bench.serve import write_served
 
 
 def run(*, runs: int = 3, small: bool = False, peer: bool = True) -> Report:
-    """1, 4 and 8 requests at once, of 32 prompt tokens each; beside mlx-lm in both forms."""
+    """1, 4 and 8 requests at once, of 32 prompt tokens each; beside mlx-lm."""
     with TemporaryDirectory() as scratch:
         folder = write_served(Path(scratch) / "model", SMALL if small else LAPTOP)
         report = speed.run(

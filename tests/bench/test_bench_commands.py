@@ -29,7 +29,6 @@ def test_latency_prints_machine_and_table() -> None:
     text = bench("latency", "--small", "--long", "128", "--skip-peer")
     assert "python -m tests.bench latency --small" in text
     assert "A prompt of 128 tokens" in text
-    assert text.index("; without layers for") < text.index("; with layers for")
     assert "long prompt alone (s)" in text
     if sys.platform == "linux" and find_spec("scipy_openblas32"):
         assert "openblas" in text  # loaded before MLX
@@ -56,16 +55,14 @@ def test_host_beside_mlx_lm() -> None:
     for entry in found["decode"]:
         assert set(entry["whole"]) == {"mlxinfer", "mlx-lm"}
         assert min(side["dispatch_us"] for side in entry["without_model"].values()) > 0
-    assert {"mlxinfer", "mlx-lm"} < set(found["build"][0])
 
 
 @pytest.mark.slow
 def test_hybrid_beside_mlx_lm() -> None:
     found = json.loads(bench("hybrid", "--small", "--runs", "1", "--cpu-time", "--json"))
-    for form in ("without_cpu_layers", "with_cpu_layers"):
-        for kind in ("Gated DeltaNet", "Mamba-2", "short convolution"):
-            for side in ("mlxinfer", "mlx-lm"):
-                assert min(found[form][kind][side].values()) > 0
+    for kind in ("Gated DeltaNet", "Mamba-2", "short convolution"):
+        for side in ("mlxinfer", "mlx-lm"):
+            assert min(found[kind][side].values()) > 0
 
 
 @pytest.mark.slow
@@ -82,7 +79,7 @@ def test_ranks_beside_mlx_lm() -> None:
 @pytest.mark.slow
 def test_latency_beside_mlx_lm() -> None:
     found = json.loads(bench("latency", "--small", "--long", "512", "--json"))
-    found = found["without_cpu_layers"]["median"]
+    found = found["median"]
     assert found["mlxinfer"]["short_rows"] < found["mlx-lm"]["short_rows"]
 
 
@@ -111,8 +108,9 @@ def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
 @pytest.mark.slow
 def test_embed_measures_a_model(tmp_path: Path) -> None:
     folder = pooling_folder(tmp_path / "model", "bert")
-    found = json.loads(bench("embed", "-m", str(folder), "--texts", "9", "--runs", "2", "--json"))
-    for layers in ("without_cpu_layers", "with_cpu_layers"):
-        assert found[layers]["tokens"] > 9 * 5
-        assert found[layers]["mlxinfer"]["cpu_s"] > 0
-        assert "sentence-transformers" not in found[layers]
+    found = json.loads(
+        bench("embed", "--model", str(folder), "--texts", "9", "--runs", "2", "--json")
+    )
+    assert found["tokens"] > 9 * 5
+    assert found["mlxinfer"]["cpu_s"] > 0
+    assert "sentence-transformers" not in found

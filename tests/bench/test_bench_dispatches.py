@@ -7,13 +7,13 @@ import pytest
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
-from tests.bench.bench_reports import check
-from tests.bench.dispatches import MODEL, VIEWS, as_on_metal, our_steps, run, traced
+from tests.bench.bench_parts import check
+from tests.bench.dispatches import VIEWS, as_on_metal, our_steps, run, traced
 
 
 def test_kernels_and_fused_operations_count_once() -> None:
     fused = mx.fast.rms_norm
-    report = run(peer=False, requests=(1,), deep=MODEL, rounds=1)
+    report = run(peer=False)
     check(report)
     counts = {(e["model"], e["kv_bits"]): e["counts"][0] for e in report.data["dispatches"]}
     for bits in (None, 8):  # keys and values go to the tails in one of the kernels
@@ -37,27 +37,11 @@ def test_views_are_not_counted() -> None:
     assert [name for name in counted if name not in VIEWS] == ["Add"]
 
 
-@pytest.mark.slow  # 17 s
-def test_graphs_are_built_beside_mlx_lm() -> None:
-    is_available = mx.metal.is_available
-    report = run(requests=(1, 2), deep=MODEL, rounds=1)
-    check(report)
-    assert [(e["kv_bits"], e["requests"]) for e in report.data["build"]] == [
-        (None, 1),
-        (None, 2),
-        (8, 1),
-        (8, 2),
-    ]
-    assert all(time > 0 for entry in report.data["build"] for time in entry["build_us"])
-    assert mx.metal.is_available is is_available
-
-
 @pytest.mark.parametrize(("bits", "most"), [(None, 12), (8, 12), (4, 13)])
 def test_a_layer_that_takes_keys_for_values(
     bits: int | None, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as others, and one that brings values back into their order."""
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
     sizes = {**CASES["gemma4_text-v4"], "head_dim": 64, "global_head_dim": 256}
     sizes |= {"enable_moe_block": False, "max_position_embeddings": 256}
     counts = []

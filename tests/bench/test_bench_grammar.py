@@ -3,8 +3,8 @@
 import jsonschema
 import pytest
 
-from tests.bench.bench_reports import check
-from tests.bench.grammar import MIXES, run
+from tests.bench.bench_parts import check
+from tests.bench.grammar import run
 from tests.bench.grammar_cases import CASES, END, large_tokenizer
 
 
@@ -24,10 +24,7 @@ def test_a_large_tokenizer_is_one() -> None:
 
 @pytest.mark.slow
 def test_a_small_run() -> None:
-    report = run(small=True, repeats=2, blocks=1)
+    report = run(small=True, repeats=2)
     check(report)
-    assert set(report.data["step_s"]) == {mix.name for mix in MIXES}
     for times in report.data["mask_us"].values():
         assert 0 < times["later"]["p50"] <= times["later"]["p99"]
-    for seconds in report.data["compile_s"].values():
-        assert seconds["cached"] < seconds["first"]

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tests.bench import kv
-from tests.bench.bench_reports import check
+from tests.bench.bench_parts import check
 from tests.bench.checkpoints import TWO_LAYERS
-from tests.bench.kv import KINDS, peak_bytes, peaks
+from tests.bench.kv import peak_bytes, peaks
 from tests.bench.quality import HELD_OUT, compared, divergence, log_softmax, measure, windows
 
 
@@ -63,7 +63,7 @@ def test_peak_is_what_came_on_top() -> None:
 
 @pytest.mark.slow
 def test_eight_bits_take_less_at_the_peak(tmp_path: Path) -> None:
-    plain, eight = peaks(tmp_path, kv.DEEP, kinds=KINDS, context=512, chunks=(16, 16), peer=False)
+    plain, eight = peaks(tmp_path, kv.DEEP, context=512, chunk=16, peer=False)
     assert eight.ours < 0.6 * plain.ours
     assert plain.theirs is None
 

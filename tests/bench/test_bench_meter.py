@@ -3,12 +3,13 @@ import pytest
 
 from mlxinfer.engine.kernels import choose_none
 from mlxinfer.metal_kernels.launch import running_on
-from tests.bench.bench_models import VOCAB, two_layers
-from tests.bench.driver import (
+from tests.bench.bench_parts import VOCAB, two_layers
+from tests.bench.engines import (
     DISPATCH,
     FORWARD,
     Meter,
-    OurDriver,
+    OurEngine,
+    Token,
     counted_operations,
     metered_evaluation,
 )
@@ -25,10 +26,10 @@ from tests.bench.host import (
 )
 
 
-def decoding(count: int) -> OurDriver:
-    driver = OurDriver(two_layers(), max_batch=count, num_pages=pages_for(count, 20, 2))
-    fill(driver, count, 20, VOCAB)
-    return driver
+def decoding(count: int) -> OurEngine:
+    engine = OurEngine(two_layers(), max_batch=count, num_pages=pages_for(count, 20, 2))
+    fill(engine, count, 20, VOCAB)
+    return engine
 
 
 def test_time_goes_to_the_account_it_was_spent_in() -> None:
@@ -61,13 +62,13 @@ def test_parts_of_a_step_add_up_to_less_than_the_whole() -> None:
 
 
 def test_a_stored_model_costs_nothing_and_decoding_goes_on() -> None:
-    driver = decoding(5)
-    driver.store_model()
-    driver.step()
-    driver.step()
-    before = driver.meter.seconds[FORWARD]
-    assert sorted(driver.step()) == ["0", "1", "2", "3", "4"]
-    assert driver.meter.seconds[FORWARD] == before
+    engine = decoding(5)
+    engine.store_model()
+    engine.step()
+    engine.step()
+    before = engine.meter.seconds[FORWARD]
+    assert sorted(token.name for token in engine.step()) == ["0", "1", "2", "3", "4"]
+    assert engine.meter.seconds[FORWARD] == before
 
 
 def test_sides_are_measured_in_turns() -> None:
@@ -75,7 +76,7 @@ def test_sides_are_measured_in_turns() -> None:
         def __init__(self, name: str) -> None:
             self.meter, self.name = Meter(), name
 
-        def step(self) -> list[str]:
+        def step(self) -> list[Token]:
             turns.append(self.name)
             return []
 
@@ -98,14 +99,12 @@ def test_where_a_kernel_samples_a_step_has_few_operations() -> None:
     counts = []
     for kernels in (choose_none, only_sampling):
         with running_on(OneOperation()):
-            driver = OurDriver(two_layers(), max_batch=8, num_pages=200, kernels=kernels)
-            samples = driver.loop.kernels.samples(mx.float32, masked=False)
-            assert samples == (kernels is only_sampling)
-            fill(driver, 8, 20, VOCAB)
-            driver.store_model()
-            driver.step()
+            engine = OurEngine(two_layers(), max_batch=8, num_pages=200, kernels=kernels)
+            fill(engine, 8, 20, VOCAB)
+            engine.store_model()
+            engine.step()
             with counted_operations() as found:
-                driver.step()
+                engine.step()
             counts.append(max(found))
     plain, in_kernel = counts
     assert in_kernel < plain / 3

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from tests.bench import prefix
-from tests.bench.bench_models import TINY_VOCAB, two_layers, two_layers_windowed
-from tests.bench.bench_reports import check
+from tests.bench.bench_parts import TINY_VOCAB, check, two_layers, two_layers_windowed
+from tests.bench.engines import Ask, OurEngine, greedy, serve
 from tests.bench.peer import _without
 from tests.bench.prefix import (
     Prompts,
@@ -17,7 +17,6 @@ from tests.bench.prefix import (
     document,
     edited,
 )
-from tests.bench.served import Ask, OurServer, serve
 
 PAGE = 16
 SCALE = Scale(
@@ -26,8 +25,8 @@ SCALE = Scale(
 )  # fmt: skip
 
 
-def server() -> OurServer:
-    return OurServer(two_layers())
+def engine() -> OurEngine:
+    return OurEngine(two_layers())
 
 
 def prompts() -> Prompts:
@@ -35,7 +34,7 @@ def prompts() -> Prompts:
 
 
 def test_a_turn_computes_its_message_and_the_last_token_of_the_answer() -> None:
-    turns = conversations(server(), SCALE, prompts(), time.perf_counter)
+    turns = conversations(engine(), SCALE, prompts(), time.perf_counter)
     count = SCALE.conversations
     assert [turn.computed for turn in turns] == [count * 40, count * 21, count * 21]
     assert [turn.prompt_tokens for turn in turns] == [count * 40, count * 64, count * 88]
@@ -43,19 +42,19 @@ def test_a_turn_computes_its_message_and_the_last_token_of_the_answer() -> None:
 
 @pytest.mark.parametrize("count", [2, 6])
 def test_requests_that_arrive_at_once_share_what_they_begin_with(count: int) -> None:
-    found = cold_start(server(), count, SCALE, prompts(), time.perf_counter)
+    found = cold_start(engine(), count, SCALE, prompts(), time.perf_counter)
     assert found.prompt_tokens == count * (96 + SCALE.question)
     assert found.computed == 96 + count * SCALE.question
 
 
 def test_a_fleet_computes_its_catalogue_once() -> None:
-    found = agents(server(), SCALE, prompts(), time.perf_counter)
+    found = agents(engine(), SCALE, prompts(), time.perf_counter)
     own = SCALE.agents * (SCALE.task + (SCALE.steps - 1) * (SCALE.result + 1))
     assert found.computed == 160 + own
 
 
 def test_a_fleet_holds_its_catalogue_once() -> None:
-    ours = server()
+    ours = engine()
     found = agents(ours, SCALE, prompts(), time.perf_counter)
     (group,) = ours.loop.cache.groups
     per_agent = SCALE.task + SCALE.steps * (SCALE.answer + SCALE.result)
@@ -66,15 +65,15 @@ def test_a_fleet_holds_its_catalogue_once() -> None:
 @pytest.mark.parametrize("windowed", [False, True])
 def test_an_edited_message_and_a_known_document_are_all_that_is_computed(windowed: bool) -> None:
     model = two_layers_windowed() if windowed else two_layers()
-    assert edited(OurServer(model), SCALE, prompts(), time.perf_counter).computed == 20
-    found = document(OurServer(model), SCALE, prompts(), time.perf_counter)
+    assert edited(OurEngine(model), SCALE, prompts(), time.perf_counter).computed == 20
+    found = document(OurEngine(model), SCALE, prompts(), time.perf_counter)
     assert found.computed == 2 * SCALE.message  # of two questions after the first
     assert found.reused_share == pytest.approx(100 / 120)
 
 
 def test_prompts_and_counts_are_of_what_was_asked() -> None:
-    ours = server()
-    asks = [Ask(name, [("user", prompts().message(10)), ("user", [3])], 5) for name in "ab"]
+    ours = engine()
+    asks = [Ask(name, [("user", prompts().message(10)), ("user", [3])], greedy(5)) for name in "ab"]
     served = serve(ours, asks, clock=iter(range(1000)).__next__)
     assert served.prompt_tokens == ours.prompt_tokens == 22
     assert served.num_tokens == 10

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bench.bench_reports import check
+from tests.bench.bench_parts import check
 from tests.bench.serve import run
 
 

@@ -15,7 +15,7 @@ from mlxinfer.bench.client import Answer, Client
 from mlxinfer.bench.load import Load, NoServerError, arrivals, bodies, run, summary
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError
-from tests.bench.bench_reports import check
+from tests.bench.bench_parts import check
 
 
 class Scripted(ThreadingHTTPServer):

@@ -20,7 +20,6 @@ from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
 from mlxinfer import LLM
-from mlxinfer.bench.speed import cpu_layers
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
 from mlxinfer.models.config import load_config
@@ -115,15 +114,15 @@ def test_a_model_that_is_placed_nowhere_reads_no_byte(case, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path):
+def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path, monkeypatch):
     """What is stored as it is used is held once; else a layer is held beside what it becomes."""
     folder = write_checkpoint(tmp_path, sizes)
-    with cpu_layers(False):  # those that lay weights out in another order
-        load(folder, dtype=dtype)  # what is made once is there
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        model = load(folder, dtype=dtype)
+    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
+    load(folder, dtype=dtype)  # what is made once is there
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    model = load(folder, dtype=dtype)
     layer = (data_bytes(folder) + model.num_bytes) / sizes.layers
     more = 0.01 * model.num_bytes if dtype == "float32" else layer
     assert mx.get_peak_memory() - before <= model.num_bytes + more

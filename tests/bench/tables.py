@@ -1,0 +1,29 @@
+"""Cells of the tables that compare mlxinfer with mlx-lm."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxinfer.bench.report import ratio
+
+NAMES = ("mlxinfer", "mlx-lm")
+SIDES = [*NAMES, "ratio"]
+
+
+def sides(values: Sequence[float], form: str = ",.0f", *, higher: bool = False) -> list[str]:
+    """Return the cells of our value, mlx-lm's, and how many times better ours is.
+
+    Args:
+        values: ours, and mlx-lm's where it was measured.
+        form: how a value is written.
+        higher: whether a higher value is better.
+    """
+    cells = [format(value, form) for value in values]
+    if len(values) == 1:
+        return [*cells, "-", "-"]
+    ours, theirs = values
+    return [*cells, ratio(ours, theirs) if higher else ratio(theirs, ours)]
+
+
+def named(found: Sequence[Any]) -> dict[str, Any]:
+    """Return values by the name of their side."""
+    return dict(zip(NAMES, found, strict=False))

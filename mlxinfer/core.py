@@ -4,10 +4,19 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
 
-from .errors import InvalidRequestError, as_strings, check_int, check_kind, check_number, shown
+from .errors import (
+    InvalidRequestError,
+    UnknownArgumentError,
+    as_strings,
+    check_int,
+    check_kind,
+    check_number,
+    shown,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -421,3 +430,12 @@ def check_switch(name: str, value: object) -> None:
     """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
     if type(value) is not bool:
         raise InvalidRequestError(f"{name} is {shown(value)}; expected True or False.", param=name)
+
+
+def check_names(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UnknownArgumentError for a keyword argument that the function does not take."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}."
+            raise UnknownArgumentError(f"{function}() takes no {name!r}. {hint}", param=name)

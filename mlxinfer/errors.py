@@ -3,6 +3,8 @@
     MlxinferError                      500  internal_error
     ├── InvalidRequestError            400  invalid_request        also a ValueError
     │   ├── ContextLengthError         400  context_length_exceeded
+    │   │   └── PromptTooLongError     400  context_length_exceeded
+    │   ├── UnsupportedFieldError      400  unsupported_parameter
     │   ├── InsufficientMemoryError    400  insufficient_memory    can never fit
     │   └── UnknownArgumentError       400  unknown_argument       also a TypeError
     ├── ModelError                     400  model_error
@@ -60,6 +62,36 @@ class InsufficientMemoryError(InvalidRequestError):
     """The request needs more KV cache than this engine will ever have."""
 
     code = "insufficient_memory"
+
+
+class PromptTooLongError(ContextLengthError):
+    """The prompt leaves no room for an answer in the model's context.
+
+    The message is in OpenAI's words, because its clients look for them.
+
+    Args:
+        num_tokens: of the prompt; a lower bound unless `exact`.
+        max_context: tokens of prompt and answer.
+        param: the field that holds the prompt.
+        exact: the prompt was encoded whole.
+    """
+
+    def __init__(self, num_tokens: int, max_context: int, *, param: str, exact: bool) -> None:
+        over, what = "" if exact else "more than ", param.partition("[")[0]
+        super().__init__(
+            f"This model's maximum context length is {max_context} tokens, and an answer needs at "
+            f"least one. However, your {what} resulted in {over}{num_tokens} tokens. Please "
+            f"reduce the length of the {what}.",
+            param=param,
+        )
+        self.num_tokens = num_tokens
+        self.max_prompt = max_context - 1
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field that would change the answer and is not supported."""
+
+    code = "unsupported_parameter"
 
 
 class UnknownArgumentError(InvalidRequestError, TypeError):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub
 from .backend import require_mlx
-from .boundary import public
 from .errors import InvalidRequestError
 from .memory import human_bytes, parse_bytes
 from .progress import progress_bar, progress_bars
@@ -38,7 +37,6 @@ def list_models() -> Models:
     return Models(hub.list_models())
 
 
-@public
 def pull(name: str, *, progress: bool | None = None) -> Path:
     """Download a model of the hub, or bring it up to date, and return its folder.
 
@@ -54,7 +52,6 @@ def pull(name: str, *, progress: bool | None = None) -> Path:
         return hub.pull(name, progress=lambda step: show(step.done_bytes, step.total_bytes))
 
 
-@public
 def convert_model(
     source: str | Path,
     out: str | Path,

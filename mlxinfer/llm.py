@@ -1,33 +1,57 @@
 """LLM: the Python interface of one model, in this process or behind a server."""
 
+import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, overload
 
-from .boundary import apublic, ashort_errors, check_names, public, short_errors
-from .core import SamplingParams, SamplingValues
-from .errors import InvalidRequestError
-from .open_model import OpenModel, connect, load_session
-from .outputs import Delta, Result, Results
-from .progress import is_watched, progress_bar
-from .session.engine_client import last
-from .session.engine_factory import EngineArguments
-from .session.pooling_session import PoolingSession
-from .session.request_builder import ChatOptions, Message, Prompt, ResponseFormat, is_one_prompt
-from .session.session import Session
+from . import hub
+from .backend import require_mlx
+from .core import SamplingParams, SamplingValues, check_names
+from .errors import InvalidRequestError, shown
+from .outputs import Delta, Facts, Ranked, Result, Results
+from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
+from .session.base import ModelSession, RunningAnswers, Text
+from .session.engine_factory import EngineArguments, EngineOptions
+from .session.inputs import (
+    ENDS,
+    ChatInput,
+    Message,
+    PromptLike,
+    ResponseFormat,
+    TextInput,
+    is_one_prompt,
+)
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
     from .display.show import Heat
+
+
+class ChatOptions(TypedDict, total=False):
+    """Keyword arguments of LLM.chat beside SamplingValues, documented there."""
+
+    tools: Sequence[Message] | None
+    tool_choice: str | Message
+    parallel_tool_calls: bool
+    response_format: ResponseFormat | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    adapter: str | None
+
+
+_CHAT_NAMES = tuple(ChatOptions.__annotations__)
+_FIELDS = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
 
 
 class ChatArguments(ChatOptions, SamplingValues, total=False):
     """Keyword arguments of LLM.chat, documented there."""
 
 
-class LLM(OpenModel):
+class LLM:
     """A language model and the engine that runs it, or the server that has it.
 
     Args:
@@ -94,7 +118,6 @@ class LLM(OpenModel):
         RanksFailedError: other ranks did not come, or have failed before.
     """
 
-    @public
     def __init__(
         self,
         model: str | Path = "demo",
@@ -112,14 +135,19 @@ class LLM(OpenModel):
         if name.startswith(("http://", "https://")):
             if tool_format != "auto":
                 options["tool_format"] = tool_format  # type: ignore[typeddict-unknown-key]
-            session: Session | PoolingSession = connect(name, api_key, served_model, options)
+            session = connect(name, api_key, served_model, options)
         elif api_key is not None or served_model is not None:
             raise InvalidRequestError(
                 f"api_key and served_model go with the address of a server; {name} runs here."
             )
         else:
             session = load_session(name, options, tool_format, progress)
-        super().__init__(session)
+        self._session: ModelSession = session
+        self.model_info = session.info
+        if in_notebook():
+            from .display.tracebacks import shorten_errors
+
+            shorten_errors()
 
     # -- text -----------------------------------------------------------------------------------
 
@@ -143,7 +171,6 @@ class LLM(OpenModel):
         adapter: str | Sequence[str | None] | None = None,
         **sampling: Unpack[SamplingValues],
     ) -> Any: ...
-    @public
     def generate(
         self,
         prompts: Any,
@@ -169,18 +196,37 @@ class LLM(OpenModel):
         Returns:
             A Result, or Results, a list of them in the order of the prompts.
         """
-        params = _changed("generate", params, sampling)
-        built: Any = self._generator.prompts(prompts, params, response_format, adapter)
-        if is_one_prompt(prompts):
-            return self._generator.run(built)[0]
+        check_names("generate", sampling, SamplingValues.__annotations__)
+        one = is_one_prompt(prompts)
+        every = [prompts] if one else prompts
+        settings = zip(
+            every,
+            _one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
+            _one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
+            _one_each(adapter, len(every), str, "adapter", "a name"),
+            strict=True,
+        )
+        answers = self._session.start(
+            *[
+                TextInput(
+                    prompt=prompt,
+                    params=given,
+                    response_format=form,
+                    adapter=name,
+                    sampling=sampling,
+                )
+                for prompt, given, form, name in settings
+            ]
+        )
+        if one:
+            return answers.results()[0]
         with progress_bar("answers", unit="answers", wanted=self._progress) as show:
-            done = iter(range(1, len(built) + 1))
-            return Results(self._generator.run(built, lambda _: show(next(done), len(built))))
+            done = iter(range(1, len(every) + 1))
+            return Results(answers.results(lambda _: show(next(done), len(every))))
 
-    @public
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
@@ -188,14 +234,19 @@ class LLM(OpenModel):
         **sampling: Unpack[SamplingValues],
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        params = _changed("stream", params, sampling)
-        built: Any = self._generator.prompt(prompt, params, response_format, adapter)
-        return short_errors(self._generator.stream(built, self))
+        check_names("stream", sampling, SamplingValues.__annotations__)
+        given = TextInput(
+            prompt=prompt,
+            params=params,
+            response_format=response_format,
+            adapter=adapter,
+            sampling=sampling,
+        )
+        return _deltas(self._session.start(given))
 
-    @apublic
     async def agenerate(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
@@ -206,12 +257,11 @@ class LLM(OpenModel):
         deltas = self.astream(
             prompt, params, response_format=response_format, adapter=adapter, **sampling
         )
-        return await last(deltas)
+        return await _last(deltas)
 
-    @public
     def astream(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
         response_format: ResponseFormat | None = None,
@@ -219,13 +269,18 @@ class LLM(OpenModel):
         **sampling: Unpack[SamplingValues],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        params = _changed("astream", params, sampling)
-        built: Any = self._generator.prompt(prompt, params, response_format, adapter)
-        return ashort_errors(self._generator.astream(built))
+        check_names("astream", sampling, SamplingValues.__annotations__)
+        given = TextInput(
+            prompt=prompt,
+            params=params,
+            response_format=response_format,
+            adapter=adapter,
+            sampling=sampling,
+        )
+        return _adeltas(lambda: self._session.start(given))
 
     # -- chat -----------------------------------------------------------------------------------
 
-    @public
     def chat(
         self,
         messages: str | Sequence[Message],
@@ -255,9 +310,8 @@ class LLM(OpenModel):
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
         """
-        return self._generator.run([self._chat("chat", messages, params, options)])[0]
+        return self._session.start(self._chat("chat", messages, params, options)).results()[0]
 
-    @public
     def stream_chat(
         self,
         messages: str | Sequence[Message],
@@ -265,10 +319,9 @@ class LLM(OpenModel):
         **options: Unpack[ChatArguments],
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        built = self._chat("stream_chat", messages, params, options)
-        return short_errors(self._generator.stream(built, self))
+        given = self._chat("stream_chat", messages, params, options)
+        return _deltas(self._session.start(given))
 
-    @apublic
     async def achat(
         self,
         messages: str | Sequence[Message],
@@ -276,9 +329,8 @@ class LLM(OpenModel):
         **options: Unpack[ChatArguments],
     ) -> Result:
         """`chat` for asyncio; cancelling the task ends the request."""
-        return await last(self.astream_chat(messages, params, **options))
+        return await _last(self.astream_chat(messages, params, **options))
 
-    @public
     def astream_chat(
         self,
         messages: str | Sequence[Message],
@@ -286,10 +338,9 @@ class LLM(OpenModel):
         **options: Unpack[ChatArguments],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        built = self._chat("astream_chat", messages, params, options)
-        return ashort_errors(self._generator.astream(built))
+        given = self._chat("astream_chat", messages, params, options)
+        return _adeltas(lambda: self._session.start(given))
 
-    @public
     def show(
         self,
         messages: str | Sequence[Message],
@@ -311,9 +362,8 @@ class LLM(OpenModel):
         Models that reason repeat themselves without end where the most probable token is always
         taken. An answer is as long as the context allows.
         """
-        return self._generator.chat_params
+        return self._session.chat_params
 
-    @public
     def heat(self, result: Result) -> "Heat":
         """The tokens of an answer, which a notebook shows on a ground that is hot where one was
         improbable.
@@ -325,44 +375,44 @@ class LLM(OpenModel):
 
         return Heat.of(result, self.tokenizer.token_bytes)
 
-    @property
-    def _generator(self) -> Session:
-        """The session of a model that generates; raises InvalidRequestError for another."""
-        session = self._session
-        if isinstance(session, PoolingSession):
-            kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
-            if session.embeds:
-                kind, methods = "an embedding model", "embed(texts), rerank or score"
-            raise InvalidRequestError(
-                f"{session.info.name} is {kind} and gives no text; call {methods}."
-            )
-        return session
-
     def _chat(
         self,
         method: str,
         messages: str | Sequence[Message],
         params: SamplingParams | None,
-        options: ChatArguments,
-    ) -> Any:
-        """Build the request of a conversation."""
-        known = ChatOptions.__annotations__
-        sampling = {name: value for name, value in options.items() if name not in known}
-        rest = {name: value for name, value in options.items() if name in known}
+        options: Mapping[str, Any],
+    ) -> ChatInput:
+        """The input of a conversation."""
+        sampling = {name: value for name, value in options.items() if name not in _CHAT_NAMES}
         check_names(method, sampling, SamplingValues.__annotations__)
-        if params is None and not self._said_params and isinstance(self._session, Session):
-            self._said_params = True
-            if is_watched(self._progress) and not self.chat_params.greedy:
-                name, words = self.model_info.name, self.chat_params.words
-                print(f"{name} answers with its own {words}", file=sys.stderr)
+        rest = {name: options[name] for name in _CHAT_NAMES if name in options}
+        variables = rest.pop("chat_template_kwargs", None) or {}
+        if isinstance(variables, Mapping):  # what is none is refused by the input
+            rest |= {_FIELDS[name]: variables[name] for name in ENDS if name in variables}
+            variables = {name: value for name, value in variables.items() if name not in ENDS}
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self._generator.chat(messages, params, sampling, **rest)
+        if params is None:
+            self._say_params()
+        return ChatInput(
+            messages=messages,
+            params=params,
+            sampling=sampling,
+            template_variables=variables,
+            **rest,
+        )
+
+    def _say_params(self) -> None:
+        """Say once, where somebody watches, that answers are drawn as the model's files say."""
+        params = self._session.own_params
+        if params is None or params.greedy or self._said_params or not is_watched(self._progress):
+            return
+        self._said_params = True
+        print(f"{self.model_info.name} answers with its own {params.words}", file=sys.stderr)
 
     # -- the model itself -----------------------------------------------------------------------
 
-    @public
-    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
+    def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
         """Compute the KV cache of a prompt or a conversation's beginning, and keep it the longest.
 
         Pinned pages are evicted only when running requests need their room and hold every page
@@ -376,14 +426,12 @@ class LLM(OpenModel):
         Raises:
             InvalidRequestError: there is no prefix cache, or it is a server's.
         """
-        return self._generator.pin(prompt)
+        return self._session.pin(prompt)
 
-    @public
-    def logits(self, prompt: Prompt, *, adapter: str | None = None) -> "np.ndarray":
+    def logits(self, prompt: PromptLike, *, adapter: str | None = None) -> "np.ndarray":
         """Logits (T, vocab) float32 of every position, through the pages and chunks of answers."""
-        return self._generator.logits(prompt, adapter)
+        return self._session.logits(prompt, adapter)
 
-    @public
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load an adapter: from now on requests may name it (`adapter=name`), in any mix.
 
@@ -401,29 +449,251 @@ class LLM(OpenModel):
             CheckpointError: a file is broken, a pickle, or not for this model.
             UnsupportedModelError: it changes what cannot be changed here; the message names it.
         """
-        self._generator.load_adapter(name, path)
+        self._session.load_adapter(name, path)
 
-    @public
     def unload_adapter(self, name: str) -> None:
         """Let no new request name an adapter; its memory is free when the last one has ended.
 
         Raises:
             InvalidRequestError: there is none of this name.
         """
-        self._generator.unload_adapter(name)
+        self._session.unload_adapter(name)
 
     @property
     def adapters(self) -> list[dict[str, Any]]:
         """The adapters that requests may name: each with name, kind, path and bytes."""
-        return self._generator.adapters()
+        return self._session.adapters()
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, pages and memory of the engine, as plain numbers; a card in a notebook."""
+        return Facts(self._session.stats())
+
+    def close(self) -> None:
+        """Abort running requests and free the memory; closing twice is fine."""
+        self._session.close()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "An LLM is neither copied nor pickled: its engine lives in this process. Give another "
+            "one the model's name, and build an LLM there."
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine ended after a fault."""
+        return self._session.closed
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"LLM({self.model_info.name!r}, {self.model_info.summary}{state})"
+
+    def _repr_html_(self) -> str:
+        from .display.cards import facts_card
+
+        info, state = self.model_info, " (closed)" if self.closed else ""
+        context = f"{info.max_context:,} tokens" if info.max_context else "-"
+        facts = {"model": info.summary, "context": context}
+        if (params := self._session.own_params) is not None:
+            facts["chat"] = params.words
+        return facts_card(f"{info.name}{state}", facts)
+
+    @property
+    def path(self) -> Path:
+        """The folder of the model; raises InvalidRequestError where it is a server's."""
+        return self._session.path
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model; raises InvalidRequestError where it is a server's."""
+        return self._session.tokenizer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._session.end_ids
+
+    # -- vectors and scores -----------------------------------------------------------------------
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: int | bool = False,
+    ) -> "NDArray[np.float32]":
+        """Vectors of texts, as sentence-transformers gives them: pooled as the model's files say.
+
+        Args:
+            texts: a text or token ids, or a list of these. Special tokens that are spelled in a
+                text are text.
+            prompt_name: which of the model's own prompts stands before each text, such as "query";
+                None: the one that its files name as the default, or none.
+            prompt: a text that stands there instead.
+            dimensions: cut each vector to its first so many numbers, and bring it to length 1 if
+                the model does so: for models that were trained for that (Matryoshka).
+            normalize: bring vectors to length 1; None: as the model's files say.
+            truncate: texts that are longer lose what is behind so many tokens, or (True) what the
+                model does not read; False: they are refused.
+
+        Returns:
+            (N, dim) float32, one row for each text.
+
+        Raises:
+            InvalidRequestError: the model gives no vectors, has no such prompt, or none so long.
+            ContextLengthError: a text is too long.
+        """
+        return self._session.embed(
+            texts,
+            prompt_name=prompt_name,
+            prompt=prompt,
+            dimensions=dimensions,
+            normalize=normalize,
+            truncate=truncate,
+        )
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: int | bool = False,
+    ) -> list[Ranked]:
+        """Documents by how well they go with a query, the best first.
+
+        A reranker reads query and document together; with an embedding model their vectors are
+        compared, read with its prompts "query" and "document" where it has such.
+
+        Args:
+            query: a text.
+            documents: texts.
+            top_n: leave out all but the best so many.
+            instruction: what counts as a match, for models that read one (Qwen3-Reranker).
+            truncate: as of `embed`; of a pair the longer text is cut first.
+
+        Returns:
+            For each document: `index` in the list given, `score`, `document`.
+
+        Raises:
+            InvalidRequestError: the model gives no scores, or reads no instruction.
+            ContextLengthError: a text is too long.
+        """
+        return self._session.rerank(
+            query, documents, top_n=top_n, instruction=instruction, truncate=truncate
+        )
+
+    def score(
+        self,
+        a: str | Sequence[str],
+        b: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: int | bool = False,
+    ) -> "NDArray[np.float32]":
+        """How well each text of `a` goes with that of `b`; one text goes with each of the other's.
+
+        Returns:
+            (N,) float32: of a reranker what its files say, mostly from 0 to 1; of an embedding
+            model the similarity of the vectors, mostly their cosine.
+
+        Raises:
+            As of `rerank`, and InvalidRequestError for different numbers of texts.
+        """
+        return self._session.score(a, b, instruction=instruction, truncate=truncate)
 
 
-def _changed(method: str, params: Any, sampling: SamplingValues) -> Any:
-    """`params` with single values that were given beside it."""
-    check_names(method, sampling, SamplingValues.__annotations__)
-    if not sampling:
-        return params
-    if isinstance(params, list | tuple):
-        return [_changed(method, each, sampling) for each in params]
-    base = SamplingParams() if params is None else params
-    return base.changed(sampling) if isinstance(base, SamplingParams) else base
+def load_session(
+    name: str, arguments: EngineArguments, tool_format: str, progress: bool | None
+) -> ModelSession:
+    """Find, download and load a model; its bars go on from each other."""
+    with progress_bars(wanted=progress) as show:
+
+        def find(model: str) -> Path:
+            return hub.resolve(
+                model,
+                progress=lambda step: show(f"download {model}", step.done_bytes, step.total_bytes),
+            )
+
+        options = EngineOptions.of(arguments, find)
+        require_mlx()
+        from .session.pooling_session import open_session
+
+        folder, show_load = find(name), patient(show)
+        return open_session(
+            name,
+            folder,
+            options,
+            tool_format,
+            lambda done, total: show_load(f"load {name}", done, total),
+            given=arguments,
+        )
+
+
+def connect(
+    url: str, api_key: str | None, served_model: str | None, options: EngineArguments
+) -> ModelSession:
+    """A server's model; raises InvalidRequestError for options of an engine."""
+    if options:
+        raise InvalidRequestError(
+            f"{', '.join(options)}: the engine at {url} was set up where it was started "
+            "(`mlxinfer serve --help`); leave out what is an engine's.",
+            param=next(iter(options)),
+        )
+    from .remote.session import RemoteSession
+
+    return RemoteSession(url, api_key, served_model)
+
+
+def _deltas(answers: RunningAnswers) -> Iterator[Delta]:
+    """What each step adds to the one answer; leaving the loop ends the request."""
+    for steps in answers:
+        for step in steps:
+            yield step.delta
+
+
+async def _adeltas(start: Callable[[], RunningAnswers]) -> AsyncIterator[Delta]:
+    """`_deltas` for asyncio; `start` may take long, and runs in a worker thread."""
+    answers: Any = aiter(await asyncio.to_thread(start))
+    async with aclosing(answers):
+        async for steps in answers:
+            for step in steps:
+                yield step.delta
+
+
+async def _last(deltas: AsyncIterator[Delta]) -> Result:
+    """The result that a stream ends with."""
+    result = None
+    async for delta in deltas:
+        result = delta.result
+    assert result is not None  # a stream that ends early raises
+    return result
+
+
+def _one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
+    """One for each of `count` prompts, from one for all or a list."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, list | tuple):
+        raise InvalidRequestError(
+            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
+            "each.",
+            param=name,
+        )
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
+            param=name,
+        )
+    return list(given)

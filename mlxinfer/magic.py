@@ -4,7 +4,6 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .boundary import public
 from .errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class ChatMagic:
         self._shell = shell
         self._messages: list[dict[str, str]] = []
 
-    @public
     def __call__(self, line: str, cell: str | None = None) -> None:
         """Answer a cell with options in its first line; all of a `%llm` line is the message."""
         if cell is None and line.strip() not in ("-h", "--help"):

@@ -23,8 +23,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "outputs": {"core", "display"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
-    "boundary": {"errors"},
-    "remote": LEAVES | {"http_json"},
+    "remote": LEAVES | {"http_json", "session"},
     "config": {"core", "errors"},
     "configfile": {"errors"},
     "metal_kernels": set(),
@@ -78,7 +77,6 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
 SERVER_ASSEMBLERS = {"app", "running", "__init__"}
 ASSEMBLERS = {
     "llm",
-    "open_model",
     "library",
     "magic",
     "cli",
@@ -93,7 +91,6 @@ WITHOUT_MLX = (
     "outputs",
     "display",
     "progress",
-    "boundary",
     "remote",
     "hub",
     "backend",

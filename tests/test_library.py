@@ -1,7 +1,6 @@
 """pull, list_models, convert_model: what the commands do, from Python."""
 
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,9 @@ def test_a_model_is_pulled_and_listed(standin: StandIn, capsys: pytest.CaptureFi
     assert "download org/tiny" in capsys.readouterr().err
 
 
-def test_errors_of_a_download_have_one_frame(standin: StandIn) -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
+def test_a_model_that_is_not_there_cannot_be_pulled(standin: StandIn) -> None:
+    with pytest.raises(ModelNotFoundError):
         mlxinfer.pull("org/nothing-there")
-    assert caught.tb is not None
-    assert len(list(traceback.walk_tb(caught.tb))) == 1  # this line
 
 
 def test_a_model_is_converted(tmp_path: Path) -> None:

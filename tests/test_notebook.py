@@ -174,7 +174,7 @@ def test_bars_are_drawn_where_they_are_asked_for(outputs: dict[str, Any]) -> Non
     ("cell", "kind", "words"),
     [
         ("missing", "ModelNotFoundError", "org/nothing is not on this disk"),
-        ("too long", "ContextLengthError", "context"),
+        ("too long", "PromptTooLongError", "context"),
         ("misspelt", "UnknownArgumentError", "Did you mean 'max_tokens'"),
         ("wrong option", "InvalidRequestError", "unrecognized arguments: --nonsense"),
         ("interrupted", "KeyboardInterrupt", ""),

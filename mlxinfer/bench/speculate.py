@@ -13,6 +13,7 @@ from pathlib import Path
 from .. import hub
 from ..core import SamplingParams
 from ..session.engine_factory import EngineOptions
+from ..session.inputs import ChatInput, TextInput
 from ..session.session import Session
 from ..speculation.options import WITH_DRAFT, SpeculationOptions, kind_of
 from .report import Report, Table, ratio
@@ -148,16 +149,17 @@ def answers_of(
     given = [text for text in texts for _ in range(-(-batch // len(texts)))]
     params = SamplingParams(max_tokens=tokens)
     with _session(folder, options, speculation) as session:
-        builder = session.builder
         for start in range(0, len(given), batch):
             some = given[start : start + batch]
-            built = [
-                builder.chat([{"role": "user", "content": text}], params)
-                if builder.tokenizer.template is not None
-                else builder.prompt(text, params, None)
-                for text in some
-            ]
-            results = session.client.run([each.output for each in built])
+            chats = session.tokenizer.template is not None
+            results = session.start(
+                *[
+                    ChatInput(messages=[{"role": "user", "content": text}], params=params)
+                    if chats
+                    else TextInput(prompt=text, params=params)
+                    for text in some
+                ]
+            ).results()
             found.decode_s += max(result.timing.decode_s for result in results)
             for result in results:
                 after_first = max(len(result.token_ids) - 1, 0)

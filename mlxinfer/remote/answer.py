@@ -18,9 +18,9 @@ from ..outputs import (
     joined_calls,
 )
 
-_CLASSES = {
+_CLASSES = {  # by code; of several with one code the first
     found.code: found
-    for found in vars(errors).values()
+    for found in reversed(vars(errors).values())
     if isinstance(found, type) and issubclass(found, errors.MlxinferError)
 }
 

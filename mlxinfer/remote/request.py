@@ -1,90 +1,95 @@
-"""Calls of LLM to bodies of OpenAI's API, in the fields that mlxinfer serves."""
+"""Inputs to bodies of OpenAI's API, in the fields that mlxinfer serves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
+from ..session.inputs import ChatInput, Input, TextInput, check_sequence
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 UNLIMITED = -1  # of max_tokens: until the context is full
-_ENDS = ("add_generation_prompt", "continue_final_message")  # fields of their own in the API
-_REFUSED = {
-    "logprobs": "a server names tokens by their text, not by their ids",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """One request: where it goes and what it says."""
+    """One request: the path and the body."""
 
     path: str
     body: dict[str, Any]
 
 
-def text_request(
-    model: str, prompt: str | Sequence[int], params: SamplingParams, form: Mapping[str, Any] | None
-) -> RemoteRequest:
-    """A request to continue a prompt; every value is sent, so that no default of the server holds.
+def request_of(given: Input, model: str) -> RemoteRequest:
+    """The request of an input to a model of a server.
 
     Raises:
         InvalidRequestError: the server cannot do what a value asks.
     """
-    values = {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
-    if values.pop("max_reasoning_tokens") is not None:
-        raise _refused("max_reasoning_tokens", "the continuation of a text has no reasoning")
-    body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **_sampling(values)}
-    return RemoteRequest(TEXT, _complete(model, body, form))
+    if given.constraint is not None or given.n != 1:
+        name = "n" if given.n != 1 else "constraint"
+        raise _refused(name, "a remote model gives one answer at a time, in a response_format")
+    request = given.read_by(RemoteForm())
+    if given.response_format is not None:
+        request.body["response_format"] = dict(given.response_format)
+    if given.cache_salt is not None:
+        request.body["cache_salt"] = given.cache_salt
+    request.body.update(
+        model=model if given.adapter is None else f"{model}:{given.adapter}",
+        stream=True,
+        stream_options={"include_usage": True},
+        timings=True,
+        return_token_ids=True,
+    )
+    return request
 
 
-def chat_request(
-    model: str,
-    messages: Sequence[Mapping[str, Any]],
-    values: Mapping[str, Any],
-    *,
-    response_format: Mapping[str, Any] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    **tools: Any,
-) -> RemoteRequest:
-    """A request to answer a conversation; what `values` leave out is the server's to choose.
+class RemoteForm:
+    """Reads inputs into the bodies of OpenAI's API."""
 
-    Raises:
-        InvalidRequestError: the server cannot do what a value asks.
-    """
-    body = {"messages": [dict(message) for message in messages], **_sampling(values)}
-    if (limit := body.pop("max_reasoning_tokens", None)) is not None:
-        body["thinking_budget_tokens"] = limit
-    body.update({name: value for name, value in tools.items() if value is not None})
-    variables = dict(chat_template_kwargs or {})
-    body.update({name: variables.pop(name) for name in _ENDS if name in variables})
-    if variables:
-        body["chat_template_kwargs"] = variables
-    return RemoteRequest(CHAT, _complete(model, body, response_format))
+    def conversation(self, given: ChatInput, max_context: int | None) -> RemoteRequest:
+        """A chat completion; what the input does not say is the server's to choose."""
+        values = given.sampling if given.params is None else _values(given)
+        body = {"messages": [dict(message) for message in given.messages], **_sampling(values)}
+        if (limit := body.pop("max_reasoning_tokens", None)) is not None:
+            body["thinking_budget_tokens"] = limit
+        said = {
+            "tools": given.tools,
+            "tool_choice": None if given.tool_choice == "auto" else given.tool_choice,
+            "parallel_tool_calls": None if given.parallel_tool_calls else False,
+            "chat_template_kwargs": dict(given.template_variables) or None,
+            "reasoning_effort": given.reasoning_effort,
+            "continue_final_message": given.continues or None,
+            "add_generation_prompt": given.begins,
+        }
+        body.update({name: value for name, value in said.items() if value is not None})
+        return RemoteRequest("/v1/chat/completions", body)
+
+    def text(self, given: TextInput, max_context: int | None) -> RemoteRequest:
+        """A completion; every value is sent, so that no default of the server holds."""
+        prompt = given.prompt
+        if not isinstance(prompt, str):
+            check_sequence(prompt)
+            prompt = list(prompt)
+        values = _values(given)
+        if values.pop("max_reasoning_tokens") is not None:
+            raise _refused("max_reasoning_tokens", "the continuation of a text has no reasoning")
+        body = {"prompt": prompt, **_sampling(values)}
+        if given.suffix:
+            body["suffix"] = given.suffix
+        return RemoteRequest("/v1/completions", body)
 
 
-def _complete(model: str, body: dict[str, Any], form: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The body with what is the same in every request."""
-    if form is not None:
-        body["response_format"] = dict(form)
-    options = {"include_usage": True}
-    return {
-        "model": model,
-        **body,
-        "stream": True,
-        "stream_options": options,
-        "timings": True,
-        "return_token_ids": True,
-    }
+def _values(given: Input) -> dict[str, Any]:
+    """All values of an input's SamplingParams."""
+    params = (SamplingParams() if given.params is None else given.params).changed(given.sampling)
+    return {field.name: getattr(params, field.name) for field in fields(SamplingParams)}
 
 
 def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams in the API's words."""
-    neutral = {"logprobs": None}
     found = dict(values)
-    for name, reason in _REFUSED.items():
-        if found.pop(name, neutral[name]) != neutral[name]:
-            raise _refused(name, reason)
+    if found.pop("logprobs", None) is not None:
+        raise _refused("logprobs", "a server names tokens by their text, not by their ids")
     if "max_tokens" in found and found["max_tokens"] is None:
         found["max_tokens"] = UNLIMITED
     if found.get("seed", 0) is None:

@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from ..core import SamplingParams
 from ..errors import EngineClosedError, InvalidRequestError
 from ..http_json import NoServerError, ServerError, exchange
-from ..outputs import Delta, Ranked, Result
+from ..outputs import Ranked, Result
+from ..session.answers import Step
+from ..session.base import ModelSession
+from ..session.inputs import Input
 from .answer import RemoteAnswer, error_of
-from .request import RemoteRequest, chat_request, text_request
+from .request import RemoteRequest, request_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,7 +45,17 @@ class RemoteInfo:
         return f"at {self.url}"
 
 
-class RemoteSession:
+_REASONS = {  # why a server's model lacks what an engine in this process has
+    "pin": "a server keeps prefixes for all its clients by their use",
+    "logits": "a server gives tokens, not logits",
+    "chat_params": "the server has them, and uses them",
+    "path": "the files are the server's",
+    "tokenizer": "it is the server's; POST /tokenize asks it",
+    "end_ids": "they are the server's",
+}
+
+
+class RemoteSession(ModelSession):
     """One model of a server.
 
     Args:
@@ -67,107 +79,11 @@ class RemoteSession:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         found = exchange(self._url, "/v1/models", None, key=key, timeout_s=ASK_S)
         self.info = _chosen(self._url, found, served_model)
-        self.closed = False
+        self._closed = False
 
-    # -- requests -------------------------------------------------------------------------------
-
-    def prompt(
-        self, prompt: Any, params: Any, form: Any, adapter: str | None = None
-    ) -> RemoteRequest:
-        """A request to continue one prompt."""
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError("expected params=SamplingParams(...).", param="params")
-        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
-            raise InvalidRequestError("A prompt is a text or a list of token ids.", param="prompt")
-        return text_request(self._name(adapter), prompt, params, form)
-
-    def prompts(
-        self, prompts: Any, params: Any, response_format: Any, adapter: Any = None
-    ) -> list[RemoteRequest]:
-        """Requests to continue one prompt or many."""
-        one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-        every = [prompts] if one else list(prompts)
-        given = [params, response_format, adapter]
-        each = [one if isinstance(one, list | tuple) else [one] * len(every) for one in given]
-        if any(len(one) != len(every) for one in each):
-            counts = "{} params, {} forms and {} adapters".format(*map(len, each))
-            raise InvalidRequestError(
-                f"There are {len(every)} prompts, {counts}; give one for all, or one each."
-            )
-        return [self.prompt(*one) for one in zip(every, *each, strict=True)]
-
-    def chat(
-        self,
-        messages: Any,
-        params: SamplingParams | None,
-        sampling: dict[str, Any],
-        adapter: str | None = None,
-        **options: Any,
-    ) -> RemoteRequest:
-        """A request to answer a conversation."""
-        values = sampling
-        if params is not None:
-            changed = params.changed(sampling)
-            values = {name: getattr(changed, name) for name in SamplingParams.__slots__}
-        return chat_request(self._name(adapter), messages, values, **options)
-
-    def _name(self, adapter: str | None) -> str:
-        """The model's name with an adapter's."""
-        return self.info.name if adapter is None else f"{self.info.name}:{adapter}"
-
-    def run(
-        self, built: Sequence[RemoteRequest], watch: Callable[[Result], None] | None = None
-    ) -> list[Result]:
-        """Run requests together to their ends; the first error is raised, the others go on."""
-
-        def one(request: RemoteRequest) -> Result:
-            result = None
-            for delta in self.stream(request, None):
-                result = delta.result
-            assert result is not None
-            if watch is not None:
-                watch(result)
-            return result
-
-        if len(built) == 1:
-            return [one(built[0])]
-        with ThreadPoolExecutor(min(PARALLEL, len(built) or 1)) as pool:
-            return list(pool.map(one, built))
-
-    def stream(self, built: RemoteRequest, owner: object) -> Iterator[Delta]:
-        """The deltas of one request; leaving the loop hangs up, which ends it at the server."""
-        import httpx2
-
-        answer = RemoteAnswer()
-        with (
-            self._failures(),
-            httpx2.Client(**self._options()) as client,
-            client.stream("POST", built.path, json=built.body) as response,
-        ):
-            if response.status_code != 200:
-                raise _refusal(response.status_code, response.read())
-            for line in response.iter_lines():
-                if (delta := answer.push(line)) is not None:
-                    yield delta
-        yield answer.finish()
-
-    async def astream(self, built: RemoteRequest) -> AsyncIterator[Delta]:
-        """`stream` for asyncio."""
-        import httpx2
-
-        answer = RemoteAnswer()
-        with self._failures():
-            async with (
-                httpx2.AsyncClient(**self._options()) as client,
-                client.stream("POST", built.path, json=built.body) as response,
-            ):
-                if response.status_code != 200:
-                    raise _refusal(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    if (delta := answer.push(line)) is not None:
-                        yield delta
-        yield answer.finish()
+    def start(self, *inputs: Input) -> "RemoteAnswers":
+        """The answers to conversations and texts; nothing is sent before they are read."""
+        return RemoteAnswers(self, [request_of(given, self.info.name) for given in inputs])
 
     # -- vectors and scores ---------------------------------------------------------------------
 
@@ -194,12 +110,12 @@ class RemoteSession:
         ]
 
     def score(
-        self, a: Any, b: Any, *, truncate: int | bool = False, **options: Any
+        self, first: Any, second: Any, *, truncate: int | bool = False, **options: Any
     ) -> "NDArray[np.float32]":
         """Scores (N,); arguments as of LLM.score."""
         import numpy as np
 
-        body = {"text_1": a, "text_2": b, **_given(options), **_cut(truncate)}
+        body = {"text_1": first, "text_2": second, **_given(options), **_cut(truncate)}
         data = self._post("/v1/score", body)["data"]
         return np.array([each["score"] for each in data], np.float32)
 
@@ -207,7 +123,7 @@ class RemoteSession:
         """The JSON of what the model gives for `body`."""
         import httpx2
 
-        with self._failures(), httpx2.Client(**self._options()) as client:
+        with self.failures(), httpx2.Client(**self.options()) as client:
             response = client.post(path, json={"model": self.info.name, **body})
         if response.status_code != 200:
             raise _refusal(response.status_code, response.content)
@@ -223,11 +139,12 @@ class RemoteSession:
 
     def close(self) -> None:
         """Ask no more; the server goes on."""
-        self.closed = True
+        self._closed = True
 
-    def pin(self, prompt: object) -> int:
-        """Refused."""
-        raise self._refused("pin", "a server keeps prefixes for all its clients by their use")
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Let the server load an adapter: `path` is the server's, in a folder of --adapter-dir."""
@@ -249,36 +166,13 @@ class RemoteSession:
         key = self._headers.get("authorization", "").removeprefix("Bearer ")
         return exchange(self._url, path, body, key=key or None, timeout_s=ASK_S)
 
-    def logits(self, prompt: object, adapter: str | None = None) -> Any:
-        """Refused."""
-        raise self._refused("logits", "a server gives tokens, not logits")
-
-    @property
-    def chat_params(self) -> SamplingParams:
-        """Refused."""
-        raise self._refused("chat_params", "the server has them, and uses them")
-
-    @property
-    def path(self) -> Path:
-        """Refused."""
-        raise self._refused("path", "the files are the server's")
-
-    @property
-    def tokenizer(self) -> Any:
-        """Refused."""
-        raise self._refused("tokenizer", "it is the server's; POST /tokenize asks it")
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Refused."""
-        raise self._refused("end_ids", "they are the server's")
-
-    def _refused(self, name: str, reason: str) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"{name} is not there for the model at {self._url}: {reason}.", param=name
+    def refuse(self, method: str) -> NoReturn:
+        """Raise InvalidRequestError: only an engine in this process has the method."""
+        raise InvalidRequestError(
+            f"{method} is not there for the model at {self._url}: {_REASONS[method]}.", param=method
         )
 
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Of a client: answers may be long in coming, and the key goes to this server alone."""
         import httpx2
 
@@ -293,7 +187,8 @@ class RemoteSession:
         }
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def failures(self) -> Iterator[None]:
+        """Errors of the connection become ServerError."""
         import httpx2
 
         try:
@@ -302,6 +197,81 @@ class RemoteSession:
             raise NoServerError(f"No server answers at {self._url}: {error}.") from None
         except httpx2.HTTPError as error:
             raise ServerError(f"The connection to {self._url} broke: {error}.") from None
+
+
+class RemoteAnswers:
+    """Answers of a server, each to a request of its own.
+
+    Iterating reads one answer after the other; `results` waits for all at once.
+
+    Args:
+        session: sends the requests.
+        requests: in the order of the steps' indices.
+    """
+
+    def __init__(self, session: RemoteSession, requests: Sequence[RemoteRequest]) -> None:
+        self._session, self._requests = session, requests
+
+    def __iter__(self) -> Iterator[list[Step]]:
+        for index in range(len(self._requests)):
+            yield from self._steps(index)
+
+    def _steps(self, index: int) -> Iterator[list[Step]]:
+        """The steps of one answer; leaving the loop hangs up, which ends it at the server."""
+        import httpx2
+
+        answer, request = RemoteAnswer(), self._requests[index]
+        with (
+            self._session.failures(),
+            httpx2.Client(**self._session.options()) as client,
+            client.stream("POST", request.path, json=request.body) as response,
+        ):
+            if response.status_code != 200:
+                raise _refusal(response.status_code, response.read())
+            for line in response.iter_lines():
+                if (delta := answer.push(line)) is not None:
+                    yield [Step(index, delta)]
+        yield [Step(index, answer.finish())]
+
+    async def __aiter__(self) -> AsyncIterator[list[Step]]:
+        import httpx2
+
+        for index, request in enumerate(self._requests):
+            answer = RemoteAnswer()
+            with self._session.failures():
+                async with (
+                    httpx2.AsyncClient(**self._session.options()) as client,
+                    client.stream("POST", request.path, json=request.body) as response,
+                ):
+                    if response.status_code != 200:
+                        raise _refusal(response.status_code, await response.aread())
+                    async for line in response.aiter_lines():
+                        if (delta := answer.push(line)) is not None:
+                            yield [Step(index, delta)]
+            yield [Step(index, answer.finish())]
+
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; the first error is raised, the others go on."""
+
+        def one(index: int) -> Result:
+            result = None
+            for (step,) in self._steps(index):
+                result = step.delta.result
+            assert result is not None
+            if watch is not None:
+                watch(result)
+            return result
+
+        count = len(self._requests)
+        if count == 1:
+            return [one(0)]
+        with ThreadPoolExecutor(min(PARALLEL, count or 1)) as pool:
+            return list(pool.map(one, range(count)))
+
+    async def aresults(self) -> list[Result]:
+        """`results` for asyncio, one answer after the other."""
+        results = [step.delta.result async for steps in self for step in steps]
+        return [result for result in results if result is not None]
 
 
 def _chosen(url: str, found: Any, name: str | None) -> RemoteInfo:

@@ -12,17 +12,15 @@ MlxinferError
 ├── HeadersTooLargeError       431  headers_too_large
 ├── DeadlineError              504  deadline_exceeded
 ├── DiskFullError              507  storage_full
-├── InvalidRequestError
-│   ├── UnsupportedFieldError  400  unsupported_parameter
-│   └── ContextLengthError
-│       └── PromptTooLongError 400  context_length_exceeded
 ├── ModelBusyError             409  model_busy
 └── OverloadedError
     ├── ShuttingDownError      503  shutting_down
     └── ModelLoadError         503  model_load_failed
 """
 
-from ..errors import ContextLengthError, InvalidRequestError, MlxinferError, OverloadedError
+from ..errors import MlxinferError, OverloadedError
+from ..errors import PromptTooLongError as PromptTooLongError
+from ..errors import UnsupportedFieldError as UnsupportedFieldError
 
 
 class UnauthorizedError(MlxinferError):
@@ -104,36 +102,6 @@ class DiskFullError(MlxinferError):
 
     status = 507
     code = "storage_full"
-
-
-class UnsupportedFieldError(InvalidRequestError):
-    """A known field that would change the answer and is not supported."""
-
-    code = "unsupported_parameter"
-
-
-class PromptTooLongError(ContextLengthError):
-    """The prompt leaves no room for an answer in the model's context.
-
-    The message is in OpenAI's words, which its clients look for; other APIs have their own.
-
-    Args:
-        num_tokens: of the prompt; a lower bound unless `exact`.
-        max_context: tokens of prompt and answer.
-        param: the field that holds the prompt.
-        exact: the prompt was encoded whole.
-    """
-
-    def __init__(self, num_tokens: int, max_context: int, *, param: str, exact: bool) -> None:
-        over, what = "" if exact else "more than ", param.partition("[")[0]
-        super().__init__(
-            f"This model's maximum context length is {max_context} tokens, and an answer needs at "
-            f"least one. However, your {what} resulted in {over}{num_tokens} tokens. Please "
-            f"reduce the length of the {what}.",
-            param=param,
-        )
-        self.num_tokens = num_tokens
-        self.max_prompt = max_context - 1
 
 
 class ShuttingDownError(OverloadedError):

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..backend import require_mlx
 from ..core import FinishReason, TokenEvent, check_switch
@@ -16,6 +16,7 @@ from ..outputs import Ranked
 from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
+from .base import ModelSession
 from .engine_client import Mailbox
 from .engine_factory import EngineOptions, ModelInfo, describe
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
@@ -34,7 +35,7 @@ Watch = Callable[[int, int], None]
 POOLING_OPTIONS = ("dtype", "max_context", "prefill_chunk", "task")
 
 
-class PoolingSession:
+class PoolingSession(ModelSession):
     """A model that pools, its engine, and the way in and out.
 
     Args:
@@ -83,6 +84,13 @@ class PoolingSession:
     def tokenizer(self) -> Tokenizer:
         """Of the model."""
         return self.rows.tokenizer
+
+    def refuse(self, method: str) -> NoReturn:
+        """Raise InvalidRequestError: only models that generate text have the method."""
+        kind, methods = "a reranker", "rerank(query, documents) or score(a, b)"
+        if self.embeds:
+            kind, methods = "an embedding model", "embed(texts), rerank or score"
+        raise InvalidRequestError(f"{self.info.name} is {kind} and gives no text; call {methods}.")
 
     @property
     def path(self) -> Path:

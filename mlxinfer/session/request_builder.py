@@ -1,15 +1,17 @@
 """Text to requests: prompts, conversations, tools and response formats. Runs nothing."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
-from ..core import Grammar, Request, SamplingParams, check_switch, check_token_ids
-from ..errors import InvalidRequestError, shown
-from ..grammar import GrammarSpec
+from ..core import Grammar, Request, SamplingParams, check_token_ids
+from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, shown
+from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
 from ..text import (
     GENERIC,
@@ -20,42 +22,25 @@ from ..text import (
     detect_reasoning,
     detect_tools,
     encode_chat,
+    fim_tokens,
     generic_messages,
     has_calls,
     text_messages,
 )
+from ..text.tokenizer import exceeds_tokens
+from .answers import Answer, PromptScores
 from .engine_factory import ModelInfo
-from .output_processor import OutputProcessor, PromptScores
+from .inputs import ChatInput, EncodedPrompt, Input, Message, TextInput, check_sequence
+from .output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from ..grammar.compiled import TokenGrammar
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 
+FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 MAX_BREAKERS = 256  # of which the tokens are remembered
 LAST_TURNS = 4  # of a prompt: the states of recurrent layers are kept at their ends
-_ENDS = ("add_generation_prompt", "continue_final_message")  # of every template, see encode_chat
-
-
-class ChatOptions(TypedDict, total=False):
-    """Keyword arguments of LLM.chat, documented there."""
-
-    tools: Sequence[Message] | None
-    tool_choice: str | Message
-    parallel_tool_calls: bool
-    response_format: ResponseFormat | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    adapter: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltRequest:
-    """A request with its output processor, complete but for the compiled grammar."""
-
-    output: OutputProcessor
-    grammar: GrammarSpec | None  # see RequestBuilder.compile_grammar
 
 
 class RequestBuilder:
@@ -75,6 +60,7 @@ class RequestBuilder:
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
         self.tokenizer = tokenizer
+        self.name = info.name
         ends = tokenizer.eos_token_ids.union(info.eos_token_ids)
         self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
         self._vocab_size = info.vocab_size
@@ -91,93 +77,159 @@ class RequestBuilder:
         """How the model writes tool calls; may be found by rendering conversations."""
         return detect_tools(self.tokenizer, self._tool_format_name)
 
-    def prompt(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        response_format: ResponseFormat | None,
-        adapter: str | None = None,
-    ) -> BuiltRequest:
-        """A request to continue a prompt."""
-        ids = self.encode(prompt)
-        output = self.output(ids, params, continues=True)
-        output.request.adapter = adapter
-        return BuiltRequest(output, self._grammar(ids, response_format))
+    # -- inputs ---------------------------------------------------------------------------------
 
-    def batch(
-        self,
-        prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        response_format: ResponseFormat | Sequence[ResponseFormat | None] | None,
-        adapter: str | Sequence[str | None] | None = None,
-    ) -> list[BuiltRequest]:
-        """Requests to continue one prompt or many, with settings for all or for each."""
-        every = [prompts] if is_one_prompt(prompts) else prompts
-        settings = zip(
-            every,
-            _one_each(params, len(every), SamplingParams, "params", "SamplingParams(...)"),
-            _one_each(response_format, len(every), Mapping, "response_format", '{"type": ...}'),
-            _one_each(adapter, len(every), str, "adapter", "a name"),
-            strict=True,
-        )
-        return [self.prompt(*each) for each in settings]
+    def build(self, given: Input, chat_params: SamplingParams, max_context: int) -> list[Answer]:
+        """The n answers to one input, ready to run. Takes up to seconds where a grammar compiles.
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        *,
-        tools: Sequence[Message] | None = None,
-        tool_choice: str | Message = "auto",
-        parallel_tool_calls: bool = True,
-        response_format: ResponseFormat | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        adapter: str | None = None,
-        **others: Any,
-    ) -> BuiltRequest:
-        """A request to answer a conversation; arguments and errors as of LLM.chat."""
-        for name in others:
-            raise TypeError(
-                f"A chat takes no {name!r}. How tokens are chosen is said by its params, "
-                "SamplingParams(...); variables of the template by chat_template_kwargs."
+        Args:
+            given: the input.
+            chat_params: the model's own values for conversations.
+            max_context: tokens of prompt and answer.
+
+        Raises:
+            InvalidRequestError: the input is wrong, or a grammar cannot be compiled.
+            PromptTooLongError: the prompt leaves no room for an answer.
+            TemplateError: the template refuses the messages.
+            OverloadedError: too many grammars at once.
+        """
+        prompt = given.read_by(self, max_context)
+        num_prompt = len(prompt.ids)
+        if not prompt.ids:
+            raise InvalidRequestError(
+                f"The {given.place} is empty; give at least one token.", param=given.place
             )
-        check_switch("parallel_tool_calls", parallel_tool_calls)
-        use = None
-        if tools or tool_choice != "auto":
-            use = self.tool_use(tools, tool_choice, parallel=parallel_tool_calls)
-        named = None if use is None else use.shown
-        variables = {} if chat_template_kwargs is None else _checked(chat_template_kwargs)
-        ids = self.encode_chat(text_messages(messages), tools=named, **variables)
-        self._check_variables(variables)
-        grammar = self._grammar(ids, response_format, use)
-        continues = bool(variables.get("continue_final_message"))
-        output = self.output(ids, params, continues=continues, use=use)
-        output.request.adapter = adapter
-        return BuiltRequest(output, grammar)
+        if num_prompt >= max_context:
+            raise PromptTooLongError(num_prompt, max_context, param=given.place, exact=True)
+        constraint = given.constraint
+        if constraint is None and given.response_format is not None:
+            constraint = response_format(given.response_format)
+        spec = self.guidance.rule(prompt.ids, constraint, prompt.use, reasons=prompt.reasons)
+        params = given.params_of_answers(chat_params, max_context - num_prompt)
+        return [self._answer(given, prompt, each, spec) for each in params]
 
-    def pin(self, prompt: Prompt | Sequence[Message]) -> OutputProcessor:
-        """A request after which the KV cache of a prompt, or of the messages given, is pinned."""
-        _check_sequence(prompt)
-        if any(isinstance(part, Mapping) for part in prompt):
-            ids = self.encode_chat(text_messages(prompt), add_generation_prompt=False)
-        else:
-            ids = self.encode(prompt)  # type: ignore[arg-type]  # no messages: text or ids
-        output = self.output(ids, SamplingParams(max_tokens=1), continues=True)
-        output.request.priority = 1
-        return output
+    def _answer(
+        self,
+        given: Input,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        spec: GrammarSpec | None,
+    ) -> Answer:
+        request = self._request(prompt.ids, params)
+        request.stop_ids |= prompt.end_ids
+        request.adapter, request.cache_salt = given.adapter, given.cache_salt
+        request.owner, request.reports_prompt = given.owner, given.reports_prompt
+        request.priority = int(given.pins)
+        request.prompt_logits = prompt.logits or prompt.logprobs is not None
+        grammar = None if spec is None else self.guidance.start(spec)
+        request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
+        new_stream = partial(
+            self._text_stream, request, prompt.continues, prompt.reasons, prompt.use
+        )
+        return Answer(
+            request,
+            new_stream,
+            prompt=prompt,
+            unenforced=() if grammar is None else grammar.unenforced,
+            prompt_scores=(
+                None if prompt.logprobs is None else PromptScores(prompt.ids, prompt.logprobs)
+            ),
+        )
 
-    def logits(self, prompt: Prompt) -> OutputProcessor:
-        """A request for the logits of every position of a prompt."""
-        output = self.output(self.encode(prompt), SamplingParams(max_tokens=1), continues=True)
-        output.request.prompt_logits = True
-        return output
+    def conversation(self, given: ChatInput, max_context: int | None) -> EncodedPrompt:
+        """The prompt that the chat template makes of a conversation.
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The ids of a text, or token ids, which are checked."""
+        Raises:
+            TemplateError: the model has no template, or the template refuses the messages.
+            PromptTooLongError: messages and tools cannot fit.
+            InvalidRequestError: a message, a tool or a variable is wrong.
+        """
+        template = self.tokenizer.template
+        use = self.tool_use(given.tools, given.tool_choice, parallel=given.parallel_tool_calls)
+        tools = None if use is None else use.shown
+        source = "" if template is None else template.source_for(tools)
+        messages = text_messages(given.messages)
+        if "developer" not in source:
+            messages = [_without_developer(message) for message in messages]
+        check = None
+        if max_context is not None:
+            self._check_messages(messages, max_context, given.place)
+            check = partial(self._check_text, max_context=max_context, place=given.place)
+        ids = self.encode_chat(
+            messages,
+            check,
+            tools=tools,
+            add_generation_prompt=not given.continues if given.begins is None else given.begins,
+            continue_final_message=given.continues,
+            **effort_variables(given.reasoning_effort, source),
+            **given.template_variables,
+        )
+        if not given.ignores_unread:
+            self._check_variables(given.template_variables)
+        return EncodedPrompt(ids, use=use, continues=bool(given.continues))
+
+    def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:
+        """The prompt of a text, of token ids, or of a text with a gap.
+
+        Raises:
+            PromptTooLongError: it cannot fit.
+            UnsupportedFieldError: a gap, and the model has no tokens for filling in the middle.
+            InvalidRequestError: no text and no token ids of this model.
+        """
+        prompt, limit = given.prompt, sys.maxsize if max_context is None else max_context
+        if given.suffix:
+            return self._infill(given, limit)
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, parse_special=True)
-        _check_sequence(prompt)
-        return self.check_ids(prompt, param="prompt")
+            self._check_text(prompt, max_context=limit, place=given.place)
+            ids, text = self.tokenizer.encode(prompt, parse_special=True), prompt
+        else:
+            check_sequence(prompt)
+            if len(prompt) >= limit:  # before millions of ids are looked at
+                raise PromptTooLongError(len(prompt), limit, param=given.place, exact=True)
+            ids, text = self.check_ids(prompt, param=given.place), None
+        return EncodedPrompt(
+            ids, text, reasons=given.reasons, logits=given.logits, logprobs=given.prompt_logprobs
+        )
+
+    def _infill(self, given: TextInput, max_context: int) -> EncodedPrompt:
+        """The prompt for the text between `prompt` and `suffix`, after other files."""
+        prefix, suffix, files = given.prompt, given.suffix, given.files
+        if not isinstance(prefix, str) or suffix is None:
+            raise InvalidRequestError("suffix goes with a prompt that is a text.", param="suffix")
+        tokens = fim_tokens(self.tokenizer)
+        if tokens is None:
+            raise UnsupportedFieldError(
+                f"The model {self.name!r} has no tokens for filling in the middle; code models "
+                "have.",
+                param="suffix",
+            )
+        for text in (prefix, suffix, *(text for _, text in files)):
+            self._check_text(text, max_context=max_context, place=given.place)
+        before = [i for name, text in files for i in self._file_ids(name, text)]
+        ids = tokens.prompt_ids(self.tokenizer, prefix, suffix, before=before)
+        return EncodedPrompt(ids, prefix, reasons=given.reasons, end_ids=tokens.end_ids)
+
+    def _file_ids(self, name: str, text: str) -> list[int]:
+        """Another file, behind the token that separates files if the model has one."""
+        found = (self.tokenizer.piece_to_id(mark) for mark in FILE_MARKS)
+        mark = next((i for i in found if i is not None), None)
+        head = [] if mark is None else [mark]
+        return head + self.tokenizer.encode_plain(f"{name}\n{text}\n")
+
+    def _check_text(self, *texts: str, max_context: int, place: str) -> None:
+        """Raise PromptTooLongError for texts that are far too long, before all is encoded."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=True)
+        if exceeds_tokens(encode, texts, max_context):
+            raise PromptTooLongError(max_context, max_context, param=place, exact=False)
+
+    def _check_messages(self, messages: Sequence[Message], max_context: int, place: str) -> None:
+        """The same for messages as templates read them."""
+        texts = [text for message in messages for text in _texts(message)]
+        if len(texts) > max_context:  # a template writes at least one token for each
+            raise PromptTooLongError(len(texts), max_context, param=place, exact=False)
+        self._check_text(*texts, max_context=max_context, place=place)
+
+    # -- the server's old entry points ------------------------------------------------------------
 
     def encode_chat(
         self,
@@ -272,30 +324,9 @@ class RequestBuilder:
             continues=continues,
         )
 
-    def compile_grammar(self, built: BuiltRequest) -> OutputProcessor:
-        """Compile the grammar of a request, which may take seconds; returns its output.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be compiled, or not within the limits.
-            OverloadedError: too many grammars at once.
-        """
-        if built.grammar is not None:
-            request = built.output.request
-            grammar = self.guidance.start(built.grammar)
-            built.output.constrain(self._bounded(request, grammar), grammar.unenforced)
-        return built.output
-
     def close(self) -> None:
         """End the process that tries grammars out."""
         self.guidance.close()
-
-    def _grammar(
-        self, ids: list[int], response_format: ResponseFormat | None, use: ToolUse | None = None
-    ) -> GrammarSpec | None:
-        """The grammar of the answer to a prompt, None where it may be any text."""
-        if response_format is None and use is None:
-            return None
-        return self.guidance.plan(ids, response_format, use)
 
     def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
         """The grammar with the request's bound on reasoning."""
@@ -336,12 +367,39 @@ class RequestBuilder:
         template = self.tokenizer.template
         assert template is not None  # it has rendered
         for name in names:
-            if name not in _ENDS and not template.reads(name):
+            if not template.reads(name):
                 raise InvalidRequestError(
                     f"This model's chat template reads no {name!r}; leave it out of "
                     "chat_template_kwargs.",
                     param="chat_template_kwargs",
                 )
+
+
+def effort_variables(effort: str | bool | None, source: str) -> dict[str, Any]:
+    """The variables that tell a template how much the model shall reason.
+
+    Args:
+        effort: from "none" to "max", or True and False; None: the template's own default.
+        source: of the template.
+    """
+    if effort is None:
+        return {}
+    if isinstance(effort, str) and "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort not in ("none", False)} if "enable_thinking" in source else {}
+
+
+def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """The content, and the arguments of calls, which templates write as JSON."""
+    if isinstance(message.get("content"), str):
+        yield message["content"]
+    if calls := message.get("tool_calls"):
+        with suppress(TypeError, ValueError, RecursionError):  # the template will say so
+            yield json.dumps(calls, default=str)
 
 
 def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
@@ -357,60 +415,8 @@ def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
     return (first, *reversed(list(itertools.islice(backwards, LAST_TURNS))))
 
 
-def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables of a template, checked."""
-    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise InvalidRequestError(
-            f"chat_template_kwargs is {shown(variables)}; expected {{name: value}}.",
-            param="chat_template_kwargs",
-        )
-    if taken := {"messages", "tools"}.intersection(variables):
-        raise InvalidRequestError(
-            f"chat_template_kwargs holds {taken.pop()!r}, which is an argument of its own.",
-            param="chat_template_kwargs",
-        )
-    return dict(variables)
-
-
-def is_one_prompt(prompts: Any) -> bool:
-    """Whether this is a text or a flat list of token ids, and not a list of such prompts."""
-    if isinstance(prompts, str):
-        return True
-    _check_sequence(prompts)
-    return len(prompts) > 0 and all(type(i) is int or isinstance(i, Integral) for i in prompts)
-
-
 def _as_int(value: object) -> object:
     """An integer of numpy as Python's own; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return value
     return int(value)
-
-
-def _check_sequence(prompt: object) -> None:
-    raw = isinstance(prompt, (bytes, bytearray, memoryview))
-    if not isinstance(prompt, Sequence) or raw:
-        hint = "; give list() of it" if isinstance(prompt, Iterable) else ""
-        hint = "; decode it" if raw else hint
-        raise InvalidRequestError(
-            f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
-            param="prompt",
-        )
-
-
-def _one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:
-    """One for each of `count` prompts, from one for all or a list."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, (list, tuple)):
-        raise InvalidRequestError(
-            f"{name} is {shown(given)}; expected {wanted} for all prompts, or a list with one for "
-            "each.",
-            param=name,
-        )
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"There are {count} prompts and {len(given)} in {name}; give one, or one each.",
-            param=name,
-        )
-    return list(given)

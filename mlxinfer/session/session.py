@@ -1,34 +1,43 @@
 """A loaded model that is ready for requests: what LLM and the server have in common."""
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError, shown
 from ..memory import total_memory_bytes
-from ..outputs import Delta, Result
 from ..speculation.options import kind_of
-from ..text import Tokenizer
+from ..text import Detokenizer, ReasoningFormat, Tokenizer
 from ..text import tool_format as find_tool_format
+from .answers import Answers
+from .base import ModelSession
 from .engine_client import EngineClient
 from .engine_factory import EngineOptions, ModelInfo, open_engine
 from .generation_config import chat_params
-from .request_builder import BuiltRequest, Message, Prompt, RequestBuilder
+from .inputs import (
+    ChatInput,
+    EncodedPrompt,
+    Input,
+    Message,
+    PromptLike,
+    TextInput,
+    check_sequence,
+)
+from .request_builder import RequestBuilder
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..engine.engine import Engine
     from ..engine.limits import EngineLimits
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 CANARY_TOKEN = 0  # what a model is tried with
 
 
-class Session:
+class Session(ModelSession):
     """A model, its engine and the way in and out: requests are built, run and read here.
 
     Args:
@@ -58,7 +67,7 @@ class Session:
         tool_format: str = "auto",
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.chat_params = chat_params(folder)
+        self._chat_params = chat_params(folder)
         self._keeps_prefixes = options.prefix_cache
         tokenizer = Tokenizer.from_folder(folder)
         if tool_format != "auto":
@@ -82,96 +91,118 @@ class Session:
         return self.builder.tokenizer
 
     @property
+    def chat_params(self) -> SamplingParams:
+        """How a conversation is answered if nothing is said: by the model's own values."""
+        return self._chat_params
+
+    @property
+    def own_params(self) -> SamplingParams | None:
+        """The same."""
+        return self._chat_params
+
+    def refuse(self, method: str) -> NoReturn:
+        """Raise InvalidRequestError: only models that pool have the method."""
+        raise InvalidRequestError(
+            f"{self.info.name} generates text and has no {method}(); load an embedding "
+            "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
+            "though its files do not say so is loaded with task='embed' or task='score'.",
+        )
+
+    @property
     def path(self) -> Path:
         """The folder of the checkpoint."""
         return self.info.path
 
     @property
+    def engine(self) -> "Engine":
+        """It runs the requests."""
+        return self.client.engine
+
+    @engine.setter
+    def engine(self, engine: "Engine") -> None:
+        self.client.engine = engine
+
+    @property
     def limits(self) -> "EngineLimits":
         """What requests must fit into."""
-        return self.client.limits
+        limits: EngineLimits = self.engine.limits
+        return limits
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How the model marks its reasoning; None: it does not reason."""
+        return self.builder.reasoning
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return self.builder.end_ids
 
-    # -- requests -------------------------------------------------------------------------------
+    # -- answers --------------------------------------------------------------------------------
 
-    def prompt(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        form: Any,
-        adapter: str | None = None,
-    ) -> BuiltRequest:
-        """Build a request to continue one prompt; arguments and errors as of LLM.stream."""
-        return self.builder.prompt(prompt, params, form, adapter)
+    def start(self, *inputs: Input) -> Answers:
+        """The answers to conversations and texts, which run together. Nothing runs yet.
 
-    def prompts(
-        self, prompts: Any, params: Any, response_format: Any, adapter: Any = None
-    ) -> list[BuiltRequest]:
-        """Build requests to continue prompts; arguments and errors as of LLM.generate."""
-        return self.builder.batch(prompts, params, response_format, adapter)
+        Checks and encodes the inputs, fits the answers into the context and compiles grammars. That
+        may take seconds: an event loop calls this in a worker thread. The requests go to the engine
+        when the answers are read, or by `Answers.begin`.
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        params: SamplingParams | None,
-        sampling: Mapping[str, Any],
-        **options: Any,
-    ) -> BuiltRequest:
-        """Build a request to answer a conversation; arguments and errors as of LLM.chat.
+        Raises:
+            InvalidRequestError: an input is wrong, or a grammar cannot be compiled.
+            PromptTooLongError: a prompt leaves no room for an answer.
+            TemplateError: the model has no chat template, or the template refuses the messages.
+            OverloadedError: too many grammars at once.
+        """
+        limit, build = self.limits.max_context, self.builder.build
+        answers = [each for given in inputs for each in build(given, self.chat_params, limit)]
+        return Answers(self.engine, answers, owner=self)
+
+    def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
+        """The prompt of an input alone; as `start`.
 
         Args:
-            messages: the conversation.
-            params: how to choose tokens; None: `chat_params`.
-            sampling: single values that go before those.
-            options: of RequestBuilder.chat.
+            bounded: texts that are far too long for the context are refused before they are
+                encoded.
         """
-        base = self.chat_params if params is None else params
-        chosen = base.changed(sampling) if sampling else base
-        return self.builder.chat(messages, chosen, **options)
+        return given.read_by(self.builder, self.limits.max_context if bounded else None)
 
-    def run(
-        self, built: Sequence[BuiltRequest], watch: Callable[[Result], None] | None = None
-    ) -> list[Result]:
-        """Run requests together to their ends; `watch` is called with each answer as it ends."""
-        return self.client.run([self.builder.compile_grammar(each) for each in built], watch)
+    def text_of(self, prompt: EncodedPrompt) -> tuple[str, str]:
+        """The text of a prompt, and U+FFFD for half a character at its end."""
+        if prompt.text is not None:
+            return prompt.text, ""
+        detokenizer = Detokenizer(self.tokenizer)
+        text = "".join(map(detokenizer.push, prompt.ids)) + detokenizer.end_prompt()
+        return text, detokenizer.flush()
 
-    def stream(self, built: BuiltRequest, owner: object) -> Iterator[Delta]:
-        """Compile the grammar, if there is one, and return the deltas; `owner` lives as long."""
-        return self.client.stream(self.builder.compile_grammar(built), owner=owner)
-
-    async def astream(self, built: BuiltRequest) -> AsyncIterator[Delta]:
-        """Compile the grammar beside the event loop, not on it, and yield the deltas."""
-        output = built.output
-        if built.grammar is not None:
-            output = await asyncio.to_thread(self.builder.compile_grammar, built)
-        async with aclosing(self.client.astream(output)) as deltas:
-            async for delta in deltas:
-                yield delta
-
-    def pin(self, prompt: Prompt | Sequence[Message]) -> int:
+    def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
         """As LLM.pin."""
         if not self._keeps_prefixes:
             raise InvalidRequestError("pin() needs the prefix cache: prefix_cache=True.")
-        (result,) = self.client.run([self.builder.pin(prompt)])
+        check_sequence(prompt)
+        one = SamplingParams(max_tokens=1)
+        given: Input
+        if any(isinstance(each, Mapping) for each in prompt):
+            messages: Any = prompt
+            given = ChatInput(messages=messages, begins=False, params=one, pins=True)
+        else:
+            text: Any = prompt
+            given = TextInput(prompt=text, params=one, pins=True)
+        (result,) = self.start(given).results()
         return result.prompt_tokens - result.prompt_tokens % self.limits.page_size
 
-    def logits(self, prompt: Prompt, adapter: str | None = None) -> "np.ndarray":
+    def logits(self, prompt: PromptLike, adapter: str | None = None) -> "np.ndarray":
         """Logits (T, vocab) float32 of every position of a prompt."""
         import numpy as np
 
-        output = self.builder.logits(prompt)
-        output.request.adapter = adapter
-        self.client.run([output])
-        return np.concatenate(output.prompt_logits)
+        params = SamplingParams(max_tokens=1)
+        answers = self.start(TextInput(prompt=prompt, params=params, logits=True, adapter=adapter))
+        answers.results()
+        return np.concatenate(answers.answers[0].prompt_logits)
 
     async def canary(self) -> None:
         """Generate one token; raises RequestFailedError, or EngineClosedError after `close`."""
-        params = SamplingParams(max_tokens=1)
-        await self.client.arun(self.builder.output([CANARY_TOKEN], params, continues=True))
+        given = TextInput(prompt=[CANARY_TOKEN], params=SamplingParams(max_tokens=1))
+        await self.start(given).aresults()
 
     # -- adapters -------------------------------------------------------------------------------
 
@@ -181,11 +212,11 @@ class Session:
 
         check_adapter_name(name)
         adapter = read_adapter(path)
-        self.client.engine.change(lambda loop: loop.adapters.load(name, adapter))
+        self.engine.change(lambda loop: loop.adapters.load(name, adapter))
 
     def unload_adapter(self, name: str) -> None:
         """As LLM.unload_adapter."""
-        self.client.engine.change(lambda loop: loop.adapters.unload(name))
+        self.engine.change(lambda loop: loop.adapters.unload(name))
 
     def adapters(self) -> list[dict[str, Any]]:
         """As LLM.adapters."""
@@ -196,17 +227,17 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Counters, pages and memory of the engine; raises EngineClosedError after `close`."""
-        return self.client.engine.stats()
+        return self.engine.stats()
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or the engine ended after a fault."""
-        return self.client.engine.closed
+        return self.engine.closed
 
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
         try:
-            self.client.engine.close()
+            self.engine.close()
         finally:
             self.builder.close()
 

@@ -1,0 +1,651 @@
+"""The answers to one or several inputs: token events of the engine in, steps and results out.
+
+A caller that leaves early, by an error, Ctrl-C, a cancelled task or a closed generator, ends its
+requests. It does so by one call in C, which a signal handler cannot interrupt before it has taken
+effect.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..core import FinishReason, Grammar, Request, TokenEvent, TokenLogprobs
+from ..errors import EngineClosedError, GrammarFailedError
+from ..grammar.relaxed import Unenforced, problem_of
+from ..outputs import Delta, Part, Result, Timing, joined_calls, merged
+from ..text import TextStream
+from .inputs import EncodedPrompt
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ..engine.engine import Engine, Listener
+
+MAX_ATTEMPTS = 6  # at an answer that is checked when it is complete
+RETRY_TEMPERATURE = 0.5  # the least of another attempt, times the attempts before it
+SEED_STEP = 1 << 32  # between two attempts
+
+
+class PromptProgress(NamedTuple):
+    """How far the prompt of an answer is computed."""
+
+    computed: int  # tokens, those found in the cache included
+    cached: int  # tokens that were found in the cache
+    seconds: float  # since the request started
+
+
+@dataclass(slots=True)
+class Step:
+    """What one event of the engine added to one answer."""
+
+    index: int  # of the answer: inputs in their order, n answers each
+    delta: Delta
+    logprobs: TokenLogprobs | None = None  # of the delta's token
+    progress: PromptProgress | None = None  # where an input asked for reports; the delta is empty
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of answers so far. A prompt with several answers counts once."""
+
+    prompt_tokens: int
+    cached_tokens: int  # of the prompts, found in the prefix cache; 0 until an answer is complete
+    answer_tokens: int
+    reasoning_tokens: int  # of the answer tokens, up to the last thought of each
+
+
+class AnswerWatcher(Protocol):
+    """Counts events for metrics and queues."""
+
+    def record(self, index: int, event: TokenEvent) -> None:
+        """An event of an answer has come."""
+        ...
+
+    def end(self, index: int, reason: str, result: Result | None) -> None:
+        """An answer is complete, or has failed: then `reason` is "error"."""
+        ...
+
+    def close(self) -> None:
+        """No more is read of these answers. May be called twice."""
+        ...
+
+
+class Answer:
+    """One answer: turns the token events of a request into deltas, and keeps what its Result needs.
+
+    The text decides here whether the answer has ended: a stop string, or the only tool call that is
+    allowed, makes the finish reason STOP. All other reasons are the engine's. A reason that was set
+    stays.
+
+    Args:
+        request: its events are pushed.
+        new_stream: makes what decodes its tokens, from the first one on.
+        prompt: of the request.
+        unenforced: schemas that the complete answer is checked against; where it breaks one, the
+            request is tried again.
+        prompt_scores: takes the logits of the prompt; None: they are kept in `prompt_logits`.
+
+    Attributes:
+        result: of the whole answer, once it has ended.
+        num_attempts: requests so far, the running one included.
+        reasoning_tokens: tokens up to the last thought so far.
+        ended_early: the text ended the answer before the engine did: the request is to be aborted.
+        prompt_logits: (n, vocab) float32 each, of the prompt's next n positions, where the request
+            asks for them.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        new_stream: Callable[[], TextStream],
+        *,
+        prompt: EncodedPrompt | None = None,
+        unenforced: Sequence[Unenforced] = (),
+        prompt_scores: "PromptScores | None" = None,
+    ) -> None:
+        self.request = request
+        self.prompt = EncodedPrompt(request.prompt_ids) if prompt is None else prompt
+        self.prompt_scores = prompt_scores
+        self.num_attempts = 1
+        self._new_stream = new_stream
+        self._first_id = request.id
+        self._fresh_grammar: Grammar | None = None
+        self._submitted_s = time.monotonic()
+        self.constrain(request.grammar, unenforced)
+        self._begin()
+
+    def constrain(self, grammar: Grammar | None, unenforced: Sequence[Unenforced]) -> None:
+        """Set the form of the answer, before the request is submitted."""
+        self.request.grammar, self.unenforced = grammar, unenforced
+        if grammar is not None and unenforced:
+            self._fresh_grammar = grammar.fork()
+
+    def _begin(self) -> None:
+        """Reset to the beginning of an attempt: nothing of the answer has come."""
+        self.prompt_logits: list[NDArray[np.float32]] = []
+        self.ended_early = False
+        self.result: Result | None = None
+        self.reasoning_tokens = 0
+        self._stream = self._new_stream()
+        self._token_ids: list[int] = []
+        scored = self.request.params.logprobs is not None
+        self._logprobs: list[TokenLogprobs] | None = [] if scored else None
+        self._parts: list[Part] = []
+        self._cached_tokens = 0
+        self._first_token_s = 0.0
+
+    def try_again(self) -> bool:
+        """Make another request where the answer breaks a schema; False: the answer is valid.
+
+        An answer that was cut off is not checked. Each further attempt is drawn at a
+        higher temperature: at 0 it would be the same.
+
+        Raises:
+            GrammarFailedError: MAX_ATTEMPTS answers broke the schema.
+        """
+        result = self.result
+        if not self.unenforced or result is None or result.finish_reason is not FinishReason.STOP:
+            return False
+        problem = problem_of(self.unenforced, result)
+        if problem is None:
+            return False
+        if self.num_attempts == MAX_ATTEMPTS:
+            place, what = problem
+            raise GrammarFailedError(
+                f"{place}: {MAX_ATTEMPTS} answers did not fit the schema; of the last one, {what}. "
+                "Keywords that tokens cannot be held to are checked on the complete answer.",
+                param=place,
+            )
+        self.request = self._next_request()
+        self.num_attempts += 1
+        self._begin()
+        return True
+
+    def _next_request(self) -> Request:
+        request, grammar = self.request, self._fresh_grammar
+        params = request.params
+        seed = None if params.seed is None else (params.seed + SEED_STEP + 2**63) % 2**64 - 2**63
+        temperature = max(params.temperature, RETRY_TEMPERATURE * self.num_attempts)
+        return replace(
+            request,
+            id=self.attempt_ids[self.num_attempts],
+            params=replace(params, temperature=temperature, seed=seed),
+            grammar=None if grammar is None else grammar.fork(),
+        )
+
+    @property
+    def attempt_ids(self) -> tuple[str, ...]:
+        """The ids of the request and of all attempts that may follow it."""
+        first = self._first_id
+        if not self.unenforced:
+            return (first,)
+        return (first, *(f"{first}+{number}" for number in range(1, MAX_ATTEMPTS)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._token_ids)
+
+    @property
+    def stop_match(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stream.stop_match
+
+    def push(self, event: TokenEvent) -> Delta:
+        """Add one event; the delta of the last one carries the Result.
+
+        Raises:
+            RequestFailedError: the request failed.
+        """
+        if event.error is not None:
+            raise event.error
+        if event.prompt_logits is not None:
+            self.prompt_logits.append(event.prompt_logits)
+        new_ids: Sequence[int] = ()
+        self._cached_tokens = max(self._cached_tokens, event.cached_tokens)
+        if event.token_id is not None:
+            new_ids = (event.token_id,)
+            self._add_token(event, event.token_id)
+        parts, reason = self._push_text(event)
+        self._parts += parts
+        if reason is not None:
+            self.result = self._finish(reason, event.made_s)
+        delta = Delta(parts=parts, token_ids=new_ids, result=self.result)
+        if delta.reasoning:
+            self.reasoning_tokens = len(self._token_ids)
+        return delta
+
+    def _push_text(self, event: TokenEvent) -> tuple[tuple[Part, ...], FinishReason | None]:
+        """The new text, and why the answer has ended; None: it goes on."""
+        parts: tuple[Part, ...] = ()
+        reason = event.finish_reason
+        if event.token_id is not None and reason is not FinishReason.STOP:  # an end token has none
+            parts = self._stream.push([event.token_id])
+        if reason is not None:
+            parts = merged([*parts, *self._stream.finish()])
+        if self._stream.stopped and reason is not FinishReason.ABORT:
+            self.ended_early = reason is None
+            reason = FinishReason.STOP
+        return parts, reason
+
+    def _add_token(self, event: TokenEvent, token_id: int) -> None:
+        if not self._token_ids:
+            self._first_token_s = event.made_s
+        self._token_ids.append(token_id)
+        if self._logprobs is not None and event.logprobs is not None:
+            self._logprobs.append(event.logprobs)
+
+    def _finish(self, reason: FinishReason, finished_s: float) -> Result:
+        """The Result. Times are when the engine made the tokens, not when they were read."""
+        first = self._first_token_s or finished_s
+        whole = Delta(parts=self._parts)
+        return Result(
+            text=whole.text,
+            reasoning=whole.reasoning or None,
+            tool_calls=joined_calls(whole.tool_calls),
+            num_attempts=self.num_attempts,
+            token_ids=tuple(self._token_ids),
+            finish_reason=reason,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self._cached_tokens,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            timing=Timing.measure(
+                submitted_s=self.request.arrived_s or self._submitted_s,
+                started_s=self.request.started_s or first,
+                first_token_s=first,
+                finished_s=finished_s,
+                computed_tokens=len(self.request.prompt_ids) - self._cached_tokens,
+                answer_tokens=len(self._token_ids),
+                drafted=self.request.num_drafted,
+                accepted=self.request.num_accepted,
+            ),
+        )
+
+
+class PromptScores:
+    """Log-probabilities of a prompt's own tokens, from the logits of its positions in order.
+
+    The first token has no score.
+
+    Args:
+        prompt_ids: the whole prompt.
+        num_top: how many of the most probable tokens to name at each position.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], num_top: int) -> None:
+        self._ids = prompt_ids
+        self._num_top = num_top
+        self._num_rows = 0
+        self.scores: list[TokenLogprobs | None] = [None]
+
+    def push(self, logits: "NDArray[np.float32]") -> None:
+        """Score the tokens that follow the next n positions.
+
+        Args:
+            logits: (n, vocab).
+        """
+        import numpy as np
+
+        targets = self._ids[self._num_rows + 1 : self._num_rows + 1 + len(logits)]
+        self._num_rows += len(logits)
+        for row, target in zip(logits, targets, strict=False):
+            scores = row - row.max()  # (vocab,)
+            scores -= np.log(np.exp(scores).sum())
+            top = tuple((int(i), float(scores[i])) for i in _largest(scores, self._num_top))
+            self.scores.append(TokenLogprobs(float(scores[target]), top))
+
+
+def _largest(scores: "NDArray[np.float32]", count: int) -> "list[int]":
+    """Indices of the largest, most probable first; of equal ones the lower index."""
+    import numpy as np
+
+    if count < 2:
+        return [int(scores.argmax())] * count
+    near = np.argpartition(-scores, min(count, len(scores) - 1))[:count]
+    order: list[int] = near[np.lexsort((near, -scores[near]))].tolist()
+    return order
+
+
+class Answers:
+    """Answers that run, are read and are left together. `Session.start` makes them.
+
+    They are read once: by `for` on a thread, by `async for` on an event loop, or by `results` and
+    `aresults`. Iterating yields the steps that have arrived together, as a list. Steps that arrived
+    before an error are yielded before it is raised.
+
+    Args:
+        engine: runs the requests.
+        answers: in the order of the steps' indices.
+        owner: is referred to, so that the model stays as long as its answers.
+
+    Attributes:
+        answers: as given.
+
+    Raises (of all that reads them):
+        InvalidRequestError, ContextLengthError, InsufficientMemoryError: a request can never run.
+        RequestFailedError: one failed; all end.
+        GrammarFailedError: no attempt at an answer passed its check.
+        EngineClosedError: the engine was closed before all had ended.
+    """
+
+    def __init__(self, engine: "Engine", answers: Sequence[Answer], *, owner: object) -> None:
+        self.answers = list(answers)
+        self._engine = engine
+        self._owner = owner
+        self._unfinished = {answer.request.id: i for i, answer in enumerate(answers)}
+        self._held: dict[int, list[Step]] = {}  # of answers that are checked when they are complete
+        attempts = [request_id for answer in answers for request_id in answer.attempt_ids]
+        self._abort: Callable[[], None] = engine.aborter(attempts)
+        self._listener: Listener | None = None
+        self._begun = False
+        self._watcher: AnswerWatcher | None = None
+        self._inbox: list[TokenEvent] = []  # for the event loop that reads the answers
+        self._error: Exception | None = None  # of an interruption
+        self._waiter: asyncio.Future[None] | None = None
+        self._keep_alive_s: float | None = None
+        self._heard_s = 0.0  # event-loop time of the last event
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- what they are --------------------------------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all answers: a prompt with n answers counts n times."""
+        return sum(len(answer.request.prompt_ids) for answer in self.answers)
+
+    @property
+    def num_attempts(self) -> int:
+        """Requests that the slowest answer took; more than 1 where one broke its schema."""
+        return max(answer.num_attempts for answer in self.answers)
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        firsts = {id(answer.request.prompt_ids): answer for answer in reversed(self.answers)}
+        done = [each.result for each in firsts.values() if each.result is not None]
+        return Usage(
+            prompt_tokens=sum(len(each.request.prompt_ids) for each in firsts.values()),
+            cached_tokens=sum(result.cached_tokens for result in done),
+            answer_tokens=sum(answer.num_tokens for answer in self.answers),
+            reasoning_tokens=sum(answer.reasoning_tokens for answer in self.answers),
+        )
+
+    # -- threads --------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[Step]]:
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        abort = self._abort
+        try:
+            self._submit(events.put)
+            while self._unfinished:
+                self._engine.require_process()
+                arrived = [events.get()]
+                while not events.empty():
+                    arrived.append(events.get())
+                steps, error = self._take_all(arrived)
+                if steps:
+                    yield steps
+                if error is not None:
+                    raise error
+        except BaseException:  # the caller leaves: an error, Ctrl-C, a closed generator
+            abort()
+            raise
+
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; `watch` is called with each result as it comes."""
+        for steps in self:
+            for step in steps:
+                if watch is not None and step.delta.result is not None:
+                    watch(step.delta.result)
+        return self._results()
+
+    # -- asyncio --------------------------------------------------------------------------------
+
+    def begin(
+        self, *, keep_alive_s: float | None = None, watcher: AnswerWatcher | None = None
+    ) -> None:
+        """Hand all requests to the engine, or none; their events come to the running event loop.
+
+        `async for` calls this where nobody did.
+
+        Args:
+            keep_alive_s: seconds of silence after which an empty list of steps is yielded.
+            watcher: is told each event before its step is yielded.
+        """
+        loop = asyncio.get_running_loop()
+        self._keep_alive_s, self._watcher = keep_alive_s, watcher
+        try:
+            self._submit(_posting(self, Mailbox.of(loop), self._engine.abort))
+        except BaseException:  # some requests may have been submitted
+            self.close()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[list[Step]]:
+        try:
+            if not self._begun:
+                self.begin()
+            self._heard_s = asyncio.get_running_loop().time()
+            if self._keep_alive_s is not None:
+                self._watch_silence(self._keep_alive_s)
+            while self._unfinished:
+                steps, error = await self._arrived()
+                if steps or error is None:
+                    yield steps
+                if error is not None:
+                    raise error
+        finally:
+            self.close()
+
+    async def aresults(self) -> list[Result]:
+        """`results` for asyncio; a cancelled task ends the requests."""
+        async for _ in self:
+            pass
+        return self._results()
+
+    def interrupt(self, error: Exception) -> None:
+        """Let the steps raise `error` next. Called on the event loop, such as by a deadline."""
+        self._error = error
+        self._wake()
+
+    def close(self) -> None:
+        """End the requests that have not ended. May be called at any time, and twice."""
+        if self._unfinished:
+            self._abort()
+        if self._watcher is not None:
+            self._watcher.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._listener = None  # it refers to these answers, and they to the model
+
+    # -- events ---------------------------------------------------------------------------------
+
+    def _submit(self, listener: "Listener") -> None:
+        """Hand the requests to the engine; `listener` gets their events on the engine's thread."""
+        self._listener, self._begun = listener, True
+        for answer in self.answers:
+            self._engine.submit(answer.request, _scoring(answer, listener))
+
+    def receive(self, event: TokenEvent) -> None:
+        """Take an event, on the event loop."""
+        self._inbox.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _arrived(self) -> tuple[list[Step], Exception | None]:
+        """Wait for events: their steps up to the first error, and that error.
+
+        Nothing at all: it was silent for a while.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._inbox and self._error is None:
+                self._waiter = loop.create_future()
+                await self._waiter
+            arrived, self._inbox = self._inbox, []
+            if not arrived and self._error is None:
+                return [], None
+            self._heard_s = loop.time()
+            steps, error = self._take_all(arrived)
+            error = error or self._error
+            if steps or error is not None or not self._unfinished:
+                return steps, error
+
+    def _watch_silence(self, keep_alive_s: float) -> None:
+        """One timer that looks again when the silence could be long enough, not one a token."""
+        loop = asyncio.get_running_loop()
+        due_s = self._heard_s + keep_alive_s
+        if loop.time() >= due_s:
+            self._wake()
+            due_s = loop.time() + keep_alive_s
+        self._timer = loop.call_at(due_s, self._watch_silence, keep_alive_s)
+
+    def _take_all(self, events: Sequence[TokenEvent]) -> tuple[list[Step], Exception | None]:
+        """The steps of events up to the first error, and that error."""
+        steps: list[Step] = []
+        try:
+            for event in events:
+                steps += self._take(event)
+        except Exception as error:  # raised once the steps before it are out
+            return steps, error
+        return steps, None
+
+    def _take(self, event: TokenEvent) -> Sequence[Step]:
+        """The steps of an event; none where the answer had ended before.
+
+        The steps of an answer that is checked when it is complete come all at once: no caller sees
+        an answer that is then tried again.
+        """
+        index = self._unfinished.get(event.request_id)
+        if index is None:  # aborted after its stop string
+            return ()
+        if event.finish_reason is FinishReason.ABORT:  # not by this caller
+            raise EngineClosedError("The model was closed while it answered.")
+        watcher, answer = self._watcher, self.answers[index]
+        if watcher is not None:
+            watcher.record(index, event)
+            if event.error is not None:
+                watcher.end(index, "error", None)
+        steps: Sequence[Step] = (_step(index, answer, event),)
+        if answer.result is not None:
+            del self._unfinished[event.request_id]
+            if answer.ended_early:
+                self._engine.abort(event.request_id)
+        if answer.unenforced:
+            steps = self._checked(index, steps)
+        if watcher is not None and answer.result is not None:
+            watcher.end(index, str(answer.result.finish_reason), answer.result)
+        return steps
+
+    def _checked(self, index: int, steps: Sequence[Step]) -> Sequence[Step]:
+        """The steps of an answer once it has passed its check; until then they are held."""
+        answer = self.answers[index]
+        held = self._held.setdefault(index, [])
+        held += steps
+        if answer.result is None:
+            return ()
+        del self._held[index]
+        if not answer.try_again():
+            return held
+        assert self._listener is not None
+        self._unfinished[answer.request.id] = index
+        self._engine.submit(answer.request, _scoring(answer, self._listener))
+        return ()
+
+    def _results(self) -> list[Result]:
+        return [answer.result for answer in self.answers if answer.result is not None]
+
+
+def _step(index: int, answer: Answer, event: TokenEvent) -> Step:
+    """What an event adds to an answer; raises its error."""
+    delta = answer.push(event)
+    progress = None
+    if event.prompt_tokens:
+        seconds = event.made_s - answer.request.started_s
+        progress = PromptProgress(event.prompt_tokens, event.cached_tokens, seconds)
+    return Step(index, delta, event.logprobs, progress)
+
+
+def _scoring(answer: Answer, listener: "Listener") -> "Listener":
+    """A listener that scores a prompt at once; logits that are only scored are not passed on."""
+    scores = answer.prompt_scores
+    if scores is None:
+        return listener
+
+    def score(event: TokenEvent) -> None:
+        if event.prompt_logits is not None:
+            scores.push(event.prompt_logits)
+        else:
+            listener(event)
+
+    return score
+
+
+class Mailbox:
+    """Passes events of other threads to the answers that one event loop reads.
+
+    A wake-up of the loop costs a system call; events posted before the loop has run share one.
+
+    Args:
+        loop: not kept alive by the mailbox.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[Answers, TokenEvent]] = deque()
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "Mailbox":
+        """The mailbox of an event loop; called on the loop."""
+        return _mailboxes.setdefault(loop, cls(loop))
+
+    def post(self, target: Answers, event: TokenEvent) -> bool:
+        """Let `target` receive an event on the loop; called on any thread.
+
+        Returns:
+            False where the loop is closed: the event cannot be read any more.
+        """
+        loop = self._loop()
+        with self._lock:
+            first = not self._posted
+            self._posted.append((target, event))
+        try:
+            if loop is None or loop.is_closed():
+                raise RuntimeError
+            if first:
+                loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # closed, perhaps just now
+            self._posted.clear()
+            return False
+        return True
+
+    def _deliver(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, deque()
+        for target, event in posted:
+            target.receive(event)
+
+
+_mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]"
+_mailboxes = weakref.WeakKeyDictionary()
+
+
+def _posting(target: Answers, mailbox: Mailbox, abort: Callable[[str], None]) -> "Listener":
+    """A listener that passes events to `target`; a request ends once the loop is closed."""
+
+    def post(event: TokenEvent) -> None:
+        if not mailbox.post(target, event):
+            abort(event.request_id)
+
+    return post

@@ -1,0 +1,165 @@
+"""What LLM asks of a model, wherever the model runs: in this process or behind a server."""
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from ..core import SamplingParams
+from ..errors import InvalidRequestError
+from ..outputs import Ranked, Result
+from .answers import Step
+from .inputs import Input, Message, PromptLike
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+
+Text = str | Sequence[int]
+
+
+class RunningAnswers(Protocol):
+    """Answers that are read once: by `for`, `async for`, `results` or `aresults`."""
+
+    def __iter__(self) -> Iterator[Sequence[Step]]: ...
+
+    def __aiter__(self) -> AsyncIterator[Sequence[Step]]: ...
+
+    def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
+        """Wait for all answers; `watch` is called with each result as it comes."""
+        ...
+
+    async def aresults(self) -> list[Result]:
+        """`results` for asyncio."""
+        ...
+
+
+class ModelFacts(Protocol):
+    """What is known of any model."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """One short line."""
+        ...
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens of prompt and answer; None: not known yet."""
+        ...
+
+
+class ModelSession(Protocol):
+    """A model that is open. A method that a model cannot do is refused, as `refuse` says.
+
+    The arguments, results and errors of all methods are those of LLM's methods of the same name.
+    """
+
+    info: Any  # ModelFacts
+
+    def refuse(self, method: str) -> NoReturn:
+        """Raise InvalidRequestError: the model, or the place where it runs, has no such method."""
+        raise InvalidRequestError(f"{self.info.name} has no {method}.", param=method)
+
+    def start(self, *inputs: Input) -> RunningAnswers:
+        """The answers to conversations and texts; see Session.start."""
+        self.refuse("chat")
+
+    @property
+    def chat_params(self) -> SamplingParams:
+        """How a conversation is answered if nothing is said."""
+        self.refuse("chat_params")
+
+    @property
+    def own_params(self) -> SamplingParams | None:
+        """`chat_params` of a model that generates in this process; None for any other."""
+        return None
+
+    def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
+        """Compute and keep the KV cache of a prompt."""
+        self.refuse("pin")
+
+    def logits(self, prompt: PromptLike, adapter: str | None = None) -> "np.ndarray":
+        """Logits (T, vocab) float32 of every position of a prompt."""
+        self.refuse("logits")
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load an adapter."""
+        self.refuse("load_adapter")
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        self.refuse("unload_adapter")
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """The adapters that requests may name."""
+        self.refuse("adapters")
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: int | bool = False,
+    ) -> "Vectors":
+        """Vectors (N, dim) float32 of texts."""
+        self.refuse("embed")
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: int | bool = False,
+    ) -> list[Ranked]:
+        """Documents by their scores."""
+        self.refuse("rerank")
+
+    def score(
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: int | bool = False,
+    ) -> "Vectors":
+        """Scores (N,) float32 of pairs of texts."""
+        self.refuse("score")
+
+    @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        self.refuse("path")
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model."""
+        self.refuse("tokenizer")
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        self.refuse("end_ids")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and memory, as plain numbers."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine ended after a fault."""
+        ...
+
+    def close(self) -> None:
+        """End what runs and free the memory; closing twice is fine."""
+        ...

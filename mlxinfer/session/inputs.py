@@ -1,0 +1,235 @@
+"""All that a model can be asked for: conversations and texts, with what shapes their answers.
+
+`ChatInput` and `TextInput` are plain data, checked as far as that needs no model. `LLM`, the
+command line and the server build them, and `Session.start` answers them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..core import SamplingParams, check_switch
+from ..errors import InvalidRequestError, shown
+
+if TYPE_CHECKING:
+    from ..grammar import GrammarSpec
+    from ..text import ToolUse
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Message = Mapping[str, Any]
+ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
+PromptLike = str | Sequence[int]
+
+ENDS = ("add_generation_prompt", "continue_final_message")  # variables that are fields of ChatInput
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """The token ids of an input, and what its answers need to know of it."""
+
+    ids: list[int]
+    text: str | None = None  # the text that is continued; None: token ids or a conversation
+    use: "ToolUse | None" = None  # tools that the answer may call
+    continues: bool = True  # the answer goes on within the prompt's last text
+    reasons: bool = True  # reasoning is split off the answer
+    logits: bool = False  # the logits of the prompt are kept
+    logprobs: int | None = None  # most probable tokens named beside each scored token of the prompt
+    end_ids: frozenset[int] = frozenset()  # tokens that end the answer, beside the model's own
+
+
+class InputReader(Protocol[T_co]):
+    """Makes something of inputs: RequestBuilder a prompt, RemoteForm the body of a request."""
+
+    def conversation(self, given: "ChatInput", max_context: int | None) -> T_co:
+        """Read a conversation."""
+        ...
+
+    def text(self, given: "TextInput", max_context: int | None) -> T_co:
+        """Read a text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input(ABC):
+    """What conversations and texts have in common. Checked when built.
+
+    Attributes:
+        params: how tokens are chosen; None: a conversation takes the model's own values
+            (`Session.chat_params`), a text the defaults of SamplingParams.
+        sampling: fields of SamplingParams that replace those of `params`.
+        n: answers to the same prompt. With a seed, answer i has the seed plus i.
+        response_format: what the answers must look like, as of LLM.generate.
+        constraint: the same as a ready specification; it replaces response_format.
+        adapter: name of a loaded adapter; None: the model itself.
+        cache_salt: inputs with different salts share no cached prefix.
+        owner: sender of the input, such as the name of an API key.
+        reports_prompt: steps say how far the prompt is computed.
+        pins: the KV cache of the prompt is kept the longest.
+        place: the field that errors name.
+
+    Raises:
+        InvalidRequestError: a value is of the wrong kind or out of range.
+    """
+
+    params: SamplingParams | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    n: int = 1
+    response_format: ResponseFormat | None = None
+    constraint: "GrammarSpec | None" = None
+    adapter: str | None = None
+    cache_salt: str | None = None
+    owner: str | None = None
+    reports_prompt: bool = False
+    pins: bool = False
+    place: str = "prompt"
+
+    def __post_init__(self) -> None:
+        if self.params is not None and not isinstance(self.params, SamplingParams):
+            raise InvalidRequestError(
+                f"params is {shown(self.params)}; expected SamplingParams(...).", param="params"
+            )
+
+    @abstractmethod
+    def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
+        """What `reader` makes of this kind of input.
+
+        Args:
+            reader: of the model.
+            max_context: tokens of prompt and answer; a text that is certain to have more is refused
+                before it is encoded. None: nothing is refused.
+        """
+
+    def default_params(self, chat_params: SamplingParams) -> SamplingParams:
+        """How tokens are chosen where `params` is None; `chat_params`: the model's own values."""
+        return SamplingParams()
+
+    def params_of_answers(self, chat_params: SamplingParams, room: int) -> list[SamplingParams]:
+        """How the tokens of each of the n answers are chosen.
+
+        Args:
+            chat_params: the model's own values for conversations.
+            room: tokens that the context leaves to the answer.
+        """
+        params = self.default_params(chat_params) if self.params is None else self.params
+        params = params.changed(self.sampling)
+        if params.max_tokens is not None and params.max_tokens > room:
+            params = replace(params, max_tokens=room)
+        seed = params.seed
+        if self.n == 1 or seed is None:
+            return [params] * self.n
+        return [replace(params, seed=_wrapped(seed + number)) for number in range(self.n)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatInput(Input):
+    """A conversation to be answered. Checked when built.
+
+    Attributes:
+        messages: dicts with "role" and "content", as chat templates read them. The role
+            "developer" becomes "system" where the template does not know it.
+        tools: that the model may call, in OpenAI's form.
+        tool_choice: "auto", "none", "required", or the tool that must be called.
+        parallel_tool_calls: an answer may have several calls.
+        template_variables: variables of the chat template, such as {"enable_thinking": False}.
+        ignores_unread: variables that the template never reads are ignored; otherwise refused.
+        reasoning_effort: how much the model shall reason, from "none" to "max", or whether at all
+            (True, False). Without effect where the template reads no such variable.
+        continues: the answer continues the last message; a string names the field to continue.
+        begins: the prompt ends with the header of a new answer; None: unless it continues.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Message] | None = None
+    tool_choice: str | Message | None = "auto"
+    parallel_tool_calls: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    ignores_unread: bool = False
+    reasoning_effort: str | bool | None = None
+    continues: bool | str = False
+    begins: bool | None = None
+    place: str = "messages"
+
+    def __post_init__(self) -> None:
+        super(ChatInput, self).__post_init__()
+        check_switch("parallel_tool_calls", self.parallel_tool_calls)
+        _check_variables(self.template_variables)
+        if self.continues and self.begins:
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="continue_final_message",
+            )
+
+    def default_params(self, chat_params: SamplingParams) -> SamplingParams:
+        """The model's own values."""
+        return chat_params
+
+    def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
+        """What `reader` makes of a conversation."""
+        return reader.conversation(self, max_context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextInput(Input):
+    """One text, or its token ids, to be continued.
+
+    Attributes:
+        prompt: the text or the ids.
+        suffix: text behind a gap after the prompt; the answer fills the gap.
+        files: other files (name, text) before a prompt with a suffix.
+        prompt_logprobs: score the prompt's own tokens, and name so many of the most probable ones
+            at each position; None: do not.
+        logits: keep the logits of every position of the prompt.
+        reasons: what the model marks as its reasoning is split off.
+    """
+
+    prompt: PromptLike
+    suffix: str | None = None
+    files: Sequence[tuple[str, str]] = ()
+    prompt_logprobs: int | None = None
+    logits: bool = False
+    reasons: bool = True
+
+    def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
+        """What `reader` makes of a text."""
+        return reader.text(self, max_context)
+
+
+def _wrapped(seed: int) -> int:
+    """The seed within 64 bits: the seed of a later answer may exceed them."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _check_variables(variables: object) -> None:
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is {shown(variables)}; expected {{name: value}}.",
+            param="chat_template_kwargs",
+        )
+    if taken := {"messages", "tools", *ENDS}.intersection(variables):
+        raise InvalidRequestError(
+            f"chat_template_kwargs holds {taken.pop()!r}, which is an argument of its own.",
+            param="chat_template_kwargs",
+        )
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a text or a flat list of token ids, and not a list of such prompts."""
+    if isinstance(prompts, str):
+        return True
+    check_sequence(prompts)
+    return len(prompts) > 0 and all(type(i) is int or isinstance(i, Integral) for i in prompts)
+
+
+def check_sequence(prompt: object) -> None:
+    """Raise InvalidRequestError for a prompt that is neither a text nor a list."""
+    raw = isinstance(prompt, bytes | bytearray | memoryview)
+    if not isinstance(prompt, Sequence) or raw:
+        hint = "; give list() of it" if isinstance(prompt, Iterable) else ""
+        hint = "; decode it" if raw else hint
+        raise InvalidRequestError(
+            f"A prompt is a text or a list of token ids, not {type(prompt).__name__}{hint}.",
+            param="prompt",
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,17 @@ class Sequence:
         return self.num_computed + 1 == num_tokens and self.num_prompt < num_tokens < self.max_known
 
 
+class Proposal(NamedTuple):
+    """Tokens that may come next in a sequence, and how they were drawn."""
+
+    token_ids: Seq[int]
+    weights: Seq[Any] = ()  # (n,) arrays that the tokens were drawn with, for rejection sampling
+
+    def cut(self, count: int) -> "Proposal":
+        """The first `count` tokens."""
+        return Proposal(self.token_ids[:count], self.weights[:count])
+
+
 @dataclass(slots=True)
 class Segment:
     """Consecutive new tokens of one sequence: a part of its prompt, or tokens to verify.
@@ -118,6 +130,7 @@ class Segment:
     seals: bool = False  # written to pages (a prefill chunk), not to the tail alone
     row: int = 0  # of the first token in the flat list
     proposals: Seq[int] = ()  # the last tokens, which are guesses
+    weights: Seq[Any] = ()  # that these were drawn with, if they were, see `Proposal`
 
     @staticmethod
     def following(sequence: Sequence, num_tokens: int, *, seals: bool) -> "Segment":
@@ -195,6 +208,8 @@ class Proposals:
 
     counts: Ints  # (R,) proposals before each row's token
     token_ids: Ints  # (R, n) these proposals; -1: none
+    # (R,) the proposal for the row's own token and the weights it was drawn with; None: none
+    drawn: list[tuple[int, Any] | None]
     blocked: set[int] = field(default_factory=set)  # rows that are not to be sampled after all
 
     def accepted(self, token_ids: Seq[int]) -> list[bool]:
@@ -264,10 +279,14 @@ def _proposals(num_decodes: int, samples: list[tuple[Segment, int]]) -> Proposal
     if not most:
         return None
     counts = [0] * num_decodes + [i for _, i in samples]
+    drawn: list[tuple[int, Any] | None] = [None] * num_decodes
+    for segment, i in samples:
+        is_drawn = i < len(segment.weights)
+        drawn.append((segment.proposals[i], segment.weights[i]) if is_drawn else None)
     token_ids = np.full((len(counts), most), -1, dtype=np.int32)
     for row, (segment, i) in enumerate(samples, num_decodes):
         token_ids[row, :i] = segment.proposals[:i]
-    return Proposals(ints(counts), token_ids)
+    return Proposals(ints(counts), token_ids, drawn)
 
 
 def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRows:
@@ -275,7 +294,8 @@ def _constrained_last(rows: SamplingRows, constrained: list[bool]) -> SamplingRo
     order = np.argsort(constrained, kind="stable")
     places, proposals = order.tolist(), rows.proposals
     if proposals is not None:
-        proposals = Proposals(proposals.counts[order], proposals.token_ids[order])
+        drawn = [proposals.drawn[place] for place in places]
+        proposals = Proposals(proposals.counts[order], proposals.token_ids[order], drawn)
     return SamplingRows(
         [rows.sequences[place] for place in places],
         tuple([rows.slots[place] for place in places]),

@@ -110,7 +110,6 @@ class Loop:
         sampler = Sampler(
             self.model.config.vocab_size,
             kernels=self._sampling,
-            choice=None if self._proposer is None else self._proposer.choice,
             num_plans=self._num_stages + 1,
         )
         self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)

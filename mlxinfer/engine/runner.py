@@ -16,6 +16,7 @@ from ..cache.kv import KVCache
 from ..core import TokenLogprobs
 from ..models.language import LanguageModel
 from ..sampling.logprobs import read_logprobs
+from ..sampling.rejection import DrawnToken
 from ..sampling.sampler import Sampled, Sampler
 from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
 from .forward import Computed, Followers, Forward, StepInputs
@@ -186,6 +187,7 @@ class Runner:
             sampling.output_index[first:],
             recent=None if proposals is None else mx.array(proposals.token_ids[first:]),
             mask=mx.array(masks),
+            proposed=_drawn(sampling, first, len(sampling)),
         )
         free = launched.sampled
         tokens = constrained.tokens
@@ -282,7 +284,9 @@ class Runner:
         elif pending.any():
             recent = mx.where(mx.array(pending), ids, -1)[:, None]
         slots, output_index = sampling.slots[:free], sampling.output_index[:free]
-        return self.sampler.sample(logits, slots, output_index, recent), constrained_logits
+        proposed = _drawn(sampling, 0, free)
+        sampled = self.sampler.sample(logits, slots, output_index, recent, proposed=proposed)
+        return sampled, constrained_logits
 
 
 def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None]:
@@ -299,6 +303,14 @@ def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None
     place = {sequence: row for row, sequence in enumerate(previous.batch.sampling.sequences)}
     rows[: len(decodes)] = [place.get(sequence, -1) for sequence in decodes]
     return False, rows if (rows >= 0).any() else None
+
+
+def _drawn(sampling: SamplingRows, first: int, stop: int) -> list[DrawnToken | None]:
+    """The drawn proposals that rows [first, stop) verify; empty: none."""
+    if sampling.proposals is None:
+        return []
+    found = sampling.proposals.drawn[first:stop]
+    return [None if drawn is None else DrawnToken(*drawn) for drawn in found]
 
 
 def _with_prompt_logits(batch: Batch) -> list[Segment]:

@@ -19,7 +19,16 @@ import numpy as np
 from ..cache.inputs import Move
 from ..cache.pages import OutOfPages
 from ..core import FinishReason
-from .batch import MAX_SHORT, Batch, CommitResult, DecodeBatch, Segment, Sequence, sampling_rows
+from .batch import (
+    MAX_SHORT,
+    Batch,
+    CommitResult,
+    DecodeBatch,
+    Proposal,
+    Segment,
+    Sequence,
+    sampling_rows,
+)
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 from .prefill import PrefillSizer
@@ -32,12 +41,9 @@ class Proposer(Protocol):
     Proposals change how many steps an answer takes, and never its tokens.
 
     Attributes:
-        choice: how the model's tokens are chosen (`sampling.sampler.Choice`), where that takes
-            the proposals into account; None: as always, and one that agrees is accepted.
         taps: layers that it reads the outputs of, see `layers.step.Taps`.
     """
 
-    choice: Any = None
     taps: Seq[int] = ()
 
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
@@ -52,7 +58,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
         """Up to `depth` tokens for each sequence that may follow its `token_ids`; none is fine."""
         ...
 
@@ -244,7 +250,7 @@ class Scheduler:
 
     # -- proposals ------------------------------------------------------------------------------
 
-    def _propose(self, decoding: list[Sequence], num_decoding: int) -> dict[Sequence, list[int]]:
+    def _propose(self, decoding: list[Sequence], num_decoding: int) -> dict[Sequence, Proposal]:
         """Proposals to verify, by sequence; only sequences without unread tokens get any.
 
         They are cut where the answer would have its full length, and where its grammar forbids one.
@@ -256,32 +262,34 @@ class Scheduler:
         depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
         if depth <= 0:
             return {}
-        proposed = proposer.propose(known, depth)
-        usable = [
-            token_ids[: min(depth, s.max_known - s.num_known - 1)]
-            for s, token_ids in zip(known, proposed, strict=True)
-        ]
-        allowed = [ids[: num_allowed(s.request, ids)] for s, ids in zip(known, usable, strict=True)]
-        return {s: ids for s, ids in zip(known, allowed, strict=True) if ids}
+        found: dict[Sequence, Proposal] = {}
+        for sequence, proposed in zip(known, proposer.propose(known, depth), strict=True):
+            usable = proposed.cut(min(depth, sequence.max_known - sequence.num_known - 1))
+            allowed = usable.cut(num_allowed(sequence.request, usable.token_ids))
+            if allowed.token_ids:
+                found[sequence] = allowed
+        return found
 
-    def _verification(self, sequence: Sequence, proposals: list[int]) -> Segment:
+    def _verification(self, sequence: Sequence, proposal: Proposal) -> Segment:
         """The newest token and its proposals, as many as there are pages for without preemption."""
         start = sequence.num_computed
         try:
-            self.kv_manager.extend(sequence, start + 1 + len(proposals))
+            self.kv_manager.extend(sequence, start + 1 + len(proposal.token_ids))
         except OutOfPages:
             end = min([table.end for table in sequence.tables])
-            proposals = proposals[: end - start - 1]
+            proposal = proposal.cut(end - start - 1)
+        num_tokens = 1 + len(proposal.token_ids)
         return Segment(
             sequence=sequence,
             start=start,
-            num_tokens=1 + len(proposals),
+            num_tokens=num_tokens,
             sealed=sequence.num_sealed,
             slot=sequence.slot,
             tables=sequence.tables,
-            num_samples=1 + len(proposals),
+            num_samples=num_tokens,
             output_index=sequence.num_output,
-            proposals=proposals,
+            proposals=proposal.token_ids,
+            weights=proposal.weights,
         )
 
     # -- sealing --------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ before it, so a seeded request draws the same numbers alone, in any batch, and a
 """
 
 import secrets
-from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -128,42 +127,7 @@ def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Constants that order the places along one axis: arrays of one shape, kept for many draws."""
-
-    places: mx.array  # int32, 0, 1, 2 ... along the axis
-    beyond: mx.array  # int32, higher than all of them
-    none: mx.array  # int32, lower
-    no_weight: mx.array  # float32
-
-    @classmethod
-    def along(cls, axis: int, shape: tuple[int, ...]) -> "Ranks":
-        """The constants for an axis of this shape."""
-        num_places = shape[axis]
-        line = [num_places if i == axis else 1 for i in range(len(shape))]
-        places = mx.arange(num_places, dtype=mx.int32).reshape(line)
-        constants = (places, mx.array(num_places), mx.array(-1), mx.array(0.0))
-        return cls(*(mx.broadcast_to(constant, shape) for constant in constants))
-
-
-@dataclass(frozen=True, slots=True)
-class DrawRanks:
-    """The constants of draws from weights of one shape."""
-
-    blocks: Ranks  # (R, B, 1)
-    tokens: Ranks  # (R, 1, 128)
-    block: mx.array  # (R, 1, 1) uint32 128
-
-    @classmethod
-    def of(cls, num_rows: int, width: int) -> "DrawRanks":
-        """The constants for weights (R, width)."""
-        shape = (num_rows, width // BLOCK, 1)
-        block = mx.full((num_rows, 1, 1), BLOCK, mx.uint32)
-        return cls(Ranks.along(1, shape), Ranks.along(2, (num_rows, 1, BLOCK)), block)
-
-
-def draw(weights: mx.array, uniforms: mx.array, ranks: DrawRanks) -> mx.array:
+def draw(weights: mx.array, uniforms: mx.array) -> mx.array:
     """The first token with a cumulated weight above uniform * total; never one of weight zero.
 
     Cumulated within blocks of 128 tokens and then over blocks: short sums lose less to rounding,
@@ -171,25 +135,22 @@ def draw(weights: mx.array, uniforms: mx.array, ranks: DrawRanks) -> mx.array:
 
     Args:
         weights: (R, width) float32, at least 0, not normalised; width a multiple of 128.
-        uniforms: (R, 1, 1) float32 in [0, 1).
-        ranks: of the shape of the weights.
+        uniforms: (R,) float32 in [0, 1).
 
     Returns:
         (R,) uint32. Token 0 where a row has no weight at all.
     """
     blocks = in_blocks(weights)  # (R, B, 128)
     within = mx.cumsum(blocks, axis=-1)
-    block_weights = within[..., -1:]  # (R, B, 1)
-    before = mx.cumsum(block_weights, axis=1, inclusive=False)
+    block_weights = within[..., -1]  # (R, B)
+    before = mx.cumsum(block_weights, axis=-1, inclusive=False)
     until = before + block_weights
-    target = uniforms * until[:, -1:]  # (R, 1, 1)
-    block = _first_beyond(target, until, block_weights, 1, ranks.blocks)  # (R, 1, 1)
-    rest = target - mx.take_along_axis(before, block, axis=1)
-    chosen = mx.broadcast_to(block, (*block.shape[:2], BLOCK))
-    inside = mx.take_along_axis(within, chosen, axis=1)  # (R, 1, 128)
-    weights = mx.take_along_axis(blocks, chosen, axis=1)
-    token = _first_beyond(rest, inside, weights, 2, ranks.tokens)  # (R, 1, 1)
-    return (block * ranks.block + token).reshape(-1)
+    target = uniforms[:, None] * until[:, -1:]  # (R, 1)
+    block = _first_beyond(target, until, block_weights)  # (R, 1)
+    rest = target - mx.take_along_axis(before, block, axis=-1)
+    inside = mx.take_along_axis(within, block[..., None], axis=1)[:, 0]  # (R, 128)
+    own = mx.take_along_axis(blocks, block[..., None], axis=1)[:, 0]
+    return (block * BLOCK + _first_beyond(rest, inside, own))[:, 0]
 
 
 def total_weight(weights: mx.array) -> mx.array:
@@ -198,13 +159,11 @@ def total_weight(weights: mx.array) -> mx.array:
     return mx.cumsum(block_weights, axis=-1)[:, -1:]
 
 
-def _first_beyond(
-    target: mx.array, cumulated: mx.array, weights: mx.array, axis: int, ranks: Ranks
-) -> mx.array:
-    """Uint32 the first place of positive weight with a cumulated weight above `target`.
+def _first_beyond(target: mx.array, cumulated: mx.array, weights: mx.array) -> mx.array:
+    """(R, 1) uint32 the first place of positive weight with a cumulated weight above `target`.
 
     Rounding may leave none (a uniform next to 1): then the last place of positive weight.
     """
-    rank = mx.where(cumulated > target, ranks.beyond, ranks.places)
-    rank = mx.where(weights > ranks.no_weight, rank, ranks.none)
-    return mx.argmax(rank, axis=axis, keepdims=True)
+    num_places = weights.shape[-1]
+    rank = mx.where(cumulated > target, num_places, mx.arange(num_places, dtype=mx.int32))
+    return mx.argmax(mx.where(weights > 0, rank, -1), axis=-1, keepdims=True)

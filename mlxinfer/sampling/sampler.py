@@ -1,4 +1,9 @@
-"""Chooses the next token of every row of a batch. Knows settings and slots, no requests or text."""
+"""Chooses the next token of every row of a batch. Knows settings and slots, no requests or text.
+
+The choice is a chain of parts, each a function over all rows that need it (`rows.Part`), and one
+draw at the end. `PARTS` is the table of the parts. On Metal one kernel does the draw together with
+the parts marked `fused`, and the grammar's mask.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,55 +15,52 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from ..metal_kernels.bitmask import bitmask
-from ..metal_kernels.sample import sample, settings_array
-from .adjustments import (
-    Ints,
-    SparseBias,
-    TokenHistory,
-    apply_bitmask,
-    penalise,
-    prompt_mask,
+from ..metal_kernels.sample import SETTINGS, sample, settings_array
+from . import penalties, truncation
+from .draw import draw, pad_rows, padded_width, row_padding, uniforms
+from .logprobs import LogprobArrays, LogprobRows, compute_logprobs, logprob_rows
+from .rejection import PROPOSING, DrawnToken, take_or_redraw
+from .rows import Part, PartRows, Slot, Turn
+from .tokens import Ints
+from .truncation import KEEP_ALL, TINY, weights_of
+
+WORD_BITS = 32
+
+
+def _truncates(params: SamplingParams, *, by_rank: bool) -> bool:
+    """Whether top-k cuts a drawn row, or (not `by_rank`) top-p alone."""
+    if params.greedy or bool(params.top_k) != by_rank:
+        return False
+    return by_rank or float(np.float32(params.top_p)) < 1  # 1 - 1e-12 is 1, and so off
+
+
+# In the order of their work. A new sampler or penalty is a function and a row here.
+PARTS = (
+    Part(
+        penalties.repetition,
+        lambda p: p.repetition_penalty != 1 and p.repetition_window != 0,
+        memory=penalties.repetition_memory,
+    ),
+    Part(
+        penalties.occurrences,
+        lambda p: p.presence_penalty != 0 or p.frequency_penalty != 0,
+        memory=penalties.answer_memory,
+    ),
+    Part(penalties.biases, lambda p: bool(p.logit_bias) or p.min_tokens > 0),
+    Part(
+        penalties.dry,
+        lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0,
+        memory=penalties.Repeats,
+    ),
+    Part(truncation.top_n_sigma, lambda p: p.top_n_sigma > 0 and not p.greedy),
+    Part(truncation.typical, lambda p: p.typical_p < 1 and not p.greedy),
+    Part(truncation.top_k, lambda p: _truncates(p, by_rank=True), fused=True),
+    Part(truncation.top_p, lambda p: _truncates(p, by_rank=False), fused=True),
+    Part(truncation.min_p, lambda p: p.min_p > 0 and not p.greedy, fused=True),
+    Part(truncation.xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
 )
-from .draw import DrawRanks, draw, pad_rows, uniforms
-from .dry import DryHistory, apply_dry
-from .logprobs import LogprobArrays, compute_logprobs
-from .plan import ROW, Drawn, SamplingPlan, make_plan, row_of, sparse_bias
-from .truncation import kept_weights
-from .window import WindowHistory, penalise_window
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The tokens that one step chose; lazy until evaluated."""
-
-    tokens: mx.array  # (R,) int32
-    logprobs: LogprobArrays | None  # None: no row asks for them
-
-    def arrays(self) -> list[mx.array]:
-        """The arrays to evaluate."""
-        return [self.tokens, *(self.logprobs.arrays() if self.logprobs is not None else [])]
-
-
-class Choice(Protocol):
-    """How the next token of every row is chosen, once penalties and biases are applied."""
-
-    def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
-        """(R, V) without the tokens that a mask (R, ceil(V / 32)) forbids."""
-        ...
-
-    def choose(
-        self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
-    ) -> mx.array:
-        """(R,) int32 a token of each row.
-
-        Args:
-            plan: of the batch.
-            logits: (R, V), or padded rows (R, width).
-            counts: (R,) index of each token that is chosen.
-            mask: (R, ceil(V / 32)) uint32 tokens that are allowed, of rows that are not padded;
-                None: all.
-        """
-        ...
+# Parts behind a fused one that the kernel does not do.
+LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]
 
 
 class SamplingKernels(Protocol):
@@ -73,86 +75,91 @@ class SamplingKernels(Protocol):
         ...
 
 
-class PlainChoice:
-    """The choice in MLX's own operations."""
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens that one step chose; lazy until evaluated."""
 
-    def __init__(self) -> None:
-        self._ranks: dict[tuple[int, ...], DrawRanks] = {}  # by shape: one for each number of rows
+    tokens: mx.array  # (R,) int32
+    logprobs: LogprobArrays | None  # None: no row asks for them
+    weights: mx.array | None = None  # (D, width) that the drawn rows were drawn with, if kept
+    drawn: NDArray[np.int64] | None = None  # (D,) those rows
 
-    def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
-        """(R, V) without the tokens that a mask forbids."""
-        return apply_bitmask(logits, mask)
+    def arrays(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return [self.tokens, *(self.logprobs.arrays() if self.logprobs is not None else [])]
 
-    def choose(
-        self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
-    ) -> mx.array:
-        """Choose group by group, then put the tokens in the order of the rows."""
-        if mask is not None:
-            logits = self.masked(logits, mask)
-        if plan.drawn is None:
-            return mx.argmax(logits, axis=-1).astype(mx.int32)
-        rows = logits if logits.shape[-1] == plan.width else pad_rows(logits, plan.padding)
-        if plan.order is not None:
-            rows = rows[plan.order]
-        if plan.num_greedy:
-            greedy, rows = mx.split(rows, [plan.num_greedy])
-            tokens = [mx.argmax(greedy, axis=-1), self._drawn(plan, plan.drawn, rows, counts)]
-            chosen = mx.concatenate(tokens)
-        else:
-            chosen = self._drawn(plan, plan.drawn, rows, counts)
-        if plan.places is not None:
-            chosen = mx.take_along_axis(chosen, plan.places, axis=0)
-        return chosen.view(mx.int32)
-
-    def _drawn(
-        self, plan: SamplingPlan, drawn: Drawn, rows: mx.array, counts: NDArray[np.int64]
-    ) -> mx.array:
-        """(D,) uint32 tokens of padded rows (D, width); counts (R,) of the whole batch."""
-        weights = kept_weights(rows, drawn.by_weight, drawn.by_rank)
-        return self._draw(weights, drawn.streams, counts[drawn.places])
-
-    def _draw(
-        self, weights: mx.array, streams: NDArray[np.uint64], counts: NDArray[np.int64]
-    ) -> mx.array:
-        """(D,) uint32 one of each row of weights (D, width), by streams and counts (D,)."""
-        random = uniforms(streams, counts)
-        ranks = self._ranks.get(weights.shape)
-        if ranks is None:
-            ranks = self._ranks[weights.shape] = DrawRanks.of(*weights.shape)
-        return draw(weights, mx.array(random[:, None, None]), ranks)
+    def drawn_with(self, row: int) -> mx.array | None:
+        """(width,) the weights that the token of a row was drawn with; None: it was not drawn."""
+        if self.weights is None or self.drawn is None or row not in self.drawn:
+            return None
+        return self.weights[int(np.flatnonzero(self.drawn == row)[0])]
 
 
-class KernelChoice(PlainChoice):
-    """The choice in one dispatch for all rows, whatever their settings, masks included.
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """What the sampler does for R rows with the same slots, in every step of the same batch."""
 
-    Args:
-        kernels: says which may be used; MLX's own operations do the rest.
+    before: list[PartRows]  # parts that come before the draw, whatever draws
+    fused: list[PartRows]  # parts behind them, where no kernel does their work
+    drawn: NDArray[np.int64]  # (D,) rows that are drawn; the others are greedy
+    device_drawn: mx.array | None  # (D,) int32 the same; None: all
+    temperature: mx.array  # (D, 1) float32
+    streams: NDArray[np.uint64]  # (D,)
+    settings: NDArray[np.void]  # (R,) SETTINGS for the kernel, counts left out
+    logprobs: LogprobRows | None
+    padding: mx.array  # see row_padding
+
+
+def make_plan(slots: Sequence[Slot], vocab_size: int) -> SamplingPlan:
+    """The plan of a batch of R rows, one slot for each row.
+
+    Rows with a part of `LATE` have their fused parts done before the draw, too: the kernel then
+    draws from all that is left.
     """
+    params = [slot.params for slot in slots]
+    early = [any(part.concerns(p) for part in LATE) for p in params]
+    before, fused = [], []
+    for part in PARTS:
+        rows = [row for row, p in enumerate(params) if part.concerns(p)]
+        first = [row for row in rows if early[row]] if part.fused else rows
+        rest = [row for row in rows if not early[row]] if part.fused else []
+        before.append(PartRows.of(part, first, slots, vocab_size))
+        fused.append(PartRows.of(part, rest, slots, vocab_size))
+    drawn = np.array([row for row, p in enumerate(params) if not p.greedy], dtype=np.int64)
+    asking = [row for row, p in enumerate(params) if p.logprobs is not None]
+    temperatures = [max(params[row].temperature, TINY) for row in drawn.tolist()]
+    return SamplingPlan(
+        before=[rows for rows in before if rows is not None],
+        fused=[rows for rows in fused if rows is not None],
+        drawn=drawn,
+        device_drawn=None if len(drawn) == len(slots) else mx.array(drawn.astype(np.int32)),
+        temperature=mx.array(temperatures, mx.float32)[:, None] if temperatures else mx.zeros(0),
+        streams=np.array([slots[row].stream for row in drawn.tolist()], dtype=np.uint64),
+        settings=_settings(slots, early, vocab_size),
+        logprobs=logprob_rows(asking, [params[row].logprobs or 0 for row in asking])
+        if asking
+        else None,
+        padding=row_padding(len(slots), vocab_size),
+    )
 
-    def __init__(self, kernels: SamplingKernels) -> None:
-        super().__init__()
-        self._kernels = kernels
 
-    def masked(self, logits: mx.array, mask: mx.array) -> mx.array:
-        """(R, V) without the tokens that a mask forbids."""
-        apply = bitmask if self._kernels.masks(logits.dtype) else apply_bitmask
-        return apply(logits, mask)
-
-    def choose(
-        self, plan: SamplingPlan, logits: mx.array, counts: NDArray[np.int64], mask: mx.array | None
-    ) -> mx.array:
-        """Through `metal_kernels.sample`; a batch that is all greedy is one operation anyway."""
-        if mask is None and plan.drawn is None:
-            return mx.argmax(logits, axis=-1).astype(mx.int32)
-        if not self._kernels.samples(logits.dtype, masked=mask is not None):
-            return super().choose(plan, logits, counts, mask)
-        settings = plan.settings.copy()
-        settings["count"] = counts
-        return sample(logits, settings_array(settings), mask)
+def _settings(slots: Sequence[Slot], early: Sequence[bool], vocab_size: int) -> NDArray[np.void]:
+    """(R,) SETTINGS for the kernel; rows that are truncated `early` are drawn from what is left."""
+    settings = np.zeros(len(slots), SETTINGS)
+    for row, slot, is_early in zip(settings, slots, early, strict=True):
+        params = slot.params
+        row["temperature"] = 0 if params.greedy else max(params.temperature, TINY)
+        row["stream"] = slot.stream
+        row["top_p"] = KEEP_ALL
+        if not is_early:
+            row["top_k"] = params.top_k if params.top_k < vocab_size else 0
+            row["top_p"] = params.top_p if np.float32(params.top_p) < 1 else KEEP_ALL
+            row["min_p"] = params.min_p
+    return settings
 
 
 class Sampler:
-    """Settings and histories of the running requests, and the choice of their next tokens.
+    """Settings and memories of the running requests, and the choice of their next tokens.
 
     A slot is a small integer that stands for a request from `add` to `remove`. Which tokens a
     request gets does not depend on the slots or on the other rows of its batches.
@@ -160,8 +167,9 @@ class Sampler:
     Args:
         vocab_size: of the model.
         kernels: says which Metal kernels may be used; None: none.
-        choice: how tokens are chosen, in place of `KernelChoice` or `PlainChoice`.
-        num_plans: batches that take turns, and of which each is the same for many steps.
+        proposes: draw proposals for rejection sampling: with random numbers of their own, and keep
+            the weights that they are drawn with.
+        num_plans: batches that take turns, each the same for many steps.
     """
 
     def __init__(
@@ -169,21 +177,15 @@ class Sampler:
         vocab_size: int,
         *,
         kernels: SamplingKernels | None = None,
-        choice: Choice | None = None,
+        proposes: bool = False,
         num_plans: int = 2,
     ) -> None:
-        self._num_plans = num_plans
         self._vocab_size = vocab_size
-        if choice is None:
-            choice = PlainChoice() if kernels is None else KernelChoice(kernels)
-        self._choice: Choice = choice
-        self._table = np.zeros(0, dtype=ROW)
-        self._biases: dict[int, SparseBias] = {}
-        self._prompts: dict[int, mx.array] = {}
-        self._history = TokenHistory(spare=vocab_size)
-        self._penalised: set[int] = set()  # slots that have a history
-        self._dry: dict[int, DryHistory] = {}
-        self._windows: dict[int, WindowHistory] = {}
+        self._kernels = kernels
+        self._proposes = proposes
+        self._num_plans = num_plans
+        self._slots: dict[int, Slot] = {}
+        self._remembering: dict[int, Slot] = {}  # those with a memory
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}
 
     def add(
@@ -195,7 +197,7 @@ class Sampler:
         stop_ids: frozenset[int],
         breakers: frozenset[int] = frozenset(),
     ) -> None:
-        """Keep the settings and the history of a request, new or resumed.
+        """Keep the settings and the memories of a request, new or resumed.
 
         Args:
             slot: not in use.
@@ -205,45 +207,29 @@ class Sampler:
             stop_ids: the tokens that end it, forbidden before params.min_tokens.
             breakers: tokens that no repetition reaches over, for DRY.
         """
-        if slot >= len(self._table):
-            self._table = np.pad(self._table, (0, max(slot + 1, 16)))
-        self._table[slot] = row_of(params, self._vocab_size)
-        bias = sparse_bias(params, stop_ids)
-        if bias is not None:
-            self._biases[slot] = bias
-        if self._table["penalised"][slot]:
-            self._penalised.add(slot)
-            self._history.start(slot, output_ids, counted=params.frequency_penalty != 0)
-        if params.repetition_penalty != 1 and params.repetition_window > 0:
-            self._windows[slot] = WindowHistory(params, [*prompt_ids, *output_ids])
-        elif params.repetition_penalty != 1 and params.repetition_window:
-            self._prompts[slot] = prompt_mask(prompt_ids, self._vocab_size)
-        if params.dry_multiplier and params.dry_penalty_last_n:
-            self._dry[slot] = DryHistory(params, breakers, [*prompt_ids, *output_ids])
+        if params.top_k >= self._vocab_size:
+            params = params.changed({"top_k": 0})
+        added = Slot(params, prompt_ids, output_ids, stop_ids, breakers)
+        added.remember(PARTS)
+        self._slots[slot] = added
+        if added.memories:
+            self._remembering[slot] = added
         self._plans.clear()
 
     def remove(self, slot: int) -> None:
         """Forget the request of this slot."""
-        self._table[slot] = np.zeros((), dtype=ROW)
-        self._biases.pop(slot, None)
-        self._prompts.pop(slot, None)
-        self._dry.pop(slot, None)
-        self._windows.pop(slot, None)
-        if slot in self._penalised:
-            self._penalised.remove(slot)
-            self._history.stop(slot)
+        self._slots.pop(slot, None)
+        self._remembering.pop(slot, None)
         self._plans.clear()
 
     def observe(self, slots: Ints, token_ids: Ints) -> None:
-        """Add tokens (N,) to the histories of slots (N,), all different; slot -1: none."""
-        if self._penalised:
-            self._history.observe(slots, token_ids)
-        if self._dry or self._windows:
-            for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-                if slot in self._dry:
-                    self._dry[slot].append(token_id)
-                if slot in self._windows:
-                    self._windows[slot].append(token_id)
+        """Add tokens (N,) to the memories of slots (N,), all different; slot -1: none."""
+        if not self._remembering:
+            return
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            if slot in self._remembering:
+                for memory in self._remembering[slot].memories.values():
+                    memory.append(token_id)
 
     def sample(
         self,
@@ -252,6 +238,7 @@ class Sampler:
         counts: NDArray[np.int64],
         recent: mx.array | None = None,
         mask: mx.array | None = None,
+        proposed: Sequence[DrawnToken | None] = (),
     ) -> Sampled:
         """Choose a token for each row; nothing is evaluated.
 
@@ -263,17 +250,37 @@ class Sampler:
             recent: (R, n) int32 the last tokens before it as far as they were not observed, and -1;
                 None: all were.
             mask: (R, ceil(V / 32)) uint32 tokens that a grammar allows (see apply_bitmask).
+            proposed: (R,) proposals that are taken or redrawn by rejection sampling; empty: none.
         """
-        plan = self._plan_for(slots)
+        plan, turn = self._plan_for(slots), Turn(counts, recent)
         rows = logits
-        if plan.adjusts:
+        if plan.before:
             if mask is not None:
-                rows, mask = self._choice.masked(rows, mask), None
-            rows = self._adjusted(plan, pad_rows(rows, plan.padding), counts, recent)
-        tokens = self._choice.choose(plan, rows, counts, mask)
-        if plan.logprobs is None:
-            return Sampled(tokens, None)
-        return Sampled(tokens, compute_logprobs(logits, tokens, plan.logprobs))
+                rows, mask = self._masked(rows, mask), None
+            rows = pad_rows(rows, plan.padding)
+            for part in plan.before:
+                rows = part.apply(rows, turn)
+        weights = None
+        if not len(plan.drawn) and mask is None:
+            tokens = mx.argmax(rows, axis=-1).astype(mx.int32)
+        elif self._has_kernel(rows, mask, proposed):
+            settings = plan.settings.copy()
+            settings["count"] = counts
+            tokens = sample(rows, settings_array(settings), mask)
+        else:
+            tokens, weights = self._choose(plan, rows, turn, mask, proposed)
+        logprobs = None
+        if plan.logprobs is not None:
+            logprobs = compute_logprobs(logits, tokens, plan.logprobs)
+        return Sampled(tokens, logprobs, weights if self._proposes else None, plan.drawn)
+
+    def _has_kernel(
+        self, rows: mx.array, mask: mx.array | None, proposed: Sequence[DrawnToken | None]
+    ) -> bool:
+        """Whether the kernel draws. It keeps no weights and knows no rejection sampling."""
+        if self._kernels is None or self._proposes or any(proposed):
+            return False
+        return self._kernels.samples(rows.dtype, masked=mask is not None)
 
     def _plan_for(self, slots: Sequence[int]) -> SamplingPlan:
         key = tuple(slots)  # the same object where it is a tuple already
@@ -281,32 +288,87 @@ class Sampler:
         if plan is None:
             if len(self._plans) >= self._num_plans:
                 self._plans.clear()
-            plan = make_plan(
-                key,
-                self._table,
-                self._biases,
-                self._prompts,
-                self._vocab_size,
-                self._dry,
-                self._windows,
-            )
+            plan = make_plan([self._slots[slot] for slot in key], self._vocab_size)
             self._plans[key] = plan
         return plan
 
-    def _adjusted(
+    def _masked(self, logits: mx.array, mask: mx.array) -> mx.array:
+        """(R, V) without the tokens that a mask (R, ceil(V / 32)) forbids."""
+        has_kernel = self._kernels is not None and self._kernels.masks(logits.dtype)
+        return bitmask(logits, mask) if has_kernel else apply_bitmask(logits, mask)
+
+    def _choose(
         self,
         plan: SamplingPlan,
         rows: mx.array,
+        turn: Turn,
+        mask: mx.array | None,
+        proposed: Sequence[DrawnToken | None],
+    ) -> tuple[mx.array, mx.array | None]:
+        """(R,) int32 tokens in MLX's own operations, and the weights (D, width) of drawn rows."""
+        if mask is not None:
+            rows = self._masked(rows, mask)
+        if not len(plan.drawn):
+            return mx.argmax(rows, axis=-1).astype(mx.int32), None
+        if rows.shape[-1] != padded_width(self._vocab_size):
+            rows = pad_rows(rows, plan.padding)
+        greedy = None if plan.device_drawn is None else mx.argmax(rows, axis=-1).astype(mx.int32)
+        for part in plan.fused:
+            rows = part.apply(rows, turn)
+        if plan.device_drawn is not None:
+            rows = rows[plan.device_drawn]
+        weights, counts = weights_of(rows, plan.temperature), turn.counts[plan.drawn]
+        streams = plan.streams ^ PROPOSING if self._proposes else plan.streams
+        drawn = draw(weights, mx.array(uniforms(streams, counts)))
+        if any(proposed):
+            self._take_proposals(drawn, weights, plan, counts, proposed)
+        tokens = drawn.astype(mx.int32)
+        if greedy is not None:
+            greedy[plan.device_drawn] = tokens
+            tokens = greedy
+        return tokens, weights
+
+    def _take_proposals(
+        self,
+        drawn: mx.array,
+        weights: mx.array,
+        plan: SamplingPlan,
         counts: NDArray[np.int64],
-        recent: mx.array | None,
-    ) -> mx.array:
-        """Padded rows after penalties, biases, DRY and the cuts that are no truncation."""
-        if plan.windows is not None:
-            rows = penalise_window(rows, plan.windows, self._windows, recent, self._vocab_size)
-        if plan.penalties is not None:
-            rows = penalise(rows, plan.penalties, self._history, recent)
-        if plan.biases is not None:
-            rows = plan.biases.apply(rows, counts)
-        if plan.dry is not None:
-            rows = apply_dry(rows, plan.dry, self._dry, recent, self._vocab_size)
-        return rows if plan.cuts is None else plan.cuts.apply(rows, counts)
+        proposed: Sequence[DrawnToken | None],
+    ) -> None:
+        """Put what rejection sampling gives in place of the drawn (D,) tokens with a proposal."""
+        pairs = [(i, proposed[row]) for i, row in enumerate(plan.drawn.tolist())]
+        found = {i: token for i, token in pairs if token is not None}
+        if found:
+            some, places = list(found), mx.array(list(found), mx.int32)
+            drawn[places] = take_or_redraw(
+                weights[places],
+                list(found.values()),
+                plan.streams[some],
+                counts[some],
+                self._vocab_size,
+            )
+
+
+def num_words(vocab_size: int) -> int:
+    """How many uint32 words hold one bit for each of `vocab_size` tokens."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def apply_bitmask(logits: mx.array, mask: mx.array) -> mx.array:
+    """Give -inf to every token with the bit 0; a row that forbids nothing has all its bits set.
+
+    Args:
+        logits: (R, V)
+        mask: (R, ceil(V / 32)) uint32; token t is bit t % 32 of word t // 32.
+
+    Returns:
+        (R, V), dtype of logits.
+    """
+    num_rows, vocab_size = logits.shape
+    assert mask.shape == (num_rows, num_words(vocab_size))
+    assert mask.dtype == mx.uint32
+    bit = mx.left_shift(mx.array(1, mx.uint32), mx.arange(WORD_BITS, dtype=mx.uint32))
+    allowed = (mask[:, :, None] & bit) != 0  # (R, words, 32)
+    allowed = allowed.reshape(num_rows, -1)[:, :vocab_size]
+    return mx.where(allowed, logits, mx.array(-mx.inf, logits.dtype))

@@ -1,102 +1,143 @@
-"""What temperature, top-k, top-p and min-p leave of a row of logits. Draws nothing.
+"""Parts that cut off tokens: top-n-sigma, typical sampling, top-k, top-p, min-p and XTC.
 
-Every cut is a threshold on a value, so equal values stay or go together, and what is kept does not
-depend on the order in which a sort puts ties.
+Each function is a part as `rows.Part` describes it: it gives -inf to the tokens that are not kept,
+and draws none. Every cut but the quantile of typical sampling is a threshold on a value, so equal
+values stay or go together, and the result does not depend on the order in which a sort puts ties.
 """
 
-from dataclasses import dataclass
-
 import mlx.core as mx
+import numpy as np
 
-from .draw import largest_values, total_weight
+from .draw import largest_values, padded_width, total_weight, uniforms
+from .rows import PartRows, Turn
 
 SORTED = 256  # where halving costs more than it saves
+K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
+KEEP_ALL = 2.0  # a top_p that no mass reaches, whatever the rounding
+TINY = 1e-30  # in place of temperatures above 0 that would be 0 in float32
 LOWEST = mx.finfo(mx.float32).min
+EXCLUDING = np.uint64(0x3C6EF372FE94F82B)  # XTC has a stream of random numbers of its own
+# Of two allowed tokens the lower one lies exactly two deviations below the higher: without a
+# margin the last bit of a sum would decide, which depends on what shares the step.
+SIGMA_MARGIN = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class WeightCuts:
-    """The settings of W rows without top-k: first N that have no top-p, then T that have."""
-
-    temperature: mx.array  # (W, width) float32, above 0
-    floor: mx.array | None  # (N, 1) float32 min-p of the former; None: N is 0, or nothing is cut
-    top_p: mx.array | None  # (T, 1) float32
-    min_p: mx.array | None  # (T, 1) float32 of the latter; None: no row of them asks for it
+def temperatures(rows: PartRows) -> mx.array:
+    """(P, 1) float32, above 0."""
+    return mx.array([max(t, TINY) for t in rows.settings("temperature")], mx.float32)[:, None]
 
 
-@dataclass(frozen=True, slots=True)
-class RankCuts:
-    """The settings of K rows with top-k."""
+def weights_of(logits: mx.array, temperature: mx.array) -> mx.array:
+    """(P, width) unnormalised probabilities: the most probable token has exactly 1.
 
-    temperature: mx.array  # (K, width) float32, above 0
-    max_k: int
-    kth: mx.array  # (K, 1) int32 column, of max_k values that rise, from which top-k keeps
-    top_p: mx.array | None  # (K, 1) float32, above 1: keeps all; None: no row asks for it
-    min_p: mx.array | None  # (K, 1) float32
-
-
-def kept_weights(
-    rows: mx.array, by_weight: WeightCuts | None, by_rank: RankCuts | None
-) -> mx.array:
-    """Unnormalised probabilities of the tokens that are kept, 0 for the others.
-
-    Args:
-        rows: (W + K, width) float32 logits, padded with -inf.
-        by_weight: settings of the first W rows; None: W is 0.
-        by_rank: settings of the last K rows; None: K is 0.
-
-    Returns:
-        (W + K, width) float32; the most probable token has exactly 1.
+    A row that is all -inf gives zeros, not NaN.
     """
-    if by_weight is None:
-        assert by_rank is not None
-        return _kept_by_rank(rows, by_rank)
-    if by_rank is None:
-        return _kept_by_weight(rows, by_weight)
-    first, last = mx.split(rows, [len(rows) - len(by_rank.kth)])
-    return mx.concatenate([_kept_by_weight(first, by_weight), _kept_by_rank(last, by_rank)])
+    return _weights(logits, logits.max(axis=-1, keepdims=True), temperature)
 
 
-def _weights(rows: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
-    """exp((row - highest) / temperature); a row that is all -inf gives zeros, not NaN."""
-    return mx.exp((rows - mx.maximum(highest, LOWEST)) / temperature)
+def _weights(logits: mx.array, highest: mx.array, temperature: mx.array) -> mx.array:
+    return mx.exp((logits - mx.maximum(highest, LOWEST)) / temperature)
 
 
-def _at_least(floor: mx.array, weights: mx.array) -> mx.array:
-    return mx.where(weights >= floor, weights, 0.0)
+def top_n_sigma(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Keep logits within n standard deviations of the highest, over tokens above -inf.
 
-
-def _kept_by_weight(rows: mx.array, cuts: WeightCuts) -> mx.array:
-    """(W, width) weights after top-p and min-p: both are one floor."""
-    weights = _weights(rows, rows.max(axis=-1, keepdims=True), cuts.temperature)
-    floors = [] if cuts.floor is None else [cuts.floor]
-    if cuts.top_p is not None:
-        floor = _top_p_floor(weights[len(rows) - len(cuts.top_p) :], cuts.top_p)
-        floors.append(floor if cuts.min_p is None else mx.maximum(floor, cuts.min_p))
-    return _at_least(mx.concatenate(floors), weights) if floors else weights
-
-
-def _kept_by_rank(rows: mx.array, cuts: RankCuts) -> mx.array:
-    """(K, width) weights after top-k and, of what that leaves, top-p, and then min-p.
-
-    The k largest values are all that is ever sorted. They are compared as logits: two of them may
-    have one weight.
+    Tang et al., "Top-nσ: Not all logits are you need", 2024.
     """
-    leading = largest_values(rows, cuts.max_k)  # (K, max_k)
-    highest = leading[:, -1:]
-    kept = rows >= mx.take_along_axis(leading, cuts.kth, axis=-1)
-    weights = _weights(mx.where(kept, rows, -mx.inf), highest, cuts.temperature)
-    if cuts.top_p is not None:
-        goal = cuts.top_p * total_weight(weights)  # ties with the k-th value have a share in it
-        mass = _mass_above(_weights(leading, highest, cuts.temperature[:, : cuts.max_k]))
-        lowest = mx.maximum(_lowest_enough(mass, goal), cuts.kth)
-        kept = rows >= mx.take_along_axis(leading, lowest, axis=-1)
-        weights = mx.where(kept, weights, 0.0)
-    return weights if cuts.min_p is None else _at_least(cuts.min_p, weights)
+    there = logits > -mx.inf
+    count = mx.maximum(total_weight(there.astype(mx.float32)), 1.0)
+    mean = total_weight(mx.where(there, logits, 0.0)) / count
+    away = mx.where(there, logits - mean, 0.0)
+    sigma = mx.sqrt(total_weight(away * away) / count)
+    reach = (rows.column("top_n_sigma") + SIGMA_MARGIN) * sigma
+    return mx.where(logits >= logits.max(axis=-1, keepdims=True) - reach, logits, -mx.inf)
+
+
+def typical(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Keep the tokens with a surprise nearest the entropy, up to a mass.
+
+    Meister et al., "Locally typical sampling", 2022. Equally typical tokens stay or go together.
+    """
+    highest = mx.maximum(logits.max(axis=-1, keepdims=True), LOWEST)
+    scaled = (logits - highest) / rows.once(temperatures)
+    weights = mx.exp(scaled)
+    total = total_weight(weights)
+    surprise = mx.log(total) - scaled  # of each token; inf where it has no mass
+    share = weights / total
+    entropy = total_weight(mx.where(share > 0, share * surprise, 0.0))
+    away = mx.where(share > 0, mx.abs(surprise - entropy), mx.inf)
+    order = mx.argsort(away, axis=-1)
+    mass = mx.cumsum(mx.take_along_axis(share, order, axis=-1), axis=-1)
+    count = (mass < rows.column("typical_p")).sum(axis=-1, keepdims=True)  # that are not enough
+    last = mx.take_along_axis(order, mx.minimum(count, logits.shape[-1] - 1), axis=-1)
+    kept = (away <= mx.take_along_axis(away, last, axis=-1)) & (share > 0)
+    return mx.where(kept, logits, -mx.inf)
+
+
+def top_k(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Keep the k highest logits and, of those, the smallest set that reaches top-p.
+
+    The k highest are all that is sorted. They are compared as logits: two of them may have one
+    weight.
+    """
+    max_k, kth = rows.once(_ranks)
+    leading = largest_values(logits, max_k)  # (P, max_k), rising
+    kept = logits >= mx.take_along_axis(leading, kth, axis=-1)
+    goals = rows.once(_top_ps)
+    if goals is None:
+        return mx.where(kept, logits, -mx.inf)
+    highest, temperature = leading[:, -1:], rows.once(temperatures)
+    weights = _weights(mx.where(kept, logits, -mx.inf), highest, temperature)
+    goal = goals * total_weight(weights)  # ties with the k-th value have a share in it
+    mass = _mass_above(_weights(leading, highest, temperature))
+    lowest = mx.maximum(_lowest_enough(mass, goal), kth)
+    return mx.where(logits >= mx.take_along_axis(leading, lowest, axis=-1), logits, -mx.inf)
+
+
+def _ranks(rows: PartRows) -> tuple[int, mx.array]:
+    """How many of the highest values to sort, and the column (P, 1) of the k-th among them."""
+    ks = np.array(rows.settings("top_k"), dtype=np.int32)
+    max_k = min(-(-int(ks.max()) // K_STEP) * K_STEP, padded_width(rows.spare))
+    return max_k, mx.array((max_k - ks)[:, None])
+
+
+def _top_ps(rows: PartRows) -> mx.array | None:
+    """(P, 1) float32 top-p, where it is off more than any mass; None: it is off in all rows."""
+    top_ps = np.array(rows.settings("top_p"), dtype=np.float32)  # 1 - 1e-12 is 1, and so off
+    found = np.where(top_ps < 1, top_ps, np.float32(KEEP_ALL))
+    return mx.array(found[:, None]) if (top_ps < 1).any() else None
+
+
+def top_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Keep the smallest set of the most probable tokens that reaches a mass of top-p."""
+    weights = weights_of(logits, rows.once(temperatures))
+    return mx.where(weights >= _top_p_floor(weights, rows.column("top_p")), logits, -mx.inf)
+
+
+def min_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """Keep tokens that are at least so many times as probable as the most probable one."""
+    weights = weights_of(logits, rows.once(temperatures))
+    return mx.where(weights >= rows.column("min_p"), logits, -mx.inf)
+
+
+def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
+    """With a probability at each token, exclude all that reach a threshold but the least probable.
+
+    P. E. Weidmann, "Exclude top choices", text-generation-webui, pull request 6335, 2024.
+    """
+    weights = weights_of(logits, rows.once(temperatures))
+    there = weights > 0
+    likely = there & (weights >= rows.column("xtc_threshold") * total_weight(weights))
+    least = mx.where(likely, weights, mx.inf).min(axis=-1, keepdims=True)
+    streams = np.array([slot.stream for slot in rows.slots], dtype=np.uint64)
+    random = uniforms(streams ^ EXCLUDING, turn.counts)
+    chance = np.array(rows.settings("xtc_probability"), dtype=np.float32)
+    now = mx.array((random < chance)[:, None])
+    return mx.where(there & ~(now & likely & (weights > least)), logits, -mx.inf)
 
 
 def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
-    """(S, 1) the smallest weight in the smallest set with at least top_p of the whole mass.
+    """(P, 1) the smallest weight in the smallest set with at least top_p of the whole mass.
 
     Floats that are at least 0 order as the integers of the same bits do, and integers sort faster.
     """
@@ -112,12 +153,12 @@ def _top_p_floor(weights: mx.array, top_p: mx.array) -> mx.array:
 
 
 def _mass_above(rising: mx.array) -> mx.array:
-    """(S, n) values that rise -> (S, n - 1) mass of each but the first and of all behind it."""
+    """(P, n) values that rise -> (P, n - 1) mass of each but the first and of all behind it."""
     return mx.cumsum(rising, axis=-1, reverse=True)[:, 1:]
 
 
 def _lowest_enough(mass: mx.array, goal: mx.array) -> mx.array:
-    """(S, 1) column of the lowest value with a mass, of _mass_above, of at least `goal`.
+    """(P, 1) column of the lowest value with a mass, of _mass_above, of at least `goal`.
 
     Column 0 where no mass is: the lowest value comes when no other is left, whatever its own.
     """
@@ -131,11 +172,11 @@ def _half_that_decides(bits: mx.array, goal: mx.array) -> tuple[mx.array, mx.arr
     with its upper half where that and what lies above it is enough, else with its lower one.
 
     Args:
-        bits: (S, width) int32, bits of floats that are at least 0.
-        goal: (S, 1) float32
+        bits: (P, width) int32, bits of floats that are at least 0.
+        goal: (P, 1) float32
 
     Returns:
-        (S, at most SORTED) bits and the (S, 1) float32 mass of larger values; None: there are none.
+        (P, at most SORTED) bits and the (P, 1) float32 mass of larger values; None: there are none.
     """
     width, above = bits.shape[-1], None
     halvings = max(0, (width - 1) // SORTED).bit_length()

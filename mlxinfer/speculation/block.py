@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..config import EngineConfig
-from ..engine.batch import Batch, Sequence
+from ..engine.batch import Batch, Proposal, Sequence
 from ..models.dflash import BlockDraft, KeysValues
 from .estimates import Key
 from .heads import FOLLOW_AT, HeldStates
@@ -114,7 +114,7 @@ class BlockProposer:
         most = min(depth, room, self._draft.block_size - 1, len(PRIORS))
         return [(NAME, place) for place in range(most)]
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """The most probable tokens of one pass."""
         rows = [s for s in sequences if self._follow(s, s.num_known - 1)]
         found: dict[Sequence, list[int]] = {}
@@ -125,7 +125,7 @@ class BlockProposer:
             tokens: Any = self._draft.propose(newest, places, contexts, max(depths)).tolist()
             found = dict(zip(rows, tokens, strict=True))
         proposed = [found.get(s, [])[:depth] for s, depth in zip(sequences, depths, strict=True)]
-        return [[t for t in ids if t < self._vocab_size] for ids in proposed]
+        return [Proposal([t for t in ids if t < self._vocab_size]) for ids in proposed]
 
     def end(self, sequence: Sequence) -> None:
         """Forget the sequence."""

@@ -23,13 +23,20 @@ from ..cache.pages import OutOfPages
 from ..cache.state import Block
 from ..config import EngineConfig
 from ..core import Request, SamplingParams, StateSpec, TokenEvent
-from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence, sampling_rows
+from ..engine.batch import (
+    MAX_SHORT,
+    Batch,
+    DecodeBatch,
+    Proposal,
+    Segment,
+    Sequence,
+    sampling_rows,
+)
 from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
 from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
 from ..models.language import LanguageModel
-from ..sampling.rejection import DrawnProposals, ProposingChoice
 from ..sampling.sampler import Sampler
 from .estimates import Key
 
@@ -58,8 +65,9 @@ class DraftProposer:
         vocab_size: of the model that tokens are proposed for.
         cost: of a proposal, in plain steps of that model, as long as it was not measured.
         kernels: says which Metal kernels may be used.
-        drawn: where drawn proposals go with their weights, for rejection sampling; None: proposals
-            are drawn with the model's random numbers, to be compared with its tokens.
+        rejects: proposals are accepted by rejection sampling: they are drawn with random numbers
+            of their own, and come with the weights that they were drawn with. Else they are drawn
+            with the model's random numbers, to be compared with its tokens.
 
     Recurrent layers go back to the state behind the last token that the model gave: it is kept
     before proposals are drawn, and what the model gave of them is computed again.
@@ -77,7 +85,7 @@ class DraftProposer:
         vocab_size: int,
         cost: float,
         kernels: Chooser = choose_none,
-        drawn: DrawnProposals | None = None,
+        rejects: bool = False,
     ) -> None:
         self.cost = cost
         self._recurs = any(isinstance(spec, StateSpec) for spec in model.cache_specs)
@@ -87,14 +95,13 @@ class DraftProposer:
         self._max_context = config.max_context
         self._loop = Loop(model, config, _ignore, kernels=kernels)  # its parts; it has no requests
         self._config = config
-        self._drawn = drawn
-        self._choice = ProposingChoice() if drawn is not None else None
-        self._set_choice()
+        self._rejects = rejects
+        self._weights: dict[Sequence, list[mx.array]] = {}  # of own sequences, by proposal
+        self._set_sampler()
         self._counterparts: OrderedDict[Sequence, Counterpart] = OrderedDict()  # last used last
         self._free_slots = list(range(self._loop.cache.max_batch))
         self._admitted: list[Sequence] = []
         self._num_steps = 0
-        self._slot_of: dict[Sequence, int] = {}  # own sequence -> slot of the model's
 
     @property
     def priors(self) -> dict[Key, float]:
@@ -112,7 +119,7 @@ class DraftProposer:
         room = self._max_context - sequence.num_known - sequence.num_pending - 1
         return [(self.name, place) for place in range(min(depth, room))]
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """Follow the sequences, then draw token after token, all of a sequence's in order."""
         try:
             return self._propose(sequences, depths)
@@ -137,12 +144,10 @@ class DraftProposer:
 
     # -- following the model's sequences --------------------------------------------------------
 
-    def _propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def _propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         for sequence in [s for s in self._counterparts if s.slot < 0]:  # preempted
             self._release(sequence)
         wanted = dict(zip(sequences, depths, strict=True))
-        if self._drawn is not None:
-            self._drawn.clear()
         rows: dict[Sequence, tuple[Counterpart, int]] = {}
         for sequence, depth in wanted.items():
             found = self._follow(sequence, depth, keep=wanted)
@@ -151,15 +156,16 @@ class DraftProposer:
         kv_manager = self._loop.scheduler.kv_manager
         if kv_manager.unsettled:
             kv_manager.settle([counterpart.own for counterpart, _ in rows.values()])
-        self._slot_of = {counterpart.own: s.slot for s, (counterpart, _) in rows.items()}
+        self._weights = {}
         self._run([(counterpart.own, depth) for counterpart, depth in rows.values()])
-        return [self._proposals(*rows[s]) if s in rows else [] for s in sequences]
+        return [self._proposal(*rows[s]) if s in rows else Proposal(()) for s in sequences]
 
-    def _proposals(self, counterpart: Counterpart, depth: int) -> list[int]:
+    def _proposal(self, counterpart: Counterpart, depth: int) -> Proposal:
         """What was drawn, up to the first token that the model does not have."""
         drawn = counterpart.own.token_ids[counterpart.num_followed :][:depth]
         unknown = [i for i, token_id in enumerate(drawn) if token_id >= self._vocab_size]
-        return drawn[: unknown[0]] if unknown else drawn
+        proposal = Proposal(drawn, self._weights.get(counterpart.own, ()))
+        return proposal.cut(unknown[0]) if unknown else proposal
 
     def _follow(
         self, sequence: Sequence, depth: int, keep: dict[Sequence, int]
@@ -289,14 +295,14 @@ class DraftProposer:
         self._states.clear()
         self._admitted.clear()
         self._loop.assemble()
-        self._set_choice()
+        self._set_sampler()
         self._free_slots = list(range(self._loop.cache.max_batch))
 
-    def _set_choice(self) -> None:
+    def _set_sampler(self) -> None:
         """Draw proposals with random numbers of their own, for rejection sampling."""
-        if self._choice is not None:
+        if self._rejects:
             vocab_size = self._model.config.vocab_size
-            self._loop.runner.sampler = Sampler(vocab_size, choice=self._choice)
+            self._loop.runner.sampler = Sampler(vocab_size, proposes=True)
 
     # -- steps of the draft model ---------------------------------------------------------------
 
@@ -304,7 +310,6 @@ class DraftProposer:
         """Launch steps until each sequence has its proposals, then read them all."""
         previous: Launched | None = None
         launched: list[Launched] = []
-        weights: list[dict[int, mx.array]] = []  # of each step, by row
         left = PREFILL_STEPS
         while (
             batch := self._next_batch(rows, first=not launched, may_prefill=left > 0)
@@ -315,14 +320,13 @@ class DraftProposer:
                 if own.num_pending == 1:  # the next steps are of proposals
                     self._states[own] = self._loop.cache.states.held(own.slot)
             launched.append(previous)
-            weights.append({} if self._choice is None else self._choice.weights)
         self._num_steps += len(launched)
-        for step, drawn in zip(launched, weights, strict=True):
+        for step in launched:
             tokens = step.token_ids().tolist()
             for row, own in enumerate(step.batch.sampling.sequences):
-                if row in drawn and self._drawn is not None:
-                    slot = self._slot_of[own]
-                    self._drawn.put(slot, own.num_answered, tokens[row], drawn[row])
+                weights = None if step.sampled is None else step.sampled.drawn_with(row)
+                if weights is not None:
+                    self._weights.setdefault(own, []).append(weights)
                 own.token_ids.append(tokens[row])
                 own.num_pending -= 1
 

@@ -21,7 +21,6 @@ from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence
 from ..engine.kernels import Chooser, choose_none
 from ..engine.runner import Launched
 from ..models.heads import DraftHead
-from ..sampling.rejection import DrawnProposals
 from .draft import Counterpart, DraftProposer
 
 FOLLOW_AT = 256  # positions of a sequence that wait until the head runs over them
@@ -75,7 +74,7 @@ class HeadProposer(DraftProposer):
         head: an MTP module or an EAGLE-3 draft.
         config: sizes; its budget is for the head's KV cache alone.
         name: of the method, for stats.
-        vocab_size, cost, kernels, drawn: as of `DraftProposer`.
+        vocab_size, cost, kernels, rejects: as of `DraftProposer`.
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class HeadProposer(DraftProposer):
         vocab_size: int,
         cost: float,
         kernels: Chooser = choose_none,
-        drawn: DrawnProposals | None = None,
+        rejects: bool = False,
     ) -> None:
         super().__init__(
-            head, config, vocab_size=vocab_size, cost=cost, kernels=kernels, drawn=drawn
+            head, config, vocab_size=vocab_size, cost=cost, kernels=kernels, rejects=rejects
         )
         self.name = name
         self.taps = head.taps

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine.batch import Batch, Sequence
+from ..engine.batch import Batch, Proposal, Sequence
 from .estimates import Key
 from .source import Score
 
@@ -143,9 +143,9 @@ class NgramProposer:
         count = len(_guess(followed, match, skipped + depth)) - skipped
         return [_key(match.length + skipped + i) for i in range(count)]
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """What followed the match of each sequence."""
-        return [self._propose(s, depth) for s, depth in zip(sequences, depths, strict=True)]
+        return [Proposal(self._propose(s, n)) for s, n in zip(sequences, depths, strict=True)]
 
     def _propose(self, sequence: Sequence, depth: int) -> list[int]:
         followed = self._follow(sequence)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from ..engine.batch import Batch, Sequence
+from ..engine.batch import Batch, Proposal, Sequence
 from .estimates import Key
 
 FORCED = "forced"  # the name of `ForcedProposer`
@@ -46,7 +46,7 @@ class Source(Protocol):
         """The keys of the proposals, `depth` at most, that it could make after tokens in flight."""
         ...
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """Tokens that may follow what is known of each sequence, as many as its depth at most."""
         ...
 
@@ -90,9 +90,9 @@ class ForcedProposer:
         count = len(self._forced(sequence)) - sequence.num_pending
         return [(FORCED, 0)] * max(min(count, depth), 0)
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """The forced tokens."""
-        return [self._forced(s)[:depth] for s, depth in zip(sequences, depths, strict=True)]
+        return [Proposal(self._forced(s)[:n]) for s, n in zip(sequences, depths, strict=True)]
 
     def end(self, sequence: Sequence) -> None:
         """Forget the sequence."""

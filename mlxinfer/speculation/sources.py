@@ -17,8 +17,6 @@ from ..models.dflash import BlockDraft, load_dflash
 from ..models.heads import DraftHead, load_eagle, load_prediction_head
 from ..models.language import LanguageModel
 from ..models.stage import StageModel
-from ..sampling.rejection import DrawnProposals, RejectionChoice
-from ..sampling.sampler import Choice
 from .block import BlockProposer
 from .controller import Controller, FixedDepth, Policy
 from .draft import DraftProposer
@@ -131,33 +129,26 @@ def make_speculation(
 
     Args:
         options: not off.
-        model: with a draft, or where proposals are accepted by rejection sampling.
+        model: that tokens are proposed for, where a draft does it.
         draft: what `load_network` found, if anything.
     """
-
-    drawn: DrawnProposals | None = None
-    choice: Choice | None = None
-    if options.acceptance == "rejection" and model is not None:
-        drawn = DrawnProposals()
-        choice = RejectionChoice(drawn, model.config.vocab_size)
+    rejects = options.acceptance == "rejection"
 
     def sources(score: Score) -> list[Source]:
         made: list[Source] = [ForcedProposer()]
         if options.method in ("auto", "ngram"):
             made.append(NgramProposer(score))
         if model is not None and draft is not None:
-            made.append(_draft_source(model, draft, drawn))
+            made.append(_draft_source(model, draft, rejects=rejects))
         return made
 
     policy: Policy = Controller(max_depth=options.depth)
     if options.fixed:
         policy = FixedDepth(options.depth)
-    return Speculation(
-        sources, policy, max_depth=options.depth, method=options.method, choice=choice
-    )
+    return Speculation(sources, policy, max_depth=options.depth, method=options.method)
 
 
-def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | None) -> Source:
+def _draft_source(model: LanguageModel, draft: Draft, *, rejects: bool) -> Source:
     """What runs a network for proposals."""
     network, config = draft.drafter.network, draft.config
     vocab_size = model.config.vocab_size
@@ -173,7 +164,7 @@ def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | No
             vocab_size=vocab_size,
             cost=network.bytes_read / step_bytes,
             kernels=choose_on_this_machine(),
-            drawn=drawn,
+            rejects=rejects,
         )
     return DraftProposer(
         network,
@@ -181,5 +172,5 @@ def _draft_source(model: LanguageModel, draft: Draft, drawn: DrawnProposals | No
         vocab_size=vocab_size,
         cost=network.num_bytes / step_bytes,
         kernels=choose_on_this_machine(),
-        drawn=drawn,
+        rejects=rejects,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..engine.batch import Batch, CommitResult, Sequence
+from ..engine.batch import Batch, CommitResult, Proposal, Sequence
 from ..engine.scheduler import Proposer
 from .controller import MeasuredStep, Outlook, Policy
 from .estimates import Acceptance, Key
@@ -65,7 +65,6 @@ class Speculation(Proposer):
         policy: says how many.
         max_depth: proposals of one sequence, at most.
         method: what was asked for, for `stats`.
-        choice: how the model's tokens are chosen; see `Proposer`.
         clock: seconds.
     """
 
@@ -76,14 +75,12 @@ class Speculation(Proposer):
         *,
         max_depth: int,
         method: str = "auto",
-        choice: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources = list(make_sources(self._score))
         self._policy = policy
         self._max_depth = max_depth
         self._method = method
-        self.choice = choice
         self.taps = next((source.taps for source in self._sources if source.taps), ())
         self._clock = clock
         priors: dict[Key, float] = {}
@@ -141,15 +138,15 @@ class Speculation(Proposer):
         plans = self._plans([s for s in sequences if self._may_have(s)])
         return max(self._choose(plans, num_sequences), default=0) if plans else 0
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
         """Proposals of each sequence from its most promising source."""
         rows = [s for s in sequences if self._may_have(s)]
         plans = self._plans(rows)
         if not plans:
-            return [[] for _ in sequences]
+            return [Proposal(())] * len(sequences)
         self._draft_s = 0.0
         depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
-        found: dict[Sequence, list[int]] = {}
+        found: dict[Sequence, Proposal] = {}
         for source in self._sources:
             some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
             if some:
@@ -157,7 +154,7 @@ class Speculation(Proposer):
         for sequence in found:
             plans[sequence].draft_s = self._draft_s
             self._planned[sequence] = plans[sequence]
-        return [found.get(s, []) for s in sequences]
+        return [found.get(s, Proposal(())) for s in sequences]
 
     def take(self, batch: Batch, hidden: Any) -> None:
         """Hand hidden states on to the sources that read them."""
@@ -250,7 +247,7 @@ class Speculation(Proposer):
 
     def _ask(
         self, source: Source, sequences: list[Sequence], depths: list[int]
-    ) -> dict[Sequence, list[int]]:
+    ) -> dict[Sequence, Proposal]:
         """What a source proposes; nothing where it fails."""
         began_s = self._clock()
         try:
@@ -260,7 +257,7 @@ class Speculation(Proposer):
             return {}
         if source.cost:
             self._draft_s += self._clock() - began_s
-        return {s: ids for s, ids in zip(sequences, proposed, strict=True) if ids}
+        return {s: found for s, found in zip(sequences, proposed, strict=True) if found.token_ids}
 
     def _switch_off(self, source: Source, sequences: list[Sequence]) -> None:
         names = ", ".join(sequence.request.id for sequence in sequences)

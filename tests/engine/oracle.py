@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 
 
@@ -25,9 +25,9 @@ class Oracle(Proposer):
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 0 if self._rng.random() < self._rests else self._rng.choice([1, 2, 4, 7, 9])
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
         assert not any(sequence.num_pending for sequence in sequences), "its newest token is unread"
-        return [self._guess(sequence, depth) for sequence in sequences]
+        return [Proposal(self._guess(sequence, depth)) for sequence in sequences]
 
     def _guess(self, sequence: Sequence, depth: int) -> list[int]:
         """Some right tokens, then some that may be wrong; now and then more than was asked for."""

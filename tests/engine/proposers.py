@@ -17,7 +17,7 @@ from speculation.head_checkpoints import (
 )
 
 from mlxinfer.config import EngineConfig
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.dflash import BlockDraft, load_dflash
@@ -65,9 +65,12 @@ class HalfRightHead(HeadProposer):
     answers: Mapping[str, Seq[int]]
     rng: random.Random
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         proposed = super().propose(sequences, depths)
-        return [self._put_right(s, ids) for s, ids in zip(sequences, proposed, strict=True)]
+        return [
+            Proposal(self._put_right(s, list(found.token_ids)))
+            for s, found in zip(sequences, proposed, strict=True)
+        ]
 
     def _put_right(self, sequence: Sequence, ids: list[int]) -> list[int]:
         count, start = self.rng.randint(0, len(ids)), sequence.num_answered

@@ -15,7 +15,7 @@ from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.core import Request, SamplingParams
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError
@@ -43,8 +43,8 @@ class FromPrompt(Proposer):
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 3
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
-        return [s.request.prompt_ids[:depth] for s in sequences]
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
+        return [Proposal(s.request.prompt_ids[:depth]) for s in sequences]
 
 
 class Recorder:

@@ -19,7 +19,7 @@ from mlxinfer.cache.inputs import Ints
 from mlxinfer.cache.pages import PageAllocator
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop as loop_module
-from mlxinfer.engine.batch import Batch, CommitResult, Sequence
+from mlxinfer.engine.batch import Batch, CommitResult, Proposal, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.prefill import PrefillSizer
@@ -232,8 +232,8 @@ class TwoOfThree(Proposer):
         assert num_decoding == 8
         return 3
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
-        return [[7, 7, 5] for _ in sequences]
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
+        return [Proposal([7, 7, 5]) for _ in sequences]
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.errors import GrammarFailedError
 
@@ -47,9 +47,10 @@ class Script(Proposer):
         self.steps += 1
         return 7 if self.steps % self.every == 0 else 0
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
         return [
-            self.answers[s.request.id][s.num_answered : s.num_answered + depth] for s in sequences
+            Proposal(self.answers[s.request.id][s.num_answered : s.num_answered + depth])
+            for s in sequences
         ]
 
 

@@ -7,7 +7,7 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.bitmask import allowed, bitmask, bitmask_twin
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.sampling.adjustments import apply_bitmask
+from mlxinfer.sampling.sampler import apply_bitmask
 
 
 @requires_compiler

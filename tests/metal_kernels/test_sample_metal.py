@@ -6,6 +6,7 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 from sample_reference import kept_tokens, possible_tokens
 
+from mlxinfer.core import SamplingParams
 from mlxinfer.metal_kernels.bitmask import allowed
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.sample import (
@@ -22,8 +23,8 @@ from mlxinfer.metal_kernels.sampling_cases import (
     random_logits,
     repeated_settings,
 )
-from mlxinfer.sampling.draw import DrawRanks, draw, pad_rows, stream_of, uniforms
-from mlxinfer.sampling.truncation import RankCuts, WeightCuts, kept_weights
+from mlxinfer.sampling.draw import stream_of, uniforms
+from mlxinfer.sampling.sampler import Sampler
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 PASSES = {"greedy": 1, "temperature": 2.1, "top_k": 3, "top_p": 3, "all": 3}  # over the row
@@ -70,6 +71,16 @@ def test_random_numbers_are_the_samplers() -> None:
     assert np.array_equal(np.array(bits) * 2.0**-24, uniforms(streams, counts))
 
 
+def params_of(row: np.void) -> SamplingParams:
+    top_k, top_p = int(row["top_k"]), float(row["top_p"])
+    return SamplingParams(
+        temperature=float(row["temperature"]),
+        top_k=top_k if top_k < 300 else 0,
+        top_p=top_p if top_p < 1 else 1.0,
+        min_p=float(row["min_p"]),
+    )
+
+
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
     rng = np.random.default_rng(3)
@@ -77,18 +88,12 @@ def test_twin_and_the_sampler_in_use_choose_the_same(kind: str) -> None:
     rows = rows[rows["temperature"] > 0]
     logits = logits_of(rng, kind, len(rows), 300)
     twin = np.array(sample_twin(mx.array(logits), settings_array(rows)))
-    random = uniforms(rows["stream"], rows["count"].astype(np.int64))
     for place, row in enumerate(rows):
-        top_k = int(row["top_k"]) if row["top_k"] < 300 else 0
-        temperature = mx.array([[float(row["temperature"])]])
-        min_p = mx.array([[float(row["min_p"])]])
-        top_p = mx.array([[float(row["top_p"]) if row["top_p"] < 1 else 2.0]])
-        by_weight = None if top_k else WeightCuts(temperature, None, top_p, min_p)
-        by_rank = RankCuts(temperature, top_k, mx.array([[0]]), top_p, min_p) if top_k else None
-        padded = pad_rows(mx.array(logits[place : place + 1]))
-        weights = kept_weights(padded, by_weight, by_rank)
-        number = mx.array(random[place : place + 1, None, None])
-        plain = draw(weights, number, DrawRanks.of(*padded.shape)).item()
+        sampler = Sampler(300)
+        sampler.add(0, params_of(row), [], [], frozenset())
+        sampler._slots[0].stream = int(row["stream"])
+        counts = np.array([row["count"]], np.int64)
+        plain = sampler.sample(mx.array(logits[place : place + 1]), (0,), counts).tokens.item()
         possible = possible_tokens(logits[place], row)
         assert {int(twin[place]), plain} <= possible
         assert twin[place] == plain or len(possible) > 1

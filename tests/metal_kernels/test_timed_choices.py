@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxinfer.core import SamplingParams
 from mlxinfer.layers import mlp, moe
 from mlxinfer.layers.linear import Linear, Projection, QuantizedLinear
 from mlxinfer.layers.norm import Join, RMSNorm
@@ -21,9 +22,8 @@ from mlxinfer.metal_kernels.sampling_cases import (
 )
 from mlxinfer.metal_kernels.selfcheck import KINDS
 from mlxinfer.metal_kernels.variants import Variant
-from mlxinfer.sampling.adjustments import apply_bitmask
-from mlxinfer.sampling.draw import DrawRanks, draw, pad_rows, uniforms
-from mlxinfer.sampling.truncation import WeightCuts, kept_weights
+from mlxinfer.sampling.draw import uniforms
+from mlxinfer.sampling.sampler import Sampler, apply_bitmask
 from tests.bench.dispatches import VIEWS, as_on_metal, traced
 
 ROWS = 8
@@ -100,17 +100,18 @@ def test_masks_run_against_the_samplers_own() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_sampling_runs_against_no_more_than_the_samplers_own(masked: bool) -> None:
     logits, mask = mx.zeros((ROWS, 160)), mx.zeros((ROWS, 5), mx.uint32)
-    column = mx.zeros((ROWS, 1))
+    sampler = Sampler(160)
+    for row in range(ROWS):
+        sampler.add(row, SamplingParams(temperature=0.9, top_p=0.9), [], [], frozenset())
+    slots, counts = tuple(range(ROWS)), np.zeros(ROWS, np.int64)
 
     def plain() -> list[mx.array]:
-        rows = pad_rows(apply_bitmask(logits, mask) if masked else logits)
-        weights = kept_weights(rows, WeightCuts(column, None, column, None), None)
-        return [draw(weights, column[..., None], DrawRanks.of(*weights.shape))]
+        return [sampler.sample(logits, slots, counts, mask=mask if masked else None).tokens]
 
-    timed, sampler = timed_against(sample_variant(mx.float32, masked=masked)), operations(plain)
-    assert len(timed) <= len(sampler)
+    timed, own = timed_against(sample_variant(mx.float32, masked=masked)), operations(plain)
+    assert len(timed) <= len(own)
     assert timed.count("Sort") + timed.count("ArgSort") == 1
-    assert timed.count("Scan") <= sampler.count("Scan")
+    assert timed.count("Scan") <= own.count("Scan")
 
 
 def test_what_sampling_is_timed_against_draws_what_the_twin_draws() -> None:

@@ -1,10 +1,14 @@
 """Requests, logits and histories that hypothesis draws for the sampling tests."""
 
+import mlx.core as mx
 import numpy as np
 from hypothesis import strategies as st
 from sampling_reference import Row
 
 from mlxinfer.core import SamplingParams
+from mlxinfer.sampling.draw import pad_rows
+from mlxinfer.sampling.rows import Slot, Turn
+from mlxinfer.sampling.sampler import PARTS, make_plan
 
 VOCAB = 300
 TOKENS = st.integers(0, VOCAB - 1)
@@ -60,3 +64,24 @@ def rows(draw: st.DrawFn) -> Row:
         stop_ids=draw(st.frozensets(TOKENS, max_size=3)),
         breakers=draw(st.sampled_from([frozenset(), frozenset({0}), frozenset({3, 7})])),
     )
+
+
+def changed(
+    cases: list[Row], pending: list[int] | None = None, *, fused: bool = True
+) -> np.ndarray:
+    """(R, V) logits after all parts; tokens of `pending` come after those of the rows."""
+    slots = [
+        Slot(row.params, row.prompt_ids, row.output_ids, row.stop_ids, row.breakers)
+        for row in cases
+    ]
+    for slot in slots:
+        slot.remember(PARTS)
+    vocab_size = len(cases[0].logits)
+    plan = make_plan(slots, vocab_size)
+    logits = pad_rows(mx.array(np.stack([row.logits for row in cases])))
+    recent = None if pending is None else mx.array(pending, mx.int32)[:, None]
+    turn = Turn(np.array([len(row.output_ids) for row in cases]), recent)
+    for part in plan.before + (plan.fused if fused else []):
+        logits = part.apply(logits, turn)
+    assert mx.isinf(logits[:, vocab_size:]).all()
+    return np.array(logits)[:, :vocab_size]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.sampling.rejection import DrawnProposals, ProposingChoice, RejectionChoice
+from mlxinfer.sampling import sampler as sampler_module
+from mlxinfer.sampling.rejection import DrawnToken
 from mlxinfer.sampling.sampler import Sampler
 
 NUM_DRAWS = int(os.environ.get("MLXINFER_DRAWS", "4000"))
@@ -33,10 +34,8 @@ def params(name: str, seed: int) -> SamplingParams:
 
 def draws(name: str, *, target: np.ndarray, draft: np.ndarray | None) -> tuple[np.ndarray, float]:
     """Tokens drawn for the target's logits, and how many of the proposals were taken."""
-    proposals = DrawnProposals()
-    choice = ProposingChoice()
-    verifying = Sampler(len(target), choice=RejectionChoice(proposals, len(target)))
-    proposing = Sampler(VOCAB if draft is None else len(draft), choice=choice)
+    verifying = Sampler(len(target))
+    proposing = Sampler(VOCAB if draft is None else len(draft), proposes=True)
     slots = tuple(range(ROWS))
     for slot in slots:
         for sampler in (verifying, proposing):
@@ -44,16 +43,17 @@ def draws(name: str, *, target: np.ndarray, draft: np.ndarray | None) -> tuple[n
     found, taken = [], 0
     for count in range(-(-NUM_DRAWS // ROWS)):
         counts = np.full(ROWS, count)
+        proposed: list[DrawnToken | None] = []
         if draft is not None:
-            tokens = proposing.sample(mx.array(np.tile(draft, (ROWS, 1))), slots, counts).tokens
-            guesses = np.array(tokens)
-            for row in slots:
-                if guesses[row] < len(target):
-                    proposals.put(row, count, int(guesses[row]), choice.weights[row])
-        sampled = verifying.sample(mx.array(np.tile(target, (ROWS, 1))), slots, counts)
+            sampled = proposing.sample(mx.array(np.tile(draft, (ROWS, 1))), slots, counts)
+            guesses, weights = np.array(sampled.tokens), sampled.weights
+            assert weights is not None
+            for row, guess in enumerate(guesses.tolist()):
+                proposed.append(DrawnToken(guess, weights[row]) if guess < len(target) else None)
+        rows = mx.array(np.tile(target, (ROWS, 1)))
+        sampled = verifying.sample(rows, slots, counts, proposed=proposed)
         found.append(np.array(sampled.tokens))
         taken += 0 if draft is None else int((found[-1] == guesses).sum())
-        proposals.clear()
     return np.concatenate(found), taken / (len(found) * ROWS)
 
 
@@ -118,10 +118,10 @@ def test_a_draft_with_another_number_of_tokens_keeps_the_distribution(size: int)
 def test_the_test_finds_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed is always taken: the draft's distribution, which is not the model's."""
 
-    def always(self: DrawnProposals, weights, keys, streams, vocab_size):  # type: ignore[no-untyped-def]
-        return mx.array([self._found[key][0] for key in keys], mx.uint32)
+    def always(weights, proposed, *rest):  # type: ignore[no-untyped-def]
+        return mx.array([drawn.token_id for drawn in proposed], mx.uint32)
 
-    monkeypatch.setattr(DrawnProposals, "choose", always)
+    monkeypatch.setattr(sampler_module, "take_or_redraw", always)
     target = logits_of(1)
     tokens, _ = draws("plain", target=target, draft=target + logits_of(2) * 0.7)
     statistic, freedom = chi_square(tokens, kept("plain", target))

@@ -11,10 +11,9 @@ from sampling_reference import Row, draw, greedy, kept_tokens
 
 from mlxinfer.core import SamplingParams, TokenLogprobs
 from mlxinfer.sampling import Sampler, read_logprobs
-from mlxinfer.sampling.cuts import EXCLUDING
 from mlxinfer.sampling.draw import stream_of, uniforms
-from mlxinfer.sampling.plan import SamplingPlan
-from mlxinfer.sampling.window import MIN_ROOM, WindowHistory
+from mlxinfer.sampling.tokens import MIN_ROOM, TokenBuffer
+from mlxinfer.sampling.truncation import EXCLUDING
 
 Choice = tuple[int, TokenLogprobs | None]
 
@@ -250,47 +249,24 @@ def test_a_slot_used_again_keeps_nothing_of_the_request_before():
     assert sampled.logprobs is None
 
 
-@pytest.mark.parametrize(
-    ("params", "kinds"),
-    [
-        ({"repetition_window": 0}, set()),
-        ({"repetition_window": 9}, {"windows"}),
-        ({"repetition_window": 9, "presence_penalty": 0.5}, {"windows", "penalties"}),
-        ({}, {"penalties"}),
-    ],
-)
-def test_a_penalty_over_the_last_tokens_runs_none_of_that_over_all(
-    params: dict[str, float], kinds: set[str]
-):
-    plan = plan_of(SamplingParams(repetition_penalty=1.2, **params))  # type: ignore[arg-type]
-    assert {name for name in ("windows", "penalties") if getattr(plan, name) is not None} == kinds
-    assert plan.adjusts == bool(kinds)
-
-
 @pytest.mark.parametrize("num_before", [0, 3, 100])
-@pytest.mark.parametrize("size", [1, 5, 80, 1000])
-def test_a_window_holds_the_last_tokens(size: int, num_before: int) -> None:
+@pytest.mark.parametrize("size", [0, 1, 5, 80, 1000])
+def test_a_buffer_holds_the_last_tokens(size: int, num_before: int) -> None:
     ids = list(range(num_before + 500))
-    params = SamplingParams(repetition_penalty=1.2, repetition_window=size)
-    history = WindowHistory(params, ids[:num_before])
+    tokens, all_of_them = TokenBuffer(ids[:num_before], last=size), TokenBuffer(ids[:num_before])
     for count, token_id in enumerate(ids[num_before:], start=num_before + 1):
-        history.append(token_id)
-        assert history.ids.tolist() == ids[max(count - size, 0) : count]
-    assert len(history._ids) <= 2 * max(size, MIN_ROOM)
-
-
-def plan_of(params: SamplingParams) -> SamplingPlan:
-    """The plan of a batch of one request."""
-    sampler = Sampler(VOCAB)
-    sampler.add(0, params, [1, 2], [], frozenset())
-    return sampler._plan_for((0,))
+        tokens.append(token_id)
+        all_of_them.append(token_id)
+        assert tokens.ids.tolist() == ids[max(count - size, 0) : count]
+    assert all_of_them.ids.tolist() == ids
+    assert len(tokens._room) <= 2 * max(size + 1, MIN_ROOM)
 
 
 MIXED = [
     SamplingParams(),
     SamplingParams(temperature=0.8, top_p=0.95),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.1),
-    SamplingParams(temperature=1.0, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.2),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.0, min_p=0.05),
     SamplingParams(temperature=1.0, logit_bias={5: 1.0}, min_tokens=10, logprobs=2),
 ]
 
@@ -319,7 +295,7 @@ def calls_of_a_step(num_rows: int, params: list[SamplingParams]) -> int:
 
 
 @pytest.mark.parametrize("params", [[SamplingParams()], MIXED], ids=["greedy", "mixed"])
-def test_a_step_takes_no_python_per_row(params: list[SamplingParams]):
+def test_a_step_without_penalties_takes_no_python_per_row(params: list[SamplingParams]):
     assert calls_of_a_step(250, params) == calls_of_a_step(10, params)
 
 

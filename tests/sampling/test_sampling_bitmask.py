@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.sampling.adjustments import apply_bitmask, num_words
+from mlxinfer.sampling.sampler import apply_bitmask, num_words
 
 
 def pack(allowed: np.ndarray) -> mx.array:

@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampling_reference import draw as reference_draw
 
-from mlxinfer.sampling.draw import DrawRanks, draw, stream_of, total_weight, uniforms
+from mlxinfer.sampling.draw import draw, stream_of, total_weight, uniforms
 
 ALMOST_ONE = 1 - 2**-24
 
 
 def drawn(weights: np.ndarray, numbers: list[float]) -> list[int]:
     rows = np.broadcast_to(weights.astype(np.float32), (len(numbers), len(weights)))
-    uniforms = mx.array(np.array(numbers, np.float32)[:, None, None])
-    return draw(mx.array(rows), uniforms, DrawRanks.of(*rows.shape)).tolist()
+    uniforms = mx.array(np.array(numbers, np.float32))
+    return draw(mx.array(rows), uniforms).tolist()
 
 
 @given(seed=st.integers(0, 2**32), sparse=st.booleans(), uniform=st.integers(0, 2**24 - 1))

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from simulator.oracle import Oracle
 
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 
 
@@ -26,8 +26,8 @@ class Guesses(Proposer):
     def depth(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         return 0 if self._rng.random() < self._rests else self._rng.choice([1, 2, 5, 9])
 
-    def propose(self, sequences: Seq[Sequence], depth: int) -> list[list[int]]:
-        return [self._guess(sequence, depth) for sequence in sequences]
+    def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
+        return [Proposal(self._guess(sequence, depth)) for sequence in sequences]
 
     def _guess(self, sequence: Sequence, depth: int) -> list[int]:
         """Some right tokens, then some that may be wrong; now and then more than was asked for."""

@@ -12,7 +12,7 @@ from models.tiny import tiny_config
 from speculation.head_checkpoints import dflash_checkpoint
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.layers.step import Step, Taps
 from mlxinfer.models.decoder import Model
@@ -34,10 +34,12 @@ def model() -> Model:
 class Recording(BlockProposer):
     """Keeps what was proposed, and for which tokens."""
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         proposed = super().propose(sequences, depths)
         self.seen = getattr(self, "seen", [])
-        self.seen += [(list(s.token_ids), ids) for s, ids in zip(sequences, proposed, strict=True)]
+        self.seen += [
+            (list(s.token_ids), ids) for s, (ids, _) in zip(sequences, proposed, strict=True)
+        ]
         return proposed
 
 

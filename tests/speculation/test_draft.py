@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.models.language import LanguageModel
-from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.draft import DraftProposer
 from mlxinfer.speculation.speculation import Speculation
@@ -32,7 +31,6 @@ def with_draft(
 ) -> Speculation:
     """A draft that always proposes; the sizes are of its own cache."""
     vocab_size = model().config.vocab_size
-    drawn = DrawnProposals() if rejection else None
     return Speculation(
         lambda _: [
             DraftProposer(
@@ -40,12 +38,11 @@ def with_draft(
                 config(**{"num_pages": 400, **sizes}),
                 vocab_size=vocab_size,
                 cost=0.1,
-                drawn=drawn,
+                rejects=rejection,
             )
         ],
         FixedDepth(depth),
         max_depth=depth,
-        choice=None if drawn is None else RejectionChoice(drawn, vocab_size),
     )
 
 
@@ -177,10 +174,12 @@ class Spoiling(DraftProposer):
     turn = 0
     num_right = 0
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         proposed = super().propose(sequences, depths)
         self.turn += 1
-        for ids in proposed:
+        for ids, _ in proposed:
+            if not isinstance(ids, list):  # there are none
+                continue
             spoilt = self.turn % 2 and len(ids) > 2
             self.num_right += 2 if spoilt else len(ids)
             ids[2:3] = [ids[2] ^ 1] if spoilt else ids[2:3]

@@ -22,7 +22,6 @@ from mlxinfer.engine.batch import Batch
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
-from mlxinfer.sampling.rejection import DrawnProposals, RejectionChoice
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer
 from mlxinfer.speculation.speculation import Speculation
@@ -132,12 +131,11 @@ def test_prompts_are_prefix_cached_in_the_head_too() -> None:
 def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:
     """Greedy answers stay as they are; drawn ones take every proposal, since both draw alike."""
     model, head = with_head("qwen3_5_text-v4", right=True)
-    vocab_size, drawn = model.config.vocab_size, DrawnProposals()
+    vocab_size = model.config.vocab_size
     source = HeadProposer(
-        head, config(num_pages=400), name="mtp", vocab_size=vocab_size, cost=0.1, drawn=drawn
+        head, config(num_pages=400), name="mtp", vocab_size=vocab_size, cost=0.1, rejects=True
     )
-    choice = RejectionChoice(drawn, vocab_size)
-    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4, choice=choice)
+    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4)
     harness = Harness(model, proposer=speculation)
     harness.add("greedy", prompt(30), GREEDY)
     harness.add("drawn", prompt(40, 1), DRAWN)

@@ -32,7 +32,7 @@ def proposer() -> NgramProposer:
 
 def proposed(source: NgramProposer, sequence: Sequence, depth: int = 4) -> list[int]:
     source.begin_step()
-    return source.propose([sequence], [depth])[0]
+    return list(source.propose([sequence], [depth])[0].token_ids)
 
 
 def longest_by_hand(text: list[int], suffix: list[int]) -> int:
@@ -181,7 +181,7 @@ def test_searches_of_one_step_are_bounded() -> None:
     source = NgramProposer(Scores(), searches=2)
     rows = [following([5, 6, 7, 5, 6]) for _ in range(5)]
     source.begin_step()
-    found = source.propose(rows, [1] * 5)
+    found = [ids for ids, _ in source.propose(rows, [1] * 5)]
     assert found == [[7], [7], [], [], []]
     source.begin_step()
-    assert source.propose(rows, [1] * 5) == [[7], [7], [7], [7], []]
+    assert [ids for ids, _ in source.propose(rows, [1] * 5)] == [[7], [7], [7], [7], []]

@@ -11,7 +11,14 @@ from engine.harness import Harness, alone, prompt, tiny_model
 from speculation.following import following
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.batch import Batch, CommitResult, DecodeBatch, Sequence, sampling_rows
+from mlxinfer.engine.batch import (
+    Batch,
+    CommitResult,
+    DecodeBatch,
+    Proposal,
+    Sequence,
+    sampling_rows,
+)
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.speculation.controller import WARM_UP, Controller, FixedDepth, MeasuredStep
 from mlxinfer.speculation.estimates import Acceptance, Key
@@ -41,7 +48,7 @@ class Breaking(NgramProposer):
             raise ValueError("broken")
         return super().outlook(sequence, depth)
 
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[list[int]]:
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         raise ValueError("broken")
 
 
@@ -183,7 +190,7 @@ def test_one_sequence_of_many_that_repeats_itself_is_found() -> None:
     rows = [following(range(100 + i, 130 + i), [99]) for i in range(63)]
     rows.append(following([5, 6, 7, 8] * 9, [5, 6, 7, 8]))
     assert any(speculation.depth(rows, len(rows)) for _ in range(33))
-    assert speculation.propose(rows, 4)[63] == [5, 6, 7, 8]
+    assert speculation.propose(rows, 4)[63].token_ids == [5, 6, 7, 8]
 
 
 class Forcing(FakeGrammar):

@@ -89,18 +89,6 @@ def _edit(session: ChatSession, text: str) -> Reply:
     return Reply(ask=text) if text else Reply(edit=last)
 
 
-def _save(session: ChatSession, name: str) -> Reply:
-    path = _path(name, "/save")
-    session.save(path)
-    return Reply(f"saved {counted(len(session.messages), 'message')} to {path}")
-
-
-def _load(session: ChatSession, name: str) -> Reply:
-    path = _path(name, "/load")
-    session.load(path)
-    return Reply(f"loaded {counted(len(session.messages), 'message')}")
-
-
 def _stats(session: ChatSession, _: str) -> Reply:
     stats, info = session.llm.stats(), session.llm.model_info
     last = session.last.summary if session.last is not None else "no answer yet"
@@ -147,7 +135,11 @@ def _copy(session: ChatSession, _: str) -> Reply:
 
 
 def _file(session: ChatSession, name: str) -> Reply:
-    count = session.attach(_path(name, "/file"))
+    if not name:
+        raise InvalidRequestError("Usage: /file FILE")
+    if "\0" in name:
+        raise InvalidRequestError("A file name holds no NUL character.")
+    count = session.attach(Path(name).expanduser())
     return Reply(f"{count:,} characters go with the next message")
 
 
@@ -163,8 +155,6 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "clear": ("", _clear, "forget the conversation"),
     "regen": ("", _regen, "answer the last message again"),
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
-    "save": ("FILE", _save, "write the conversation to a file"),
-    "load": ("FILE", _load, "read it back"),
     "file": ("FILE", _file, "send a text along with the next message"),
     "think": ("[on|off|auto]", _think, "whether a model that can think does"),
     "copy": ("", _copy, "the last answer, to the clipboard"),
@@ -178,11 +168,3 @@ def _last_question(session: ChatSession) -> str:
     if text is None:
         raise InvalidRequestError("There is no message to send again.")
     return text
-
-
-def _path(name: str, command: str) -> Path:
-    if not name:
-        raise InvalidRequestError(f"Usage: {command} FILE")
-    if "\0" in name:
-        raise InvalidRequestError("A file name holds no NUL character.")
-    return Path(name).expanduser()

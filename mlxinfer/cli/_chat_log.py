@@ -3,6 +3,8 @@
 import os
 from typing import Any
 
+import click
+
 from ..errors import HistoryError, InvalidRequestError, MlxinferError
 from ..history import (
     Conversation,
@@ -35,31 +37,60 @@ def owner() -> str:
     return owner_of_key(os.environ.get(API_KEY))
 
 
-def open_log(*, continued: bool, keep: bool) -> "ChatLog | None":
-    """Return the log of a new conversation, or of the newest one.
+continue_option = click.option(
+    "-c",
+    "--continue",
+    "continued",
+    metavar="[ID]",
+    is_flag=False,
+    flag_value="last",
+    help="Go on with the last conversation, or the one whose id begins with ID.",
+)
+
+
+def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
+    """Return the log of a new conversation, or of one that goes on.
 
     Args:
-        continued: go on with the newest conversation.
+        continued: beginning of a conversation's id, or `last`; None: a new conversation.
         keep: store what is said.
 
     Raises:
-        InvalidRequestError: there is nothing to go on with.
+        InvalidRequestError: there is no such conversation.
         HistoryError: the history cannot be opened, where it is to be read.
     """
-    if not continued and default_place() is None:
+    if continued is None and default_place() is None:
         return None
     try:
         history = open_history()
     except HistoryError as error:
-        if continued:
+        if continued is not None:
             raise
         note(f"not kept: {error}")
         return None
-    newest = history.conversations(owner(), limit=1) if continued else []
-    if continued and not newest:
+    try:
+        found = None if continued is None else find(history, continued)
+    except InvalidRequestError:
         history.close()
-        raise InvalidRequestError("There is no conversation to go on with.")
-    return ChatLog(history, owner(), newest[0] if newest else None, keep=keep)
+        raise
+    return ChatLog(history, owner(), found, keep=keep)
+
+
+def find(history: History, id: str) -> Conversation:
+    """Return the conversation with an id that begins so, or the last changed one.
+
+    Raises:
+        InvalidRequestError: there is none, or more than one.
+    """
+    known = history.conversations(owner(), limit=1 if id == "last" else 1_000_000)
+    found = known if id == "last" else [each for each in known if each.id.startswith(id)]
+    if not found:
+        raise InvalidRequestError(
+            f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."
+        )
+    if len(found) > 1:
+        raise InvalidRequestError(f"{len(found)} conversations begin with {id!r}; give more of it.")
+    return found[0]
 
 
 class ChatLog:

@@ -1,9 +1,7 @@
 """A conversation of a chat: its messages, settings and model. No terminal."""
 
 import json
-import os
 from collections.abc import Callable, Generator
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +14,6 @@ from ._asking import attached, thinking
 from ._chat_log import ChatLog
 
 Message = dict[str, str]
-FORMAT = 1  # of saved conversations
 
 
 @dataclass(slots=True)
@@ -128,42 +125,6 @@ class ChatSession:
         self.files.append(text)
         return len(text)
 
-    def save(self, path: Path) -> None:
-        """Write the conversation as JSON, all of it or nothing.
-
-        Raises:
-            InvalidRequestError: the file cannot be written.
-        """
-        state = {
-            "format": FORMAT,
-            "model": self.model,
-            "system": self.system,
-            "messages": self.messages,
-        }
-        _write_whole(path, json.dumps(state, indent=2, ensure_ascii=False))
-
-    def load(self, path: Path) -> None:
-        """Read a saved conversation; the loaded model stays.
-
-        Raises:
-            InvalidRequestError: the file holds no conversation.
-        """
-        state = _read_state(path)
-        try:
-            messages = [
-                {"role": _role(m["role"]), "content": str(m["content"])} for m in state["messages"]
-            ]
-            system = state["system"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequestError(
-                f"{path} is JSON, but not a conversation that /save wrote: "
-                f"{_what_is_missing(error)}."
-            ) from error
-        self.clear()
-        self.system = None if system is None else str(system)
-        for message in messages:
-            self._add(message["role"], message["content"])
-
     def clear(self) -> None:
         """Begin another conversation; a stored one stays stored."""
         self.messages.clear()
@@ -201,49 +162,3 @@ def check_setting(key: str) -> None:
         near = get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]}" if near else f"there are: {', '.join(known)}"
         raise InvalidRequestError(f"{key!r} cannot be set; {hint}{'?' if near else '.'}")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Replace a file, or the target of a link; a path that is no file is left alone."""
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        raise InvalidRequestError(f"{path} is there and is no file; choose another name.")
-    partial = target.with_name(target.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise InvalidRequestError(
-            f"{path} cannot be written: {error.strerror or error}."
-        ) from error
-
-
-def _read_state(path: Path) -> Any:
-    """The JSON of a regular file; pipes and devices may never end."""
-    if not path.is_file():
-        what = "is not there" if not path.exists() else "is no file"
-        raise InvalidRequestError(f"{path} {what}; /load takes a file that /save wrote.")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{path} is no text, so no conversation that /save wrote."
-        ) from error
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"{path} is no JSON, so no conversation that /save wrote. /file sends a text along."
-        ) from error
-
-
-def _what_is_missing(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
-
-
-def _role(value: object) -> str:
-    if value not in ("user", "assistant"):
-        raise ValueError(f"role {value!r}")
-    return str(value)

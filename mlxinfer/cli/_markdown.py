@@ -1,11 +1,10 @@
 """Markdown that is shown while it grows.
 
 Rendering the whole answer again with each token costs tens of milliseconds for a few thousand
-characters, and is cut off where it is taller than the screen. So a finished block (paragraph, list
-item, table, fenced code) is printed once and scrolls away, and only the open block is drawn again.
+characters, and is cut off where it is taller than the screen. So a finished block (paragraph, list,
+table, fenced code) is printed once and scrolls away, and only the open block is drawn again.
 """
 
-import re
 import time
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
@@ -15,43 +14,37 @@ from ._output import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from markdown_it import MarkdownIt
     from rich.console import Console, ConsoleOptions
     from rich.live import Live
     from rich.markdown import Markdown
     from rich.segment import Segment
 
 FRAME_S = 0.06  # at most one redraw in this time
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 
 
 def split_finished(text: str) -> tuple[str, str]:
     """Split into (blocks that no later text can change, the rest).
 
-    A block is finished where a blank line outside of a code fence is followed by a line without
-    indentation; an indented line would still belong to it.
+    CommonMark is read from left to right: only the last block can still grow.
     """
-    fence = ""
-    end = position = 0
-    blank_before = False
+    starts = [token.map[0] for token in _parser().parse(text) if token.level == 0 and token.map]
     lines = text.splitlines(keepends=True)
-    for line in lines:
-        bare = line.rstrip("\r\n")
-        if blank_before and bare and not bare[0].isspace():
-            end = position
-        fence = _fence_after(fence, bare, whole=line != bare)
-        blank_before = not fence and not bare.strip()
-        position += len(line)
-    return text[:end], text[end:]
+    end = max(starts, default=0)
+    return "".join(lines[:end]), "".join(lines[end:])
+
+
+@cache
+def _parser() -> "MarkdownIt":
+    from ..display.markdown import new_parser
+
+    return new_parser()
 
 
 @cache
 def _markdown_class() -> "type[Markdown]":
     """rich's Markdown by the parser of notebooks: formulas as written, headings on the left."""
     from rich.markdown import Heading, Markdown
-
-    from ..display.markdown import new_parser
-
-    parser = new_parser()
 
     class LeftHeading(Heading):
         LEVEL_ALIGN: ClassVar = dict.fromkeys(Heading.LEVEL_ALIGN, "left")
@@ -61,7 +54,7 @@ def _markdown_class() -> "type[Markdown]":
 
         def __init__(self, text: str, style: str) -> None:
             super().__init__("", style=style)
-            self.markup, self.parsed = text, parser.parse(text)
+            self.markup, self.parsed = text, _parser().parse(text)
 
     return ChatMarkdown
 
@@ -92,9 +85,11 @@ class MarkdownStream:
             self._console.file.write(text)
             self._console.file.flush()
             return
-        finished, self._open = split_finished(self._open + printable(text))
-        if finished:
-            self._print(finished)
+        self._open += printable(text)
+        if "\n" in text:  # blocks begin with lines
+            finished, self._open = split_finished(self._open)
+            if finished:
+                self._print(finished)
         self._draw()
 
     def finish(self) -> None:
@@ -163,15 +158,3 @@ class _Tail:
         for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()
-
-
-def _fence_after(fence: str, line: str, *, whole: bool) -> str:
-    """Return the code fence that is open after `line`, if any; an unfinished line closes none."""
-    match = _FENCE.fullmatch(line)
-    if match is None:
-        return fence
-    mark, info = match[1], match[2]
-    if not fence:
-        return "" if mark[0] == "`" and "`" in info else mark
-    closes = mark[0] == fence[0] and len(mark) >= len(fence) and not info.strip()
-    return "" if closes and whole else fence

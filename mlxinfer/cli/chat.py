@@ -10,7 +10,7 @@ from click.core import ParameterSource
 from ..errors import ContextLengthError
 from ..outputs import Delta
 from ._chat_commands import COMMANDS, Reply, is_command, run_command
-from ._chat_log import open_log
+from ._chat_log import continue_option, open_log
 from ._chat_session import ChatSession
 from ._commands import FAILED, report
 from ._model import ADAPTER, open_llm, with_adapter
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--show-thinking/--hide-thinking", default=True, show_default=True, help="Its thoughts, dim."
 )
-@click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last one.")
+@continue_option
 @click.option(
     "--history/--no-history",
     default=True,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @engine_options
 @click.pass_context
 def command(
-    ctx: click.Context, /, model: str, continued: bool, history: bool, **options: Any
+    ctx: click.Context, /, model: str, continued: str | None, history: bool, **options: Any
 ) -> None:
     """Talk with a model. /help inside lists what can be done.
 
@@ -57,7 +57,7 @@ def command(
     from rich.console import Console
 
     log = None
-    if continued or (history and sys.stdin.isatty()):
+    if continued is not None or (history and sys.stdin.isatty()):
         log = open_log(continued=continued, keep=history)
     if log is not None and ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
         model = log.model or model
@@ -71,14 +71,14 @@ def command(
         log=log,
         adapter=ADAPTER if adapter else None,
     )
-    if log is not None and continued:
+    if log is not None and continued is not None:
         session.messages = log.messages()
         session.system = options["system"] or log.system
     try:
         summary = session.llm.model_info  # load now, so that a failure ends the command
         if sys.stdin.isatty():
             note(f"{summary.name} is ready ({session.params.words}); /help lists commands")
-            if continued and log is not None:
+            if continued is not None and log is not None:
                 note(f"{log.title}: {counted(len(session.messages), 'message')}")
         console, shown = Console(), options["show_thinking"]
         num_failed = converse(session, open_reader(COMMANDS), console, thoughts=shown)

@@ -13,7 +13,7 @@ from ..backend import require_mlx
 from ..errors import ConversionError
 from ..hub import is_bundled
 from ..memory import human_bytes
-from ..progress import progress_lines, wants_lines
+from ..progress import progress_bars
 from ._convert_options import check_usage, checks, convert_options, shape, wrong_usage
 from ._options import json_option
 from ._output import counted, emit_json, human_count, note, table
@@ -141,42 +141,6 @@ class Downloads:
         self._progress, self._total = progress, total
 
 
-@contextmanager
-def progress_bars() -> Iterator[Progress]:
-    """Show one bar for each step, with its rate and the time left; nothing without a terminal.
-
-    MLXINFER_PROGRESS=json writes lines of JSON instead.
-    """
-    if wants_lines():
-        yield progress_lines()
-        return
-    if not sys.stderr.isatty():
-        yield lambda *_: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-
-        def show(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = bars.add_task(step, total=total, completed=done, rate="")
-            task = tasks[step]
-            speed = bars.tasks[bars.task_ids.index(task)].speed
-            rate = f"{human_count(speed)} weights/s" if speed and step == "write" else ""
-            bars.update(task, completed=done, rate=rate)
-
-        yield show
-
-
 @click.command()
 @click.argument("source")
 @click.argument("out", type=click.Path(path_type=Path))
@@ -236,7 +200,7 @@ def _convert(
     from ..convert.run import Conversion
 
     full = checks(given) == "full"
-    with progress_bars() as progress:
+    with progress_bars(unit="it") as progress:
         arrived.watch(progress, sum(info.stored_bytes for info in opened.tensors.values()))
         conversion = Conversion(
             opened, out, options, open_logits if full else None, progress,
@@ -328,7 +292,7 @@ def _check(opened: "Source", out: Path, as_json: bool) -> int:
     from ..convert.arrange import arrange
     from ..convert.verify import check_folder
 
-    with progress_bars() as progress:
+    with progress_bars(unit="it") as progress:
         found = check_folder(arrange(opened), out, progress)
     if as_json:
         emit_json({"tensors": found})

@@ -1,18 +1,15 @@
 """`mlxinfer history`: the conversations of the page and of `mlxinfer chat`."""
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ..errors import InvalidRequestError
 from ..history import Conversation, History, StoredMessage, text_sent
-from ._chat_log import open_history, owner
+from ._chat_log import find, open_history, owner
 from ._options import json_option
 from ._output import counted, emit_json, escaped, note, printable, table
 
@@ -48,14 +45,17 @@ def list_command(limit: int, as_json: bool) -> None:
 
 @command.command()
 @click.argument("id", default="last")
+@click.option("--all", "everything", is_flag=True, help="All conversations, with all branches.")
 @json_option
-def show(id: str, as_json: bool) -> None:
-    """Print a conversation."""
-    conversation, branch = _with_history(lambda history: _shown(history, id))
+def show(id: str, everything: bool, as_json: bool) -> None:
+    """Print a conversation, or all of them, as Markdown or JSON."""
+    found = _with_history(_everything if everything else lambda history: [_shown(history, id)])
     if as_json:
-        emit_json(_as_dict(conversation, branch))
+        data = [_as_dict(conversation, messages) for conversation, messages in found]
+        emit_json(data if everything else data[0])
     else:
-        click.echo(printable(as_markdown(conversation, branch)), nl=False)
+        texts = [as_markdown(conversation, messages) for conversation, messages in found]
+        click.echo(printable("\n".join(texts)), nl=False)
 
 
 @command.command()
@@ -80,38 +80,6 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("id", default="last")
-@click.option(
-    "--all", "everything", is_flag=True, help="All conversations; as JSON with all branches."
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["md", "json"]),
-    default="md",
-    show_default=True,
-    help="Markdown or JSON.",
-)
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="File.  [default: stdout]")
-def export(id: str, everything: bool, form: str, out: Path | None) -> None:
-    """Write a conversation, or all of them, as Markdown or JSON."""
-    if everything:
-        whole = form == "json"
-        found = _with_history(lambda history: _everything(history, whole=whole))
-    else:
-        found = [_with_history(lambda history: _shown(history, id))]
-    if form == "json":
-        data = [_as_dict(conversation, messages) for conversation, messages in found]
-        text = json.dumps(data if everything else data[0], indent=2, ensure_ascii=False) + "\n"
-    else:
-        text = "\n".join(as_markdown(conversation, messages) for conversation, messages in found)
-    if out is None:
-        click.echo(text, nl=False)
-    else:
-        out.write_text(text, encoding="utf-8")
-
-
-@command.command()
 @click.argument("ids", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All conversations.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -122,7 +90,7 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
 
     def chosen(history: History) -> list[Conversation]:
         if everything:
-            return [conversation for conversation, _ in _everything(history, whole=False)]
+            return history.conversations(owner(), limit=1_000_000)
         return [find(history, id) for id in ids]
 
     found = _with_history(chosen)
@@ -135,23 +103,6 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
             note(f"deleted {escaped(conversation.title)}")
 
     _with_history(delete)
-
-
-def find(history: History, id: str) -> Conversation:
-    """The conversation with an id that begins so, or the last changed one.
-
-    Raises:
-        InvalidRequestError: there is none, or more than one.
-    """
-    known = history.conversations(owner(), limit=1 if id == "last" else 1_000_000)
-    found = known if id == "last" else [each for each in known if each.id.startswith(id)]
-    if not found:
-        raise InvalidRequestError(
-            f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."
-        )
-    if len(found) > 1:
-        raise InvalidRequestError(f"{len(found)} conversations begin with {id!r}; give more of it.")
-    return found[0]
 
 
 def as_markdown(conversation: Conversation, messages: list[StoredMessage]) -> str:
@@ -172,12 +123,9 @@ def _shown(history: History, id: str) -> tuple[Conversation, list[StoredMessage]
     return conversation, history.branch(owner(), conversation.id)
 
 
-def _everything(history: History, *, whole: bool) -> list[tuple[Conversation, list[StoredMessage]]]:
-    read = history.messages if whole else history.branch
-    return [
-        (conversation, read(owner(), conversation.id))
-        for conversation in history.conversations(owner(), limit=1_000_000)
-    ]
+def _everything(history: History) -> list[tuple[Conversation, list[StoredMessage]]]:
+    found = history.conversations(owner(), limit=1_000_000)
+    return [(each, history.messages(owner(), each.id)) for each in found]
 
 
 def _with_history(read: Callable[[History], T]) -> T:

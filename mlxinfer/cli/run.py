@@ -10,7 +10,7 @@ import click
 from ..core import FinishReason, SamplingParams
 from ..outputs import Delta, Result
 from ._asking import attached, piped_text, read_schema, read_stdin, thinking
-from ._chat_log import ChatLog, open_log
+from ._chat_log import ChatLog, continue_option, open_log
 from ._model import ADAPTER, has_chat_template, open_llm, with_adapter
 from ._options import (
     adapter_option,
@@ -47,7 +47,7 @@ from ._ranks import follow_if_asked
     default=None,
     help="Write its thoughts; into a pipe: to stderr.  [default: on a terminal]",
 )
-@click.option("-c", "--continue", "continued", is_flag=True, help="Go on with the last chat.")
+@continue_option
 @click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without a chat template.")
 @adapter_option
 @engine_options
@@ -67,7 +67,9 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     follow_if_asked(options, [model])
     text = read_prompt(prompt, options["files"])
     form = None if options["schema"] is None else read_schema(options["schema"])
-    log = open_log(continued=True, keep=True) if options["continued"] else None
+    log = None
+    if options["continued"] is not None:
+        log = open_log(continued=options["continued"], keep=True)
     if log is not None and log.model and model == "demo":
         model = log.model
     with open_llm(model, **arguments, **with_adapter(options["adapter"])) as llm:

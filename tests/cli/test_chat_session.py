@@ -1,7 +1,5 @@
 """ChatSession: messages and settings, without a terminal."""
 
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -111,33 +109,6 @@ def test_settings_that_are_refused_change_nothing(
     assert session.params == before
 
 
-def test_save_and_load(session: ChatSession, tmp_path: Path) -> None:
-    session.system = "sys"
-    list(session.ask("grüezi"))
-    session.save(tmp_path / "talk.json")
-    other = ChatSession("other", session.open_model)
-    other.load(tmp_path / "talk.json")
-    assert (other.messages, other.system, other.model) == (session.messages, "sys", "other")
-    assert list(tmp_path.glob("*.partial")) == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "not json",
-        "[]",
-        '{"messages": 3, "system": null}',
-        '{"messages": [{"role": "root", "content": ""}], "system": null}',
-    ],
-)
-def test_load_refuses_other_files(session: ChatSession, tmp_path: Path, text: str) -> None:
-    (tmp_path / "x").write_text(text)
-    with pytest.raises(InvalidRequestError, match="conversation that /save wrote"):
-        session.load(tmp_path / "x")
-    with pytest.raises(InvalidRequestError, match="is not there; /load takes"):
-        session.load(tmp_path / "y")
-
-
 def test_switching_frees_the_old_model_first(session: ChatSession, llm: FakeLLM) -> None:
     list(session.ask("hi"))
     session.switch("other")
@@ -156,45 +127,6 @@ def test_a_switch_that_fails_keeps_the_conversation_going(llm: FakeLLM) -> None:
         session.switch("none")
     assert session.model == "fake"
     assert list(session.ask("hi"))
-
-
-def test_saving_follows_links_and_replaces_nothing_but_files(
-    session: ChatSession, tmp_path: Path
-) -> None:
-    list(session.ask("hi"))
-    real, link = tmp_path / "real.json", tmp_path / "link.json"
-    link.symlink_to(real)
-    session.save(link)
-    assert link.is_symlink()
-    assert "Hello" in real.read_text()
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for wrong in (tmp_path, pipe, tmp_path / "no" / "such.json"):
-        with pytest.raises(InvalidRequestError, match=re.escape(f"{wrong} ")) as caught:
-            session.save(wrong)
-        assert ".partial" not in str(caught.value)
-    with pytest.raises(InvalidRequestError, match="no file"):
-        session.load(pipe)
-    assert pipe.is_fifo()
-
-
-def test_a_disk_that_fills_up_leaves_what_was_saved_before(
-    session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "talk.json"
-    session.save(path)
-    before = path.read_text()
-    list(session.ask("hi"))
-
-    def full(self: Path, *_: object, **__: object) -> None:
-        self.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InvalidRequestError, match="No space left"):
-        session.save(path)
-    assert path.read_text() == before
-    assert list(tmp_path.glob("*.partial")) == []
 
 
 def test_a_setting_is_checked_against_the_vocabulary_once_it_is_known(session: ChatSession) -> None:

@@ -72,7 +72,7 @@ def test_an_error_ends_only_the_turn(
     session: ChatSession, llm: FakeLLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm.fail_after, llm.error = 0, OverloadedError("full")
-    talk(session, "hi", "/nonsense", "/set temperature hot", "/save /no/such/folder/x")
+    talk(session, "hi", "/nonsense", "/set temperature hot", "/file /no/such/folder/x")
     errors = capsys.readouterr().err.splitlines()
     assert errors[0] == "error: full"
     assert errors[1].startswith("error: There is no /nonsense; /help lists")
@@ -151,15 +151,12 @@ def test_a_full_context_says_how_to_go_on(
     assert capsys.readouterr().err.startswith("error: too long\n/clear forgets")
 
 
-def test_stats_save_load_clear(session: ChatSession, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    shown = talk(session, "hi", "/stats", f"/save {file}", "/clear", f"/load {file}")
+def test_stats_and_clear(session: ChatSession) -> None:
+    shown = talk(session, "hi", "/stats", "/clear")
     assert "7 prompt + 2 answer tokens" in shown
     assert "5.0 MB in use; KV cache 3.0 kB of 8.0 kB" in shown
     assert "80 of 100 prompt tokens found in the cache" in shown
-    assert "saved 2 messages" in shown
-    assert "loaded 2 messages" in shown
-    assert len(session.messages) == 2
+    assert session.messages == []
 
 
 def test_what_a_user_types_is_no_markup(session: ChatSession) -> None:
@@ -242,9 +239,8 @@ def test_no_input_line_crashes_the_chat(
 ) -> None:
     deep = "[" * 100_000
     lines = [
-        "/save .",
-        "/save a\0b",
-        "/load .",
+        "/file .",
+        "/file a\0b",
         f"/set logit_bias {deep}",
         "/set top_k 1" + "0" * 99,
     ]

@@ -38,7 +38,7 @@ def stored(place: Path) -> History:
     return history
 
 
-def test_list_show_search_and_export(outcome: Any, stored: History, tmp_path: Path) -> None:
+def test_list_show_and_search(outcome: Any, stored: History) -> None:
     listed = outcome("history", "list")
     assert "What is a zebra?" in listed.out
     assert json.loads(outcome("history", "list", "--json").out)["conversations"][0]["id"] == TALK
@@ -48,10 +48,8 @@ def test_list_show_search_and_export(outcome: Any, stored: History, tmp_path: Pa
     assert "A horse." not in shown
     assert '<file name="a.txt">' in shown
     assert "A horse." in outcome("history", "search", "horse").out
-    assert outcome("history", "export", TALK[:10], "--format", "md").out == shown
-    out = tmp_path / "all.json"
-    assert outcome("history", "export", "--all", "--format", "json", "-o", str(out)).code == 0
-    [exported] = json.loads(out.read_text())
+    assert outcome("history", "show", TALK[:10]).out == shown
+    [exported] = json.loads(outcome("history", "show", "--all", "--json").out)
     assert [m["content"] for m in exported["messages"]][1:] == ["A horse.", "A striped animal."]
 
 
@@ -86,7 +84,8 @@ def talk(outcome: Any, monkeypatch: pytest.MonkeyPatch, text: str, *args: str) -
 def test_chat_goes_on_with_the_newest_conversation_and_keeps_both(
     fake: FakeLLM, outcome: Any, stored: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert talk(outcome, monkeypatch, "And an okapi?\n", "-c").code == 0
+    assert talk(outcome, monkeypatch, "Which?\n", "-c", "no-such-id").code == 1
+    assert talk(outcome, monkeypatch, "And an okapi?\n", "-c", TALK[:12]).code == 0
     sent: Any = fake.asked[-1][0]
     assert [m["content"] for m in sent][:1] == ["Be brief."]
     assert "inside" in sent[1]["content"]

@@ -21,7 +21,7 @@ PIECES = ["a", "word ", "\n", "\n\n", "```\n", "```", "~~~\n", "    x\n", "- ite
         ("one\n\n", ""),  # an indented line could still belong to it
         ("one\n\ntwo", "one\n\n"),
         ("one\n\ntwo\n\nthree", "one\n\ntwo\n\n"),
-        ("- a\n\n  more of a\n\n- b", "- a\n\n  more of a\n\n"),
+        ("- a\n\n  more of a\n\n- b", ""),  # a list is one block
         ("```\nx\n\ny\n", ""),
         ("```\nx\n\ny\n```\n\nz", "```\nx\n\ny\n```\n\n"),
         ("````\n```\n\ninside\n", ""),

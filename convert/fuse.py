@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import CheckpointError
-from ..layers.factory import AdapterTarget
+from ..layers.adapters import AdapterTarget
 from ..models.adapters.folder import AdapterFolder, AdapterModule, in_layer
 from ..models.adapters.loaded import oriented
 from ..models.config import normalise

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from .linear import Projection
 from .moe import ExpertProjection, Routed, row_indices
@@ -23,6 +24,54 @@ from .step import Rows
 # below, each row meets its adapter's matrices in one operation for all rows.
 LONG_RUN = 32
 MAX_PIECES = 32  # of more pieces, B is one matrix with zeros between the parts
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRows:
+    """Outputs of a layer, side by side, that a checkpoint has as outputs of one of its matrices."""
+
+    path: str  # of that matrix, as the decoder has it
+    num_rows: int  # outputs, here
+    total: int  # outputs of that matrix
+    rows: NDArray[np.int32] | None = None  # which outputs of that matrix; None: all, in order
+    factor: mx.array | None = None  # () or (num_rows,), what the matrix is multiplied with here
+
+    def chosen(self, rows: NDArray[np.int32]) -> "SourceRows":
+        """Some of these outputs, in an order."""
+        factor = self.factor
+        if factor is not None and factor.ndim:
+            factor = factor[mx.array(rows)]
+        rows = rows if self.rows is None else self.rows[rows]
+        return SourceRows(self.path, len(rows), self.total, rows, factor)
+
+    def scaled(self, factor: mx.array) -> "SourceRows":
+        """These outputs, multiplied by a factor more."""
+        whole = factor if self.factor is None else self.factor * factor
+        return SourceRows(self.path, self.num_rows, self.total, self.rows, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class InputSlice:
+    """The inputs of a checkpoint's matrix that one rank has, side by side."""
+
+    start: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTarget:
+    """A projection of a model, and the checkpoint's matrices that it was made of."""
+
+    projection: Projection | ExpertProjection | None  # None: another rank has its layer
+    sources: tuple[SourceRows, ...]  # of its outputs, side by side
+    in_dims: int
+    num_experts: int | None  # None: it is no projection of experts
+    inputs: InputSlice | None = None  # where its outputs are summed over ranks; None: it has all
+
+    @property
+    def all_inputs(self) -> int:
+        """Inputs of the checkpoint's matrices."""
+        return self.in_dims if self.inputs is None else self.inputs.total
 
 
 @dataclass(frozen=True, slots=True)

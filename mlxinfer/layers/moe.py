@@ -310,7 +310,7 @@ def _row_indices(shape: tuple[int, ...]) -> mx.array:
 
 
 class ExpertLinear:
-    """Dense matrices, stacked."""
+    """Dense matrices, stacked. They may be of a wider dtype than the rows."""
 
     __slots__ = ("bias", "transposed")
 
@@ -322,7 +322,9 @@ class ExpertLinear:
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""
         experts, in_order = routed.experts, routed.in_order
         y = mx.gather_mm(x, self.transposed, row_indices(x), experts, sorted_indices=in_order)
-        return y if self.bias is None else y + self.bias[experts][..., None, :]
+        if self.bias is not None:
+            y = y + self.bias[experts][..., None, :]
+        return y.astype(x.dtype)
 
 
 class QuantizedExpertLinear:

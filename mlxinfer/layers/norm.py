@@ -109,6 +109,14 @@ class HeadRMSNorm:
         return mx.fast.rms_norm(x, None, self.eps) * self.weight
 
 
+def rms_norm(weight: mx.array, eps: float) -> Norm:
+    """An RMS norm; weight (dims,), or (heads, dims) where each head has its own.
+
+    `eps` is added to the mean square.
+    """
+    return RMSNorm(weight, eps) if weight.ndim == 1 else HeadRMSNorm(weight, eps)
+
+
 class LayerNorm:
     """MLX's fused layer norm, with or without a bias."""
 

@@ -108,6 +108,12 @@ class LongRope:
         return mx.where(chosen, self.long(x, long), self.short(x, short))
 
 
+def rope_of(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
+    """The rope of a spec over heads of a size."""
+    rope = FusedRope(spec, head_dim, dtype)
+    return rope if spec.long is None else LongRope(rope, FusedRope(spec.long, head_dim, dtype))
+
+
 class QueryScale:
     """Queries grow with the logarithm of their position, as of Llama 4.
 

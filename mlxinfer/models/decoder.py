@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from ..core import CacheSpec
-from ..layers.adapters import ActiveAdapters, Adapted
+from ..layers.adapters import ActiveAdapters, Adapted, AdapterTarget
 from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
-from ..layers.factory import AdapterTarget
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm

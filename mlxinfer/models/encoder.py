@@ -146,7 +146,7 @@ class Encoder(Family):
             raise UnsupportedModelError(
                 f"hidden_act is {name!r}; supported are {', '.join(PLAIN)}."
             )
-        return self.make.plain(name)
+        return PLAIN[name]
 
     def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> Norm:
         """The layer norm at `path`, with a bias where there is one."""
@@ -177,7 +177,7 @@ class Encoder(Family):
         """The table at `path`, (rows, hidden); None for one without rows."""
         if not rows:
             return None
-        return self.weights.embedding(path, (rows, self.config.hidden_size), shared=False)
+        return self.weights.embedding(path, (rows, self.config.hidden_size))
 
     def layer(self, index: int) -> Layer:
         """Norms behind both blocks."""

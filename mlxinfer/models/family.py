@@ -16,12 +16,11 @@ from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.causal_conv import CausalConv
-from ..layers.factory import LayerFactory
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
-from ..layers.norm import Norm, WideQKNorm
-from ..layers.rope import QueryScale, RopeSpec, rotary_order, scale_factor
+from ..layers.norm import Norm, WideQKNorm, rms_norm
+from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from .config import ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
@@ -157,7 +156,6 @@ class Family:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.weights = weights
-        self.make: LayerFactory = weights.make
         self.attentions: dict[int, LayerMixer] = {}  # those with keys that later layers may read
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
 
@@ -175,9 +173,7 @@ class Family:
     def _model(self: Self) -> Model:
         config, weights = self.config, self.weights
         tied = config.tie_word_embeddings
-        table = weights.embedding(
-            "model.embed_tokens", (config.vocab_size, config.hidden_size), shared=tied
-        )
+        table = weights.embedding("model.embed_tokens", (config.vocab_size, config.hidden_size))
         entry = self.entry()
         weights.evaluate(list(arrays([table, entry])))
         layers = [weights.layer(index, self.layer) for index in range(config.num_layers)]
@@ -198,7 +194,7 @@ class Family:
             activation_dtype=weights.dtype,
             embed_scale=self.embed_scale,
             entry=entry,
-            adapter_targets=weights.make.adapter_targets or (),
+            adapter_targets=weights.adapter_targets or (),
         )
         weights.evaluate([*model.arrays(), *arrays(lm_head)])
         return model
@@ -233,7 +229,7 @@ class Family:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
         width = self.config.hidden_size if dims is None else dims
         weight = self.weights.norm(path, width, offset=self.norm_offset)
-        return self.make.norm(weight, self.config.rms_norm_eps if eps is None else eps)
+        return rms_norm(weight, self.config.rms_norm_eps if eps is None else eps)
 
     def mlp(self, index: int) -> FeedForward:
         """The feed-forward block of a layer."""
@@ -252,7 +248,7 @@ class Family:
             weight = self.weights.take(name, (channels, length, 1), parts=parts)[..., 0]
         else:
             weight = self.weights.take(name, (channels, 1, length), parts=parts)[:, 0]
-        return self.make.causal_conv(
+        return CausalConv(
             weight, self.weights.take(f"{path}.bias", (channels,), parts=parts) if bias else None
         )
 
@@ -267,7 +263,7 @@ class Family:
         weight = self._head_norm_weight(index) if self.has_head_norms() else None
         norm = self.qk_norm(index)
         if weight is not None:
-            norm = self.make.norm(weight, config.rms_norm_eps)
+            norm = rms_norm(weight, config.rms_norm_eps)
         make_heads = None
         if weight is not None or norm is None:  # one kernel does norm and rope
             shape = heads, *config.heads_of(index)
@@ -333,7 +329,7 @@ class Family:
     def v_norm(self, index: int) -> Norm:
         """An RMS norm over the values (T, num_kv_heads, head_dim) of a layer, with weights of 1."""
         _, dim = self.config.heads_of(index)
-        return self.make.norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
+        return rms_norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
         """What queries of a layer are multiplied with by their positions."""
@@ -357,7 +353,7 @@ class Family:
         """The rope of a spec over heads of a size; layers that agree in both share it."""
         key = spec, head_dim
         if key not in self._ropes:
-            self._ropes[key] = self.make.rope(spec, head_dim, self.weights.dtype)
+            self._ropes[key] = rope_of(spec, head_dim, self.weights.dtype)
         return self._ropes[key]
 
     def _head_norm_weight(self, index: int) -> mx.array:
@@ -440,7 +436,7 @@ class Family:
         else:
             parts = [self._stacked(path, each, (count, inner, hidden)) for each in ("gate", "up")]
         # One projection after the other: together, the experts and what is made of them are held.
-        gate_up = fused_experts(parts, self.make)
+        gate_up = fused_experts(parts)
         del parts
         weights.evaluate(list(arrays(gate_up)))
         shape = count, hidden, inner
@@ -452,7 +448,7 @@ class Family:
             router=weights.linear(f"{path}.{router}", count, hidden),
             choose=choose,
             gate_up_proj=gate_up,
-            down_proj=down.expert_projection(self.make),
+            down_proj=down.expert_projection(),
             activation=self.activation,
             shared=shared,
             weighs_inputs=weighs_inputs,

@@ -427,7 +427,7 @@ def load_eagle(folder: Path, model: Model) -> DraftHead:
     embed_tokens = None
     if "embed_tokens.weight" in weights:
         shape = (config.vocab_size, config.hidden_size)
-        embed_tokens = weights.embedding("embed_tokens", shape, shared=False)
+        embed_tokens = weights.embedding("embed_tokens", shape)
     elif config.hidden_size != model.config.hidden_size:
         raise CheckpointError(
             f"The head's hidden size is {config.hidden_size} and the model's "

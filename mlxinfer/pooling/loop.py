@@ -320,7 +320,7 @@ class PoolingLoop:
 def segment_caches(model: PoolingModel, groups: Sequence[RowGroup]) -> list[Any]:
     """One for each mixer of a model that has a cache."""
     masks = Masks(model.model.config.bidirectional)
-    return [segment_cache(spec, groups, masks, model.attend) for spec in model.model.cache_specs]
+    return [segment_cache(spec, groups, masks) for spec in model.model.cache_specs]
 
 
 def _token_types(rows: Sequence[WaitingRow]) -> mx.array | None:

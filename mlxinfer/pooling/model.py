@@ -31,7 +31,6 @@ class PoolingModel:
     pooler: Pooler
     config: PoolingConfig
     dim: int  # numbers of a row's vector; 1 of scores
-    attend: Callable[..., mx.array]  # as of LayerFactory
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +73,6 @@ def load_pooling(
         dtype=dtype,
         fits_float16=builder.fits_float16,
         watch=watch,
-        many_rows=True,
     )
     head = Weights(
         Checkpoint(tensors, _head_name),
@@ -85,7 +83,7 @@ def load_pooling(
     model: Model = builder.build(config, weights)
     pooler, dim = _pooler(folder, pooling, model, head)
     mx.eval(list(arrays([each for each in pooler.behind if isinstance(each, Projected)])))
-    return PoolingModel(model, pooler, pooling, dim, weights.make.attend)
+    return PoolingModel(model, pooler, pooling, dim)
 
 
 def _pooler(

@@ -4,7 +4,7 @@ n = rows of one length, L = that length, H = KV heads, D = head dim. Rows of equ
 by side in the flat list, so that they attend together as a view (n, heads, L, D), without padding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import mlx.core as mx
@@ -93,20 +93,12 @@ class SegmentAttention:
         groups: of the pass.
         masks: of the pass.
         window: positions that a token sees, itself included; where tokens see ahead, to each side.
-        attend: as of LayerFactory.
     """
 
-    __slots__ = ("_attend", "_groups", "_masks", "_stored", "_window", "heads")
+    __slots__ = ("_groups", "_masks", "_stored", "_window", "heads")
 
-    def __init__(
-        self,
-        groups: Sequence[RowGroup],
-        masks: Masks,
-        window: int | None,
-        attend: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention,
-    ) -> None:
+    def __init__(self, groups: Sequence[RowGroup], masks: Masks, window: int | None) -> None:
         self._groups = groups
-        self._attend = attend
         self._masks = masks
         self._window = window
         self._stored: tuple[mx.array, mx.array] | None = None
@@ -131,10 +123,7 @@ class SegmentAttention:
         """Other queries (T, heads, D) over the same keys and values."""
         assert self._stored is not None
         keys, values = self._stored
-        attention = _attention(self._attend, *softmax)
-        outputs = [
-            self._of_group(group, queries, keys, values, attention) for group in self._groups
-        ]
+        outputs = [self._of_group(group, queries, keys, values, softmax) for group in self._groups]
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def _of_group(
@@ -143,7 +132,7 @@ class SegmentAttention:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        attention: "Attend",
+        softmax: Softmax,
     ) -> mx.array:
         """All of the pass (T, ...) -> what tokens of one group see, (n * L, heads * V)."""
         queries, keys, values = (
@@ -166,6 +155,7 @@ class SegmentAttention:
                 mask = self._masks.of(span, seen, self._window)
                 blocks.append(
                     attention(
+                        softmax,
                         queries[some, :, span[0] : span[1]],
                         keys[some, :, seen[0] : seen[1]],
                         values[some, :, seen[0] : seen[1]],
@@ -177,38 +167,28 @@ class SegmentAttention:
         return found.swapaxes(1, 2).reshape(count * group.length, -1)
 
 
-Attend = Callable[[mx.array, mx.array, mx.array, Mask], mx.array]
-
-
-def _attention(
-    attend: Callable[..., mx.array],
-    scale: float,
-    sinks: mx.array | None,
-    soft_cap: float | None,
-) -> Attend:
+def attention(
+    softmax: Softmax, queries: mx.array, keys: mx.array, values: mx.array, mask: Mask
+) -> mx.array:
     """Attention of (n, heads, l, D) over (n, H, S, D) and (n, H, S, V), and a mask (l, S)."""
-    if soft_cap is None:
-        return lambda queries, keys, values, mask: attend(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+    if softmax.soft_cap is None:
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=softmax.scale, mask=mask, sinks=softmax.sinks
         )
-    assert sinks is None
-
-    def capped(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
-        count, heads, length, dim = queries.shape
-        grouped = queries.reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
-        scores = (grouped * scale) @ keys.swapaxes(2, 3)
-        scores = mx.tanh(scores / soft_cap) * soft_cap
-        scores = scores.reshape(count, heads, length, -1)
-        if isinstance(mask, str):
-            stop = keys.shape[2]
-            mask = mx.arange(stop - length, stop)[:, None] >= mx.arange(stop)[None]
-        if mask is not None:
-            scores = mx.where(mask, scores, -mx.inf)
-        weights = mx.softmax(scores, axis=-1, precise=True)
-        mixed = weights.reshape(count, keys.shape[1], -1, keys.shape[2]) @ values
-        return mixed.reshape(count, heads, length, -1)
-
-    return capped
+    assert softmax.sinks is None
+    count, heads, length, dim = queries.shape
+    grouped = queries.reshape(count, keys.shape[1], -1, dim)  # (n, H, heads / H * l, D)
+    scores = (grouped * softmax.scale) @ keys.swapaxes(2, 3)
+    scores = mx.tanh(scores / softmax.soft_cap) * softmax.soft_cap
+    scores = scores.reshape(count, heads, length, -1)
+    if isinstance(mask, str):
+        stop = keys.shape[2]
+        mask = mx.arange(stop - length, stop)[:, None] >= mx.arange(stop)[None]
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)
+    weights = mx.softmax(scores, axis=-1, precise=True)
+    mixed = weights.reshape(count, keys.shape[1], -1, keys.shape[2]) @ values
+    return mixed.reshape(count, heads, length, -1)
 
 
 class SegmentStates:
@@ -271,7 +251,6 @@ def segment_cache(
     spec: CacheSpec,
     groups: Sequence[RowGroup],
     masks: Masks,
-    attend: Callable[..., mx.array],
 ) -> SegmentCache:
     """What stands for a mixer's cache in a pass.
 
@@ -281,7 +260,7 @@ def segment_cache(
     if isinstance(spec, StateSpec):
         return SegmentStates(groups, spec)
     if isinstance(spec, KVSpec) and not spec.chunked:
-        return SegmentAttention(groups, masks, spec.window, attend)
+        return SegmentAttention(groups, masks, spec.window)
     raise UnsupportedModelError(
         f"Models with {type(spec).__name__} layers give no embeddings and scores here; those of "
         "full or windowed attention, and recurrent ones, do."

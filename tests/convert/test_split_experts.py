@@ -38,7 +38,6 @@ CASES = [
 def test_the_same_model_with_one_read_for_an_expert_and_back(
     case: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")  # slots have the layout of a GPU's experts
     source = write_source(tmp_path / "source", case)
     for name, split in (("whole", False), ("split", True)):
         convert(source, tmp_path / name, recipe=recipe, split_experts=split)

@@ -17,6 +17,7 @@ from models.tiny import tiny_checkpoint
 from mlxinfer.cache.state import Arrays, StatesBefore
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.step import Step
+from mlxinfer.metal_kernels.variants import KernelUse, ModelForm
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
@@ -36,6 +37,9 @@ class Recurrence:
         self._into = mx.array(rng.normal(size=(hidden, width)).astype(np.float32) * hidden**-0.5)
         self._out = mx.array(rng.normal(size=(HEADS * KEY, hidden)).astype(np.float32) * 0.3)
         self.spec = StateSpec((((HEADS, KEY, KEY), "float32"), ((hidden,), "float32")))
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
         outputs = []

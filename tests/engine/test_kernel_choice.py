@@ -1,6 +1,7 @@
 """Which Metal kernels a model's steps use, by number of query tokens, and when they are checked."""
 
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
-DECODE = {"paged_attention", "kv_write", "tail_write", "sample"}
+DECODE = {"paged_attention", "kv_write", "tail_write", "gate_up", "sample"}
 
 
 def wide_model(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> Model:
@@ -161,6 +162,9 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
         assert ended.wait(30)
         assert idle.wait(30)
         assert asked[0].number("queries") == 8
+        deadline_s = time.monotonic() + 30
+        while engine.stats()["kernels"]["asked"] and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # gate and up of several rows are checked after it
         assert engine.stats()["kernels"]["asked"] == 0
     finally:
         engine.close()

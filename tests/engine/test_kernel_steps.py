@@ -47,11 +47,7 @@ SLOW = pytest.mark.slow  # what other cases have, too, if not all of it together
 def wide_model(
     monkeypatch: pytest.MonkeyPatch, case: str, *, layers: int = 2, bits: int | None = None
 ) -> Model:
-    """A tiny model with a head dim that the kernels have; its weights in so many bits.
-
-    Made of the layers that a GPU runs.
-    """
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
+    """A tiny model with a head dim that the kernels have; its weights in so many bits."""
     sizes = {"head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 256}
     types = CASES[case].get("layer_types")
     if types is not None:

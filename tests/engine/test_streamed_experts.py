@@ -131,7 +131,6 @@ def test_logits_are_bit_for_bit_the_resident_ones(
     case: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long chunks go in waves, short ones do not: the same sums in the same order."""
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")  # slots have the layout of a GPU's experts
     resident = load(checkpoint(case, stacks=False))
     num_slots = times * resident.config.experts_per_token
     ids = prompt(70, 5)
@@ -144,7 +143,6 @@ def test_logits_are_bit_for_bit_the_resident_ones(
 def test_numbers_are_rounded_as_in_the_resident_model(
     dtype: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
     how = None if bits is None else {"group_size": 32, "bits": bits}
     folder = tiny_checkpoint(tmp_path, "deepseek_v3-v4", quantize=how)  # scales, too, in float32
     models = streamed(folder, 4, dtype=dtype), load(folder, dtype=dtype)
@@ -228,12 +226,9 @@ def test_a_guess_that_failed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert (layer.finish(wanted)[chosen] >= 0).all()
 
 
-def test_a_prompt_takes_no_more_memory_than_in_the_resident_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_takes_no_more_memory_than_in_the_resident_model(tmp_path: Path) -> None:
     """What a layer's experts make of all its rows is let go of when the next layer has run."""
     folder, peaks = write_checkpoint(tmp_path, WIDE), []
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
     for experts in (None, ExpertOptions(1 << 40)):
         model = load(folder, dtype="float32", experts=experts)
         harness = Harness(model, prefill_chunk=512, prefix_cache=False)

@@ -4,8 +4,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxinfer.layers.cpu import CPULayerFactory, TiledExpertLinear
-from mlxinfer.layers.factory import LayerFactory
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.mlp import MLP, gated
 from mlxinfer.layers.moe import (
@@ -45,31 +43,29 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, SORT_FROM // K, 41])
 @pytest.mark.parametrize(
-    ("bits", "kind", "make"),
+    ("bits", "kind"),
     [
-        ((None, None, None), TiledExpertLinear, CPULayerFactory()),
-        ((None, None, None), ExpertLinear, LayerFactory()),
-        ((None, None, None), ExpertLinear, CPULayerFactory()),
-        ((4, 4, 4), QuantizedExpertLinear, LayerFactory()),
-        ((4, 8, 4), JoinedExperts, LayerFactory()),
+        ((None, None, None), ExpertLinear),
+        ((4, 4, 4), QuantizedExpertLinear),
+        ((4, 8, 4), JoinedExperts),
     ],
 )
 @pytest.mark.parametrize("normalised", [True, False])
-def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, make, normalised):
-    inner = 40 if kind is ExpertLinear else 64  # which tiles divide, or not
+def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, normalised):
+    inner = 64
     gate, up, down = (
         experts(inner, HIDDEN, seed=0, bits=bits[0]),
         experts(inner, HIDDEN, seed=1, bits=bits[1]),
         experts(HIDDEN, inner, seed=2, bits=bits[2]),
     )
     router = normal(EXPERTS, HIDDEN, seed=3)
-    gate_up = fused_experts([gate[0], up[0]], make)
+    gate_up = fused_experts([gate[0], up[0]])
     assert type(gate_up) is kind
     moe = MoE(
         router=Linear(mx.array(router)),
         choose=top_k_softmax(K) if normalised else softmax_top_k(K),
         gate_up_proj=gate_up,
-        down_proj=down[0].expert_projection(make),
+        down_proj=down[0].expert_projection(),
         activation=gated("silu", mx.float32),
     )
     x, residual = normal(num_tokens, HIDDEN, seed=4), normal(num_tokens, HIDDEN, seed=5)
@@ -129,7 +125,7 @@ def test_a_shared_expert_is_added():
         experts(*shape, seed=i, bits=None)[0]
         for i, shape in enumerate([(64, HIDDEN), (HIDDEN, 32)])
     ]
-    gate_up, down = (one.expert_projection(LayerFactory()) for one in stored)
+    gate_up, down = (one.expert_projection() for one in stored)
     parts |= {"gate_up_proj": gate_up, "down_proj": down, "activation": gated("silu", mx.float32)}
     x = mx.array(normal(3, HIDDEN, seed=4))
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""Rotary embeddings: published frequencies, both implementations, and the property that matters."""
+"""Rotary embeddings: published frequencies, the definition, and the property that matters."""
 
 import math
 
@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxinfer.layers.cpu import TableRope
 from mlxinfer.layers.rope import (
     FusedRope,
     RopeSpec,
@@ -45,20 +44,18 @@ def rotate(x: np.ndarray, positions: list[int], spec: RopeSpec) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize("implementation", [TableRope, FusedRope])
 @pytest.mark.parametrize("name", SPECS)
-def test_both_ropes_equal_their_definition(implementation, name):
+def test_ropes_equal_their_definition(name):
     spec = SPECS[name]
     positions = [0, 1, 7, 300, 3]
     x = np.random.default_rng(0).standard_normal((5, 3, HEAD_DIM)).astype(np.float32)
-    rope = implementation(spec, HEAD_DIM, mx.float32)
+    rope = FusedRope(spec, HEAD_DIM, mx.float32)
     turned = rope(mx.array(x), rope.prepare(mx.array(positions, mx.int32)))
     np.testing.assert_allclose(np.array(turned), rotate(x, positions, spec), atol=2e-4)
 
 
-@pytest.mark.parametrize("implementation", [TableRope, FusedRope])
-def test_ropes_keep_the_dtype(implementation):
-    rope = implementation(SPECS["partial yarn"], HEAD_DIM, mx.bfloat16)
+def test_ropes_keep_the_dtype():
+    rope = FusedRope(SPECS["partial yarn"], HEAD_DIM, mx.bfloat16)
     x = mx.ones((2, 1, HEAD_DIM), mx.bfloat16)
     assert rope(x, rope.prepare(mx.arange(2))).dtype == mx.bfloat16
 
@@ -68,7 +65,7 @@ def test_ropes_keep_the_dtype(implementation):
     st.sampled_from(sorted(SPECS)), st.integers(0, 500), st.integers(0, 500), st.integers(0, 500)
 )
 def test_scores_depend_on_the_distance_alone(name, at, of, shift):
-    rope = TableRope(SPECS[name], HEAD_DIM, mx.float32)
+    rope = FusedRope(SPECS[name], HEAD_DIM, mx.float32)
     q, k = mx.random.normal((2, 1, 1, HEAD_DIM), key=mx.random.key(1))
 
     def score(q_position: int, k_position: int) -> float:

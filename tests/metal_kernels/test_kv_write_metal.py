@@ -8,7 +8,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from mlxinfer.cache.formats import Affine, make_format, rotatable
 from mlxinfer.cache.joint import JointPool
 from mlxinfer.core import KVSpec
-from mlxinfer.layers.cpu import layer_factory
+from mlxinfer.layers.norm import rms_norm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
 from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, group_size, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
@@ -110,6 +110,16 @@ def test_groups_and_rotations_are_those_of_the_formats(dim: int) -> None:
     assert (hadamard_order(dim) > 0) == rotatable(dim)
 
 
+def turned(x: mx.array, positions: mx.array, turning: int) -> mx.array:
+    """x (T, heads, dim) by the definition; MLX's own rope divides by rounded frequencies."""
+    frequencies = mx.array(inverse_frequencies(RopeSpec(dims=turning)), mx.float32)
+    angles = positions[:, None, None] * frequencies
+    first, second, rest = mx.split(x, [turning // 2, turning], axis=-1)
+    cosines, sines = mx.cos(angles), mx.sin(angles)
+    parts = [first * cosines - second * sines, second * cosines + first * sines, rest]
+    return mx.concatenate(parts, axis=-1)
+
+
 @pytest.mark.parametrize(
     ("dim", "bits", "turning"),
     [(64, (None, None), 64), (80, (4, 8), 40), (128, (8, 4), 128), (96, (4, 4), 96)],
@@ -122,9 +132,7 @@ def test_twin_does_what_the_layers_and_formats_do(
     twin = kv_write_twin(qkv, positions, heads)
     x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
     assert heads.norm_weight is not None
-    make = layer_factory()
-    rope = make.rope(RopeSpec(dims=turning), dim, mx.float32)
-    x = rope(make.norm(heads.norm_weight, 1e-6)(x), rope.prepare(positions))
+    x = turned(rms_norm(heads.norm_weight, 1e-6)(x), positions, turning)
     if bits[0] == 4:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [H], axis=1)
@@ -142,7 +150,7 @@ def test_twin_norms_values_as_the_layer_does() -> None:
     heads = heads_of(64, norms_values=True)
     qkv, positions = tokens_of(heads, 5)
     values = qkv.reshape(5, -1, 64)[:, -K:]
-    normed = layer_factory().norm(mx.ones(64), 1e-6)(values)
+    normed = rms_norm(mx.ones(64), 1e-6)(values)
     assert np.allclose(*wide(kv_write_twin(qkv, positions, heads).values[0], normed), atol=1e-5)
 
 

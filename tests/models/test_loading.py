@@ -370,7 +370,6 @@ def test_layers_that_predict_further_ahead_are_left_out(tmp_path):
 @pytest.mark.parametrize("case", ["qwen3_moe-v5", "mixtral"])
 def test_experts_stored_one_by_one_are_stacked_a_projection_at_a_time(tmp_path, monkeypatch, case):
     """Above what is held in the end, loading needs less than half a layer."""
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")  # their forms are made of copies
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "moe_intermediate_size": 256}
     sizes |= {"intermediate_size": 256} if case == "mixtral" else {}
     config = {**tiny_config(case), **sizes}

@@ -15,7 +15,6 @@ from models.published import PUBLISHED
 from mlxinfer.cli._inspect import share_of_token
 from mlxinfer.cli.suggest import KV_BYTES, suggestions
 from mlxinfer.core import StateSpec
-from mlxinfer.layers.factory import LayerFactory
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
@@ -36,7 +35,6 @@ def built(name: str, shapes: dict[str, Shape]) -> Model:
     zeros = {name: mx.zeros(shape, mx.bfloat16) for name, shape in shapes.items()}
     source = Checkpoint(zeros, builder.tensor_name)
     weights = Weights(source, NOWHERE, dtype="bfloat16")
-    weights.make = LayerFactory()  # which lays out nothing anew
     return builder.build(config, weights)
 
 

@@ -114,10 +114,9 @@ def test_a_model_that_is_placed_nowhere_reads_no_byte(case, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("sizes", [DENSE, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path, monkeypatch):
+def test_loading_holds_the_weights_and_one_layer_at_most(sizes, dtype, tmp_path):
     """What is stored as it is used is held once; else a layer is held beside what it becomes."""
     folder = write_checkpoint(tmp_path, sizes)
-    monkeypatch.setenv("MLXINFER_CPU_LAYERS", "0")
     load(folder, dtype=dtype)  # what is made once is there
     mx.clear_cache()
     mx.reset_peak_memory()

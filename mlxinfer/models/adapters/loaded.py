@@ -10,8 +10,14 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.adapters import Adapted, AdaptedExperts, AdaptedLinear, LowRank
-from ...layers.factory import AdapterTarget, SourceRows
+from ...layers.adapters import (
+    Adapted,
+    AdaptedExperts,
+    AdaptedLinear,
+    AdapterTarget,
+    LowRank,
+    SourceRows,
+)
 from ..decoder import Model
 from ..jsonfields import Fields
 from ..language import LanguageModel

@@ -113,7 +113,7 @@ class FalconH1(Family):
             self,
             path,
             dims,
-            in_proj=in_proj.projection(self.make),
+            in_proj=in_proj.projection(),
             out_proj=self._scaled(
                 f"{path}.out_proj",
                 (hidden, dims.inner),
@@ -135,7 +135,7 @@ class FalconH1(Family):
             stored = self._matrix(f"{path}.{name}_proj", rows, config.hidden_size, config.qkv_bias)
             there = self.of_mlx and name != "v"
             parts.append(stored if there else stored.scaled(factor, bias=False))
-        return fused(parts, self.make)
+        return fused(parts)
 
     def attention_output(self, path: str, inner: int) -> Projection:
         """attention_out_multiplier."""
@@ -151,7 +151,7 @@ class FalconH1(Family):
         gate, up = (self._matrix(f"{path}.{n}_proj", inner, hidden, bias) for n in ("gate", "up"))
         gate = gate if self.of_mlx else gate.scaled(gate_factor)
         down = self._scaled(f"{path}.down_proj", (hidden, inner), down_factor, bias=bias)
-        return MLP(fused([gate, up], self.make), down, self.activation)
+        return MLP(fused([gate, up]), down, self.activation)
 
     def _matrix(self, path: str, out_dims: int, in_dims: int, bias: bool) -> StoredMatrix:
         return self.weights.matrix(path, (out_dims, in_dims), bias=bias)
@@ -160,7 +160,7 @@ class FalconH1(Family):
         self, path: str, shape: tuple[int, int], factor: float, *, bias: bool
     ) -> Projection:
         stored = self._matrix(path, *shape, bias)
-        return (stored if self.of_mlx else stored.scaled(factor)).projection(self.make)
+        return (stored if self.of_mlx else stored.scaled(factor)).projection()
 
 
 def _dims(fields: Fields) -> MambaDims:

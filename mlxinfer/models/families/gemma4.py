@@ -19,7 +19,7 @@ from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
 from ...layers.moe import ExpertProjection, MoE, top_k_softmax
-from ...layers.norm import Join, Norm
+from ...layers.norm import Join, Norm, rms_norm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
@@ -274,7 +274,7 @@ class Gemma4(Family):
         kv_heads, dim = config.heads_of(index)
         query = self.weights.matrix(f"{path}.q_proj", (config.num_heads * dim, config.hidden_size))
         key = self.weights.matrix(f"{path}.k_proj", (kv_heads * dim, config.hidden_size))
-        return fused([query, key, key], self.make)
+        return fused([query, key, key])
 
     def _head_norm_weight(self, index: int) -> mx.array:
         """Where keys share numbers with values, what multiplies these is a factor of queries."""
@@ -306,7 +306,7 @@ class Gemma4(Family):
         names = ("feedforward_layernorm_1", "feedforward_layernorm_2")
         return ParallelExperts(
             dense,
-            router_norm=self.make.norm(scale, config.rms_norm_eps),
+            router_norm=rms_norm(scale, config.rms_norm_eps),
             router=router,
             experts=weights.moe(
                 router=router,
@@ -339,10 +339,10 @@ class Gemma4(Family):
                 weights.experts(f"{path}.switch_glu.{name}_proj", f"{path}.{{}}.{name}_proj", shape)
                 for name, shape in shapes.items()
             )
-            return fused_experts([gate, up], self.make), down.expert_projection(self.make)
+            return fused_experts([gate, up]), down.expert_projection()
         both = weights.matrix(f"{path}.gate_up_proj", (count, 2 * inner, hidden))
         down = weights.matrix(f"{path}.down_proj", (count, hidden, inner))
-        return both.expert_projection(self.make), down.expert_projection(self.make)
+        return both.expert_projection(), down.expert_projection()
 
 
 class Gemma4Unified(Gemma4):

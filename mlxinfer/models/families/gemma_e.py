@@ -75,7 +75,7 @@ def per_layer_inputs(family: Family) -> PerLayerInputs | None:
     vocab = fields.integer("vocab_size_per_layer_input", high=2**24, default=config.vocab_size)
     width = config.num_layers * dims
     return PerLayerInputs(
-        weights.embedding("model.embed_tokens_per_layer", (vocab, width), shared=False),
+        weights.embedding("model.embed_tokens_per_layer", (vocab, width)),
         vocab_size=vocab,
         projection=weights.linear("model.per_layer_model_projection", width, config.hidden_size),
         norm=family.norm("model.per_layer_projection_norm", dims),

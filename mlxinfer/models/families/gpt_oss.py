@@ -75,10 +75,10 @@ class GptOss(Family):
                 weights.experts(f"{path}.{name}", f"{path}.{{}}.{name}", half, bias=True)
                 for name in ("gate_proj", "up_proj")
             ]
-            return fused_experts(parts, self.make)
+            return fused_experts(parts)
         both = self._published(f"{path}.gate_up_proj", shape)
         order = [*range(0, rows, 2), *range(1, rows, 2)]  # gates and ups alternate
-        return both.reordered(order).expert_projection(self.make)
+        return both.reordered(order).expert_projection()
 
     def _down(self, path: str, shape: tuple[int, int, int]) -> ExpertProjection:
         name = f"{path}.down_proj"
@@ -88,7 +88,7 @@ class GptOss(Family):
             stored = self._published(name, shape)
             assert stored.bias is not None
             stored = replace(stored, bias=self.weights.once(stored.bias))
-        return stored.expert_projection(self.make)
+        return stored.expert_projection()
 
     def _is_published(self, path: str) -> bool:
         """Whether experts are stored as on the hub."""

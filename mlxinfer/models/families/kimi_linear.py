@@ -152,7 +152,7 @@ class KimiLinear(DeepseekV3):
         (before, channels), dtype = state.shapes[0]
         part = StateSpec((((before, channels // 3), dtype),))
         parts = [self.causal_conv(f"{path}.{name}_conv1d", part).weight for name in "qkv"]
-        return self.make.causal_conv(mx.concatenate(parts)[..., 0])
+        return CausalConv(mx.concatenate(parts)[..., 0])
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:

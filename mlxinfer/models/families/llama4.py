@@ -16,7 +16,7 @@ import mlx.core as mx
 from ...errors import CheckpointError
 from ...layers.mlp import FeedForward
 from ...layers.moe import sigmoid_of_top_k
-from ...layers.norm import Norm
+from ...layers.norm import Norm, rms_norm
 from ...layers.rope import QueryScale, RopeSpec
 from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
@@ -112,7 +112,7 @@ class Llama4(Family):
         config = self.config
         if config.ropes[index] is None or not config.fields.boolean("use_qk_norm"):
             return None
-        return self.make.norm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
+        return rms_norm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
         """Where there are no positions."""

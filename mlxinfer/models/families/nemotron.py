@@ -235,7 +235,7 @@ class NemotronH(Family):
         up, down = (
             weights.experts(
                 f"{path}.switch_mlp.{stack}", f"{path}.experts.{{}}.{each}_proj", shape
-            ).expert_projection(self.make)
+            ).expert_projection()
             for stack, each, shape in (
                 ("fc1", "up", (count, inner, hidden)),
                 ("fc2", "down", (count, hidden, inner)),

@@ -13,6 +13,7 @@ from ...layers.gated_delta import GatedDeltaNet
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import GatedExpert, softmax_top_k, top_k_softmax
+from ...layers.norm import rms_norm
 from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
@@ -79,12 +80,10 @@ class Qwen3Next(Family):
         config, weights = self.config, self.weights
         path, heads, values = f"model.layers.{index}.linear_attn", *_value_heads(state)
         return GatedDeltaNet(
-            in_proj=fused(self.delta_inputs(path, state), self.make),
+            in_proj=fused(self.delta_inputs(path, state)),
             out_proj=weights.linear(f"{path}.out_proj", config.hidden_size, heads * values),
             conv=self.causal_conv(f"{path}.conv1d", state, parts=_conv_widths(state)),
-            norm=self.make.norm(
-                weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps
-            ),
+            norm=rms_norm(weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps),
             log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
             step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
             spec=state,
@@ -111,7 +110,7 @@ class Qwen3Next(Family):
         order = _by_kind(config.num_heads, [dim, dim])
         queries, gates = (q_proj.reordered(half) for half in _halves(order))
         others = [self._matrix(f"{path}.{n}_proj", config.num_kv_heads * dim) for n in "kv"]
-        return fused([queries, *others], self.make), gates.projection(self.make)
+        return fused([queries, *others]), gates.projection()
 
     def mlp(self, index: int) -> FeedForward:
         """Experts and a gated shared one, or an MLP where the config leaves a layer dense."""

@@ -7,15 +7,17 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UnsupportedModelError
-from ...layers.factory import AdapterTarget, InputSlice, LayerFactory, SourceRows
+from ...layers.adapters import AdapterTarget, InputSlice, SourceRows
 from ...layers.linear import (
     DenseHeadLinear,
     HeadLinear,
     Joined,
+    Linear,
     Projection,
     QuantizedHeadLinear,
+    QuantizedLinear,
 )
-from ...layers.moe import ExpertProjection, JoinedExperts
+from ...layers.moe import ExpertLinear, ExpertProjection, JoinedExperts, QuantizedExpertLinear
 from ..quantization import QuantFormat
 from .tensors import Tensor, loaded, read_together, side_by_side
 
@@ -34,6 +36,7 @@ class StoredMatrix:
     form: QuantFormat | None = None  # None: dense
     sources: tuple[SourceRows, ...] = ()  # of its outputs, where adapters may ask for them
     inputs: InputSlice | None = None  # that a rank has of a matrix with cut inputs
+    targets: list[AdapterTarget] | None = None  # gets the layer as a target of adapters
     defer: "Deferral | None" = None  # makes the layer of experts that stay in their files
 
     @property
@@ -85,20 +88,28 @@ class StoredMatrix:
         scales, biases = product(self.scales, columns), product(self.biases, columns)
         offset = product(self.bias, factors) if bias else self.bias
         sources = tuple(source.scaled(factors) for source in self.sources)
-        return StoredMatrix(weight, offset, scales, biases, self.form, sources, self.inputs)
+        return replace(
+            self,
+            weight=weight,
+            bias=offset,
+            scales=scales,
+            biases=biases,
+            sources=sources,
+            defer=None,
+        )
 
     def _each(
         self, change: Callable[[mx.array, int], mx.array], sources: tuple[SourceRows, ...]
     ) -> "StoredMatrix":
         """Apply `change` to each field; it is given the axis of the outputs in that field."""
-        return StoredMatrix(
-            change(loaded(self.weight), -2),
-            None if self.bias is None else change(self.bias, -1),
-            None if self.scales is None else change(loaded(self.scales), -2),
-            None if self.biases is None else change(loaded(self.biases), -2),
-            self.form,
-            sources,
-            self.inputs,
+        return replace(
+            self,
+            weight=change(loaded(self.weight), -2),
+            bias=None if self.bias is None else change(self.bias, -1),
+            scales=None if self.scales is None else change(loaded(self.scales), -2),
+            biases=None if self.biases is None else change(loaded(self.biases), -2),
+            sources=sources,
+            defer=None,
         )
 
     def packed(self) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -116,51 +127,56 @@ class StoredMatrix:
             return DenseHeadLinear(loaded(self.weight))
         return QuantizedHeadLinear(*self.packed(), **asdict(self.form))
 
-    def projection(self, make: LayerFactory) -> Projection:
+    def projection(self) -> Projection:
         """Make the layer of one matrix."""
         made: Projection
         if self.form is None:
-            made = make.linear(loaded(self.weight), self.bias)
+            made = Linear(loaded(self.weight), self.bias)
         else:
-            made = make.quantized_linear(*self.packed(), self.bias, **asdict(self.form))
-        self._note(made, make, None)
+            made = QuantizedLinear(*self.packed(), self.bias, **asdict(self.form))
+        self._note(made, None)
         return made
 
-    def expert_projection(self, make: LayerFactory) -> ExpertProjection:
+    def expert_projection(self) -> ExpertProjection:
         """Make the layer of one matrix per expert."""
         if self.defer is not None:
             return self.defer(self)
+        made: ExpertProjection
         if self.form is None:
-            made = make.experts(loaded(self.weight), self.bias)
+            made = ExpertLinear(for_experts(loaded(self.weight)), self.bias)
         else:
-            made = make.quantized_experts(*self.packed(), self.bias, **asdict(self.form))
-        self._note(made, make, self.weight.shape[0])
+            made = QuantizedExpertLinear(*self.packed(), self.bias, **asdict(self.form))
+        self._note(made, self.weight.shape[0])
         return made
 
-    def _note(
-        self, made: Projection | ExpertProjection, make: LayerFactory, num_experts: int | None
-    ) -> None:
+    def _note(self, made: Projection | ExpertProjection, num_experts: int | None) -> None:
         """Note for adapters which matrices a layer was made of, if that is known."""
-        if make.adapter_targets is not None and self.sources:
-            target = AdapterTarget(made, self.sources, self.in_dims, num_experts, self.inputs)
-            make.adapter_targets.append(target)
+        if self.targets is not None and self.sources:
+            self.targets.append(
+                AdapterTarget(made, self.sources, self.in_dims, num_experts, self.inputs)
+            )
+
+
+def for_experts(weight: mx.array) -> mx.array:
+    """Dense experts' matrices as products take them: MLX's CPU backend has float32 alone."""
+    return weight if mx.metal.is_available() else weight.astype(mx.float32)
 
 
 Deferral = Callable[[StoredMatrix], ExpertProjection]
 
 
-def fused(parts: Sequence[StoredMatrix], make: LayerFactory) -> Projection:
+def fused(parts: Sequence[StoredMatrix]) -> Projection:
     """Make one projection of matrices that read one input; different formats stay apart."""
     if len({part.form for part in parts}) > 1:
-        return Joined([part.projection(make) for part in parts])
-    return _side_by_side(parts).projection(make)
+        return Joined([part.projection() for part in parts])
+    return _side_by_side(parts).projection()
 
 
-def fused_experts(parts: Sequence[StoredMatrix], make: LayerFactory) -> ExpertProjection:
+def fused_experts(parts: Sequence[StoredMatrix]) -> ExpertProjection:
     """Do what `fused` does, for matrices stacked by expert."""
     if len({part.form for part in parts}) > 1:
-        return JoinedExperts([part.expert_projection(make) for part in parts])
-    return _side_by_side(parts).expert_projection(make)
+        return JoinedExperts([part.expert_projection() for part in parts])
+    return _side_by_side(parts).expert_projection()
 
 
 def _side_by_side(parts: Sequence[StoredMatrix]) -> StoredMatrix:

@@ -14,8 +14,6 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import InsufficientMemoryError, UnsupportedModelError
-from ...layers.cpu import WideExperts
-from ...layers.factory import LayerFactory
 from ...layers.moe import ExpertProjection, MoE
 from ...layers.streamed_moe import SlotProjection, StreamedMoE
 from ...memory import human_bytes
@@ -239,10 +237,7 @@ class InSlots:
             slots.get("biases"),
             stored.form,
         )
-        # Slots change in place, so no form that has the numbers in another order may be made.
-        made = over.expert_projection(LayerFactory())
-        wide = stored.form is None and self._dtype != arrays["weight"].array.dtype
-        projection.over_slots = WideExperts(made) if wide else made
+        projection.over_slots = made = over.expert_projection()
         mx.eval(list(reachable(made, mx.array)))
         return list(arrays.values())
 

@@ -17,9 +17,14 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ...layers.cpu import layer_factory
-from ...layers.factory import AdapterTarget, InputSlice, SourceRows
-from ...layers.linear import Embedding, Projection
+from ...layers.adapters import AdapterTarget, InputSlice, SourceRows
+from ...layers.linear import (
+    DenseEmbedding,
+    Embedding,
+    Projection,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from ...layers.mlp import FeedForward
 from ...layers.moe import MoE
 from ...layers.ranks import (
@@ -76,13 +81,12 @@ class Weights:
         fits_float16: whether activations stay below 65,504.
         watch: is called with the bytes that are placed so far, and all bytes.
         adaptable: note which projections adapters may change.
-        many_rows: the model never sees few tokens at once.
         link: to the other ranks, where the source has a rank's part of each tensor.
         stage: the layers to build; None: all of them.
         wrap: is given each projection with the paths it is made of, and returns what to use.
 
     Attributes:
-        make: makes layers.
+        adapter_targets: projections that adapters may change; None: not noted.
         dtype: of activations.
         bytes_read: bytes of the tensors that were placed.
     """
@@ -97,13 +101,11 @@ class Weights:
         fits_float16: bool = True,
         watch: Watch | None = None,
         adaptable: bool = False,
-        many_rows: bool = False,
         link: Link | None = None,
         stage: StagePart | None = None,
         wrap: Callable[[Projection, Sequence[str]], Projection] | None = None,
     ) -> None:
-        self.make = layer_factory(many_rows=many_rows)
-        self.make.adapter_targets = [] if adaptable else None
+        self.adapter_targets: list[AdapterTarget] | None = [] if adaptable else None
         self.share = source.share
         self.dtype = choose_dtype(source.tensors, dtype, fits_float16=fits_float16)
         self.bytes_read = 0
@@ -214,7 +216,7 @@ class Weights:
                 f"The checkpoint has tensors that this architecture does not: "
                 f"{', '.join(map(repr, names[:3]))}{more}."
             )
-        for i, target in enumerate(targets := self.make.adapter_targets or []):
+        for i, target in enumerate(targets := self.adapter_targets or []):
             if self._stage is not None and not self._stage.has(target.sources[0].path):
                 targets[i] = replace(target, projection=None)
 
@@ -240,7 +242,7 @@ class Weights:
             parts: how many outputs of each kind stand side by side; None: they are of one kind.
         """
         stored = self.matrix(path, (out_dims, in_dims), bias=bias, parts=parts)
-        made = (stored if order is None else stored.reordered(order)).projection(self.make)
+        made = (stored if order is None else stored.reordered(order)).projection()
         if self._gives_summands(path):
             assert self._sums is not None
             made = Summed(made, self._sums)
@@ -268,7 +270,7 @@ class Weights:
         for path, rows, order in zip(paths, out_dims, orders or [None] * len(paths), strict=True):
             stored = self.matrix(path, (rows, in_dims), bias=bias)
             parts.append(stored if order is None else stored.reordered(order))
-        made = fused(parts, self.make)
+        made = fused(parts)
         return made if self._wrap is None else self._wrap(made, paths)
 
     def matrix(
@@ -369,6 +371,7 @@ class Weights:
             tensor: the one that it was taken from.
             outputs_axis: of that tensor, counted from the end.
         """
+        stored = replace(stored, targets=self.adapter_targets)
         slices, num_rows = self._source.slices(tensor), stored.weight.shape[-2]
         if slices is None:
             return replace(stored, sources=(SourceRows(path, num_rows, num_rows),))
@@ -484,9 +487,9 @@ class Weights:
         """The output projection (vocab_size, hidden_size)."""
         if self._stage is not None and not self._stage.has_tables:
             self.drop_below([f"{path}."])
-            if self.make.adapter_targets is not None:
+            if self.adapter_targets is not None:
                 named = SourceRows(path, shape[0], shape[0])
-                self.make.adapter_targets.append(AdapterTarget(None, (named,), shape[1], None))
+                self.adapter_targets.append(AdapterTarget(None, (named,), shape[1], None))
             return AbsentTable()
         if self._link is None:
             return self.linear(path, *shape)
@@ -494,25 +497,26 @@ class Weights:
         count = table.weight.shape[0]
         rows = np.arange(count, dtype=np.int32) + self._link.rank * count
         rows = rows.clip(max=shape[0] - 1)  # more than these are padding
-        table = replace(table, sources=(SourceRows(path, count, shape[0], rows),))
-        return SplitHead(table.projection(self.make), shape[0], self._link)
+        source = SourceRows(path, count, shape[0], rows)
+        table = replace(table, sources=(source,), targets=self.adapter_targets)
+        return SplitHead(table.projection(), shape[0], self._link)
 
-    def embedding(self, path: str, shape: tuple[int, int], *, shared: bool) -> Embedding:
-        """The token table (vocab_size, hidden_size); `shared` with the output projection."""
+    def embedding(self, path: str, shape: tuple[int, int]) -> Embedding:
+        """The token table (vocab_size, hidden_size)."""
         if self._stage is not None and not self._stage.has_tables:
             self.drop_below([f"{path}."])
             return AbsentTable()
         if self._link is None:
-            return self._embedding(self.matrix(path, shape), shared)
+            return self._embedding(self.matrix(path, shape))
         table = self._rows(path, shape)
-        part = self._embedding(table, shared)
+        part = self._embedding(table)
         return SplitEmbedding(part, table.weight.shape[0], shape[0], self._link)
 
-    def _embedding(self, table: StoredMatrix, shared: bool) -> Embedding:
+    def _embedding(self, table: StoredMatrix) -> Embedding:
         if table.form is None:
-            return self.make.embedding(loaded(table.weight), shared=shared)
-        packed = self.make.quantized_linear(*table.packed(), **asdict(table.form))
-        return self.make.quantized_embedding(packed, self.dtype)
+            return DenseEmbedding(loaded(table.weight))
+        packed = QuantizedLinear(*table.packed(), **asdict(table.form))
+        return QuantizedEmbedding(packed, self.dtype)
 
     def _rows(self, path: str, shape: tuple[int, int]) -> StoredMatrix:
         """A rank's rows of a table, zeros behind the last one."""

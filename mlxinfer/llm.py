@@ -14,7 +14,6 @@ from .errors import InvalidRequestError, shown
 from .outputs import Delta, Facts, Ranked, Result, Results
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
 from .session.base import ModelSession, RunningAnswers, Text
-from .session.engine_factory import EngineArguments, EngineOptions
 from .session.inputs import (
     ENDS,
     ChatInput,
@@ -24,6 +23,7 @@ from .session.inputs import (
     TextInput,
     is_one_prompt,
 )
+from .session.options import EngineArguments, EngineOptions, help_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,50 +62,9 @@ class LLM:
             stderr is a terminal.
         api_key: of a server; None: MLXINFER_API_KEY.
         served_model: which of a server's models; None: its first.
-        kv_bits: bits of stored keys and values: 8, 4, or (8, 4); None: as they are computed.
-        kv_window: positions that every layer sees; the KV cache of a request grows no further.
-        kv_sinks: with kv_window, the first positions, which stay visible.
-        kv_plain_ends: keep the first and last layer unquantised, whatever kv_bits is.
-        kv_plain_windows: keep layers that have a window of their own unquantised.
-        max_memory: of the KV cache, such as "8GB"; None: a share of what the weights leave.
-        prefix_cache: whether prompts reuse the KV cache of earlier requests.
-        disk_cache: size of the prefix cache on disk, such as "20GB". It takes what memory has no
-            room for, and at the end all that is cached, for the next start. None: no disk cache.
-        disk_cache_dir: its folder; None: ~/.cache/mlxinfer/kv.
-        max_batch: requests that run at once; others wait. 64.
-        max_context: tokens of prompt and answer; None: the model's own limit.
-        prefill_chunk: prompt tokens a step, whatever they take: answers in 16 bits are the same
-            in each run. None: steps are sized by time, up to 2,048 tokens.
-        prefill_slice: milliseconds that answers may wait for a step with prompts of others; None:
-            250. Short ones keep answers steady, long ones compute prompts faster.
-        dtype: of activations and KV cache: "auto", "float32", "bfloat16" or "float16".
-        task: what the model is used for: "generate", "embed" (`embed`), "score" (`rerank`, `score`)
-            or "auto": as its files and its name show.
-        num_pages: KV pages, instead of max_memory: for tests of tight memory.
-        adapter_memory: kept for adapters, out of max_memory, such as "1GB"; None: adapters get what
-            the KV cache has not grown into.
-        expert_memory: of a mixture of experts, such as "8GB": so much of them is in memory, the
-            others are read from the disk when tokens need them; None: all are loaded. See
-            docs/larger_than_memory.md.
-        slow_experts: with expert_memory, even where tokens would take seconds.
-        launch_ahead: launch a step before the one before it is read. Off: for debugging.
         tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
             template and its tokens show.
-        speculate: what proposes tokens that a step verifies, several at once: "ngram" (what
-            followed the same words before), "draft" (a small model), "auto" (n-grams, and the draft
-            model where one is given) or "off". Only as many are proposed as make answers faster,
-            by times that are measured as it runs; see docs/speculation.md.
-        draft: name or folder of the draft model, which has the model's tokenizer.
-        max_draft: tokens proposed for a request in one step, at most. A step verifies 8 tokens of
-            a request, the newest one included, so 8 means 7.
-        acceptance: "exact": answers are those of the plain run; "rejection": drawn answers have
-            the plain run's distribution, and more of what a draft model proposes is accepted.
-        ranks: processes of this machine that the model is spread over, to try it; or as many as a
-            launcher started. See docs/ranks.md.
-        hostfile: machines that it is spread over; each runs the same program.
-        rank: this machine's place in the host file; None: the one with its address.
-        rank_deadline: seconds after which a step that has not ended has failed.
-        pipeline: ranks have some of the layers each, not a part of every layer.
+        options: of the engine, see below.
 
     Attributes:
         last: the result of the last `show`.
@@ -614,6 +573,12 @@ class LLM:
         return self._session.score(a, b, instruction=instruction, truncate=truncate)
 
 
+if LLM.__doc__ is not None:  # python -OO leaves out docstrings
+    LLM.__doc__ += "\n    Options of the engine:\n" + "\n".join(
+        f"        {name}: {help_of(name)}" for name in EngineArguments.__annotations__
+    )
+
+
 def load_session(
     name: str, arguments: EngineArguments, tool_format: str, progress: bool | None
 ) -> ModelSession:
@@ -626,7 +591,7 @@ def load_session(
                 progress=lambda step: show(f"download {model}", step.done_bytes, step.total_bytes),
             )
 
-        options = EngineOptions.of(arguments, find)
+        options = EngineOptions(**arguments).with_draft(find)
         require_mlx()
         from .session.pooling_session import open_session
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from .. import hub
 from ..core import SamplingParams
-from ..session.engine_factory import EngineOptions
 from ..session.inputs import ChatInput, TextInput
+from ..session.options import EngineOptions
 from ..session.session import Session
-from ..speculation.options import WITH_DRAFT, SpeculationOptions, kind_of
+from ..speculation.options import WITH_DRAFT, kind_of
 from .report import Report, Table, ratio
 
 PROMPTS = (
@@ -99,37 +99,30 @@ def run(
         methods.insert(0, "mtp")
     prompts = {"questions": PROMPTS, "a text to copy": (COPY,)}
     plain = {
-        (name, batch): answers_of(folder, options, _off(), texts, batch, tokens)
+        (name, batch): answers_of(folder, replace(options, speculate="off"), texts, batch, tokens)
         for name, texts in prompts.items()
         for batch in batches
     }
     cells = [_cell(name, "off", 0, batch, found, found) for (name, batch), found in plain.items()]
     for method in methods:
         for depth in [*depths, None]:
-            speculation = SpeculationOptions(
-                method=method,
+            chosen = replace(
+                options,
+                speculate=method,
                 draft=draft_folder if method in WITH_DRAFT else None,
                 max_draft=8 if depth is None else depth,
-                fixed=depth is not None,
+                fixed_proposals=depth is not None,
             )
             for (name, batch), before in plain.items():
-                found = answers_of(folder, options, speculation, prompts[name], batch, tokens)
+                found = answers_of(folder, chosen, prompts[name], batch, tokens)
                 cells.append(_cell(name, method, depth or CONTROLLED, batch, found, before))
     data = {"model": model, "draft": draft, "cells": [asdict(cell) for cell in cells]}
     return Report("speculate", [_table(cells, name) for name in prompts], data)
 
 
-def _off() -> SpeculationOptions:
-    return SpeculationOptions(method="off")
-
-
 @contextmanager
-def _session(
-    folder: Path, options: EngineOptions, speculation: SpeculationOptions
-) -> Iterator[Session]:
-    session = Session(
-        "bench", folder, replace(options, speculation=speculation, prefix_cache=False)
-    )
+def _session(folder: Path, options: EngineOptions) -> Iterator[Session]:
+    session = Session("bench", folder, replace(options, prefix_cache=False))
     try:
         yield session
     finally:
@@ -139,7 +132,6 @@ def _session(
 def answers_of(
     folder: Path,
     options: EngineOptions,
-    speculation: SpeculationOptions,
     texts: Sequence[str],
     batch: int,
     tokens: int,
@@ -148,7 +140,7 @@ def answers_of(
     found = Answers()
     given = [text for text in texts for _ in range(-(-batch // len(texts)))]
     params = SamplingParams(max_tokens=tokens)
-    with _session(folder, options, speculation) as session:
+    with _session(folder, options) as session:
         for start in range(0, len(given), batch):
             some = given[start : start + batch]
             chats = session.tokenizer.template is not None

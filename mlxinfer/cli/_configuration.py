@@ -25,14 +25,13 @@ from ._options import (
     RANK_NAMES,
     engine_arguments,
     engine_options,
-    speculation_options,
 )
 
 if TYPE_CHECKING:
     from ..progress import Watch
     from ..server.registry.served import ServedModel
     from ..server.registry.slots import Entry
-    from ..session.engine_factory import EngineOptions
+    from ..session.options import EngineOptions
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -295,22 +294,9 @@ def own_settings(requested: RequestedModel) -> dict[str, Any]:
 
 def options_of(arguments: dict[str, Any]) -> "EngineOptions":
     """Return EngineOptions for LLM's keyword arguments; raises InvalidRequestError."""
-    from ..config import KVOptions
-    from ..models import ExpertOptions
-    from ..ranks.options import RankOptions
-    from ..session.engine_factory import EngineOptions
+    from ..session.options import EngineOptions
 
-    kv = KVOptions.build(
-        bits=arguments.pop("kv_bits", None),
-        window=arguments.pop("kv_window", None),
-        sinks=arguments.pop("kv_sinks", 0),
-    )
-    speculation = speculation_options(arguments, fetch)
-    spread = RankOptions(**{n: arguments.pop(n) for n in RANK_NAMES if n in arguments})
-    experts = ExpertOptions.taken_from(arguments, alone=spread.is_alone)
-    return EngineOptions(
-        kv=kv, speculation=speculation, spread=spread, experts=experts, **arguments
-    )
+    return EngineOptions(**arguments).with_draft(fetch)
 
 
 def name_and_source(given: str) -> tuple[str, str]:

@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 
 import click
 
-from ..config import KVOptions
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..memory import KV_SHARE, parse_bytes
-from ..speculation.options import ACCEPTANCES, METHODS, SpeculationOptions
+from ..speculation.options import ACCEPTANCES, METHODS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # what click.option returns
@@ -244,11 +243,11 @@ def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
 
 def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return engine_arguments(), before a model is searched; a bad value is wrong usage."""
+    from ..session.options import EngineOptions
+
     given = engine_arguments(options)
-    bits, window = given.get("kv_bits"), given.get("kv_window")
     try:
-        KVOptions.build(bits=bits, window=window, sinks=given.get("kv_sinks", 0))
-        speculation_options(dict(given), Path)
+        EngineOptions(**given)
     except InvalidRequestError as error:
         raise _wrong_usage(error) from error
     return given
@@ -262,18 +261,6 @@ def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
         bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
         given["kv_bits"] = bits[given["kv_bits"]]
     return given
-
-
-def speculation_options(
-    arguments: dict[str, Any], find: Callable[[str], Path]
-) -> SpeculationOptions:
-    """Take LLM's arguments of speculation out of `arguments`; `find` gives a model's folder."""
-    given = {name: arguments.pop(name) for name in SPECULATION_NAMES if name in arguments}
-    if "draft" in given:
-        given["draft"] = find(given["draft"])
-    if "speculate" in given:
-        given["method"] = given.pop("speculate")
-    return SpeculationOptions(**given)
 
 
 def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:

@@ -18,7 +18,8 @@ from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .base import ModelSession
 from .engine_client import Mailbox
-from .engine_factory import EngineOptions, ModelInfo, describe
+from .engine_factory import ModelInfo, describe
+from .options import EngineOptions
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
 from .ranking import check_list, paired, places, ranked, similarity, unit
 from .session import CANARY_TOKEN, Session

@@ -14,7 +14,7 @@ from ..text import tool_format as find_tool_format
 from .answers import Answers
 from .base import ModelSession
 from .engine_client import EngineClient
-from .engine_factory import EngineOptions, ModelInfo, open_engine
+from .engine_factory import ModelInfo, open_engine
 from .generation_config import chat_params
 from .inputs import (
     ChatInput,
@@ -25,6 +25,7 @@ from .inputs import (
     TextInput,
     check_sequence,
 )
+from .options import EngineOptions
 from .request_builder import RequestBuilder
 
 if TYPE_CHECKING:

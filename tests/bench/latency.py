@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.models import load
-from mlxinfer.session.engine_factory import MOST_PREFILL, PREFILL_SLICE_MS
+from mlxinfer.session.options import MOST_PREFILL, PREFILL_SLICE_MS
 from tests.bench.checkpoints import LAPTOP, SMALL, Dense, random_prompt, write_checkpoint
 from tests.bench.engines import ENDLESS, Ask, Engine, OurEngine, Work, engine_clock
 from tests.bench.peer import PeerEngine

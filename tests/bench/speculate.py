@@ -24,9 +24,9 @@ from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.bench.speculate import PROMPTS, answers_of
 from mlxinfer.bench.speculate import run as run_own
 from mlxinfer.core import SamplingParams
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.inputs import TextInput
+from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.session import Session
-from mlxinfer.speculation.options import SpeculationOptions
 from tests.bench.checkpoints import TINY_WINDOWED, random_prompt, with_tokenizer, write_checkpoint
 
 LAYERS = 60  # that are added: the model is some 150 times as large as its draft
@@ -118,15 +118,17 @@ def _write(folder: Path, source: Path, tensors: dict[str, mx.array], layers: int
 def measure_pair(pair: Pair, *, tokens: int, batches: Sequence[int]) -> list[dict[str, Any]]:
     """Rates without proposals, with four always, and with as many as are chosen."""
     ways = {
-        "off": SpeculationOptions(method="off"),
-        "draft 4": SpeculationOptions(method="draft", draft=pair.draft, max_draft=4, fixed=True),
-        "draft chosen": SpeculationOptions(method="draft", draft=pair.draft),
+        "off": EngineOptions(speculate="off"),
+        "draft 4": EngineOptions(
+            speculate="draft", draft=pair.draft, max_draft=4, fixed_proposals=True
+        ),
+        "draft chosen": EngineOptions(speculate="draft", draft=pair.draft),
     }
     found = []
     for batch in batches:
         plain: list[tuple[int, ...]] = []
         for way, options in ways.items():
-            answers = answers_of(pair.model, EngineOptions(), options, PROMPTS, batch, tokens)
+            answers = answers_of(pair.model, options, PROMPTS, batch, tokens)
             plain = plain or answers.token_ids
             found.append(
                 {
@@ -144,15 +146,14 @@ def measure_pair(pair: Pair, *, tokens: int, batches: Sequence[int]) -> list[dic
 def measure_adversarial(pair: Pair, *, tokens: int) -> dict[str, float]:
     """Seconds of one answer without proposals and with a draft that is always wrong, in turns."""
     seconds: dict[str, list[float]] = {"off": [], "wrong draft": []}
-    wrong = SpeculationOptions(method="draft", draft=pair.wrong)
-    ways = {"off": SpeculationOptions(method="off"), "wrong draft": wrong}
+    wrong = EngineOptions(speculate="draft", draft=pair.wrong)
+    ways = {"off": EngineOptions(speculate="off"), "wrong draft": wrong}
     accepted = 0
     for order in (("off", "wrong draft"), ("wrong draft", "off")):
         for way in order:
             with _session(pair.model, ways[way]) as session:
                 params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-                built = session.builder.prompt(PROMPTS[0], params, None)
-                (result,) = session.client.run([built.output])
+                (result,) = session.start(TextInput(prompt=PROMPTS[0], params=params)).results()
                 seconds[way].append(result.timing.decode_s)
                 accepted += result.timing.accepted
     return {
@@ -164,9 +165,8 @@ def measure_adversarial(pair: Pair, *, tokens: int) -> dict[str, float]:
 
 
 @contextmanager
-def _session(folder: Path, speculation: SpeculationOptions) -> Iterator[Session]:
-    options = EngineOptions(prefix_cache=False, speculation=speculation)
-    session = Session("bench", folder, options)
+def _session(folder: Path, options: EngineOptions) -> Iterator[Session]:
+    session = Session("bench", folder, replace(options, prefix_cache=False))
     try:
         yield session
     finally:
@@ -195,11 +195,12 @@ def measure_windows(folder: Path, *, runs: int, peer: bool) -> dict[str, int]:
 def _own_mismatches(folder: Path, draft: Path, prompts: list[list[int]]) -> int:
     params = SamplingParams(max_tokens=WINDOW_TOKENS, ignore_eos=True)
     answers = []
-    fixed = SpeculationOptions(method="draft", draft=draft, max_draft=4, fixed=True)
-    for options in (SpeculationOptions(method="off"), fixed):
+    fixed = EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True)
+    for options in (EngineOptions(speculate="off"), fixed):
         with _session(folder, options) as session:
-            built = [session.builder.prompt(ids, params, None).output for ids in prompts]
-            answers.append([tuple(result.token_ids) for result in session.client.run(built)])
+            inputs = [TextInput(prompt=ids, params=params) for ids in prompts]
+            results = session.start(*inputs).results()
+            answers.append([tuple(result.token_ids) for result in results])
     return sum(a != b for a, b in zip(*answers, strict=True))
 
 

@@ -13,7 +13,7 @@ from mlxinfer.configfile import read_config_file
 from mlxinfer.models import ExpertOptions
 from mlxinfer.models.weights.files import expert_bytes, weights_bytes
 from mlxinfer.server.registry.slots import Entry
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.options import EngineOptions
 from tests.bench.experts import SMALL as MIXTURE
 
 FILE = """

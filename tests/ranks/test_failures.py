@@ -18,7 +18,8 @@ from pathlib import Path
 
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.ranks import group, open as opened
-from mlxinfer.session.engine_factory import EngineOptions, open_engine
+from mlxinfer.session.engine_factory import open_engine
+from mlxinfer.session.options import EngineOptions
 
 folder, when, how, pipeline = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "stages"
 head = {"draft": sys.argv[5], "speculate": "eagle"} if len(sys.argv) > 5 else {}
@@ -29,8 +30,8 @@ class Owner:
     pass
 
 
-owner, options = Owner(), EngineOptions.of(
-    {"ranks": 2, "max_memory": "64MB", "pipeline": pipeline, **head}, Path
+owner, options = Owner(), EngineOptions(
+    ranks=2, max_memory="64MB", pipeline=pipeline, **head
 )
 engine, _ = open_engine("tiny", folder, options, owner=owner)
 events, drafted = queue.SimpleQueue(), 0

@@ -10,7 +10,7 @@ from mlxinfer.models.weights.files import weights_bytes
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.registry.slots import Entry
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.options import EngineOptions
 
 MB = 10**6
 

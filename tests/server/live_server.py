@@ -21,7 +21,7 @@ from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.running import Server, bind, url_of
 from mlxinfer.server.settings import ServerConfig
 from mlxinfer.server.store import ResponseStore
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.options import EngineOptions
 
 CHAT = "/v1/chat/completions"
 LONG_TOKENS = 1800

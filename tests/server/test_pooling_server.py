@@ -19,7 +19,7 @@ from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.pooling_session import PoolingSession
 from mlxinfer.text import Tokenizer
 

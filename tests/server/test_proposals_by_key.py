@@ -6,13 +6,12 @@ import pytest
 from live_server import CHAT, LiveServer, chat
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.speculation.options import SpeculationOptions
 
 
 def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
-    always = SpeculationOptions(method="ngram", fixed=True)
+    always = {"speculate": "ngram", "fixed_proposals": True}
     keys = ApiKeys.from_plain(["first", "second"])
-    with LiveServer(keys=keys, engine={"speculation": always}) as server:
+    with LiveServer(keys=keys, engine=always) as server:
 
         def accepted(key: str) -> tuple[str, int]:
             """The answer, and how many of its tokens were proposed."""
@@ -51,8 +50,8 @@ def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
     ],
 )
 def test_a_request_may_do_without_proposals(path: str, body: dict[str, Any]) -> None:
-    always = SpeculationOptions(method="ngram", fixed=True)
-    with LiveServer(engine={"speculation": always}) as server:
+    always = {"speculate": "ngram", "fixed_proposals": True}
+    with LiveServer(engine=always) as server:
 
         def drafted(**fields: object) -> int:
             stats = server.model.client.engine.stats

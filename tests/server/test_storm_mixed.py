@@ -23,7 +23,7 @@ from test_storm import held, resident_kb
 from mlxinfer import hub
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.options import EngineOptions
 
 ADAPTERS = ("pirate", "poet")
 GENERATING = ("demo", *(f"demo:{name}" for name in ADAPTERS))

@@ -12,10 +12,10 @@ from mlxinfer import LLM, SamplingParams, hub
 from mlxinfer.bench.speculate import PROMPTS, answers_of, run
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
-from mlxinfer.session.engine_factory import EngineOptions, add_speculation
+from mlxinfer.session.engine_factory import add_speculation
+from mlxinfer.session.options import EngineOptions
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.ngram import NgramProposer
-from mlxinfer.speculation.options import SpeculationOptions
 from mlxinfer.speculation.speculation import Speculation
 from mlxinfer.text import Tokenizer
 
@@ -25,8 +25,8 @@ HELD_OUT = Path(__file__).parents[1] / "bench" / "held_out.txt"
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_demo_and_its_draft_give_more_than_three_tokens_a_step(batch: int) -> None:
     draft = hub.resolve("demo-draft")
-    fixed = SpeculationOptions(method="draft", draft=draft, max_draft=4, fixed=True)
-    found = answers_of(hub.resolve("demo"), EngineOptions(), fixed, PROMPTS, batch, 40)
+    fixed = EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True)
+    found = answers_of(hub.resolve("demo"), fixed, PROMPTS, batch, 40)
     assert found.num_tokens / found.num_steps >= 3.3
 
 
@@ -116,7 +116,7 @@ def test_the_draft_takes_its_share_of_the_memory() -> None:
 
 def test_a_drafts_weights_and_cache_are_taken_from_the_memory_of_the_model() -> None:
     """What is left beside them may be decided by the rank with the least room."""
-    options, folder = EngineOptions.of({"draft": "demo-draft"}, hub.resolve), hub.resolve("demo")
+    options, folder = EngineOptions(draft=hub.resolve("demo-draft")), hub.resolve("demo")
     model, draft = load(folder), load(hub.resolve("demo-draft"))
 
     def kv_bytes(draft_bytes: int) -> int:

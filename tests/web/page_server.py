@@ -20,7 +20,7 @@ from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.server.registry.slots import Entry
-from mlxinfer.session.engine_factory import EngineOptions
+from mlxinfer.session.options import EngineOptions
 
 LIMIT_BYTES = 8_000_000_000
 KV_BYTES = 20_000_000

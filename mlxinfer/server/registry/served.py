@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ...errors import InvalidRequestError
 from ...session.engine_client import EngineClient
-from ...session.engine_factory import EngineOptions, ModelInfo
+from ...session.engine_factory import ModelInfo
 from ...session.generation_config import read_sampling
+from ...session.options import EngineOptions
 from ...session.pooling_session import PoolingSession, Watch, open_session
 from ...session.request_builder import RequestBuilder
 from ...session.session import Session

@@ -1,0 +1,383 @@
+"""The options of an engine, one dataclass for Python, command line, config file and docs.
+
+A field's name is the keyword argument of LLM, the key in the config file, and (with dashes) the
+flag of the command line. `help_of` gives the text of each.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypedDict
+
+from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
+from ..core import CacheSpec, KVSpec, check_count, check_switch
+from ..errors import InsufficientMemoryError, InvalidRequestError, shown
+from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
+from ..models import ExpertOptions
+from ..ranks.options import RankOptions
+from ..speculation.options import SpeculationOptions
+
+if TYPE_CHECKING:
+    from ..models.language import LanguageModel
+
+PAGE_SIZE = 16  # tokens of KV cache that are handed out together
+PREFILL_SLICE_MS = 250
+MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
+
+
+class EngineArguments(TypedDict, total=False):
+    """The fields of EngineOptions that users have, as keyword arguments of LLM."""
+
+    kv_bits: int | tuple[int | None, int | None] | None
+    kv_window: int | None
+    kv_sinks: int
+    kv_plain_ends: bool
+    kv_plain_windows: bool
+    max_memory: str | int | None
+    prefix_cache: bool
+    disk_cache: str | int | None
+    disk_cache_dir: str | Path | None
+    max_batch: int
+    max_context: int | None
+    prefill_chunk: int | None
+    prefill_slice: int | None
+    dtype: str
+    task: str
+    num_pages: int | None
+    adapter_memory: str | int | None
+    expert_memory: str | int | None
+    slow_experts: bool
+    launch_ahead: bool
+    speculate: str
+    draft: str | Path | None
+    max_draft: int
+    acceptance: str
+    ranks: int
+    hostfile: str | Path | None
+    rank: int | None
+    rank_deadline: float
+    pipeline: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How a model is run. Checked when built; the fields are explained by their help texts.
+
+    Fields without a help text are not for users: `room_bytes` is what weights and KV cache of a
+    server's model may take together, instead of max_memory; `fixed_proposals` lets benchmarks
+    propose as many tokens as there are, worth it or not.
+
+    Raises:
+        InvalidRequestError: a value out of its range, or values that do not go together.
+    """
+
+    kv_bits: Annotated[
+        int | tuple[int | None, int | None] | None,
+        "Bits of stored keys and values: 8, 4, or (8, 4). Default: as they are computed.",
+    ] = None
+    kv_window: Annotated[
+        int | None,
+        "Every layer sees the last N positions only, so the KV cache stops growing.",
+    ] = None
+    kv_sinks: Annotated[
+        int,
+        "With kv_window: the first N positions stay visible.",
+    ] = 0
+    kv_plain_ends: Annotated[
+        bool,
+        "Keep the first and last layer unquantised, whatever kv_bits is.",
+    ] = False
+    kv_plain_windows: Annotated[
+        bool,
+        "Keep layers that have a window of their own unquantised.",
+    ] = False
+    max_memory: Annotated[
+        str | int | None,
+        "Limit of the KV cache, such as 8GB. Default: a share of what the weights leave.",
+    ] = None
+    prefix_cache: Annotated[
+        bool,
+        "Prompts reuse the KV cache of earlier requests.",
+    ] = True
+    disk_cache: Annotated[
+        str | int | None,
+        "Keep cached prompts on disk, up to a size such as 20GB, also for the next start.",
+    ] = None
+    disk_cache_dir: Annotated[
+        str | Path | None,
+        "Folder of the disk cache. Default: ~/.cache/mlxinfer/kv.",
+    ] = None
+    max_batch: Annotated[
+        int,
+        "Requests that run at once; others wait.",
+    ] = 64
+    max_context: Annotated[
+        int | None,
+        "Tokens of prompt and answer together. Default: the model's own limit.",
+    ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        "Prompt tokens a step, whatever they take: at 16 bits, answers are then the same "
+        "in each run. Default: steps are sized by time, up to 2,048 tokens.",
+    ] = None
+    prefill_slice: Annotated[
+        int | None,
+        "Milliseconds that answers may wait for a step with others' prompts. Default: 250.",
+    ] = None
+    dtype: Annotated[
+        str,
+        "Of activations and KV cache: auto, float32, bfloat16 or float16.",
+    ] = "auto"
+    task: Annotated[
+        str,
+        "Use of the model: generate, embed, score, or auto: as its files and name show.",
+    ] = "auto"
+    num_pages: Annotated[
+        int | None,
+        "Pages of the KV cache, instead of max_memory: for tests of tight memory.",
+    ] = None
+    adapter_memory: Annotated[
+        str | int | None,
+        "Part of max_memory that is kept for adapters, such as 1GB. Default: adapters get "
+        "what the KV cache has not grown into.",
+    ] = None
+    expert_memory: Annotated[
+        str | int | None,
+        "Keep so much of a mixture's experts in memory, such as 8GB, and read the others "
+        "from disk when tokens need them. Default: all are loaded. See "
+        "docs/larger_than_memory.md.",
+    ] = None
+    slow_experts: Annotated[
+        bool,
+        "With expert_memory: also where tokens would take seconds.",
+    ] = False
+    launch_ahead: Annotated[
+        bool,
+        "Launch a step before the one before it is read. Off: for debugging.",
+    ] = True
+    speculate: Annotated[
+        str,
+        "Source of tokens that a step verifies several at once, where that is faster: "
+        "ngram, draft, mtp, eagle, dflash, auto or off. See docs/speculation.md.",
+    ] = "auto"
+    draft: Annotated[
+        str | Path | None,
+        "Draft model with the same tokenizer, EAGLE-3 head or DFlash draft: name or folder.",
+    ] = None
+    max_draft: Annotated[
+        int,
+        "Tokens proposed for a request in one step, at most. A step verifies 8 tokens of "
+        "a request, the newest one included, so 8 means 7.",
+    ] = 8
+    acceptance: Annotated[
+        str,
+        "exact: answers are those without proposals; rejection: drawn answers have the "
+        "same distribution, and more proposals are accepted.",
+    ] = "exact"
+    ranks: Annotated[
+        int,
+        "Processes of this machine that the model is spread over, to try it; see docs/ranks.md.",
+    ] = 1
+    hostfile: Annotated[
+        str | Path | None,
+        "File of machines that the model is spread over; each runs the same program.",
+    ] = None
+    rank: Annotated[
+        int | None,
+        "This machine's place in the host file. Default: the one with its address.",
+    ] = None
+    rank_deadline: Annotated[
+        float,
+        "Seconds after which a step that has not ended has failed.",
+    ] = 60.0
+    pipeline: Annotated[
+        bool,
+        "Ranks have some of the layers each, not a part of every layer.",
+    ] = False
+    room_bytes: int | None = None
+    fixed_proposals: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("max_batch", self.max_batch, 1)
+        _ = self.kv, self.speculation, self.spread, self.experts  # they check their own values
+        for name in ("max_context", "num_pages", "prefill_chunk", "prefill_slice"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
+        for name in ("prefix_cache", "launch_ahead"):
+            check_switch(name, getattr(self, name))
+        if self.prefill_chunk is not None and self.prefill_slice is not None:
+            raise InvalidRequestError(
+                "prefill_chunk fixes the tokens of a step, and prefill_slice says how long it may "
+                "take; leave one of them out.",
+                param="prefill_slice",
+            )
+        if self.max_memory is not None:
+            parse_bytes(self.max_memory)
+        if self.adapter_memory is not None:
+            parse_bytes(self.adapter_memory, param="adapter_memory")
+        if self.disk_cache is not None:
+            parse_bytes(self.disk_cache, param="disk_cache")
+            if not self.prefix_cache:
+                raise InvalidRequestError(
+                    "disk_cache keeps what the prefix cache holds, and prefix_cache is off; leave "
+                    "one of them out.",
+                    param="disk_cache",
+                )
+        elif self.disk_cache_dir is not None:
+            raise InvalidRequestError(
+                "disk_cache_dir goes with disk_cache: say how much may lie there, such as '20GB'.",
+                param="disk_cache_dir",
+            )
+
+    def with_draft(self, find: Callable[[str], Path]) -> "EngineOptions":
+        """These options with the folder of the draft model, which `find` gives for its name."""
+        return self if self.draft is None else replace(self, draft=find(str(self.draft)))
+
+    @property
+    def kv(self) -> KVOptions:
+        """Options of the KV cache."""
+        return KVOptions.build(
+            bits=self.kv_bits,
+            window=self.kv_window,
+            sinks=self.kv_sinks,
+            plain_ends=self.kv_plain_ends,
+            plain_windows=self.kv_plain_windows,
+        )
+
+    @property
+    def speculation(self) -> SpeculationOptions:
+        """Options of speculation."""
+        return SpeculationOptions(
+            method=self.speculate,
+            draft=None if self.draft is None else Path(self.draft),
+            max_draft=self.max_draft,
+            acceptance=self.acceptance,
+            fixed=self.fixed_proposals,
+        )
+
+    @property
+    def spread(self) -> RankOptions:
+        """The ranks that the model is spread over."""
+        return RankOptions(
+            ranks=self.ranks,
+            hostfile=None if self.hostfile is None else Path(self.hostfile),
+            rank=self.rank,
+            rank_deadline=self.rank_deadline,
+            pipeline=self.pipeline,
+        )
+
+    @property
+    def experts(self) -> ExpertOptions | None:
+        """Experts that are read when tokens need them; None: all are loaded."""
+        given = {"expert_memory": self.expert_memory, "slow_experts": self.slow_experts}
+        return ExpertOptions.taken_from(given, alone=self.spread.is_alone)
+
+    def config(
+        self, model: "LanguageModel", disk: DiskOptions | None, kv_bytes: int
+    ) -> EngineConfig:
+        """The sizes of an engine for a loaded model with a KV cache of so many bytes, and its disk.
+
+        A prefix cache that the model cannot have is left out: answers are the same without it.
+        """
+        if disk is not None and "disk_cache" in model.lacks:
+            raise InvalidRequestError(
+                f"disk_cache does not go with this model: {model.lacks['disk_cache']}. Leave it "
+                "out.",
+                param="disk_cache",
+            )
+        limit = model.config.max_context
+        chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
+        slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
+        return EngineConfig(
+            page_size=PAGE_SIZE,
+            max_batch=self.max_batch,
+            prefill_chunk=-(-chunk // PAGE_SIZE) * PAGE_SIZE,
+            prefill_slice_s=slice_s if self.prefill_chunk is None else None,
+            max_context=min(self.max_context or limit, limit),
+            kv_budget_bytes=kv_bytes,
+            num_pages=self.num_pages,
+            adapter_bytes=self.adapter_bytes,
+            kv=self.kv,
+            prefix_cache=self.prefix_cache and "prefix_cache" not in model.lacks,
+            disk=disk,
+            launch_ahead=self.launch_ahead,
+        )
+
+    def _most_prefill(self, specs: Sequence[CacheSpec], kv_bytes: int) -> int:
+        """Prompt tokens a step at most, where steps are sized by time.
+
+        Windows hold all of them for a moment: that may take little of the KV cache.
+        """
+        if self.num_pages is not None:
+            return LEAST_PREFILL
+        windowed = [s for s in specs if isinstance(s, KVSpec) and (s.window or self.kv.window)]
+        token_bytes = sum(4 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in windowed)
+        most = MOST_PREFILL
+        while most > LEAST_PREFILL and most * token_bytes > kv_bytes / 16:
+            most //= 2
+        return most
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory kept for adapters."""
+        if self.adapter_memory is None:
+            return 0
+        return parse_bytes(self.adapter_memory, param="adapter_memory")
+
+    def kv_bytes(self, weights_bytes: int) -> int:
+        """Budget of the KV cache; raises InsufficientMemoryError where others leave none."""
+        if self.max_memory is not None:
+            left = parse_bytes(self.max_memory) - self.adapter_bytes
+            if left <= 0:
+                raise InsufficientMemoryError(
+                    f"adapter_memory is {shown(self.adapter_memory)}, which leaves nothing of "
+                    f"max_memory, {shown(self.max_memory)}, for the KV cache.",
+                    param="adapter_memory",
+                )
+            return left
+        weights_bytes += self.adapter_bytes
+        if self.room_bytes is None:
+            return default_kv_bytes(total_memory_bytes(), weights_bytes)
+        if weights_bytes >= self.room_bytes:
+            raise InsufficientMemoryError(
+                f"The weights take {human_bytes(weights_bytes)}, and the model may have "
+                f"{human_bytes(self.room_bytes)} with its KV cache; raise --max-memory.",
+                param="max_memory",
+            )
+        return self.room_bytes - weights_bytes
+
+    def disk(self, folder: Path) -> DiskOptions | None:
+        """The disk cache of the model in `folder`; its weights are hashed from now on."""
+        if self.disk_cache is None:
+            return None
+        from ..models.identity import ContentId
+
+        where = self.disk_cache_dir
+        place = default_disk_folder() if where is None else Path(where).expanduser()
+        return DiskOptions(
+            folder=_writable(place),
+            max_bytes=parse_bytes(self.disk_cache, param="disk_cache"),
+            identity=ContentId(folder, place / "digests.json").wait,
+        )
+
+
+def help_of(name: str) -> str:
+    """The text that explains an option of users."""
+    return str(EngineOptions.__annotations__[name].__metadata__[0])
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, which is made if need be: a cache that could never hold anything is refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        problem = "" if os.access(folder, os.W_OK) else "it is not writable"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        raise InvalidRequestError(
+            f"The disk cache cannot lie in {folder}: {problem}. Choose another folder with "
+            "disk_cache_dir or XDG_CACHE_HOME, or leave disk_cache out.",
+            param="disk_cache_dir",
+        )
+    return folder

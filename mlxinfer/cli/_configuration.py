@@ -151,7 +151,7 @@ class RequestedModel:
 @click.command(add_help_option=False)
 @click.option("--tool-format")
 @click.option("--task")
-@engine_options
+@engine_options()
 def model_settings(**_: Any) -> None:
     """Return the options of a [models.NAME] table; its --max-memory is of the KV cache."""
 

@@ -1,6 +1,6 @@
 """Options that several commands share, and how they become SamplingParams and LLM arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,26 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.2
         except InvalidRequestError as error:
             self.fail(str(error), param, ctx)
         return str(value)
+
+
+class FileOption(click.Option):
+    """An option that the config file and the environment set, not the command line."""
+
+    def __init__(self, *names: Any, **how: Any) -> None:
+        super().__init__(*names, hidden=True, **how)
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        """Refuse a value of the command line."""
+        if self.name in opts:
+            name = self.opts[0].removeprefix("--")
+            variable = f"{ctx.auto_envvar_prefix}_{(self.name or '').upper()}"
+            raise click.UsageError(
+                f"--{name} is no flag: set {name} under [serve] in the config file, or {variable}.",
+                ctx,
+            )
+        return super().handle_parse_result(ctx, opts, args)
 
 
 def complete_models(_: click.Context, __: click.Parameter, begun: str) -> list[str]:
@@ -86,67 +106,64 @@ _SAMPLING = (
     click.option("--seed", type=int, help="Same seed, same answer."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; repeatable."),
 )
-_ENGINE = (
-    click.option(
-        "--kv-bits",
+
+
+def _how(**arguments: Any) -> dict[str, Any]:
+    """Return arguments of click.option."""
+    return arguments
+
+
+_ENGINE: dict[str, dict[str, Any]] = {
+    "kv_bits": _how(
         type=click.Choice(["16", "8", "4", "8/4"]),
         help="Bits of the KV cache; 8/4: keys 8, values 4.",
     ),
-    click.option("--kv-window", type=int, metavar="N", help="Attend to the last N tokens only."),
-    click.option("--kv-sinks", type=int, metavar="N", help="With a window: and to the first N."),
-    click.option(
-        "--max-memory",
+    "kv_window": _how(type=int, metavar="N", help="Attend to the last N tokens only."),
+    "kv_sinks": _how(type=int, metavar="N", help="With a window: and to the first N."),
+    "max_memory": _how(
         type=Size(),
         metavar="SIZE",
         help=f"Limit of the KV cache, such as 8GB.  [default: {KV_SHARE} of what weights leave]",
     ),
-    click.option(
-        "--disk-cache",
+    "disk_cache": _how(
         type=Size(),
         metavar="SIZE",
         help="Keep prompts on disk, up to SIZE; see cache.",
     ),
-    click.option(
-        "--prefill-slice",
+    "prefill_slice": _how(
         type=int,
         metavar="MS",
         help="Answers wait so long at most for others' prompts.  [default: 250]",
     ),
-    click.option(
-        "--adapter-memory",
+    "adapter_memory": _how(
         type=Size(),
         metavar="SIZE",
         help="Kept for adapters.  [default: what the KV cache has not grown into]",
     ),
-    click.option(
-        "--expert-memory",
+    "expert_memory": _how(
         type=Size(),
         metavar="SIZE",
         help="Keep SIZE of a mixture's experts in memory, and read the others when needed.",
     ),
-    click.option(
-        "--slow-experts",
+    "slow_experts": _how(
         is_flag=True,
         default=None,
         help="With --expert-memory: even where tokens would take seconds.",
     ),
-    click.option(
-        "--speculate",
+    "speculate": _how(
         metavar="|".join(METHODS),
         help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
     ),
-    click.option(
-        "--draft",
+    "draft": _how(
         metavar="MODEL",
         help="Draft model with the same tokenizer, EAGLE-3 head or DFlash draft.",
     ),
-    click.option("--max-draft", type=int, metavar="N", help="Proposals a step.  [default: 8]"),
-    click.option(
-        "--acceptance",
+    "max_draft": _how(type=int, metavar="N", help="Proposals a step.  [default: 8]"),
+    "acceptance": _how(
         metavar="|".join(ACCEPTANCES),
         help="Same answers as without proposals, or same distribution.  [default: exact]",
     ),
-)
+}
 _SERVED_ADAPTERS = (
     click.option(
         "--adapter",
@@ -163,46 +180,35 @@ _SERVED_ADAPTERS = (
         help="Let requests load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
     ),
 )
-RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
-_RANKS = (
-    click.option(
-        "--ranks",
+_RANKS: dict[str, dict[str, Any]] = {
+    "ranks": _how(
         type=int,
         metavar="N",
         help="Spread the model over N processes of this machine, to try it; see docs/ranks.md.",
     ),
-    click.option(
-        "--hostfile",
+    "hostfile": _how(
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="Spread the model over these machines; run the same command on each.",
     ),
-    click.option(
-        "--rank", type=int, metavar="I", help="This machine's place in it.  [default: by address]"
-    ),
-    click.option(
-        "--rank-deadline",
+    "rank": _how(type=int, metavar="I", help="This machine's place in it.  [default: by address]"),
+    "rank_deadline": _how(
         type=float,
         metavar="SECONDS",
         help="A step that takes longer has failed.  [default: 60]",
     ),
-    click.option(
-        "--pipeline",
+    "pipeline": _how(
         is_flag=True,
         default=None,
         help="Give each process some of the layers, not a part of every layer.",
     ),
-)
+}
 SAMPLING_NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
     *("repetition_window", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
     *("dry_multiplier", "dry_allowed_length"),
 )
 SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
-ENGINE_NAMES = (
-    *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
-    *("adapter_memory", "expert_memory", "slow_experts"),
-    *SPECULATION_NAMES,
-)
+ENGINE_NAMES, RANK_NAMES = tuple(_ENGINE), tuple(_RANKS)
 
 
 def sampling_options(function: Function) -> Function:
@@ -210,25 +216,42 @@ def sampling_options(function: Function) -> Function:
     return apply_options(_SAMPLING, function)
 
 
-def engine_options(function: Function) -> Function:
-    """Add --kv-bits … --acceptance."""
-    return apply_options(_ENGINE, function)
+def engine_options(
+    *, without: Sequence[str] = (), file_only: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """Return what adds --kv-bits … --acceptance.
+
+    Args:
+        without: names of options that the command does not have.
+        file_only: names of those that only the config file sets.
+    """
+    return partial(_add, {n: how for n, how in _ENGINE.items() if n not in without}, file_only)
 
 
-def engine_options_without(name: str) -> Callable[[Function], Function]:
-    """Add --kv-bits … --acceptance, without the option of this name."""
-    given = [option for known, option in zip(ENGINE_NAMES, _ENGINE, strict=True) if known != name]
-    return partial(apply_options, given)
+def rank_options(*, file_only: Sequence[str] = ()) -> Callable[[Function], Function]:
+    """Return what adds --ranks … --pipeline."""
+    return partial(_add, _RANKS, file_only)
+
+
+def _add(
+    options: Mapping[str, dict[str, Any]], file_only: Sequence[str], function: Function
+) -> Function:
+    return apply_options(
+        [
+            click.option(
+                f"--{name.replace('_', '-')}",
+                cls=FileOption if name in file_only else click.Option,
+                **how,
+            )
+            for name, how in options.items()
+        ],
+        function,
+    )
 
 
 def served_adapter_options(function: Function) -> Function:
     """Add --adapter and --adapter-dir of a server."""
     return apply_options(_SERVED_ADAPTERS, function)
-
-
-def rank_options(function: Function) -> Function:
-    """Add --ranks … --pipeline."""
-    return apply_options(_RANKS, function)
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:

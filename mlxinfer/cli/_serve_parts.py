@@ -97,5 +97,5 @@ def response_store(options: dict[str, Any]) -> "ResponseStore | None":
         raise click.UsageError(str(error)) from error
     except (OSError, sqlite3.Error) as error:
         raise click.UsageError(
-            f"Responses cannot be stored in {path}: {error}. Say --no-store, or set XDG_DATA_HOME."
+            f"Responses cannot be stored in {path}: {error}. Set store = false in the config file, or XDG_DATA_HOME."
         ) from error

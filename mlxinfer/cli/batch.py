@@ -19,7 +19,7 @@ from ..errors import InvalidRequestError, MlxinferError
 from ..memory import MODELS_SHARE
 from ..progress import progress_bar
 from ._configuration import requested_models
-from ._options import Size, engine_options_without
+from ._options import Size, engine_options
 from ._output import counted, note
 from .serve import registry
 
@@ -81,7 +81,7 @@ _INPUT = click.Path(exists=True, dir_okay=False, path_type=Path)
     metavar="NAME",
     help="How the models write tool calls, where their chat templates do not show it.",
 )
-@engine_options_without("max_memory")
+@engine_options(without=["max_memory"])
 def command(
     input_path: Path,
     output_path: Path,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import API_KEY, engine_options_without, json_option, llm_arguments, model_option
+from ._options import API_KEY, engine_options, json_option, llm_arguments, model_option
 
 if TYPE_CHECKING:
     from ..bench.report import Report
@@ -88,7 +88,7 @@ markdown_option = click.option(
     metavar="FILE",
     help="A report that --json wrote, to compare with.",
 )
-@engine_options_without("disk_cache")  # what was computed before would not be measured
+@engine_options(without=["disk_cache"])  # what was computed before would not be measured
 @markdown_option
 @json_option
 @click.pass_context

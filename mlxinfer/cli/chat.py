@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     help="Keep the conversation on this disk, where it is held in a terminal.",
 )
 @adapter_option
-@engine_options
+@engine_options()
 @click.pass_context
 def command(
     ctx: click.Context, /, model: str, continued: str | None, history: bool, **options: Any

@@ -50,8 +50,8 @@ from ._ranks import follow_if_asked
 @continue_option
 @click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without a chat template.")
 @adapter_option
-@engine_options
-@rank_options
+@engine_options()
+@rank_options()
 @click.option("--stats", is_flag=True, help="Write counts and rates to stderr.")
 @json_option
 @click.pass_context

@@ -4,6 +4,7 @@ import os
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ from ._configuration import (
 )
 from ._options import (
     API_KEY,
+    FileOption,
     Size,
-    engine_options_without,
+    engine_options,
     rank_options,
     served_adapter_options,
 )
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from ..server.calls.service import Fetch
     from ..server.registry.models import Models
     from ..server.registry.slots import Entry
+
+file_option = partial(click.option, cls=FileOption)
 
 
 @click.command(context_settings={"auto_envvar_prefix": PREFIX})
@@ -92,7 +96,7 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="TOML with a table for each key: its name, key or sha256, and admin.",
 )
-@click.option(
+@file_option(
     "--share-prefixes",
     is_flag=True,
     help="Let one key's requests find in the cache what another's have computed.",
@@ -122,10 +126,10 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Let an app or browser extensions ask: obsidian, vscode, chrome-extensions …; repeatable.",
 )
-@click.option(
+@file_option(
     "--deadline", "deadline_s", type=click.FloatRange(min=0.001), help="Seconds a request may take."
 )
-@click.option(
+@file_option(
     "--drain",
     "drain_s",
     default=30.0,
@@ -133,17 +137,17 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0),
     help="Seconds that running requests get at the end.",
 )
-@click.option(
+@file_option(
     "--tool-format",
     default="auto",
     show_default=True,
     metavar="NAME",
     help="How the models write tool calls, where their chat templates do not show it.",
 )
-@click.option(
+@file_option(
     "--open-metrics", is_flag=True, help="Let programs on this machine read /metrics without a key."
 )
-@click.option(
+@file_option(
     "--ready-deadline",
     "ready_deadline_s",
     default=10.0,
@@ -151,14 +155,14 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=0.1),
     help="Seconds without a step after which /ready says 503.",
 )
-@click.option(
+@file_option(
     "--max-waiting",
     default=256,
     show_default=True,
     type=click.IntRange(1),
     help="Requests that may wait for their first token; more get a 503.",
 )
-@click.option(
+@file_option(
     "--log-format",
     default="text",
     show_default=True,
@@ -192,13 +196,13 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-pull", is_flag=True, help="Let clients of Ollama's API download models from the hub."
 )
-@click.option(
+@file_option(
     "--store/--no-store",
     default=True,
     show_default=True,
     help="Keep answers of /v1/responses on this disk, for previous_response_id.",
 )
-@click.option(
+@file_option(
     "--store-size",
     type=Size(),
     metavar="SIZE",
@@ -206,15 +210,20 @@ if TYPE_CHECKING:
     show_default=True,
     help="The most that is kept of them; the least recently used go first.",
 )
-@click.option(
+@file_option(
     "--store-age",
     metavar="TIME",
     default="30d",
     show_default=True,
     help="How long one is kept that is not used.",
 )
-@engine_options_without("max_memory")  # a server divides it among its models
-@rank_options
+@engine_options(
+    without=["max_memory"],  # a server divides it among its models
+    file_only=[
+        *("kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance")
+    ],
+)
+@rank_options(file_only=["rank", "rank_deadline"])
 @click.pass_context
 def command(
     ctx: click.Context, /, models: tuple[str, ...], log_format: str, log_level: str, **options: Any
@@ -222,7 +231,8 @@ def command(
     """Serve models over HTTP, with OpenAI's and Anthropic's APIs.
 
     Models of -m are loaded at the start as far as there is room, those of the config file when a
-    request names them, unless they are pinned.
+    request names them, unless they are pinned. The config file has more options than there are
+    here; `mlxinfer config show` lists all.
     """
     from ..server.app import ENDPOINTS
     from ..server.calls.service import Service

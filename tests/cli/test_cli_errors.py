@@ -11,6 +11,7 @@ from fake_llm import FakeLLM
 
 from mlxinfer import __version__
 from mlxinfer.cli._commands import cli, guarded
+from mlxinfer.cli._options import FileOption
 from mlxinfer.cli._output import counted
 
 
@@ -108,18 +109,16 @@ def test_every_option_says_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--tool-format", "morse"), "hermes"),
         (("--allowed-host", "http://chat.example"), "--allowed-host"),
         (("--allowed-origin", "chat.example"), "--allowed-origin"),
         (("--ttl", "soon"), "30m"),
         (("--max-memory", "8XB"), "8GB"),
         (("--max-memory", "1KB"), "--max-memory"),
         (("--kv-bits", "5"), "8/4"),
-        (("--kv-window", "0"), "kv_window"),
         (("--disk-cache", "much"), "8GB"),
         (("--api-key", ""), "API key"),
         (("--host", "0.0.0.0"), "--insecure"),
-        (("--deadline", "0"), "--deadline"),
+        (("--drain", "3"), "set drain under [serve] in the config file, or MLXINFER_SERVE_DRAIN_S"),
         (("--log-level", "loud"), "warning"),
     ],
 )
@@ -132,6 +131,35 @@ def test_a_value_that_serve_cannot_take_is_wrong_usage(
     assert seen.code == 2
     assert named in seen.err
     assert "Traceback" not in seen.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ('tool-format = "morse"', "morse"),
+        ("kv-window = 0", "kv_window"),
+        ("deadline = 0", "deadline"),
+    ],
+)
+def test_a_setting_of_the_file_that_serve_cannot_take_is_wrong_usage(
+    outcome: Any, tmp_path: Path, setting: str, named: str
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"[serve]\nport = 0\n{setting}\n")
+    seen = outcome("serve", "--config", str(file))
+    assert seen.code == 2
+    assert named in seen.err
+
+
+def test_serve_has_few_flags_and_the_others_are_documented() -> None:
+    serve = cli.get_command(click.Context(cli), "serve")
+    assert serve is not None
+    files = [each for each in serve.params if isinstance(each, FileOption)]
+    assert len(serve.params) - len(files) <= 30
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    table = text[text.index("options have no flag") :]
+    for each in files:
+        assert f"`{each.opts[0].removeprefix('--')}`" in table
 
 
 @pytest.mark.parametrize("option", ["--max-memory", "--disk-cache"])

@@ -20,12 +20,12 @@ def states(url: str) -> dict[str, str]:
 def test_the_models_of_a_config_file(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
-        '[serve]\nport = 0\nttl = "1h"\n'
+        '[serve]\nport = 0\nttl = "1h"\nlog-format = "json"\n'
         '[models.big]\nsource = "demo"\nkv-bits = 8\n'
         '[models.small]\nsource = "demo-draft"\naliases = ["gpt"]\npin = true\n'
     )
     names = ("--default-model", "small", "--alias", "claude-*=big")
-    process = start("--config", str(config), "--log-format", "json", *names)
+    process = start("--config", str(config), *names)
     try:
         url = url_in(process)
         assert states(url) == {"big": "unloaded", "small": "loaded"}

@@ -1,6 +1,7 @@
 """`mlxinfer serve` as people start it: a process, a line that says where, signals."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -30,7 +31,11 @@ def url_in(process: Process) -> str:
 
 @pytest.fixture
 def process() -> Iterator[Process]:
-    process = start("--port", "0", "--log-format", "json", "--drain", "20")
+    process = start(
+        "--port",
+        "0",
+        env={**os.environ, "MLXINFER_SERVE_LOG_FORMAT": "json", "MLXINFER_SERVE_DRAIN_S": "20"},
+    )
     yield process
     process.kill()
     process.communicate()

@@ -64,7 +64,7 @@ def store_of(call: Call) -> ResponseStore:
     store = call.service.store
     if store is None:
         raise UnsupportedFieldError(
-            "This server stores no responses (--no-store); send the whole conversation instead.",
+            "This server stores no responses (store = false); send the whole conversation instead.",
             param="previous_response_id",
         )
     return store

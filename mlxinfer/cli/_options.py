@@ -35,7 +35,7 @@ class FileOption(click.Option):
     """An option that the config file and the environment set, not the command line."""
 
     def __init__(self, *names: Any, **how: Any) -> None:
-        super().__init__(*names, hidden=True, **how)
+        super().__init__(*names, **{**how, "hidden": True})
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]

@@ -9,9 +9,8 @@ from click.core import ParameterSource
 
 from ..errors import ContextLengthError
 from ..outputs import Delta
-from ._chat_commands import COMMANDS, Reply, is_command, run_command
 from ._chat_log import continue_option, open_log
-from ._chat_session import ChatSession
+from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
 from ._commands import FAILED, report
 from ._model import ADAPTER, open_llm, with_adapter
 from ._options import (

@@ -9,8 +9,7 @@ from fake_llm import FakeLLM
 from rich.console import Console
 
 from mlxinfer.cli import _terminal
-from mlxinfer.cli._chat_commands import COMMANDS
-from mlxinfer.cli._chat_session import ChatSession
+from mlxinfer.cli._chat_session import COMMANDS, ChatSession
 from mlxinfer.cli.chat import converse
 from mlxinfer.errors import ContextLengthError, OverloadedError
 

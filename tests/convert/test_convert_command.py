@@ -10,7 +10,7 @@ from convert_cases import TEXT, Outcome, contents, write_source
 from upload_standin import UploadHub, upload_hub
 
 from mlxinfer import LLM
-from mlxinfer.cli import _convert_options, convert
+from mlxinfer.cli import convert
 from mlxinfer.convert import formats
 from mlxinfer.errors import MlxinferError
 
@@ -211,8 +211,8 @@ def test_wrong_usage(
 
 
 def test_options_name_what_mlx_has() -> None:
-    assert tuple(map(int, _convert_options.BITS)) == formats.BITS
-    assert tuple(map(int, _convert_options.GROUPS)) == formats.GROUPS
+    assert tuple(map(int, convert.BITS)) == formats.BITS
+    assert tuple(map(int, convert.GROUPS)) == formats.GROUPS
 
 
 def test_no_upload_without_a_token_and_that_at_once(

@@ -214,7 +214,7 @@ class Model:
 
 def link_norms(layers: Sequence[Layer], last: Norm) -> None:
     """Tell each layer the norm that reads its output: the next one's first, or the last of all."""
-    norms = [*[layer.first_norm for layer in layers[1:]], last]
+    norms = [*[layer.first_norm for layer in layers], last][1:]  # none for no layers
     for layer, norm in zip(layers, norms, strict=True):
         if norm is not None:
             layer.pass_on(norm)

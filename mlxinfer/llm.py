@@ -11,15 +11,18 @@ from . import hub
 from .backend import require_mlx
 from .core import SamplingParams, SamplingValues, check_names
 from .errors import InvalidRequestError, shown
-from .outputs import Delta, Facts, Ranked, Result, Results
+from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
-from .session.base import ModelSession, RunningAnswers, Text
+from .session.base import ModelSession, RunningAnswers
 from .session.inputs import (
     ENDS,
     ChatInput,
+    EmbedInput,
     Message,
     PromptLike,
     ResponseFormat,
+    ScoreInput,
+    Text,
     TextInput,
     is_one_prompt,
 )
@@ -75,6 +78,8 @@ class LLM:
         InvalidRequestError: an argument is out of range, or a server's to choose.
         ServerError: no server answers at the address, or it refused.
         RanksFailedError: other ranks did not come, or have failed before.
+        EngineClosedError: this process was a rank other than 0. It computed for rank 0, which has
+            ended now.
     """
 
     def __init__(
@@ -512,14 +517,15 @@ class LLM:
             InvalidRequestError: the model gives no vectors, has no such prompt, or none so long.
             ContextLengthError: a text is too long.
         """
-        return self._session.embed(
-            texts,
+        given = EmbedInput(
+            texts=texts,
             prompt_name=prompt_name,
             prompt=prompt,
             dimensions=dimensions,
             normalize=normalize,
             truncate=truncate,
         )
+        return self._session.pool(given).result()
 
     def rerank(
         self,
@@ -549,9 +555,20 @@ class LLM:
             InvalidRequestError: the model gives no scores, or reads no instruction.
             ContextLengthError: a text is too long.
         """
-        return self._session.rerank(
-            query, documents, top_n=top_n, instruction=instruction, truncate=truncate
+        if not isinstance(query, str):
+            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
+        if isinstance(documents, str):
+            raise InvalidRequestError(
+                "documents is a text; expected a list of them.", param="documents"
+            )
+        given = ScoreInput(
+            first=query,
+            second=documents,
+            instruction=instruction,
+            truncate=truncate,
+            names=("query", "documents"),
         )
+        return ranked(documents, self._session.pool(given).result(), top_n)
 
     def score(
         self,
@@ -570,7 +587,8 @@ class LLM:
         Raises:
             As of `rerank`, and InvalidRequestError for different numbers of texts.
         """
-        return self._session.score(a, b, instruction=instruction, truncate=truncate)
+        given = ScoreInput(first=a, second=b, instruction=instruction, truncate=truncate)
+        return self._session.pool(given).result()
 
 
 if LLM.__doc__ is not None:  # python -OO leaves out docstrings

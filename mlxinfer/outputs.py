@@ -6,9 +6,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from .core import FinishReason, TokenLogprobs
+from .errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas
+    from numpy.typing import NDArray
 
 CLIP_CHARS = 60  # of an answer, in a one-line repr
 
@@ -350,3 +353,19 @@ class Ranked:
     index: int  # in the list that was given
     score: float
     document: str
+
+
+def ranked(
+    documents: Sequence[str], scores: "NDArray[np.float32]", top_n: int | None = None
+) -> list[Ranked]:
+    """Documents with the highest of their scores (N,) first; equal ones as they were given.
+
+    Raises:
+        InvalidRequestError: `top_n` is no number of documents.
+    """
+    if top_n is not None and (type(top_n) is not int or top_n < 1):
+        raise InvalidRequestError(
+            f"top_n is {shown(top_n)}; expected a number of documents.", param="top_n"
+        )
+    order = sorted(range(len(documents)), key=lambda i: -scores[i])
+    return [Ranked(i, float(scores[i]), documents[i]) for i in order[:top_n]]

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from ..errors import EngineClosedError, InvalidRequestError
 from ..http_json import NoServerError, ServerError, exchange
-from ..outputs import Ranked, Result
+from ..outputs import Result
 from ..session.answers import Step
 from ..session.base import ModelSession
-from ..session.inputs import Input
+from ..session.inputs import EmbedInput, Input, PoolingInput, ScoreInput
 from .answer import RemoteAnswer, error_of
 from .request import RemoteRequest, request_of
 
@@ -87,39 +87,11 @@ class RemoteSession(ModelSession):
 
     # -- vectors and scores ---------------------------------------------------------------------
 
-    def embed(
-        self, texts: Any, *, truncate: int | bool = False, **options: Any
-    ) -> "NDArray[np.float32]":
-        """Vectors (N, dim); arguments as of LLM.embed."""
-        import numpy as np
+    def pool(self, given: PoolingInput) -> "RemotePooled":
+        """The vectors or scores of an input; nothing is sent before they are asked for."""
+        return given.read_by(RemotePooling(self))
 
-        body = {"input": texts, "encoding_format": "base64", **_given(options), **_cut(truncate)}
-        data = self._post("/v1/embeddings", body)["data"]
-        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
-        return np.stack(rows).astype(np.float32)
-
-    def rerank(
-        self, query: str, documents: Sequence[str], *, truncate: int | bool = False, **options: Any
-    ) -> list[Ranked]:
-        """Documents by their scores; arguments as of LLM.rerank."""
-        body = {"query": query, "documents": list(documents), "return_documents": False}
-        results = self._post("/v1/rerank", {**body, **_given(options), **_cut(truncate)})["results"]
-        return [
-            Ranked(each["index"], each["relevance_score"], documents[each["index"]])
-            for each in results
-        ]
-
-    def score(
-        self, first: Any, second: Any, *, truncate: int | bool = False, **options: Any
-    ) -> "NDArray[np.float32]":
-        """Scores (N,); arguments as of LLM.score."""
-        import numpy as np
-
-        body = {"text_1": first, "text_2": second, **_given(options), **_cut(truncate)}
-        data = self._post("/v1/score", body)["data"]
-        return np.array([each["score"] for each in data], np.float32)
-
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON of what the model gives for `body`."""
         import httpx2
 
@@ -274,6 +246,64 @@ class RemoteAnswers:
         return [result for result in results if result is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePooled:
+    """Vectors or scores that a server computes when they are asked for."""
+
+    session: RemoteSession
+    path: str
+    body: dict[str, Any]
+    read: "Callable[[list[dict[str, Any]]], NDArray[np.float32]]"
+
+    def result(self) -> "NDArray[np.float32]":
+        """(N, dim) float32 vectors, or (N,) scores."""
+        return self.read(self.session.post(self.path, self.body)["data"])
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePooling:
+    """Reads inputs into requests to a server."""
+
+    session: RemoteSession
+
+    def embed(self, given: EmbedInput) -> RemotePooled:
+        """The vectors of texts."""
+        body = {
+            "input": given.texts,
+            "encoding_format": "base64",
+            "prompt_name": given.prompt_name,
+            "prompt": given.prompt,
+            "dimensions": given.dimensions,
+            "normalize": given.normalize,
+        }
+        return self._pooled("/v1/embeddings", body, given.truncate, _vectors)
+
+    def score(self, given: ScoreInput) -> RemotePooled:
+        """The scores of pairs."""
+        body = {"text_1": given.first, "text_2": given.second, "instruction": given.instruction}
+        return self._pooled("/v1/score", body, given.truncate, _scores)
+
+    def _pooled(
+        self, path: str, body: dict[str, Any], truncate: int | bool, read: Any
+    ) -> RemotePooled:
+        key = "truncate" if isinstance(truncate, bool) else "truncate_prompt_tokens"
+        said = {name: value for name, value in body.items() if value is not None}
+        return RemotePooled(self.session, path, {**said, key: truncate}, read)
+
+
+def _vectors(data: list[dict[str, Any]]) -> "NDArray[np.float32]":
+    import numpy as np
+
+    rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
+    return np.stack(rows).astype(np.float32)
+
+
+def _scores(data: list[dict[str, Any]]) -> "NDArray[np.float32]":
+    import numpy as np
+
+    return np.array([each["score"] for each in data], np.float32)
+
+
 def _chosen(url: str, found: Any, name: str | None) -> RemoteInfo:
     """The model of this name or alias, or the first."""
     try:
@@ -296,14 +326,3 @@ def _refusal(status: int, body: bytes) -> Exception:
     except (ValueError, KeyError, TypeError):
         said = {"message": f"The server answered with status {status}."}
     return error_of(said, status)
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _cut(truncate: int | bool) -> dict[str, Any]:
-    """A request's fields for what LLM calls `truncate`."""
-    if isinstance(truncate, bool):
-        return {"truncate": truncate}
-    return {"truncate_prompt_tokens": truncate}

@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..outputs import Ranked, Result
+from ..outputs import Result
 from .answers import Step
-from .inputs import Input, Message, PromptLike
+from .inputs import Input, Message, PoolingInput, PromptLike
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Vectors = NDArray[np.float32]
-
-Text = str | Sequence[int]
 
 
 class RunningAnswers(Protocol):
@@ -32,6 +30,14 @@ class RunningAnswers(Protocol):
 
     async def aresults(self) -> list[Result]:
         """`results` for asyncio."""
+        ...
+
+
+class PooledResult(Protocol):
+    """Vectors or scores that are computed when they are asked for."""
+
+    def result(self) -> "Vectors":
+        """(N, dim) float32 vectors, or (N,) scores."""
         ...
 
 
@@ -100,41 +106,9 @@ class ModelSession(Protocol):
         """The adapters that requests may name."""
         self.refuse("adapters")
 
-    def embed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: int | bool = False,
-    ) -> "Vectors":
-        """Vectors (N, dim) float32 of texts."""
-        self.refuse("embed")
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruction: str | None = None,
-        truncate: int | bool = False,
-    ) -> list[Ranked]:
-        """Documents by their scores."""
-        self.refuse("rerank")
-
-    def score(
-        self,
-        first: str | Sequence[str],
-        second: str | Sequence[str],
-        *,
-        instruction: str | None = None,
-        truncate: int | bool = False,
-    ) -> "Vectors":
-        """Scores (N,) float32 of pairs of texts."""
-        self.refuse("score")
+    def pool(self, given: PoolingInput) -> PooledResult:
+        """The vectors or scores of an input; see PoolingSession.pool."""
+        self.refuse("embed, rerank or score")
 
     @property
     def path(self) -> Path:

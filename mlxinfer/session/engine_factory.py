@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..backend import require_mlx
 from ..config import EngineConfig
-from ..errors import InvalidRequestError
+from ..errors import EngineClosedError, InvalidRequestError
 from ..memory import human_bytes
 from .options import EngineOptions
 
@@ -149,10 +149,11 @@ def _group(
 ) -> "RankGroup | None":
     """The ranks that the model is spread over; None: it is not.
 
-    In a process that is a rank other than 0 this does not return: it follows until the group ends.
+    In a process that is a rank other than 0 this computes for rank 0 until the group ends.
     `check` is called while others are awaited, and may raise.
 
     Raises:
+        EngineClosedError: this process was a rank other than 0, and the group has ended.
         InvalidRequestError, RanksFailedError: as of `open_group` and `follow`.
     """
     if options.spread.is_alone:
@@ -164,7 +165,7 @@ def _group(
     place = options.spread.elsewhere
     if place is not None and place.rank:
         follow(place, shared_secret(), lambda name: folder)
-        raise SystemExit(0)
+        raise EngineClosedError(f"Rank 0 has ended, and rank {place.rank}, this process, with it.")
     return open_group(options.spread, name, check)
 
 

@@ -1,7 +1,8 @@
 """All that a model can be asked for: conversations and texts, with what shapes their answers.
 
-`ChatInput` and `TextInput` are plain data, checked as far as that needs no model. `LLM`, the
-command line and the server build them, and `Session.start` answers them.
+Inputs are plain data, checked as far as that needs no model. `LLM`, the command line and the server
+build them. `Session.start` answers ChatInput and TextInput, `PoolingSession.pool` gives vectors or
+scores for EmbedInput and ScoreInput.
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 Message = Mapping[str, Any]
 ResponseFormat = Mapping[str, Any]  # {"type": ...}, see LLM.generate
 PromptLike = str | Sequence[int]
+Text = PromptLike  # of a model that pools
 
 ENDS = ("add_generation_prompt", "continue_final_message")  # variables that are fields of ChatInput
 
@@ -195,6 +197,111 @@ class TextInput(Input):
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         """What `reader` makes of a text."""
         return reader.text(self, max_context)
+
+
+class PoolingReader(Protocol[T_co]):
+    """Makes something of the inputs of models that pool."""
+
+    def embed(self, given: "EmbedInput") -> T_co:
+        """Read texts that vectors are asked for."""
+        ...
+
+    def score(self, given: "ScoreInput") -> T_co:
+        """Read pairs that scores are asked for."""
+        ...
+
+
+class PoolingInput(ABC):
+    """What a model that pools is asked for."""
+
+    @abstractmethod
+    def read_by(self, reader: PoolingReader[T]) -> T:
+        """What `reader` makes of this kind of input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedInput(PoolingInput):
+    """Texts to be made vectors of; the fields are the arguments of LLM.embed.
+
+    Attributes:
+        place: the field that errors name.
+    """
+
+    texts: Text | Sequence[Text]
+    prompt_name: str | None = None
+    prompt: str | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    truncate: int | bool = False
+    place: str = "input"
+
+    def __post_init__(self) -> None:
+        check_list("texts", self.texts)
+        if self.normalize is not None:
+            check_switch("normalize", self.normalize)
+
+    @property
+    def each(self) -> Sequence[Text]:
+        """The texts, also where one was given."""
+        texts: Any = self.texts
+        is_ids = bool(texts) and all(type(item) is int for item in texts)
+        return [texts] if isinstance(texts, str) or is_ids else texts
+
+    def read_by(self, reader: PoolingReader[T]) -> T:
+        """What `reader` makes of texts."""
+        return reader.embed(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreInput(PoolingInput):
+    """Pairs of texts to be scored; the fields are the arguments of LLM.score.
+
+    Attributes:
+        first, second: a text or several; one text goes with each of the other's.
+        names: of the fields of both, for errors about how many there are.
+        place: the field that errors about one text name.
+    """
+
+    first: str | Sequence[str]
+    second: str | Sequence[str]
+    instruction: str | None = None
+    truncate: int | bool = False
+    names: tuple[str, str] = ("a", "b")
+    place: str = "documents"
+
+    def __post_init__(self) -> None:
+        check_list(self.names[0], self.first)
+        check_list(self.names[1], self.second)
+        one, two = _as_list(self.first), _as_list(self.second)
+        if len(one) != len(two) and 1 not in (len(one), len(two)):
+            raise InvalidRequestError(
+                f"{self.names[0]} has {len(one)} texts and {self.names[1]} {len(two)}; expected "
+                "one, or as many.",
+                param=self.names[0],
+            )
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """As many first texts as second ones."""
+        one, two = _as_list(self.first), _as_list(self.second)
+        count = max(len(one), len(two))
+        return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
+
+    def read_by(self, reader: PoolingReader[T]) -> T:
+        """What `reader` makes of pairs."""
+        return reader.score(self)
+
+
+def check_list(name: str, given: object) -> None:
+    """Raise InvalidRequestError unless this is a text, or a list that holds something."""
+    if isinstance(given, bytes) or not isinstance(given, Sequence) or not given:
+        raise InvalidRequestError(
+            f"{name} is {shown(given)}; expected a text, or a list with at least one.", param=name
+        )
+
+
+def _as_list(given: str | Sequence[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
 
 
 def _wrapped(seed: int) -> int:

@@ -9,8 +9,8 @@ from ..pooling.config import Head, PoolingConfig
 from ..pooling.request import TokenRow
 from ..text import Tokenizer, encode_chat
 from ..text.rows import EncodedRow, encode_rows, encode_texts, too_long
+from .inputs import Text
 
-Text = str | Sequence[int]  # or token ids
 QUERY, DOCUMENT = "query", "document"
 # Of Qwen3-Reranker, as its model card has it; `yes` and `no` are what it may answer.
 JUDGE = (

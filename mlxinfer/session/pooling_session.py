@@ -2,33 +2,32 @@
 
 import asyncio
 import itertools
-import queue
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..backend import require_mlx
-from ..core import FinishReason, TokenEvent, check_switch
+from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, InvalidRequestError, shown
 from ..models import stoppable
-from ..outputs import Ranked
 from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .base import ModelSession
-from .engine_client import Mailbox
 from .engine_factory import ModelInfo, describe
+from .inputs import EmbedInput, PoolingInput, ScoreInput
 from .options import EngineOptions
-from .pooling_rows import DOCUMENT, QUERY, RowBuilder, Text, resolved
-from .ranking import check_list, paired, places, ranked, similarity, unit
+from .pooling_rows import DOCUMENT, QUERY, RowBuilder, resolved
 from .session import CANARY_TOKEN, Session
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..engine.engine import EngineLoop
+    from ..engine.engine import Engine, EngineLoop
 
     Vectors = NDArray[np.float32]
 
@@ -125,60 +124,46 @@ class PoolingSession(ModelSession):
 
     # -- vectors and scores ---------------------------------------------------------------------
 
-    def embed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: int | bool = False,
-    ) -> "Vectors":
-        """Vectors (N, dim); arguments and errors as of LLM.embed."""
+    def pool(self, given: PoolingInput) -> "Pooled":
+        """The vectors of texts, or the scores of pairs. Nothing runs yet.
+
+        Checks and encodes the input, which may take long: an event loop calls this in a worker
+        thread.
+
+        Raises:
+            InvalidRequestError: the model gives no vectors, or the input is wrong.
+            ContextLengthError: a text is too long, and not to be truncated.
+        """
+        return given.read_by(self)
+
+    def embed(self, given: EmbedInput) -> "Pooled":
+        """The vectors of texts; as `pool`."""
         self.require_vectors()
-        self.check_dimensions(dimensions)
-        if normalize is not None:
-            check_switch("normalize", normalize)
-        check_list("texts", texts)
-        before = self.prompt(prompt_name, prompt)
-        many = [texts] if isinstance(texts, str) or _is_ids(texts) else texts
-        rows = self.rows.texts(many, prompt=before, truncate=truncate)  # type: ignore[arg-type]
-        return self.finished_vectors(self.run(rows), dimensions, normalize)
+        self.check_dimensions(given.dimensions)
+        before = self.prompt(given.prompt_name, given.prompt)
+        rows = self.rows.texts(
+            given.each, prompt=before, truncate=given.truncate, param=given.place
+        )
+        finish = partial(
+            self.finished_vectors, dimensions=given.dimensions, normalize=given.normalize
+        )
+        return self.pooled(rows, finish)
 
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruction: str | None = None,
-        truncate: int | bool = False,
-    ) -> list[Ranked]:
-        """Documents by their scores; arguments and errors as of LLM.rerank."""
-        if not isinstance(query, str):
-            raise InvalidRequestError(f"query is {shown(query)}; expected a text.", param="query")
-        if isinstance(documents, str):
-            raise InvalidRequestError(
-                "documents is a text; expected a list of them.", param="documents"
-            )
-        check_list("documents", documents)
-        queries = [query] * len(documents)
-        scores = self.score(queries, documents, instruction=instruction, truncate=truncate)
-        return ranked(documents, scores, top_n)
+    def score(self, given: ScoreInput) -> "Pooled":
+        """The scores of pairs; as `pool`. An embedding model reads every text once."""
+        one, two = given.pairs
+        rows = self.score_rows(
+            one, two, instruction=given.instruction, truncate=given.truncate, param=given.place
+        )
+        return self.pooled(rows, partial(self.finished_scores, first=one, second=two))
 
-    def score(
+    def pooled(
         self,
-        first: str | Sequence[str],
-        second: str | Sequence[str],
-        *,
-        instruction: str | None = None,
-        truncate: int | bool = False,
-    ) -> "Vectors":
-        """Scores (N,); arguments and errors as of LLM.score."""
-        one, two = paired(first, second)
-        rows = self.score_rows(one, two, instruction=instruction, truncate=truncate)
-        return self.finished_scores(self.run(rows), one, two)
+        rows: Sequence[TokenRow],
+        finish: "Callable[[Vectors], Vectors]" = lambda vectors: vectors,
+    ) -> "Pooled":
+        """What the model gives for rows, (N, d) float32, after `finish`."""
+        return Pooled(self.engine, self.request(rows), finish, owner=self)
 
     def score_rows(
         self,
@@ -278,39 +263,13 @@ class PoolingSession(ModelSession):
         """A request for the results of rows."""
         return PoolingRequest(f"pool-{next(self._ids)}", rows)
 
-    def run(self, rows: Sequence[TokenRow]) -> "Vectors":
-        """What the model gives for rows, (N, d) float32.
-
-        Raises:
-            ContextLengthError, InvalidRequestError: a row can never run.
-            RequestFailedError: a pass failed.
-            EngineClosedError: the engine was closed.
-        """
-        request = self.request(rows)
-        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        leave = self.engine.aborter([request.id])
-        try:
-            self.engine.submit(request, events.put)
-            return pooled(events.get())
-        except BaseException:  # the caller leaves: an error, Ctrl-C
-            leave()
-            raise
-
-    async def arun(self, request: PoolingRequest) -> "Vectors":
-        """`run` for asyncio; cancelling the task ends the request."""
-        inbox: asyncio.Queue[TokenEvent] = asyncio.Queue()
-        mailbox: Mailbox[TokenEvent] = Mailbox(asyncio.get_running_loop())
-        leave = self.engine.aborter([request.id])
-        try:
-            self.engine.submit(request, lambda event: _post(mailbox, inbox, event))
-            return pooled(await inbox.get())
-        except BaseException:  # as above; or a cancelled task
-            leave()
-            raise
-
     async def canary(self) -> None:
         """Compute one token; raises RequestFailedError, or EngineClosedError after `close`."""
-        await self.arun(self.request([TokenRow([CANARY_TOKEN])]))
+        await self.pooled([TokenRow([CANARY_TOKEN])]).aresult()
+
+    async def arun(self, request: PoolingRequest) -> "Vectors":
+        """The results of a request's rows; for the server until it has moved."""
+        return await Pooled(self.engine, request, lambda vectors: vectors, owner=self).aresult()
 
     # -- its state ------------------------------------------------------------------------------
 
@@ -361,7 +320,63 @@ def open_session(
     return Session(name, folder, options, tool_format, watch)
 
 
-def pooled(event: TokenEvent) -> "Vectors":
+class Pooled:
+    """The result of one input, computed when `result` or `aresult` is called.
+
+    Args:
+        engine: runs the request.
+        request: for the rows of the input.
+        finish: makes vectors or scores of what the model gives for the rows.
+        owner: is referred to, so that the model stays as long.
+
+    Raises (both):
+        ContextLengthError, InvalidRequestError: a row can never run.
+        RequestFailedError: a pass failed.
+        EngineClosedError: the engine was closed.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        request: PoolingRequest,
+        finish: "Callable[[Vectors], Vectors]",
+        *,
+        owner: object,
+    ) -> None:
+        self.request = request
+        self._engine, self._finish, self._owner = engine, finish, owner
+        self._leave = engine.aborter([request.id])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return self.request.num_tokens
+
+    def result(self) -> "Vectors":
+        """(N, dim) float32 vectors, or (N,) scores."""
+        try:
+            return self._finish(_pooled_of(self._submit().result()))
+        except BaseException:  # the caller leaves: an error, Ctrl-C
+            self._leave()
+            raise
+
+    async def aresult(self) -> "Vectors":
+        """`result` for asyncio; cancelling the task ends the request."""
+        try:
+            event = await asyncio.wrap_future(self._submit())
+        except BaseException:  # as above; or a cancelled task
+            self._leave()
+            raise
+        return await asyncio.to_thread(self._finish, _pooled_of(event))
+
+    def _submit(self) -> "Future[TokenEvent]":
+        waiting: Future[TokenEvent] = Future()
+        waiting.set_running_or_notify_cancel()  # a cancelled task does not cancel the engine's part
+        self._engine.submit(self.request, waiting.set_result)
+        return waiting
+
+
+def _pooled_of(event: TokenEvent) -> "Vectors":
     """The result of a request; raises its error, EngineClosedError where it was aborted."""
     if event.error is not None:
         raise event.error
@@ -370,15 +385,32 @@ def pooled(event: TokenEvent) -> "Vectors":
     return event.pooled
 
 
-def _is_ids(texts: Any) -> bool:
-    """Whether this is one text as token ids, not a list of texts."""
-    return bool(texts) and all(type(each) is int for each in texts)
+def similarity(name: str, one: "Vectors", other: "Vectors") -> "Vectors":
+    """(N,) of vectors (N, d): the larger, the closer; as sentence-transformers has it."""
+    import numpy as np
+
+    if name == "cosine":
+        one, other = unit(one), unit(other)
+    if name in ("cosine", "dot"):
+        return (one * other).sum(axis=1)
+    apart = one - other
+    if name == "euclidean":
+        return -np.sqrt(np.square(apart).sum(axis=1))
+    return -np.abs(apart).sum(axis=1)
 
 
-def _post(
-    mailbox: "Mailbox[TokenEvent]", inbox: "asyncio.Queue[TokenEvent]", event: TokenEvent
-) -> None:
-    mailbox.post(inbox, event)  # a loop that is closed has no reader
+def places(texts: Sequence[str]) -> dict[str, int]:
+    """Each text, and its place among those that differ."""
+    return {text: i for i, text in enumerate(dict.fromkeys(texts))}
+
+
+def unit(vectors: "Vectors") -> "Vectors":
+    """Vectors (N, d) brought to length 1."""
+    import numpy as np
+
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Vectors = vectors / np.maximum(lengths, 1e-12)
+    return unit
 
 
 def _loop_maker(

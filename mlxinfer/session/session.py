@@ -104,7 +104,7 @@ class Session(ModelSession):
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: only models that pool have the method."""
         raise InvalidRequestError(
-            f"{self.info.name} generates text and has no {method}(); load an embedding "
+            f"{self.info.name} generates text and has no {method}; load an embedding "
             "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
             "though its files do not say so is loaded with task='embed' or task='score'.",
         )

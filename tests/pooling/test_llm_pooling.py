@@ -203,7 +203,7 @@ def test_decoders_score_by_the_logits_that_they_generate_from(case, tmp_path):
     (folder / "modules.json").write_text(json.dumps(entries))
     write(folder / "1_LogitScore" / "config.json", {"true_token_id": 11, "false_token_id": 5})
     with LLM(folder, progress=False) as llm:
-        scores = llm._session.run([llm._session.rows.texts([row])[0] for row in rows])[:, 0]
+        scores = llm._session.pooled(llm._session.rows.texts(rows)).result()[:, 0]
     np.testing.assert_allclose(scores, 1 / (1 + np.exp(-expected)), atol=2e-4)
 
 

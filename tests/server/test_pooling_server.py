@@ -17,8 +17,10 @@ from pooling.tiny_pooling import pooling_folder
 
 from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
+from mlxinfer.outputs import ranked
 from mlxinfer.server.registry.models import Models
 from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.session.inputs import EmbedInput, ScoreInput
 from mlxinfer.session.options import EngineOptions
 from mlxinfer.session.pooling_session import PoolingSession
 from mlxinfer.text import Tokenizer
@@ -57,6 +59,14 @@ def client(served: PoolingServer) -> Iterator[openai.OpenAI]:
         yield made
 
 
+def vectors_of(session: PoolingSession, texts: Any) -> Any:
+    return session.pool(EmbedInput(texts=texts)).result()
+
+
+def scores_of(session: PoolingSession, first: Any, second: Any) -> Any:
+    return session.pool(ScoreInput(first=first, second=second)).result()
+
+
 def own(served: PoolingServer, name: str = "embedder") -> PoolingSession:
     """The session behind a name."""
     session = served.by_name[name]
@@ -73,7 +83,7 @@ def refused(served: PoolingServer, path: str, body: dict[str, Any]) -> str:
 
 def test_openais_client_gets_the_vectors(served: PoolingServer, client: openai.OpenAI) -> None:
     """It asks for base64, and decodes it."""
-    expected = own(served).embed(TEXTS)
+    expected = vectors_of(own(served), TEXTS)
     answer = client.embeddings.create(model="embedder", input=TEXTS)
     assert [each.index for each in answer.data] == [0, 1, 2, 3]
     np.testing.assert_allclose([each.embedding for each in answer.data], expected, atol=1e-5)
@@ -90,11 +100,11 @@ def test_base64_is_of_little_endian_floats(served: PoolingServer) -> None:
     body = {"model": "embedder", "input": "w8", "encoding_format": "base64"}
     text = served.post("/v1/embeddings", body).json()["data"][0]["embedding"]
     vector = np.frombuffer(base64.b64decode(text), "<f4")
-    np.testing.assert_allclose(vector, own(served).embed("w8")[0], atol=1e-5)
+    np.testing.assert_allclose(vector, vectors_of(own(served), "w8")[0], atol=1e-5)
 
 
 def test_dimensions_cut_and_normalise(served: PoolingServer, client: openai.OpenAI) -> None:
-    whole = own(served).embed(TEXTS[:1])[0]
+    whole = vectors_of(own(served), TEXTS[:1])[0]
     cut = client.embeddings.create(model="embedder", input=TEXTS[:1], dimensions=8)
     expected = whole[:8] / np.linalg.norm(whole[:8])
     np.testing.assert_allclose(cut.data[0].embedding, expected, atol=1e-5)
@@ -111,7 +121,7 @@ def test_texts_that_are_too_long_are_refused_or_truncated(served: PoolingServer)
         assert answer["usage"]["prompt_tokens"] == 3 + 40
     answer = served.post("/v1/embeddings", {**body, "truncate_prompt_tokens": 7}).json()
     assert answer["usage"]["prompt_tokens"] == 3 + 7
-    expected = own(served).embed(" ".join(["w7"] * 5))[0]
+    expected = vectors_of(own(served), " ".join(["w7"] * 5))[0]
     np.testing.assert_allclose(answer["data"][1]["embedding"], expected, atol=1e-5)
 
 
@@ -141,7 +151,7 @@ def test_what_cannot_be_embedded_is_refused(
 
 def test_rerank_orders_documents_by_the_scores_of_pairs(served: PoolingServer) -> None:
     session = own(served, "reranker")
-    expected = session.score("w5 w6", TEXTS)
+    expected = scores_of(session, "w5 w6", TEXTS)
     assert len(set(expected.tolist())) == 3  # two texts are the same
     body = {"model": "reranker", "query": "w5 w6", "documents": [*TEXTS[:3], {"text": "w8"}]}
     for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/reranking"):
@@ -166,7 +176,7 @@ def test_rerank_orders_documents_by_the_scores_of_pairs(served: PoolingServer) -
 
 def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> None:
     session = own(served, "judge")
-    expected = session.score(["w5 w6"] * 4, TEXTS)
+    expected = scores_of(session, ["w5 w6"] * 4, TEXTS)
     named = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
     for one, two in named:
         for texts in ("w5 w6", ["w5 w6"] * 4):
@@ -181,7 +191,7 @@ def test_scores_of_one_text_with_many_and_of_as_many(served: PoolingServer) -> N
 
 
 def test_an_embedding_model_scores_by_similarity(served: PoolingServer) -> None:
-    vectors = own(served).embed(["w5 w6", *TEXTS])
+    vectors = vectors_of(own(served), ["w5 w6", *TEXTS])
     body = {"model": "embedder", "text_1": "w5 w6", "text_2": TEXTS}
     data = served.post("/v1/score", body).json()["data"]
     np.testing.assert_allclose(
@@ -196,7 +206,7 @@ def test_ollamas_client_gets_the_vectors(served: PoolingServer) -> None:
 
 
 def check_ollama(served: PoolingServer, client: ollama.Client) -> None:
-    expected = own(served).embed(TEXTS)
+    expected = vectors_of(own(served), TEXTS)
     answer = client.embed("embedder", TEXTS)
     np.testing.assert_allclose(answer.embeddings, expected, atol=1e-5)
     assert answer.prompt_eval_count == 18
@@ -249,7 +259,7 @@ def test_the_rest_of_the_server_knows_such_models(served: PoolingServer) -> None
 def test_llm_asks_a_server_for_vectors_and_scores(served: PoolingServer) -> None:
     texts = ["w5 w6", "w7"]
     with LLM(served.url, served_model="embedder") as llm:
-        np.testing.assert_allclose(llm.embed(texts), own(served).embed(texts), atol=1e-5)
+        np.testing.assert_allclose(llm.embed(texts), vectors_of(own(served), texts), atol=1e-5)
         assert llm.embed("w5", dimensions=8).shape == (1, 8)
         assert llm.embed(" ".join(["w7"] * 60), truncate=9).shape == (1, 48)
         with pytest.raises(ContextLengthError, match="62 tokens"):
@@ -258,17 +268,19 @@ def test_llm_asks_a_server_for_vectors_and_scores(served: PoolingServer) -> None
             llm.generate("w5")
     with LLM(served.url, served_model="reranker") as llm:
         session = own(served, "reranker")
-        expected = session.rerank("w5", texts)
+        expected = ranked(texts, scores_of(session, "w5", texts))
         found = llm.rerank("w5", texts)
         assert [each.index for each in found] == [each.index for each in expected]
-        np.testing.assert_allclose(llm.score("w5", texts), session.score("w5", texts), atol=1e-5)
+        np.testing.assert_allclose(
+            llm.score("w5", texts), scores_of(session, "w5", texts), atol=1e-5
+        )
 
 
 def test_many_clients_are_batched_beside_a_chat(served: PoolingServer) -> None:
     """Requests of many clients share passes; a chat goes on meanwhile."""
     session = own(served)
     before = session.stats()
-    expected = {text: session.embed(text)[0] for text in TEXTS}
+    expected = {text: vectors_of(session, text)[0] for text in TEXTS}
 
     def ask(number: int) -> bool:
         text = TEXTS[number % len(TEXTS)]
@@ -299,6 +311,6 @@ def test_documents_are_cut_off_the_event_loop(
     body = {"model": "reranker", "query": "w5 w6", "documents": TEXTS, "max_tokens_per_doc": 2}
     results = served.post("/v1/rerank", body).json()["results"]
     assert on_loop == [False] * 4
-    expected = session.score("w5 w6", ["w5 w6", "w8", "w9 w10", "w8"])
+    expected = scores_of(session, "w5 w6", ["w5 w6", "w8", "w9 w10", "w8"])
     found = {each["index"]: each["relevance_score"] for each in results}
     np.testing.assert_allclose([found[i] for i in range(4)], expected, atol=1e-5)

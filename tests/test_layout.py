@@ -20,7 +20,7 @@ LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
     "core": {"errors"},
-    "outputs": {"core", "display"},  # cards of notebooks, imported when one is drawn
+    "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
     "remote": LEAVES | {"http_json", "session"},

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 DRY_BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp and text-generation-webui have them
 MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed
+MAX_TOKENS = 2**63 - 1  # some clients send this for "no limit"
+MAX_BREAKERS = 256  # strings: for each the whole vocabulary is searched
+FLOAT32_MAX = 3.4e38
 
 
 class FinishReason(StrEnum):
@@ -89,7 +92,8 @@ class SamplingParams:
     repetition_window: int = -1  # last tokens of these that it looks at; 0: none, -1: all
     presence_penalty: float = 0.0  # over the answer
     frequency_penalty: float = 0.0  # over the answer
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    # token id -> added to its logit; a dict has no hash
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     top_n_sigma: float = 0.0  # keep logits so many deviations below the highest; 0: all
     typical_p: float = 1.0  # keep the most typical tokens of this mass; 1: all
     xtc_probability: float = 0.0  # that all but the least probable token above the threshold go
@@ -117,16 +121,18 @@ class SamplingParams:
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        check_int("max_tokens", self.max_tokens, low=1, optional=True)
+        check_int("max_tokens", self.max_tokens, low=1, high=MAX_TOKENS, optional=True)
         check_number("temperature", self.temperature, low=0.0, high=100.0)
         check_int("top_k", self.top_k, low=0)
         check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         check_number("min_p", self.min_p, low=0.0, high=1.0)
-        check_number("repetition_penalty", self.repetition_penalty, low=0.0, open_low=True)
+        check_number(
+            "repetition_penalty", self.repetition_penalty, low=0, high=FLOAT32_MAX, open_low=True
+        )
         check_int("repetition_window", self.repetition_window, low=-1, high=MAX_COUNT)
         check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
         check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
-        check_number("top_n_sigma", self.top_n_sigma, low=0.0)
+        check_number("top_n_sigma", self.top_n_sigma, low=0.0, high=FLOAT32_MAX)
         check_number("typical_p", self.typical_p, low=0.0, high=1.0, open_low=True)
         check_number("xtc_probability", self.xtc_probability, low=0.0, high=1.0)
         check_number("xtc_threshold", self.xtc_threshold, low=0.0, high=1.0)
@@ -134,15 +140,35 @@ class SamplingParams:
         check_number("dry_base", self.dry_base, low=1.0, high=100.0)
         check_int("dry_allowed_length", self.dry_allowed_length, low=1, high=MAX_COUNT)
         check_int("dry_penalty_last_n", self.dry_penalty_last_n, low=-1, high=MAX_COUNT)
-        breakers = as_strings("dry_sequence_breakers", self.dry_sequence_breakers)
-        object.__setattr__(self, "dry_sequence_breakers", breakers)
         check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
-        check_int("min_tokens", self.min_tokens, low=0)
-        check_int("max_reasoning_tokens", self.max_reasoning_tokens, low=1, optional=True)
+        check_int("min_tokens", self.min_tokens, low=0, high=MAX_TOKENS)
+        check_int(
+            "max_reasoning_tokens",
+            self.max_reasoning_tokens,
+            low=1,
+            high=MAX_TOKENS,
+            optional=True,
+        )
         check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
-        object.__setattr__(self, "stop", as_strings("stop", self.stop))
         check_switch("ignore_eos", self.ignore_eos)
         check_switch("speculate", self.speculate)
+        self._check_lists()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.",
+                param="min_tokens",
+            )
+
+    def _check_lists(self) -> None:
+        breakers = as_strings("dry_sequence_breakers", self.dry_sequence_breakers)
+        if len(breakers) > MAX_BREAKERS:
+            raise InvalidRequestError(
+                f"dry_sequence_breakers has {len(breakers)} strings; expected {MAX_BREAKERS} at "
+                "most.",
+                param="dry_sequence_breakers",
+            )
+        object.__setattr__(self, "dry_sequence_breakers", breakers)
+        object.__setattr__(self, "stop", as_strings("stop", self.stop))
         check_kind("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         check_kind("logit_bias", self.logit_bias, Mapping, "{token id: bias}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -152,11 +178,6 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             check_int("logit_bias", token_id, low=0)
             check_number("logit_bias", bias, low=-1e9, high=1e9)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}.",
-                param="min_tokens",
-            )
 
     def changed(self, values: Mapping[str, Any]) -> "SamplingParams":
         """These parameters with other values, by their names."""
@@ -192,15 +213,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is taken without a draw."""
         return self.temperature == 0.0
-
-    @property
-    def penalised(self) -> bool:
-        """Whether the choice depends on tokens that came before."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
 
 
 class Grammar(Protocol):

@@ -233,6 +233,12 @@ def as_strings(name: str, value: object) -> tuple[str, ...]:
     """The strings of an argument that is one or several; raises InvalidRequestError."""
     strings = (value,) if isinstance(value, str) else value
     if isinstance(strings, (list, tuple)) and all(isinstance(s, str) and s for s in strings):
+        for s in strings:
+            if any("\ud800" <= c <= "\udfff" for c in s):
+                raise InvalidRequestError(
+                    f"{name} holds {shown(s)}, half of a surrogate pair, which no text has.",
+                    param=name,
+                )
         return tuple(strings)
     raise InvalidRequestError(f"{name} is {shown(value)}; expected non-empty strings.", param=name)
 

@@ -55,6 +55,7 @@ class Cell:
     tokens_per_s: float  # of all answers together
     same: int  # answers that are those without proposals
     answers: int
+    switched_off: int = 0  # requests for which a source of proposals failed
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class Answers:
     num_steps: int = 0  # of one request
     drafted: int = 0
     accepted: int = 0
+    switched_off: int = 0
     decode_s: float = 0.0
 
 
@@ -160,6 +162,7 @@ def answers_of(
                 found.num_steps += after_first - result.timing.accepted
                 found.drafted += result.timing.drafted
                 found.accepted += result.timing.accepted
+        found.switched_off = session.stats().get("speculation", {}).get("switched_off", 0)
     return found
 
 
@@ -178,6 +181,7 @@ def _cell(
         tokens_per_s=found.num_tokens / found.decode_s if found.decode_s else 0.0,
         same=sum(ours == theirs for ours, theirs in pairs),
         answers=len(plain.token_ids),
+        switched_off=found.switched_off,
     )
 
 
@@ -192,7 +196,8 @@ def _table(cells: Sequence[Cell], name: str) -> Table:
             f"{cell.accepted / cell.drafted:.0%}" if cell.drafted else "-",
             f"{cell.tokens_per_s:.1f}",
             ratio(cell.tokens_per_s, off[cell.batch]),
-            f"{cell.same} of {cell.answers}",
+            f"{cell.same} of {cell.answers}"
+            + (f", failed for {cell.switched_off}" if cell.switched_off else ""),
         ]
         for cell in some
     ]

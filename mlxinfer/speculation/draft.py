@@ -170,21 +170,11 @@ class DraftProposer:
     def _follow(
         self, sequence: Sequence, depth: int, keep: dict[Sequence, int]
     ) -> Counterpart | None:
-        """The counterpart with the tokens that are known now; None: there is no room for it.
-
-        Where many are missing it begins anew, with what the prefix tree has of it.
-        """
+        """The counterpart with the tokens that are known now; None: there is no room for it."""
         counterpart = self._counterparts.get(sequence)
         if counterpart is not None:
             self._take_over(sequence, counterpart)
-            own = counterpart.own
-            if own.num_left > MAX_SHORT and own.num_computed != own.num_sealed:
-                if self._recurs:  # it goes on from a snapshot
-                    self._release(sequence)
-                    counterpart = None
-                else:  # a long step writes pages, from where they end
-                    own.num_computed = own.num_sealed
-        if counterpart is None:
+        else:
             counterpart = self._begin(sequence, keep)
         if counterpart is None:
             return None
@@ -204,9 +194,8 @@ class DraftProposer:
         self._forget_drawn(own, start, self._num_kept(drawn, new))
         own.token_ids[start:] = new
         counterpart.num_followed = start + len(new)
-        if sequence.request.params.penalised:
-            for token_id in new:
-                self._loop.runner.sampler.observe(ints([own.slot]), ints([token_id]))
+        for token_id in new:
+            self._loop.runner.sampler.observe(ints([own.slot]), ints([token_id]))
 
     def _forget_drawn(self, own: Sequence, start: int, num_kept: int) -> None:
         """Go back to `num_kept` tokens after the first `start`."""
@@ -342,7 +331,8 @@ class DraftProposer:
         singles = [own for own, depth in rows if own.num_left == 1 and own.num_pending < depth]
         if not (short or long or singles):
             return None
-        moves = self._seal([own for own, _ in rows if own.num_left <= MAX_SHORT] if first else [])
+        few = [own for own, _ in rows if own.num_left <= MAX_SHORT] if first else []
+        moves = self._seal_tails(few, long)
         most = min(self._config.prefill_chunk, PREFILL_TOKENS)
         shares = prefill_shares(long, most, self._config.page_size)
         batch = Batch(
@@ -358,23 +348,30 @@ class DraftProposer:
         self._count(batch)
         return batch
 
-    def _seal(self, owns: list[Sequence]) -> list[Move]:
-        """Move whole pages of all tails to the pool where one would not hold the proposals.
+    def _seal_tails(self, owns: list[Sequence], long: list[Sequence]) -> list[Move]:
+        """Move tokens from tails to pages before a step.
 
-        Only before proposals are drawn: a sealed page is not taken back.
+        Args:
+            owns: the sequences that this round draws proposals for, in its first step: the whole
+                pages of all tails move where one tail would not hold the proposals. Later steps
+                move none of these, since a sealed page is not taken back.
+            long: sequences with a long segment, which reads all tokens before it from pages, also
+                those of a page that is partly filled.
         """
         size = self._config.page_size
-        longest = [own.num_computed + own.num_left - own.num_sealed for own in owns]
-        if max(longest, default=0) + MAX_DEPTH <= 2 * size:
-            return []
-        moves = []
-        for own in owns:
-            stop = own.num_computed - own.num_computed % size
-            if stop > own.num_sealed:
-                moves.append(Move(own.tables, own.slot, own.num_sealed, stop))
-                own.num_sealed = stop
-                self._loop.scheduler.kv_manager.wrote(own)
-        return moves
+        longest = max([own.num_computed + own.num_left - own.num_sealed for own in owns], default=0)
+        stops = {own: own.num_computed for own in long}
+        if longest + MAX_DEPTH > 2 * size:
+            whole = {own: own.num_computed - own.num_computed % size for own in owns}
+            stops = whole | stops
+        return [self._seal(own, stop) for own, stop in stops.items() if stop > own.num_sealed]
+
+    def _seal(self, own: Sequence, stop: int) -> Move:
+        """Move the tokens of a tail before position `stop` to pages."""
+        move = Move(own.tables, own.slot, own.num_sealed, stop)
+        own.num_sealed = stop - stop % self._config.page_size
+        self._loop.scheduler.kv_manager.wrote(own)
+        return move
 
     def _count(self, batch: Batch) -> None:
         """Count the step as computed, and number its rows."""

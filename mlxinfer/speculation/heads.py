@@ -194,7 +194,7 @@ class HeadProposer(DraftProposer):
         """Compute whole pages of the sequences, as far as there are hidden states."""
         size = self._config.page_size
         keep = dict.fromkeys(sequences, 0)
-        segments = []
+        counts: dict[Sequence, int] = {}  # by own sequence
         for sequence in sequences:
             counterpart = self._follow(sequence, 0, keep)
             if counterpart is None:
@@ -204,9 +204,11 @@ class HeadProposer(DraftProposer):
             stop = self._held[sequence].stop - counterpart.offset + 1
             stop = min(stop, own.num_known - 1) // size * size
             if stop - own.num_computed > MAX_SHORT:
-                segments.append(Segment.following(own, stop - own.num_computed, seals=True))
-        if not segments:
+                counts[own] = stop - own.num_computed
+        if not counts:
             return
+        moves = self._seal_tails([], list(counts))
+        segments = [Segment.following(own, count, seals=True) for own, count in counts.items()]
         batch = Batch(
             DecodeBatch.of([]),
             short=[],
@@ -215,6 +217,7 @@ class HeadProposer(DraftProposer):
             admitted=self._admitted,
         )
         self._admitted = []
+        batch.cache_work.seal += moves
         self._count(batch)
         self._ahead = self._launch(batch, self._ahead)
         self._num_steps += 1

@@ -1,6 +1,7 @@
 """Sources and controller as the one `Proposer` of an engine."""
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,8 @@ class SourceCounts:
     num_drafts: int = 0  # proposals of one sequence in one step
     num_drafted: int = 0  # tokens
     num_accepted: int = 0
+    num_switched_off: int = 0  # requests for which the source failed and proposes no more
+    last_error: str | None = None  # why
     accepted_at: list[int] = field(default_factory=list)  # by position
 
 
@@ -186,6 +189,8 @@ class Speculation(Proposer):
                 "drafts": counts.num_drafts,
                 "drafted": counts.num_drafted,
                 "accepted": counts.num_accepted,
+                "switched_off": counts.num_switched_off,
+                "last_error": counts.last_error,
                 "accepted_at": list(counts.accepted_at),
                 **source.stats(),
             }
@@ -262,6 +267,9 @@ class Speculation(Proposer):
     def _switch_off(self, source: Source, sequences: list[Sequence]) -> None:
         names = ", ".join(sequence.request.id for sequence in sequences)
         log.exception("no more proposals by %s for the requests %s", source.name, names)
+        error, counts = sys.exception(), self._counts[source.name]
+        counts.num_switched_off += len(sequences)
+        counts.last_error = f"{type(error).__name__}: {error}"
         for sequence in sequences:
             self._off.setdefault(sequence, set()).add(source.name)
 
@@ -360,4 +368,4 @@ class Speculation(Proposer):
             source.end(sequence)
 
 
-_TOTALS = ("drafts", "drafted", "accepted")
+_TOTALS = ("drafts", "drafted", "accepted", "switched_off")

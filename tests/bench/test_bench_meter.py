@@ -88,7 +88,7 @@ def test_sides_are_measured_in_turns() -> None:
 
 def test_requests_ask_for_different_things() -> None:
     assert len({(p.greedy, p.top_k, p.top_p, p.min_p, p.seed) for p in MIXED}) == 4
-    assert any(p.penalised for p in MIXED)
+    assert any(p.repetition_penalty != 1 for p in MIXED)
 
 
 def test_slope_is_of_a_line_through_all_points() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TypeVar
 
 from engine.harness import config, tiny_model
 from engine.oracle import Oracle
@@ -16,7 +17,7 @@ from speculation.head_checkpoints import (
     mtp_checkpoint,
 )
 
-from mlxinfer.config import EngineConfig
+from mlxinfer.config import EngineConfig, KVOptions
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
@@ -53,20 +54,26 @@ class RandomDepths:
         return self._rng.random() < 0.1
 
 
-def draft_of(model: LanguageModel, rng: random.Random) -> DraftProposer:
+def draft_of(
+    model: LanguageModel, rng: random.Random, answers: Mapping[str, Seq[int]]
+) -> DraftProposer:
     """The model itself, with proposals that hold, or another one, with little or much room."""
     draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
-    return DraftProposer(draft, sizes_of(rng), vocab_size=model.config.vocab_size, cost=0.1)
+    return made_half_right(
+        HalfRightDraft(draft, sizes_of(rng), vocab_size=model.config.vocab_size, cost=0.1),
+        rng,
+        answers,
+    )
 
 
-class HalfRightHead(HeadProposer):
-    """A random head; its first proposals are put right at random."""
+class HalfRight:
+    """A source that runs a network; its first proposals are put right at random."""
 
     answers: Mapping[str, Seq[int]]
     rng: random.Random
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        proposed = super().propose(sequences, depths)
+        proposed = super().propose(sequences, depths)  # type: ignore[misc]
         return [
             Proposal(self._put_right(s, list(found.token_ids)))
             for s, found in zip(sequences, proposed, strict=True)
@@ -78,6 +85,22 @@ class HalfRightHead(HeadProposer):
         return right + ids[len(right) :]
 
 
+class HalfRightDraft(HalfRight, DraftProposer):
+    """A draft."""
+
+
+class HalfRightHead(HalfRight, HeadProposer):
+    """A head."""
+
+
+T = TypeVar("T", bound=HalfRight)
+
+
+def made_half_right(source: T, rng: random.Random, answers: Mapping[str, Seq[int]]) -> T:
+    source.answers, source.rng = answers, rng
+    return source
+
+
 def sizes_of(rng: random.Random) -> EngineConfig:
     """Little or much room for a draft."""
     return config(
@@ -86,6 +109,7 @@ def sizes_of(rng: random.Random) -> EngineConfig:
         prefill_chunk=rng.choice([16, 64]),
         max_context=rng.choice([60, 4096]),
         prefix_cache=rng.random() < 0.8,
+        kv=KVOptions(window=rng.choice([None, None, None, 12, 40])),
     )
 
 
@@ -115,8 +139,7 @@ def head_of(model: Model, rng: random.Random, answers: Mapping[str, Seq[int]]) -
         name, head = "mtp", mtp_of(model)
     vocab_size = model.config.vocab_size
     made = HalfRightHead(head, sizes_of(rng), name=name, vocab_size=vocab_size, cost=0.1)
-    made.answers, made.rng = answers, rng
-    return made
+    return made_half_right(made, rng, answers)
 
 
 @cache
@@ -159,7 +182,7 @@ def some_proposer(
                 draft, vocab_size = block_draft_of(model), model.config.vocab_size
                 made.append(BlockProposer(draft, config(), vocab_size=vocab_size, cost=0.1))
             else:
-                made.append(draft_of(model, rng) if name == "draft" else ForcedProposer())
+                made.append(draft_of(model, rng, answers) if name == "draft" else ForcedProposer())
         return made
 
     depth = rng.choice([1, 4, 7])

@@ -207,6 +207,8 @@ def test_everything_at_once(data: st.DataObject) -> None:
                 near_tie = NEAREST_TIE if run[int(name)].adapter else 0.0
                 near_tie = near_tie if options.bits == (None, None) else NEAR_TIE
                 assert_same(harness.outcomes[name], plain, near_tie=near_tie)
+            stats = proposer.stats() if proposer is not None else {}
+            assert not stats.get("switched_off"), stats
             harness.loop.close()
 
 

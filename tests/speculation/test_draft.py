@@ -9,10 +9,11 @@ from engine.harness import Harness, alone, config, prompt, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.models.language import LanguageModel
-from mlxinfer.speculation.controller import FixedDepth
+from mlxinfer.speculation.controller import FixedDepth, Outlook
 from mlxinfer.speculation.draft import DraftProposer
 from mlxinfer.speculation.speculation import Speculation
 
@@ -241,3 +242,46 @@ def test_rejection_sampling_takes_all_that_the_same_model_draws() -> None:
     harness.drain()
     drafted, accepted = counts(speculation)
     assert accepted >= drafted - 2
+
+
+def test_a_chunk_of_few_tokens_up_to_a_pages_end_is_sealed_before_the_next() -> None:
+    """A draft that finds part of a page in its prefix tree begins with such a chunk."""
+    speculation = with_draft(model(), 2, prefill_chunk=16)
+    harness = Harness(model(), proposer=speculation)
+    for seed, length in enumerate((5, 10, 11, 12, 13)):
+        ids = prompt(90, seed)
+        for part in (ids[:length], ids):
+            harness.add(f"{seed} {len(part)}", part, GREEDY)
+            harness.drain()
+    stats = speculation.stats()
+    assert stats["drafted"]
+    assert not stats["switched_off"], stats
+
+
+class Resting(FixedDepth):
+    """One proposal a step, and now and then none for a dozen steps and more."""
+
+    steps = 0
+
+    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
+        Resting.steps += 1
+        return super().choose(outlooks, num_sequences) if self.steps % 75 < 45 else [0, 0]
+
+
+@pytest.mark.parametrize("case", ["gemma3_text-v4", "qwen3-v4"])
+def test_a_draft_with_a_window_follows_after_a_rest(case: str) -> None:
+    draft = tiny_model(case, quantized=True)
+    source = DraftProposer(
+        draft, config(num_pages=400, kv=KVOptions(window=24)), vocab_size=96, cost=0.1
+    )
+    speculation = Speculation(lambda _: [source], Resting(1), max_depth=1)
+    harness = Harness(draft, proposer=speculation, kv=KVOptions(window=24))
+    for i in range(2):
+        harness.add(str(i), prompt(7, i), replace(GREEDY, max_tokens=300))
+    outcomes = harness.drain()
+    stats = speculation.stats()
+    assert not stats["switched_off"], stats
+    assert stats["drafted"] > 100
+    for i in range(2):
+        plain = alone(draft, prompt(7, i), replace(GREEDY, max_tokens=300), kv=KVOptions(window=24))
+        assert outcomes[str(i)].token_ids == plain.token_ids

@@ -1,4 +1,4 @@
-"""Rejection sampling in the engine: requests with and without speculation take turns in a slot."""
+"""Rejection sampling in the engine: requests that speculate and others take turns in one slot."""
 
 import numpy as np
 import pytest

@@ -91,6 +91,7 @@ SPECULATION_COUNTERS = {  # name -> key of stats["speculation"], help
     "vllm:spec_decode_num_drafts": ("drafts", "Rows of steps that verified proposals."),
     "vllm:spec_decode_num_draft_tokens": ("drafted", "Tokens proposed and verified."),
     "vllm:spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens of answers."),
+    "mlxinfer:spec_decode_num_switched_off": ("switched_off", "Requests without a failed source."),
 }
 DISK_COUNTERS = ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
 

@@ -19,19 +19,18 @@ from click.core import ParameterSource
 
 from ..configfile import ConfigFile, ModelEntry, find_config_file, read_config_file
 from ..errors import InvalidRequestError, ModelError
+from ..session.options import EngineOptions
 from ._model import fetch, pooling_of
 from ._options import (
     ENGINE_NAMES,
     RANK_NAMES,
     engine_arguments,
-    engine_options,
 )
 
 if TYPE_CHECKING:
     from ..progress import Watch
     from ..server.registry.served import ServedModel
     from ..server.registry.slots import Entry
-    from ..session.options import EngineOptions
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -148,14 +147,6 @@ class RequestedModel:
     preload: bool
 
 
-@click.command(add_help_option=False)
-@click.option("--tool-format")
-@click.option("--task")
-@engine_options()
-def model_settings(**_: Any) -> None:
-    """Return the options of a [models.NAME] table; its --max-memory is of the KV cache."""
-
-
 def requested_models(
     given: Sequence[str], config: ConfigFile, *, by_default: bool
 ) -> list[RequestedModel]:
@@ -221,7 +212,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     )
 
 
-def _experts_left_out(folder: Path, options: "EngineOptions") -> int:
+def _experts_left_out(folder: Path, options: EngineOptions) -> int:
     """Bytes of experts that stay on the disk; 0 for broken files: loading says what is wrong."""
     from ..models.weights.files import expert_bytes
 
@@ -234,7 +225,7 @@ def _experts_left_out(folder: Path, options: "EngineOptions") -> int:
 
 def checked_settings(
     requested: RequestedModel, server: Mapping[str, Any]
-) -> "tuple[EngineOptions, str]":
+) -> tuple[EngineOptions, str]:
     """Return engine options and tool format of a model; invalid ones are wrong usage."""
     from ..text.tools import tool_format as find_tool_format
 
@@ -244,11 +235,11 @@ def checked_settings(
             f"{requested.place}: a pinned model is never unloaded; drop ttl or pin"
         )
     try:
-        tool_format = own.pop("tool_format") or "auto"
+        tool_format = own.get("tool_format") or "auto"
         if tool_format != "auto":
             find_tool_format(tool_format)
-        task = own.pop("task", None) or "auto"
-        return replace(options_of(engine_arguments(own)), task=task), tool_format
+        options = EngineOptions(**engine_arguments(own), task=own.get("task") or "auto")
+        return options.with_draft(fetch), tool_format
     except InvalidRequestError as error:
         raise click.UsageError(f"{requested.place}: {error}") from error
 
@@ -256,7 +247,7 @@ def checked_settings(
 def open_model(
     name: str,
     folder: Path,
-    options: "EngineOptions",
+    options: EngineOptions,
     created_s: int,
     tool_format: str,
     room_bytes: int,
@@ -272,31 +263,17 @@ def open_model(
     )
 
 
-def own_settings(requested: RequestedModel) -> dict[str, Any]:
-    """Return the engine options of a table, parsed as on the command line."""
-    arguments = []
-    for name, value in requested.entry.options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if type(value) is bool and flag == "--slow-experts":  # the one switch of a model
-            arguments += [flag] * value
-            continue
-        if type(value) not in (str, int):
+def own_settings(requested: RequestedModel) -> Mapping[str, Any]:
+    """Return the options of a [models.NAME] table; its max-memory is of the KV cache."""
+    known = (*ENGINE_NAMES, "tool_format", "task")
+    for name in requested.entry.options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0].replace('_', '-')}?" if near else ""
             raise click.UsageError(
-                f"{requested.place}.{flag[2:]}: expected a text or a whole number."
+                f"{requested.place}: a model has no option {name.replace('_', '-')}.{hint}"
             )
-        arguments.append(f"{flag}={value}")
-    try:
-        context = model_settings.make_context(requested.place, arguments)
-    except click.UsageError as error:
-        raise click.UsageError(f"{requested.place}: {error.format_message()}") from error
-    return {name: value for name, value in context.params.items() if value is not None}
-
-
-def options_of(arguments: dict[str, Any]) -> "EngineOptions":
-    """Return EngineOptions for LLM's keyword arguments; raises InvalidRequestError."""
-    from ..session.options import EngineOptions
-
-    return EngineOptions(**arguments).with_draft(fetch)
+    return requested.entry.options
 
 
 def name_and_source(given: str) -> tuple[str, str]:

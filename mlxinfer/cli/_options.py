@@ -9,7 +9,8 @@ import click
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..memory import KV_SHARE, parse_bytes
+from ..memory import parse_bytes
+from ..session.options import EngineArguments, EngineOptions, help_of
 from ..speculation.options import ACCEPTANCES, METHODS
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -108,61 +109,27 @@ _SAMPLING = (
 )
 
 
-def _how(**arguments: Any) -> dict[str, Any]:
-    """Return arguments of click.option."""
-    return arguments
-
-
-_ENGINE: dict[str, dict[str, Any]] = {
-    "kv_bits": _how(
-        type=click.Choice(["16", "8", "4", "8/4"]),
-        help="Bits of the KV cache; 8/4: keys 8, values 4.",
-    ),
-    "kv_window": _how(type=int, metavar="N", help="Attend to the last N tokens only."),
-    "kv_sinks": _how(type=int, metavar="N", help="With a window: and to the first N."),
-    "max_memory": _how(
-        type=Size(),
-        metavar="SIZE",
-        help=f"Limit of the KV cache, such as 8GB.  [default: {KV_SHARE} of what weights leave]",
-    ),
-    "disk_cache": _how(
-        type=Size(),
-        metavar="SIZE",
-        help="Keep prompts on disk, up to SIZE; see cache.",
-    ),
-    "prefill_slice": _how(
-        type=int,
-        metavar="MS",
-        help="Answers wait so long at most for others' prompts.  [default: 250]",
-    ),
-    "adapter_memory": _how(
-        type=Size(),
-        metavar="SIZE",
-        help="Kept for adapters.  [default: what the KV cache has not grown into]",
-    ),
-    "expert_memory": _how(
-        type=Size(),
-        metavar="SIZE",
-        help="Keep SIZE of a mixture's experts in memory, and read the others when needed.",
-    ),
-    "slow_experts": _how(
-        is_flag=True,
-        default=None,
-        help="With --expert-memory: even where tokens would take seconds.",
-    ),
-    "speculate": _how(
-        metavar="|".join(METHODS),
-        help="What proposes tokens that a step verifies, where that is faster.  [default: auto]",
-    ),
-    "draft": _how(
-        metavar="MODEL",
-        help="Draft model with the same tokenizer, EAGLE-3 head or DFlash draft.",
-    ),
-    "max_draft": _how(type=int, metavar="N", help="Proposals a step.  [default: 8]"),
-    "acceptance": _how(
-        metavar="|".join(ACCEPTANCES),
-        help="Same answers as without proposals, or same distribution.  [default: exact]",
-    ),
+ENGINE_NAMES = (
+    *("kv_bits", "kv_window", "kv_sinks", "max_memory", "disk_cache", "prefill_slice"),
+    *("adapter_memory", "expert_memory", "slow_experts"),
+    *("speculate", "draft", "max_draft", "acceptance"),
+)
+RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
+KV_BITS = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
+_KINDS: dict[Any, dict[str, Any]] = {  # type of an engine's option -> arguments of click.option
+    bool: {"is_flag": True, "default": None},
+    int: {"type": int, "metavar": "N"},
+    int | None: {"type": int, "metavar": "N"},
+    float: {"type": float, "metavar": "SECONDS"},
+    str | int | None: {"type": Size(), "metavar": "SIZE"},
+}
+_DETAILS: dict[str, dict[str, Any]] = {
+    "kv_bits": {"type": click.Choice(list(KV_BITS))},
+    "prefill_slice": {"metavar": "MS"},
+    "speculate": {"metavar": "|".join(METHODS)},
+    "draft": {"metavar": "MODEL"},
+    "acceptance": {"metavar": "|".join(ACCEPTANCES)},
+    "hostfile": {"type": click.Path(exists=True, dir_okay=False, path_type=Path)},
 }
 _SERVED_ADAPTERS = (
     click.option(
@@ -180,35 +147,11 @@ _SERVED_ADAPTERS = (
         help="Let requests load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
     ),
 )
-_RANKS: dict[str, dict[str, Any]] = {
-    "ranks": _how(
-        type=int,
-        metavar="N",
-        help="Spread the model over N processes of this machine, to try it; see docs/ranks.md.",
-    ),
-    "hostfile": _how(
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="Spread the model over these machines; run the same command on each.",
-    ),
-    "rank": _how(type=int, metavar="I", help="This machine's place in it.  [default: by address]"),
-    "rank_deadline": _how(
-        type=float,
-        metavar="SECONDS",
-        help="A step that takes longer has failed.  [default: 60]",
-    ),
-    "pipeline": _how(
-        is_flag=True,
-        default=None,
-        help="Give each process some of the layers, not a part of every layer.",
-    ),
-}
 SAMPLING_NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
     *("repetition_window", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
     *("dry_multiplier", "dry_allowed_length"),
 )
-SPECULATION_NAMES = ("speculate", "draft", "max_draft", "acceptance")
-ENGINE_NAMES, RANK_NAMES = tuple(_ENGINE), tuple(_RANKS)
 
 
 def sampling_options(function: Function) -> Function:
@@ -219,34 +162,28 @@ def sampling_options(function: Function) -> Function:
 def engine_options(
     *, without: Sequence[str] = (), file_only: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Return what adds --kv-bits … --acceptance.
+    """Return what adds --kv-bits … --acceptance, by the fields of EngineOptions.
 
     Args:
         without: names of options that the command does not have.
         file_only: names of those that only the config file sets.
     """
-    return partial(_add, {n: how for n, how in _ENGINE.items() if n not in without}, file_only)
+    return partial(_add, [n for n in ENGINE_NAMES if n not in without], file_only)
 
 
 def rank_options(*, file_only: Sequence[str] = ()) -> Callable[[Function], Function]:
-    """Return what adds --ranks … --pipeline."""
-    return partial(_add, _RANKS, file_only)
+    """Return what adds --ranks … --pipeline, by the fields of EngineOptions."""
+    return partial(_add, RANK_NAMES, file_only)
 
 
-def _add(
-    options: Mapping[str, dict[str, Any]], file_only: Sequence[str], function: Function
-) -> Function:
-    return apply_options(
-        [
-            click.option(
-                f"--{name.replace('_', '-')}",
-                cls=FileOption if name in file_only else click.Option,
-                **how,
-            )
-            for name, how in options.items()
-        ],
-        function,
-    )
+def _add(names: Sequence[str], file_only: Sequence[str], function: Function) -> Function:
+    options = []
+    for name in names:
+        how = {"help": help_of(name), **_KINDS.get(EngineArguments.__annotations__[name], {})}
+        how["cls"] = FileOption if name in file_only else click.Option
+        flag = f"--{name.replace('_', '-')}"
+        options.append(click.option(flag, **{**how, **_DETAILS.get(name, {})}))
+    return apply_options(options, function)
 
 
 def served_adapter_options(function: Function) -> Function:
@@ -266,8 +203,6 @@ def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
 
 def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return engine_arguments(), before a model is searched; a bad value is wrong usage."""
-    from ..session.options import EngineOptions
-
     given = engine_arguments(options)
     try:
         EngineOptions(**given)
@@ -276,13 +211,12 @@ def llm_arguments(options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
-    """Return LLM's keyword arguments for the options of the command line."""
+def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return LLM's keyword arguments for options of the command line or of the config file."""
     names = (*ENGINE_NAMES, *RANK_NAMES)
     given = {name: options[name] for name in names if options.get(name) is not None}
     if "kv_bits" in given:
-        bits = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
-        given["kv_bits"] = bits[given["kv_bits"]]
+        given["kv_bits"] = KV_BITS.get(str(given["kv_bits"]), given["kv_bits"])
     return given
 
 

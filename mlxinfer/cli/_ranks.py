@@ -14,6 +14,7 @@ import click
 
 from ..errors import InvalidRequestError
 from ..ranks.options import RankOptions
+from ..session.options import EngineOptions
 from ._model import fetch
 from ._options import RANK_NAMES
 
@@ -27,7 +28,7 @@ def spread_of(options: dict[str, Any]) -> RankOptions:
     """Return how the command line spreads its model; a bad value is wrong usage."""
     given = {name: options[name] for name in RANK_NAMES if options.get(name) is not None}
     try:
-        spread = RankOptions(**given)
+        spread = EngineOptions(**given).spread
         _ = spread.elsewhere
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error

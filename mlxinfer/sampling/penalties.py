@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .draw import padded_width
-from .rows import PartRows, Slot, Turn
+from .rows import Part, PartRows, Slot, Turn
 from .tokens import Ints, TokenBuffer
 
 TINY = 1e-30  # in place of values above 0 that would be 0 in float32
@@ -267,3 +267,20 @@ def _one_more(tokens: mx.array, lengths: mx.array, breakers: mx.array, place: in
     breaks = mx.take_along_axis(breakers, mx.maximum(newest, 0), axis=-1)
     again = (tokens == newest) & earlier & ~breaks
     return mx.where(newest >= 0, mx.where(again, before + 1, 0), lengths)
+
+
+# In the order of their work. A new penalty is a function and a row here.
+PENALTIES = (
+    Part(
+        repetition,
+        lambda p: p.repetition_penalty != 1 and p.repetition_window != 0,
+        memory=repetition_memory,
+    ),
+    Part(
+        occurrences,
+        lambda p: p.presence_penalty != 0 or p.frequency_penalty != 0,
+        memory=answer_memory,
+    ),
+    Part(biases, lambda p: bool(p.logit_bias) or p.min_tokens > 0),
+    Part(dry, lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0, memory=Repeats),
+)

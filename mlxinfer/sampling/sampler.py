@@ -1,8 +1,9 @@
 """Chooses the next token of every row of a batch. Knows settings and slots, no requests or text.
 
 The choice is a chain of parts, each a function over all rows that need it (`rows.Part`), and one
-draw at the end. `PARTS` is the table of the parts. On Metal one kernel does the draw together with
-the parts marked `fused`, and the grammar's mask.
+draw at the end. The tables of the parts are in `penalties` and `truncation`: a new sampler is a
+function and a row there. On Metal one kernel does the draw together with the parts marked `fused`,
+and the grammar's mask.
 """
 
 from collections.abc import Sequence
@@ -16,49 +17,18 @@ from numpy.typing import NDArray
 from ..core import SamplingParams
 from ..metal_kernels.bitmask import bitmask
 from ..metal_kernels.sample import SETTINGS, sample, settings_array
-from . import penalties, truncation
 from .draw import draw, pad_rows, padded_width, row_padding, uniforms
 from .logprobs import LogprobArrays, LogprobRows, compute_logprobs, logprob_rows
+from .penalties import PENALTIES
 from .rejection import PROPOSING, DrawnToken, take_or_redraw
-from .rows import Part, PartRows, Slot, Turn
+from .rows import PartRows, Slot, Turn
 from .tokens import Ints
-from .truncation import KEEP_ALL, TINY, weights_of
+from .truncation import CUTS, KEEP_ALL, TINY, weights_of
 
 WORD_BITS = 32
 
 
-def _truncates(params: SamplingParams, *, by_rank: bool) -> bool:
-    """Whether top-k cuts a drawn row, or (not `by_rank`) top-p alone."""
-    if params.greedy or bool(params.top_k) != by_rank:
-        return False
-    return by_rank or float(np.float32(params.top_p)) < 1  # 1 - 1e-12 is 1, and so off
-
-
-# In the order of their work. A new sampler or penalty is a function and a row here.
-PARTS = (
-    Part(
-        penalties.repetition,
-        lambda p: p.repetition_penalty != 1 and p.repetition_window != 0,
-        memory=penalties.repetition_memory,
-    ),
-    Part(
-        penalties.occurrences,
-        lambda p: p.presence_penalty != 0 or p.frequency_penalty != 0,
-        memory=penalties.answer_memory,
-    ),
-    Part(penalties.biases, lambda p: bool(p.logit_bias) or p.min_tokens > 0),
-    Part(
-        penalties.dry,
-        lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0,
-        memory=penalties.Repeats,
-    ),
-    Part(truncation.top_n_sigma, lambda p: p.top_n_sigma > 0 and not p.greedy),
-    Part(truncation.typical, lambda p: p.typical_p < 1 and not p.greedy),
-    Part(truncation.top_k, lambda p: _truncates(p, by_rank=True), fused=True),
-    Part(truncation.top_p, lambda p: _truncates(p, by_rank=False), fused=True),
-    Part(truncation.min_p, lambda p: p.min_p > 0 and not p.greedy, fused=True),
-    Part(truncation.xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
-)
+PARTS = (*PENALTIES, *CUTS)  # in the order of their work
 # Parts behind a fused one that the kernel does not do.
 LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]
 

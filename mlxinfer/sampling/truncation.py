@@ -8,8 +8,9 @@ values stay or go together, and the result does not depend on the order in which
 import mlx.core as mx
 import numpy as np
 
+from ..core import SamplingParams
 from .draw import largest_values, padded_width, total_weight, uniforms
-from .rows import PartRows, Turn
+from .rows import Part, PartRows, Turn
 
 SORTED = 256  # where halving costs more than it saves
 K_STEP = 64  # top_k is rounded up to this: whole vectors, and few shapes
@@ -191,3 +192,18 @@ def _half_that_decides(bits: mx.array, goal: mx.array) -> tuple[mx.array, mx.arr
         bits = mx.where(enough, upper, lower)
         above = mx.where(enough, 0.0 if above is None else above, mass)
     return bits, above
+
+
+def _has_top_p(params: SamplingParams) -> bool:
+    return float(np.float32(params.top_p)) < 1  # 1 - 1e-12 is 1, and so off
+
+
+# In the order of their work. A new sampler is a function and a row here.
+CUTS = (
+    Part(top_n_sigma, lambda p: p.top_n_sigma > 0 and not p.greedy),
+    Part(typical, lambda p: p.typical_p < 1 and not p.greedy),
+    Part(top_k, lambda p: p.top_k > 0 and not p.greedy, fused=True),
+    Part(top_p, lambda p: _has_top_p(p) and not (p.top_k or p.greedy), fused=True),
+    Part(min_p, lambda p: p.min_p > 0 and not p.greedy, fused=True),
+    Part(xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
+)

@@ -1,27 +1,29 @@
-"""A causal convolution over the few tokens of decoding and verification, and its plain-MLX twin.
+"""A causal convolution over the few tokens of decoding and verification, and its plain-MLX form.
 
 B = sequences, L = tokens of each, C = channels, K = length of the convolution. One dispatch makes
-of the inputs and the states (`state_rows`) the outputs, behind silu or between two gates, and the
-states after the tokens that count: no array of what the convolution sees is made.
+the outputs, behind silu or between two gates, and the states after the tokens that count. The
+state of a sequence is what the next token still sees: the inputs of its last K - 1 tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from .launch import Launch, MetalKernel
-from .state_rows import ARRAYS, INPUTS, gathered, lengths_of
+from .launch import MIN_NUMBERS, Launch, MetalKernel
+from .state_step import ARRAYS, INPUTS, Arrays, Result, StateStep, step_kind
 
 THREADS = 256
-MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 MAX_LENGTH = 8  # of a convolution: a thread keeps its inputs and weights
 
 
-@dataclass(frozen=True, slots=True)
-class ConvForm:
-    """What is compiled in.
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvStep(StateStep):
+    """Arrays: inputs (B, L, W) of `dtype`, weights (C, K, 1) and a bias (C,) or None.
+
+    Outputs are (B, L, C), states (B, K - 1, C).
 
     Attributes:
         channels, length: C and K.
@@ -30,8 +32,10 @@ class ConvForm:
             values, and silu follows.
         biased: there is a bias.
         dtype: of inputs and weights.
-        outputs: dtype of what comes of them.
+        outputs: dtype of the outputs.
     """
+
+    name: ClassVar[str] = "conv_step"
 
     channels: int
     length: int
@@ -41,99 +45,70 @@ class ConvForm:
     dtype: mx.Dtype
     outputs: mx.Dtype
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """As of StateStep."""
+        return self.length - 1, self.channels
 
-def conv_step(
-    inputs: mx.array,
-    weight: mx.array,
-    bias: mx.array | None,
-    sources: Sequence[mx.array],
-    plan: mx.array,
-    form: ConvForm,
-) -> tuple[mx.array, mx.array]:
-    """One dispatch.
+    @property
+    def has_kernel(self) -> bool:
+        """As of StateStep."""
+        return 2 <= self.length <= MAX_LENGTH and self.channels >= MIN_NUMBERS
 
-    Args:
-        inputs: (B, L, W) of the form's dtype.
-        weight: (C, K), or (C, K, 1) as MLX has it.
-        bias: (C,) where there is one.
-        sources: `SOURCES` arrays (N, K - 1, C) float32.
-        plan: as of `plan_of`.
-        form: of the layer.
+    @property
+    def registers(self) -> int:
+        """As of StateStep."""
+        return 16 + 2 * self.length
 
-    Returns:
-        (B, L, C) of the form's output dtype, zeros behind the tokens that count; and the states
-        (B, K - 1, C) float32 after these.
-    """
-    launch = _launch(form, inputs.shape)
-    y, after = launch([inputs, weight, weight if bias is None else bias, plan, *sources])
-    return y, after
+    def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
+        """As of StateStep."""
+        inputs, weight, bias = arrays
 
+        def part(number: int) -> mx.array:
+            start = self.at + number * self.channels
+            return inputs[..., start : start + self.channels]
 
-def conv_step_twin(
-    inputs: mx.array,
-    weight: mx.array,
-    bias: mx.array | None,
-    sources: Sequence[mx.array],
-    plan: mx.array,
-    form: ConvForm,
-) -> tuple[mx.array, mx.array]:
-    """The same in plain MLX; what stands behind the tokens that count is anything."""
-    count = len(inputs)
-    state, lengths = gathered(sources, plan, count), lengths_of(plan, count)
-    return conv_in_mlx(inputs, weight, bias, state, lengths, form)
+        values = part(0) * part(2) if self.gated else part(0)
+        seen = mx.concatenate([state.astype(values.dtype), values], axis=1)
+        y = mx.conv1d(seen, weight, groups=self.channels)
+        y = y if bias is None else y + bias
+        if self.gated:
+            y = part(1) * y
+        else:
+            y = y.astype(self.outputs)
+            y = y * mx.sigmoid(y)
+        if lengths is None:
+            return y, seen[:, inputs.shape[1] :].astype(mx.float32)
+        places = lengths[:, None] + mx.arange(self.length - 1)  # (B, K - 1)
+        return y, mx.take_along_axis(seen, places[..., None], axis=1).astype(mx.float32)
 
+    def launch(self, shape: tuple[int, ...]) -> Launch:
+        """As of StateStep."""
+        count, tokens, width = shape
+        assert width >= self.at + (3 if self.gated else 1) * self.channels, shape
+        return Launch(
+            _kernel(),
+            template=[
+                ("T", self.dtype),
+                ("OUT", self.outputs),
+                ("C", self.channels),
+                ("K", self.length),
+                ("AT", self.at),
+                ("GATED", self.gated),
+                ("BIASED", self.biased),
+            ],
+            grid=(self.channels, count, 1),
+            threadgroup=(min(THREADS, self.channels), 1, 1),
+            output_shapes=[(count, tokens, self.channels), (count, *self.state_shape)],
+            output_dtypes=[self.outputs, mx.float32],
+        )
 
-def conv_in_mlx(
-    inputs: mx.array,
-    weight: mx.array,
-    bias: mx.array | None,
-    state: mx.array,
-    lengths: mx.array | None,
-    form: ConvForm,
-) -> tuple[mx.array, mx.array]:
-    """As the twin, from states (B, K - 1, C) and tokens that count (B,); None: all."""
-    channels = form.channels
-    inputs = inputs[..., form.at :]
-    values = inputs[..., :channels]
-    if form.gated:
-        values = values * inputs[..., 2 * channels : 3 * channels]
-    seen = mx.concatenate([state.astype(values.dtype), values], axis=1)
-    y = mx.conv1d(seen, weight.reshape(channels, form.length, 1), groups=channels)
-    if bias is not None:
-        y = y + bias
-    if form.gated:
-        y = inputs[..., channels : 2 * channels] * y
-    else:
-        y = y.astype(form.outputs)
-        y = y * mx.sigmoid(y)
-    if lengths is None:
-        return y, seen[:, inputs.shape[1] :].astype(mx.float32)
-    places = lengths[:, None] + mx.arange(form.length - 1)
-    return y, mx.take_along_axis(seen, places[..., None], axis=1).astype(mx.float32)
-
-
-@lru_cache(MAX_LAUNCHES)
-def _launch(form: ConvForm, shape: tuple[int, ...]) -> Launch:
-    count, tokens, width = shape
-    channels = form.channels
-    assert width >= form.at + (3 if form.gated else 1) * channels, shape
-    assert 2 <= form.length <= MAX_LENGTH, form
-    return Launch(
-        _kernel(),
-        template=[
-            ("T", form.dtype),
-            ("OUT", form.outputs),
-            ("C", channels),
-            ("K", form.length),
-            ("AT", form.at),
-            ("GATED", form.gated),
-            ("BIASED", form.biased),
-        ],
-        grid=(channels, count, 1),
-        threadgroup=(min(THREADS, channels), 1, 1),
-        output_shapes=[(count, tokens, channels), (count, form.length - 1, channels)],
-        output_dtypes=[form.outputs, mx.float32],
-    )
+    def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
+        """As of StateStep."""
+        width = self.at + (3 if self.gated else 1) * self.channels
+        arrays = [normal(*lead, width), normal(self.channels, self.length, 1)]
+        bias = normal(self.channels).astype(self.dtype) if self.biased else None
+        return [*(array.astype(self.dtype) for array in arrays), bias]
 
 
 @cache
@@ -152,3 +127,11 @@ def _kernel() -> MetalKernel:
                 before, place.count, outputs, after, channel, sequence, inputs_shape[1]);
         """,
     )
+
+
+_F32, _BF16 = mx.float32, mx.bfloat16
+CONV_STEP = step_kind(
+    ConvStep(2048, 3, 0, True, False, _BF16, _BF16),  # LFM2 1.2B
+    ConvStep(3072, 4, 2048, False, True, _BF16, _F32),  # Mamba-2
+    ConvStep(8192, 4, 0, False, False, _BF16, _BF16),  # Qwen 3.5 35B-A3B
+)

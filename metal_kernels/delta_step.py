@@ -1,37 +1,56 @@
-"""The gated delta recurrence over the few tokens of decoding and verification, and its twin.
+"""The gated delta recurrence over the few tokens of decoding and verification, and in plain MLX.
 
 B = sequences, L = tokens of each, Hk = key heads, Hv = value heads, Dk and Dv = numbers of a key
-and of a value. One dispatch makes of what is projected (behind the convolution) the heads' outputs
-and the states after the tokens that count: norms, decays and strengths are computed where they are
-used, and each number of a state is read and written once, whatever L. Source of the recurrence:
-arXiv 2412.06464; of one decay for each number of a key: arXiv 2510.26692.
+and of a value. One dispatch makes the heads' outputs and the states after the tokens that count.
+Norms, decays and strengths are computed where they are used, and each number of a state is read and
+written once, whatever L. Source of the recurrence: arXiv 2412.06464; of one decay for each number
+of a key: arXiv 2510.26692.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from .launch import Launch, MetalKernel
-from .state_rows import ARRAYS, INPUTS, LANES, gathered, lengths_of, team_lanes
+from .state_step import (
+    ARRAYS,
+    INPUTS,
+    LANES,
+    Arrays,
+    Result,
+    StateStep,
+    step_kind,
+    takes,
+    team_lanes,
+)
 
 TEAMS = 8  # SIMD-groups of a threadgroup
-MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 EPS = 1e-6  # of the norms of queries and keys, added to the sum of squares
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaForm:
-    """What is compiled in.
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaStep(StateStep):
+    """With decay a, strength b, and q and k of length 1: S = a S + b (v - a S k) k^T.
+
+    Outputs S q / sqrt(Dk) are (B, L, Hv * Dv) of `dtype`, states S (B, Hv, Dv, Dk). Arrays:
+
+    - mixed (B, L, 2 Hk Dk + Hv Dv): queries, keys and values behind convolution and silu;
+    - projected (B, L, W) with Hv strengths from `strengths_at` on, before their sigmoid;
+    - times (B, L, W') with time steps from `times_at` on; may be `projected`;
+    - rates and biases (num_times,) float32; decay is exp(-rate * softplus(time step + bias)).
 
     Attributes:
         key_heads, key_dim, value_heads, value_dim: Hk, Dk, Hv and Dv.
         each: every number of a key decays by itself; else each head does.
-        strengths_at: place of the first strength among what is projected.
+        strengths_at: place of the first strength among `projected`.
         times_at: place of the first time step in its array.
-        dtype: of what is projected, and of the outputs.
+        dtype: of the inputs and of the outputs.
     """
+
+    name: ClassVar[str] = "delta_step"
 
     key_heads: int
     key_dim: int
@@ -52,115 +71,84 @@ class DeltaForm:
         """Numbers of all queries and keys of a token."""
         return 2 * self.key_heads * self.key_dim
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """As of StateStep."""
+        return self.value_heads, self.value_dim, self.key_dim
 
-def delta_step(
-    mixed: mx.array,
-    projected: mx.array,
-    times: mx.array,
-    rates: mx.array,
-    biases: mx.array,
-    sources: Sequence[mx.array],
-    plan: mx.array,
-    form: DeltaForm,
-) -> tuple[mx.array, mx.array]:
-    """One dispatch.
+    @property
+    def has_kernel(self) -> bool:
+        """As of StateStep."""
+        return takes(self.value_dim, self.key_dim)
 
-    Args:
-        mixed: (B, L, 2 Hk Dk + Hv Dv) queries, keys and values behind convolution and silu.
-        projected: (B, L, W) with Hv strengths from `strengths_at` on, before their sigmoid.
-        times: (B, L, W') with time steps from `times_at` on; may be `projected`.
-        rates, biases: (num_times,) float32; decay is exp(-rate * softplus(time step + bias)).
-        sources: `SOURCES` arrays (N, Hv, Dv, Dk) float32.
-        plan: as of `plan_of`.
-        form: of the layer.
+    @property
+    def registers(self) -> int:
+        """As of StateStep."""
+        return 20 + 4 * (self.key_dim // (team_lanes(self.key_dim) or 1))
 
-    Returns:
-        (B, L, Hv * Dv) of the form's dtype, zeros behind the tokens that count; and the states
-        (B, Hv, Dv, Dk) float32 after these.
-    """
-    launch = _launch(form, mixed.shape)
-    y, after = launch([mixed, projected, times, rates, biases, plan, *sources])
-    return y, after
+    def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
+        """As of StateStep. On the CPU any split of a sequence gives the same bits."""
+        mixed, projected, times, rates, biases = arrays
+        qk, values = mx.split(mixed, [self.key_width], axis=-1)
+        qk = mx.unflatten(qk, -1, (2 * self.key_heads, self.key_dim))
+        # MLX's norm gives length sqrt(Dk); its epsilon is of the mean square.
+        qk = mx.fast.rms_norm(qk, None, EPS / self.key_dim)
+        queries, keys = mx.split(qk, 2, axis=-2)
+        times = times[..., self.times_at : self.times_at + self.num_times].astype(mx.float32)
+        decay = mx.exp(-rates * mx.logaddexp(times + biases, 0.0))
+        if self.each:
+            decay = mx.unflatten(decay, -1, (self.value_heads, -1))
+        stop = self.strengths_at + self.value_heads
+        strength = mx.sigmoid(projected[..., self.strengths_at : stop].astype(mx.float32))
+        outputs, after = mx.fast.gated_delta_update(
+            queries / self.key_dim,
+            keys * self.key_dim**-0.5,
+            mx.unflatten(values, -1, (self.value_heads, self.value_dim)),
+            decay,
+            strength,
+            state,
+            None if lengths is None else mx.arange(mixed.shape[1]) < lengths[:, None],
+        )
+        return outputs.flatten(-2), after
 
+    def launch(self, shape: tuple[int, ...]) -> Launch:
+        """As of StateStep."""
+        count, tokens, width = shape
+        assert width == self.key_width + self.value_heads * self.value_dim, shape
+        lanes = team_lanes(self.key_dim)
+        assert lanes is not None, self
+        across = self.value_dim * lanes
+        return Launch(
+            _kernel(),
+            template=[
+                ("T", self.dtype),
+                ("KEYS", self.key_heads),
+                ("DK", self.key_dim),
+                ("HEADS", self.value_heads),
+                ("DV", self.value_dim),
+                ("TEAM", lanes),
+                ("EACH", self.each),
+                ("STRENGTHS_AT", self.strengths_at),
+                ("TIMES_AT", self.times_at),
+            ],
+            grid=(across, self.value_heads, count),
+            threadgroup=(min(TEAMS * LANES, across), 1, 1),
+            output_shapes=[
+                (count, tokens, self.value_heads * self.value_dim),
+                (count, *self.state_shape),
+            ],
+            output_dtypes=[self.dtype, mx.float32],
+        )
 
-def delta_step_twin(
-    mixed: mx.array,
-    projected: mx.array,
-    times: mx.array,
-    rates: mx.array,
-    biases: mx.array,
-    sources: Sequence[mx.array],
-    plan: mx.array,
-    form: DeltaForm,
-) -> tuple[mx.array, mx.array]:
-    """The same in plain MLX; what stands behind the tokens that count is anything."""
-    count = len(mixed)
-    state, lengths = gathered(sources, plan, count), lengths_of(plan, count)
-    return delta_in_mlx(mixed, projected, times, rates, biases, state, lengths, form)
-
-
-def delta_in_mlx(
-    mixed: mx.array,
-    projected: mx.array,
-    times: mx.array,
-    rates: mx.array,
-    biases: mx.array,
-    state: mx.array,
-    lengths: mx.array | None,
-    form: DeltaForm,
-) -> tuple[mx.array, mx.array]:
-    """As the twin, from states (B, Hv, Dv, Dk) and tokens that count (B,); None: all."""
-    qk, values = mx.split(mixed, [form.key_width], axis=-1)
-    qk = mx.unflatten(qk, -1, (2 * form.key_heads, form.key_dim))
-    qk = mx.fast.rms_norm(qk, None, EPS / form.key_dim)  # of length sqrt(Dk)
-    queries, keys = mx.split(qk, 2, axis=-2)
-    times = times[..., form.times_at : form.times_at + form.num_times].astype(mx.float32)
-    decay = mx.exp(-rates * mx.logaddexp(times + biases, 0.0))
-    if form.each:
-        decay = mx.unflatten(decay, -1, (form.value_heads, -1))
-    stop = form.strengths_at + form.value_heads
-    strength = mx.sigmoid(projected[..., form.strengths_at : stop].astype(mx.float32))
-    y, after = mx.fast.gated_delta_update(
-        queries / form.key_dim,
-        keys * form.key_dim**-0.5,
-        mx.unflatten(values, -1, (form.value_heads, form.value_dim)),
-        decay,
-        strength,
-        state,
-        None if lengths is None else mx.arange(mixed.shape[1]) < lengths[:, None],
-    )
-    return y.flatten(-2), after
-
-
-@lru_cache(MAX_LAUNCHES)
-def _launch(form: DeltaForm, shape: tuple[int, ...]) -> Launch:
-    count, tokens, width = shape
-    assert width == form.key_width + form.value_heads * form.value_dim, shape
-    lanes = team_lanes(form.key_dim)
-    assert lanes is not None, form
-    assert form.value_dim * lanes % LANES == 0, form
-    across = form.value_dim * lanes
-    return Launch(
-        _kernel(),
-        template=[
-            ("T", form.dtype),
-            ("KEYS", form.key_heads),
-            ("DK", form.key_dim),
-            ("HEADS", form.value_heads),
-            ("DV", form.value_dim),
-            ("TEAM", lanes),
-            ("EACH", form.each),
-            ("STRENGTHS_AT", form.strengths_at),
-            ("TIMES_AT", form.times_at),
-        ],
-        grid=(across, form.value_heads, count),
-        threadgroup=(min(TEAMS * LANES, across), 1, 1),
-        output_shapes=[
-            (count, tokens, form.value_heads * form.value_dim),
-            (count, form.value_heads, form.value_dim, form.key_dim),
-        ],
-        output_dtypes=[form.dtype, mx.float32],
-    )
+    def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
+        """As of StateStep."""
+        width, num_times = self.strengths_at + self.value_heads, self.times_at + self.num_times
+        mixed = normal(*lead, self.key_width + self.value_heads * self.value_dim)
+        # Time steps stand among what is projected, unless every number has its own.
+        projected = normal(*lead, width if self.each else max(width, num_times)).astype(self.dtype)
+        times = normal(*lead, num_times).astype(self.dtype) if self.each else projected
+        rates, biases = mx.exp(normal(self.num_times)), normal(self.num_times)
+        return [mixed.astype(self.dtype), projected, times, rates, biases]
 
 
 @cache
@@ -181,3 +169,9 @@ def _kernel() -> MetalKernel:
                 mixed_shape[1], place.x % TEAM);
         """,
     )
+
+
+DELTA_STEP = step_kind(
+    DeltaStep(4, 128, 8, 128, False, 64, 72, mx.bfloat16),  # a quarter of Qwen 3.5 35B-A3B
+    DeltaStep(2, 128, 2, 128, True, 0, 0, mx.bfloat16),  # Kimi Linear, some of its heads
+)

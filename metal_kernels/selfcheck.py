@@ -24,13 +24,15 @@ from numpy.typing import NDArray
 
 from .add_norm import ADD_NORM
 from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
+from .conv_step import CONV_STEP
+from .delta_step import DELTA_STEP
 from .gate_up import GATE_UP
 from .kv_write_cases import KV_WRITE, TAIL_WRITE
 from .launch import Device, Metal, running_on
 from .prefill_cases import PREFILL_ATTENTION
 from .routing import ROUTING
 from .sampling_cases import BITMASK, SAMPLE
-from .state_cases import CONV_STEP, DELTA_STEP, SSM_STEP
+from .ssm_step import SSM_STEP
 from .variants import Case, Kind, Outputs, Variant
 from .verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 

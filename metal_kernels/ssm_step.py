@@ -1,35 +1,54 @@
-"""The Mamba-2 recurrence over the few tokens of decoding and verification, and its twin.
+"""The Mamba-2 recurrence over the few tokens of decoding and verification, and in plain MLX.
 
 B = sequences, L = tokens of each, H = heads in G groups, P = numbers of a head, N = numbers of its
-state for each of them. One dispatch makes of what is projected (behind the convolution) the heads'
-outputs and the states after the tokens that count; each number of a state is read and written once,
-whatever L. Source of the recurrence: arXiv 2405.21060.
+state for each of them. One dispatch makes the heads' outputs and the states after the tokens that
+count. Each number of a state is read and written once, whatever L. Source of the recurrence: arXiv
+2405.21060.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from .launch import Launch, MetalKernel
-from .state_rows import ARRAYS, INPUTS, LANES, gathered, lengths_of, team_lanes
+from .state_step import (
+    ARRAYS,
+    INPUTS,
+    LANES,
+    Arrays,
+    Result,
+    StateStep,
+    step_kind,
+    takes,
+    team_lanes,
+)
 
 TEAMS = 8  # SIMD-groups of a threadgroup
 CHUNK = 64  # tokens mixed by products of matrices; only the state goes from one to the next
-MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
+SUMS = 1e-3  # rounding of float32 sums in another order
 
 
-@dataclass(frozen=True, slots=True)
-class SSMForm:
-    """What is compiled in.
+@dataclass(frozen=True, slots=True, eq=False)
+class SSMStep(StateStep):
+    """With time step t, rate a and inputs x: S = exp(-a t) S + t x b^T.
+
+    Outputs S c + d x are (B, L, H * P) float32, states S (B, H, P, N). Arrays:
+
+    - mixed (B, L, H P + 2 G N) float32: inputs, keys b and queries c behind convolution and silu;
+    - projected (B, L, W) with H time steps from `times_at` on, before bias and softplus;
+    - rates, biases and skips d (H,) float32.
 
     Attributes:
         heads, head_dim, groups, state_dim: H, P, G and N.
-        times_at: place of the first time step among what is projected.
+        times_at: place of the first time step among `projected`.
         limits: the smallest and the largest time step.
-        dtype: of what is projected.
+        dtype: of `projected`.
     """
+
+    name: ClassVar[str] = "ssm_step"
 
     heads: int
     head_dim: int
@@ -44,75 +63,66 @@ class SSMForm:
         """Numbers of all heads of a token."""
         return self.heads * self.head_dim
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """As of StateStep."""
+        return self.heads, self.head_dim, self.state_dim
 
-def ssm_step(
-    mixed: mx.array,
-    projected: mx.array,
-    rates: mx.array,
-    biases: mx.array,
-    skips: mx.array,
-    sources: Sequence[mx.array],
-    plan: mx.array,
-    form: SSMForm,
-) -> tuple[mx.array, mx.array]:
-    """One dispatch.
+    @property
+    def has_kernel(self) -> bool:
+        """As of StateStep."""
+        return takes(self.head_dim, self.state_dim)
 
-    Args:
-        mixed: (B, L, H P + 2 G N) float32: inputs, keys and queries behind convolution and silu.
-        projected: (B, L, W) with H time steps from `times_at` on, before bias and softplus.
-        rates, biases, skips: (H,) float32; decay is exp(-rate * time step).
-        sources: `SOURCES` arrays (N, H, P, N) float32.
-        plan: as of `plan_of`.
-        form: of the layer.
+    @property
+    def registers(self) -> int:
+        """As of StateStep."""
+        return 20 + 3 * (self.state_dim // (team_lanes(self.state_dim) or 1))
 
-    Returns:
-        (B, L, H * P) float32, zeros behind the tokens that count; and the states (B, H, P, N)
-        float32 after these.
-    """
-    launch = _launch(form, mixed.shape)
-    y, after = launch([mixed, projected, rates, biases, skips, plan, *sources])
-    return y, after
+    def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
+        """As of StateStep."""
+        mixed, projected, rates, biases, skips = arrays
+        x, keys, queries = mx.split(
+            mixed, [self.inner, self.inner + self.groups * self.state_dim], axis=-1
+        )
+        x = mx.unflatten(x, -1, (self.heads, self.head_dim))  # (B, L, H, P)
+        keys, queries = (mx.unflatten(one, -1, (self.groups, -1)) for one in (keys, queries))
+        times = projected[..., self.times_at : self.times_at + self.heads].astype(mx.float32)
+        times = mx.clip(mx.logaddexp(times + biases, 0.0), *self.limits)
+        if lengths is not None:
+            real = mx.arange(times.shape[1]) < lengths[:, None]
+            times = mx.where(real[..., None], times, 0.0)
+        y, after = recurrence(x * times[..., None], -rates * times, keys, queries, state)
+        return (y + skips[:, None] * x).flatten(-2), after
 
+    def launch(self, shape: tuple[int, ...]) -> Launch:
+        """As of StateStep."""
+        count, tokens, width = shape
+        assert width == self.inner + 2 * self.groups * self.state_dim, shape
+        lanes = team_lanes(self.state_dim)
+        assert lanes is not None, self
+        across = self.head_dim * lanes
+        return Launch(
+            _kernel(self.limits),
+            template=[
+                ("T", self.dtype),
+                ("HEADS", self.heads),
+                ("P", self.head_dim),
+                ("GROUPS", self.groups),
+                ("N", self.state_dim),
+                ("TEAM", lanes),
+                ("TIMES_AT", self.times_at),
+            ],
+            grid=(across, self.heads, count),
+            threadgroup=(min(TEAMS * LANES, across), 1, 1),
+            output_shapes=[(count, tokens, self.inner), (count, *self.state_shape)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
 
-def ssm_step_twin(
-    mixed: mx.array,
-    projected: mx.array,
-    rates: mx.array,
-    biases: mx.array,
-    skips: mx.array,
-    sources: Sequence[mx.array],
-    plan: mx.array,
-    form: SSMForm,
-) -> tuple[mx.array, mx.array]:
-    """The same in plain MLX; what stands behind the tokens that count is anything."""
-    count = len(mixed)
-    state, lengths = gathered(sources, plan, count), lengths_of(plan, count)
-    return ssm_in_mlx(mixed, projected, rates, biases, skips, state, lengths, form)
-
-
-def ssm_in_mlx(
-    mixed: mx.array,
-    projected: mx.array,
-    rates: mx.array,
-    biases: mx.array,
-    skips: mx.array,
-    state: mx.array,
-    lengths: mx.array | None,
-    form: SSMForm,
-) -> tuple[mx.array, mx.array]:
-    """As the twin, from states (B, H, P, N) and tokens that count (B,); None: all."""
-    x, keys, queries = mx.split(
-        mixed, [form.inner, form.inner + form.groups * form.state_dim], axis=-1
-    )
-    x = mx.unflatten(x, -1, (form.heads, form.head_dim))  # (B, L, H, P)
-    keys, queries = (mx.unflatten(one, -1, (form.groups, -1)) for one in (keys, queries))
-    times = projected[..., form.times_at : form.times_at + form.heads].astype(mx.float32)
-    times = mx.clip(mx.logaddexp(times + biases, 0.0), *form.limits)
-    if lengths is not None:
-        real = mx.arange(times.shape[1]) < lengths[:, None]
-        times = mx.where(real[..., None], times, 0.0)
-    y, state = recurrence(x * times[..., None], -rates * times, keys, queries, state)
-    return (y + skips.reshape(-1, 1) * x).flatten(-2), state
+    def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
+        """As of StateStep."""
+        mixed = 0.3 * normal(*lead, self.inner + 2 * self.groups * self.state_dim)
+        projected = normal(*lead, self.times_at + self.heads).astype(self.dtype)
+        return [mixed, projected, mx.exp(normal(self.heads)), *(normal(self.heads) for _ in "bd")]
 
 
 def recurrence(
@@ -180,35 +190,6 @@ def _chunks(x: mx.array, size: int) -> mx.array:
     return mx.unflatten(x, 1, (-1, size))
 
 
-@lru_cache(MAX_LAUNCHES)
-def _launch(form: SSMForm, shape: tuple[int, ...]) -> Launch:
-    count, tokens, width = shape
-    assert width == form.inner + 2 * form.groups * form.state_dim, shape
-    lanes = team_lanes(form.state_dim)
-    assert lanes is not None, form
-    assert form.head_dim * lanes % LANES == 0, form
-    across = form.head_dim * lanes
-    return Launch(
-        _kernel(form.limits),
-        template=[
-            ("T", form.dtype),
-            ("HEADS", form.heads),
-            ("P", form.head_dim),
-            ("GROUPS", form.groups),
-            ("N", form.state_dim),
-            ("TEAM", lanes),
-            ("TIMES_AT", form.times_at),
-        ],
-        grid=(across, form.heads, count),
-        threadgroup=(min(TEAMS * LANES, across), 1, 1),
-        output_shapes=[
-            (count, tokens, form.inner),
-            (count, form.heads, form.head_dim, form.state_dim),
-        ],
-        output_dtypes=[mx.float32, mx.float32],
-    )
-
-
 @cache
 def _kernel(limits: tuple[float, float]) -> MetalKernel:
     low, high = ("INFINITY" if limit == float("inf") else f"{limit!r}f" for limit in limits)
@@ -228,3 +209,11 @@ def _kernel(limits: tuple[float, float]) -> MetalKernel:
                 mixed_shape[1], place.x % TEAM);
         """,
     )
+
+
+_UNLIMITED = (0.0, float("inf"))
+SSM_STEP = step_kind(
+    SSMStep(8, 64, 1, 128, 64, _UNLIMITED, mx.bfloat16),  # Granite 4-H, some of its heads
+    SSMStep(8, 64, 2, 256, 64, (0.001, 0.1), mx.bfloat16),  # as Falcon-H1, with limits
+    rounding=dict.fromkeys(("float32", "float16", "bfloat16"), SUMS),
+)

@@ -1,8 +1,9 @@
 """What a kernel is compiled for, where a model uses it, and how it is checked. Knows no kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, Self
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
@@ -21,17 +22,65 @@ def never(_: int) -> bool:
     return False
 
 
+class Form:
+    """What a kernel computes: sizes, dtypes and functions. Subclasses are frozen dataclasses.
+
+    Equal arguments give the same object, so that launches are looked up by identity.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """The object that was made of these arguments before, or a new one."""
+        made: Self = _made(cls, values, tuple(sorted(named.items())))  # type: ignore[arg-type]  # a class is hashable
+        return made
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """The fields as a variant states them; those of a form within it stand beside them."""
+        found: dict[str, Value] = {}
+        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, each.name)
+            found |= value.values if isinstance(value, Form) else {each.name: _stated(value)}
+        return found
+
+
+@cache
+def _made(kind: type[Any], values: tuple[Any, ...], named: tuple[tuple[str, Any], ...]) -> Any:
+    return object.__new__(kind)
+
+
+def _stated(value: Any) -> Value:
+    if isinstance(value, mx.Dtype):
+        return dtype_name(value)
+    if isinstance(value, tuple):
+        return " ".join(map(repr, value))
+    if isinstance(value, float):
+        return repr(value) if value else ""
+    return "" if value is None else value
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kind of kernel and the values that are compiled into it for a model."""
+    """A kind of kernel and the values that are compiled into it for a model.
+
+    Attributes:
+        form: that the values were taken from; None: the values say all.
+    """
 
     kind: str
     values: tuple[tuple[str, Value], ...]
+    form: Any = field(default=None, compare=False)
 
     @classmethod
     def of(cls, kind: str, **values: Value) -> Self:
         """Values in the order of their names: the same ones make the same variant."""
         return cls(kind, tuple(sorted(values.items())))
+
+    @classmethod
+    def from_form(cls, kind: str, form: Form, **values: Value) -> Self:
+        """The fields of a form, and values beside them."""
+        return cls(kind, tuple(sorted({**form.values, **values}.items())), form)
 
     def __getitem__(self, name: str) -> Value:
         return dict(self.values)[name]

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..core import StateSpec
-from ..metal_kernels.state_rows import SOURCES, filled, plan_of
+from ..metal_kernels.state_step import SOURCES, filled, plan_of
 from .inputs import Ints, Segments, StepSegments
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
@@ -84,7 +84,7 @@ class Places:
 
     @property
     def plan(self) -> mx.array:
-        """As of `state_rows.plan_of`, for the arrays of `sources`."""
+        """As of `state_step.plan_of`, for the arrays of `sources`."""
         if self._plan is None:
             blocks = list(dict.fromkeys(block for block, _ in self._runs if block is not None))
             self._first = blocks if len(blocks) <= SOURCES else blocks[: SOURCES - 1]
@@ -141,7 +141,7 @@ class StatesBefore:
         return self._places.read(self._layer, self._spec)
 
     def lying(self) -> tuple[mx.array, list[Arrays]]:
-        """A plan and, of each state, the arrays that it is about; see `state_rows`."""
+        """A plan and, of each state, the arrays that it is about; see `state_step`."""
         return self._places.plan, self._places.sources(self._layer, self._spec)
 
 

@@ -7,21 +7,18 @@ numbers of a head, N = numbers of its state for each of them.
 import mlx.core as mx
 
 from ..core import StateSpec
-from ..metal_kernels.conv_step import ConvForm, conv_step
-from ..metal_kernels.ssm_step import SSMForm, recurrence, ssm_step
-from .causal_conv import CausalConv
+from ..metal_kernels.ssm_step import SSMStep
 from .linear import Projection
 from .norm import Norm
-from .recurrent import RecurrentMixer
-from .step import Arrays, StatesBefore, Step
+from .recurrent import CausalConv, RecurrentMixer, Run
+from .step import Arrays, Step
 
 
 class Mamba2(RecurrentMixer):
     """Heads with a state (P, N) that decays, and takes up the outer product of inputs x and keys b.
 
     With time step t and rate a, the state S becomes exp(-a t) S + t x b^T, and the head's output is
-    S c + d x, where b and c are shared by the heads of a group. On a GPU a few tokens go through
-    `conv_step` and `ssm_step`.
+    S c + d x, where b and c are shared by the heads of a group.
 
     Args:
         in_proj: (T, hidden) -> gates (H P), x, b and c (H P, G N, G N), time steps (H).
@@ -36,20 +33,7 @@ class Mamba2(RecurrentMixer):
     """
 
     __slots__ = (
-        "conv",
-        "conv_form",
-        "gate_first",
-        "group_heads",
-        "in_proj",
-        "inner",
-        "norm",
-        "out_proj",
-        "rate",
-        "skip",
-        "ssm_form",
-        "state_dims",
-        "step_bias",
-        "step_limits",
+        *("conv", "gate_first", "inner", "norm", "num_groups", "rate", "skip", "step_bias"),
     )
 
     def __init__(
@@ -67,27 +51,20 @@ class Mamba2(RecurrentMixer):
         step_limits: tuple[float, float],
         spec: StateSpec,
     ) -> None:
-        heads, head_dim, self.state_dims = spec.shapes[1][0]
-        self.group_heads = (num_groups, heads // num_groups)
-        self.inner = heads * head_dim
-        self.in_proj = in_proj
-        self.out_proj = out_proj
+        heads, head_dim, state_dim = spec.shapes[1][0]
+        inner, dtype = heads * head_dim, conv.weight.dtype
+        times_at = inner + conv.weight.shape[0]
+        ssm = SSMStep(heads, head_dim, num_groups, state_dim, times_at, step_limits, dtype)
+        steps = [conv.step(at=inner, outputs=mx.float32), ssm]
+        super().__init__(in_proj=in_proj, out_proj=out_proj, spec=spec, steps=steps)
+        self.inner = inner
         self.conv = conv
         self.norm = norm
         self.gate_first = gate_first
+        self.num_groups = num_groups
         self.rate = mx.exp(log_rate)
         self.step_bias = step_bias
-        self.skip = skip[:, None]  # (H, 1)
-        self.step_limits = step_limits
-        times_at, biased = self.inner + conv.channels, conv.bias is not None
-        dtype = conv.weight.dtype
-        self.conv_form = ConvForm(
-            *(conv.channels, conv.length, self.inner, False, biased, dtype, mx.float32)
-        )
-        self.ssm_form = SSMForm(
-            *(heads, head_dim, num_groups, self.state_dims, times_at, step_limits, dtype)
-        )
-        super().__init__(spec, [self.conv_form, self.ssm_form])
+        self.skip = skip
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> what is projected out, (T, H * P)."""
@@ -95,23 +72,11 @@ class Mamba2(RecurrentMixer):
         y = self.recur([projected], step.caches[self])
         return self._gated(y, projected[:, : self.inner]).astype(x.dtype)
 
-    def in_kernels(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
-        """As of `RecurrentMixer`; inputs as of `in_mlx`."""
-        (projected,), (plan, (carried, states)) = inputs, before.lying()
-        mixed, seen = conv_step(
-            projected, self.conv.weight, self.conv.bias, carried, plan, self.conv_form
-        )
-        heads = projected, self.rate, self.step_bias, self.skip
-        y, state = ssm_step(mixed, *heads, states, plan, self.ssm_form)
-        return y, [seen, state]
-
-    def in_mlx(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+    def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
         """As of `RecurrentMixer`; inputs: what `in_proj` gives, (B, L, ...)."""
-        (projected,), times_at = inputs, self.inner + self.conv.channels
-        times = projected[..., times_at:].astype(mx.float32) + self.step_bias
-        times = mx.clip(mx.logaddexp(times, 0.0), *self.step_limits)  # (B, L, H)
-        mixed = projected[..., self.inner : times_at]
-        return self.forward([mixed, times], before.read(), before.lengths)
+        mixed, seen = run(0, inputs[0], *self.conv)
+        y, state = run(1, mixed, inputs[0], self.rate, self.step_bias, self.skip)
+        return y, [seen, state]
 
     def _gated(self, y: mx.array, gate: mx.array) -> mx.array:
         """Outputs of the heads (T, H * P) float32, gated and normalised."""
@@ -120,37 +85,7 @@ class Mamba2(RecurrentMixer):
         if self.norm is None:
             return y * gate
         y = y * gate if self.gate_first else y
-        groups = self.group_heads[0]
+        groups = self.num_groups
         grouped = mx.unflatten(y, -1, (groups, -1)) if groups > 1 else y
         normed = self.norm(grouped).reshape(y.shape)
         return normed if self.gate_first else normed * gate
-
-    def forward(
-        self, inputs: Arrays, states: Arrays, lengths: mx.array | None
-    ) -> tuple[mx.array, Arrays]:
-        """Outputs of the heads (B, L, H * P) float32, and the states after `lengths` (B,) tokens.
-
-        Args:
-            inputs: x, b and c (B, L, C); time steps (B, L, H) float32.
-            states: before the tokens.
-            lengths: tokens that count; None: all. A time step of 0 leaves a state as it is.
-        """
-        mixed, times = inputs
-        if lengths is not None:
-            real = mx.arange(times.shape[1]) < lengths[:, None]
-            times = mx.where(real[..., None], times, 0.0)
-        seen = self.conv(mixed, states[0]).astype(mx.float32)
-        seen = seen * mx.sigmoid(seen)
-        groups = self.group_heads[0]
-        x, keys, queries = mx.split(
-            seen, [self.inner, self.inner + groups * self.state_dims], axis=-1
-        )
-        x = mx.unflatten(x, -1, (times.shape[-1], -1))  # (B, L, H, P)
-        keys, queries = (mx.unflatten(one, -1, (groups, -1)) for one in (keys, queries))
-        y, state = recurrence(x * times[..., None], -self.rate * times, keys, queries, states[1])
-        y = (y + self.skip * x).flatten(-2)
-        return y, [self.conv.after(mixed, states[0], lengths), state]
-
-    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
-        return self.out_proj(self.mix(x, step), residual)

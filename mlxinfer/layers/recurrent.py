@@ -1,58 +1,95 @@
-"""What mixers with a recurrence share: how the tokens of a step go through it, and in which form.
+"""What mixers with a recurrence share: how the tokens of a step go through it.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..core import StateSpec
-from ..metal_kernels.conv_step import ConvForm
-from ..metal_kernels.delta_step import DeltaForm
-from ..metal_kernels.ssm_step import SSMForm
-from ..metal_kernels.state_cases import step_variant
+from ..metal_kernels.conv_step import ConvStep
+from ..metal_kernels.state_step import StateStep
 from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never
-from .step import Arrays, StateCache, StatesBefore
+from .linear import Projection
+from .step import Arrays, StateCache, StatesBefore, Step
 
 MAX_TOKENS = 8  # of each sequence, in a step kernel
-StepForm = ConvForm | DeltaForm | SSMForm
+Run = Callable[..., tuple[mx.array, mx.array]]
+"""`run(i, *arrays)`: outputs of recurrence i of a mixer, and its states after the tokens."""
+
+
+class CausalConv(NamedTuple):
+    """The weights of a causal depthwise convolution over the tokens of each sequence."""
+
+    weight: mx.array  # (C, K, 1), the oldest token's first
+    bias: mx.array | None = None  # (C,)
+
+    def step(
+        self, *, at: int = 0, gated: bool = False, outputs: mx.Dtype | None = None
+    ) -> ConvStep:
+        """The recurrence, see `ConvStep`; outputs of the dtype of the weights if None is given."""
+        channels, length, _ = self.weight.shape
+        dtype, biased = self.weight.dtype, self.bias is not None
+        return ConvStep(channels, length, at, gated, biased, dtype, outputs or dtype)
 
 
 class RecurrentMixer(ABC):
     """A mixer of a layer that keeps a state of each sequence.
 
     Args:
-        spec: of its states.
-        forms: of the step kernels that together do its work.
+        in_proj: (T, hidden) -> what the recurrences read.
+        out_proj: from what `mix` gives -> (T, hidden).
+        spec: of the states, one for each of `steps`.
+        steps: the recurrences that a token goes through, one after the other.
 
     Attributes:
         ready: for how many tokens of a sequence the kernels are used; set by the engine.
     """
 
-    __slots__ = ("forms", "ready", "spec")
+    __slots__ = ("in_proj", "out_proj", "ready", "spec", "steps")
 
-    def __init__(self, spec: StateSpec, forms: Sequence[StepForm]) -> None:
+    def __init__(
+        self,
+        *,
+        in_proj: Projection,
+        out_proj: Projection,
+        spec: StateSpec,
+        steps: Sequence[StateStep],
+    ) -> None:
+        self.in_proj = in_proj
+        self.out_proj = out_proj
         self.spec = spec
-        self.forms = tuple(forms)
+        self.steps = tuple(steps)
         self.ready: ReadyFor = never
+
+    def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
+        """x (T, hidden) -> (T, hidden), plus the residual."""
+        return self.out_proj(self.mix(x, step), residual)
+
+    @abstractmethod
+    def mix(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> what is projected out."""
+
+    @abstractmethod
+    def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
+        """Outputs (B, L, D) and states of the recurrences; inputs (B, L, ...)."""
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The step kernels: one set for a token of each sequence, one for up to MAX_TOKENS."""
-        one, several = ([step_variant(form, n) for form in self.forms] for n in (1, MAX_TOKENS))
-        variants = {}
-        for count in range(1, MAX_TOKENS + 1):
-            own = one if count == 1 else several
-            variants[count] = [variant for variant in own if variant is not None]
-        has_all = None not in (*one, *several)
-        return [KernelUse(variants, self._install)] if has_all else []
+        if not all(step.has_kernel for step in self.steps):
+            return []
+        one, several = ([step.variant(n) for step in self.steps] for n in (1, MAX_TOKENS))
+        variants = dict.fromkeys(range(2, MAX_TOKENS + 1), several)
+        return [KernelUse({1: one, **variants}, self._install)]
 
     def _install(self, ready: ReadyFor) -> None:
         self.ready = ready
 
     def recur(self, rows: Arrays, cache: StateCache) -> mx.array:
-        """Outputs of the recurrence (T, D) from rows (T, ...) of what it needs."""
+        """Outputs of the recurrences (T, D) from rows (T, ...) of what they need."""
         outputs = []
         for part in cache.parts:
             inputs = [part.take(one) for one in rows]
@@ -68,10 +105,20 @@ class RecurrentMixer(ABC):
             return self.in_kernels(inputs, before)
         return self.in_mlx(inputs, before)
 
-    @abstractmethod
     def in_kernels(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
         """`advance` by the step kernels."""
+        plan, sources = before.lying()
 
-    @abstractmethod
+        def run(index: int, *arrays: Any) -> tuple[mx.array, mx.array]:
+            return self.steps[index].in_kernel(arrays, sources[index], plan)
+
+        return self.chain(inputs, run)
+
     def in_mlx(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
         """`advance` in MLX's own operations, for any number of tokens."""
+        states, lengths = before.read(), before.lengths
+
+        def run(index: int, *arrays: Any) -> tuple[mx.array, mx.array]:
+            return self.steps[index].in_mlx(arrays, states[index], lengths)
+
+        return self.chain(inputs, run)

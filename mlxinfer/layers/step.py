@@ -120,7 +120,7 @@ class StatesBefore(Protocol):
         ...
 
     def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
-        """A plan of where the states are and, of each state, its arrays; see `state_rows`."""
+        """A plan of where the states are and, of each state, its arrays; see `state_step`."""
         ...
 
 

@@ -15,11 +15,11 @@ import mlx.core as mx
 from ..core import KVSpec, StateSpec
 from ..errors import CheckpointError, UnsupportedModelError
 from ..layers.attention import Attention, LayerMixer, heads_maker
-from ..layers.causal_conv import CausalConv
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
 from ..layers.norm import Norm, WideQKNorm, rms_norm
+from ..layers.recurrent import CausalConv
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
 from .config import ModelConfig, read_layer_types, read_rope
@@ -245,9 +245,9 @@ class Family:
         before, channels = state.shapes[0][0]
         name, length = f"{path}.weight", before + 1
         if self.weights.has_shape(name, (channels, length, 1)):  # as MLX checkpoints have it
-            weight = self.weights.take(name, (channels, length, 1), parts=parts)[..., 0]
+            weight = self.weights.take(name, (channels, length, 1), parts=parts)
         else:
-            weight = self.weights.take(name, (channels, 1, length), parts=parts)[:, 0]
+            weight = self.weights.take(name, (channels, 1, length), parts=parts)[:, 0, :, None]
         return CausalConv(
             weight, self.weights.take(f"{path}.bias", (channels,), parts=parts) if bias else None
         )

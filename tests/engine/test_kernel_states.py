@@ -16,11 +16,10 @@ from models.tiny import tiny_checkpoint
 from mlxinfer.cache.state import Block, Places, StatesBefore
 from mlxinfer.core import SamplingParams, StateSpec
 from mlxinfer.engine.kernels import Chooser, choose_none
-from mlxinfer.layers.causal_conv import CausalConv
 from mlxinfer.layers.gated_delta import KimiDelta
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm
-from mlxinfer.layers.recurrent import RecurrentMixer
+from mlxinfer.layers.recurrent import CausalConv, RecurrentMixer
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.variants import never
 from mlxinfer.models import load
@@ -115,7 +114,7 @@ def kimi_mixer(hidden: int = 16, heads: int = 2, dim: int = 32) -> KimiDelta:
         decay_projs=through[0],
         gate_projs=through[1],
         out_proj=Linear(normal(hidden, width)),
-        conv=CausalConv(normal(3 * width, 4)),
+        conv=CausalConv(normal(3 * width, 4, 1)),
         norm=RMSNorm(normal(dim), 1e-6),
         log_rate=normal(heads),
         step_bias=normal(width),

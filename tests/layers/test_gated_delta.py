@@ -7,13 +7,14 @@ from random import Random
 import mlx.core as mx
 import numpy as np
 import pytest
+from layers.before import Before
 
 from mlxinfer.core import StateSpec
-from mlxinfer.layers.causal_conv import CausalConv
 from mlxinfer.layers.gated_delta import GatedDeltaNet
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.recurrence_check import TOLERANCE, DeltaShape, difference
+from mlxinfer.layers.recurrent import CausalConv, RecurrentMixer
 from mlxinfer.layers.step import Arrays
 
 HIDDEN, KEY_HEADS, HEADS, KEY, VALUE, LENGTH = 20, 2, 6, 8, 5, 4
@@ -25,13 +26,13 @@ def normal(rng: np.random.Generator, *shape: int) -> mx.array:
     return mx.array(rng.normal(size=shape).astype(np.float32))
 
 
-def mixer_of(seed: int = 0) -> GatedDeltaNet:
-    rng = np.random.default_rng(seed)
+def mixer_of(dtype: mx.Dtype = mx.float32) -> GatedDeltaNet:
+    rng = np.random.default_rng(0)
     width = CHANNELS + HEADS * VALUE + 2 * HEADS
     return GatedDeltaNet(
         in_proj=Linear(normal(rng, width, HIDDEN)),
         out_proj=Linear(normal(rng, HIDDEN, HEADS * VALUE)),
-        conv=CausalConv(normal(rng, CHANNELS, LENGTH)),
+        conv=CausalConv(normal(rng, CHANNELS, LENGTH, 1).astype(dtype)),
         norm=RMSNorm(normal(rng, VALUE), 1e-6),
         log_rate=normal(rng, HEADS),
         step_bias=normal(rng, HEADS),
@@ -42,17 +43,18 @@ def mixer_of(seed: int = 0) -> GatedDeltaNet:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_convolution_gives_the_same_for_any_split(bias: bool) -> None:
     rng = np.random.default_rng(3)
-    weight, offset = normal(rng, CHANNELS, LENGTH), normal(rng, CHANNELS) if bias else None
-    conv = CausalConv(weight, offset)
+    conv = CausalConv(normal(rng, CHANNELS, LENGTH, 1), normal(rng, CHANNELS) if bias else None)
+    step = conv.step()
     inputs, state = normal(rng, 2, 9, CHANNELS), normal(rng, 2, LENGTH - 1, CHANNELS)
-    whole = np.array(conv(inputs, state))
+    whole = np.array(step.in_mlx([inputs, *conv], state, None)[0])
     seen = np.concatenate([np.array(state), np.array(inputs)], axis=1)
     views = np.lib.stride_tricks.sliding_window_view(seen, LENGTH, axis=1)  # (2, 9, C, K)
-    expected = (views * np.array(weight)).sum(-1) + (np.array(offset) if bias else 0)
-    np.testing.assert_allclose(whole, expected, atol=1e-5)
-    after = conv.after(inputs[:, :4], state, None)
-    parts = [conv(inputs[:, :4], state), conv(inputs[:, 4:], after)]
-    np.testing.assert_array_equal(np.array(mx.concatenate(parts, axis=1)), whole)
+    expected = (views * np.array(conv.weight[..., 0])).sum(-1)
+    expected = expected if conv.bias is None else expected + np.array(conv.bias)
+    np.testing.assert_allclose(whole, expected / (1 + np.exp(-expected)), atol=1e-5)
+    first, after = step.in_mlx([inputs[:, :4], *conv], state, None)
+    second, _ = step.in_mlx([inputs[:, 4:], *conv], after, None)
+    np.testing.assert_array_equal(np.array(mx.concatenate([first, second], axis=1)), whole)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -73,9 +75,14 @@ def test_the_recurrence_of_mlx_is_compared_with_its_own_steps(
 
 
 def random_inputs(rng: np.random.Generator, batch: int, length: int) -> Arrays:
-    qkv = normal(rng, batch, length, CHANNELS)
-    gates = [mx.sigmoid(normal(rng, batch, length, HEADS)) for _ in range(2)]
-    return [qkv, *gates]
+    return [normal(rng, batch, length, CHANNELS + HEADS * VALUE + 2 * HEADS)]
+
+
+def forward(
+    mixer: RecurrentMixer, inputs: Arrays, states: Arrays, lengths: mx.array | None
+) -> tuple[mx.array, Arrays]:
+    """Outputs, and the states after `lengths` tokens, from states before them."""
+    return mixer.in_mlx(inputs, Before(states, lengths))
 
 
 def random_states(rng: np.random.Generator, batch: int) -> Arrays:
@@ -88,9 +95,16 @@ def assert_same(left: Sequence[mx.array], right: Sequence[mx.array]) -> None:
         assert mx.array_equal(one, other)
 
 
-def reference(inputs: Arrays, states: Arrays, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def reference(
+    mixer: GatedDeltaNet, inputs: Arrays, states: Arrays
+) -> tuple[np.ndarray, np.ndarray]:
     """Outputs (L, Hv * Dv) and the matrix state of one sequence, in float64, token by token."""
-    qkv, decay, strength = (np.array(array[0], np.float64) for array in inputs)
+    cuts = np.cumsum([CHANNELS, HEADS * VALUE, HEADS])
+    qkv, _, strength, times = np.split(np.array(inputs[0][0], np.float64), cuts, axis=-1)
+    strength = 1 / (1 + np.exp(-strength))
+    rate, bias = np.array(mixer.rate, np.float64), np.array(mixer.step_bias, np.float64)
+    decay = np.exp(-rate * np.logaddexp(times + bias, 0))
+    weight = np.array(mixer.conv.weight[..., 0], np.float64)
     seen = np.concatenate([np.array(states[0][0], np.float64), qkv])
     state, outputs = np.array(states[1][0], np.float64), []
     for t in range(len(qkv)):
@@ -113,22 +127,22 @@ def reference(inputs: Arrays, states: Arrays, weight: np.ndarray) -> tuple[np.nd
 def test_the_recurrence_is_the_published_one() -> None:
     rng = np.random.default_rng(1)
     mixer, inputs, states = mixer_of(), random_inputs(rng, 1, 9), random_states(rng, 1)
-    y, new = mixer.forward(inputs, states, None)
-    expected, state = reference(inputs, states, np.array(mixer.conv.weight[..., 0], np.float64))
+    y, new = forward(mixer, inputs, states, None)
+    expected, state = reference(mixer, inputs, states)
     np.testing.assert_allclose(np.array(y[0]), expected, atol=2e-5)
     np.testing.assert_allclose(np.array(new[1][0]), state, atol=2e-5)
-    assert mx.array_equal(new[0], inputs[0][:, -LENGTH + 1 :])
+    assert mx.array_equal(new[0], inputs[0][:, -LENGTH + 1 :, :CHANNELS])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_split_of_a_sequence_gives_the_same_bits(seed: int) -> None:
     rng, draw = np.random.default_rng(seed), Random(seed)
     mixer, inputs, states = mixer_of(), random_inputs(rng, 2, 17), random_states(rng, 2)
-    y, new = mixer.forward(inputs, states, None)
+    y, new = forward(mixer, inputs, states, None)
     cuts = sorted({0, 17, *draw.sample(range(1, 17), draw.randint(1, 16))})
     parts = []
     for start, stop in pairwise(cuts):
-        part, states = mixer.forward([one[:, start:stop] for one in inputs], states, None)
+        part, states = forward(mixer, [one[:, start:stop] for one in inputs], states, None)
         parts.append(part)
     assert_same([mx.concatenate(parts, axis=1), *states], [y, *new])
 
@@ -138,10 +152,10 @@ def test_a_ragged_batch_gives_each_sequence_the_bits_that_it_gets_alone(seed: in
     rng, draw = np.random.default_rng(seed), Random(seed)
     mixer, inputs, states = mixer_of(), random_inputs(rng, 5, 8), random_states(rng, 5)
     lengths = [draw.randint(1, 8) for _ in range(5)]
-    y, new = mixer.forward(inputs, states, mx.array(lengths))
+    y, new = forward(mixer, inputs, states, mx.array(lengths))
     for row, length in enumerate(lengths):
         alone = [one[row : row + 1, :length] for one in inputs]
-        part, after = mixer.forward(alone, [one[row : row + 1] for one in states], None)
+        part, after = forward(mixer, alone, [one[row : row + 1] for one in states], None)
         assert_same([part, *after], [y[row : row + 1, :length], *(n[row : row + 1] for n in new)])
 
 
@@ -149,22 +163,21 @@ def test_a_replayed_prefix_gives_the_states_of_that_prefix() -> None:
     rng = np.random.default_rng(2)
     mixer, inputs, states = mixer_of(), random_inputs(rng, 3, 6), random_states(rng, 3)
     for kept in ([0, 0, 0], [1, 6, 3], [6, 6, 6]):
-        replayed = mixer.forward(inputs, states, mx.array(kept))[1]
+        replayed = forward(mixer, inputs, states, mx.array(kept))[1]
         for row, length in enumerate(kept):
             before = [one[row : row + 1] for one in states]
             prefix = [one[row : row + 1, :length] for one in inputs]
-            expected = mixer.forward(prefix, before, None)[1] if length else before
+            expected = forward(mixer, prefix, before, None)[1] if length else before
             assert_same([one[row : row + 1] for one in replayed], expected)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_states_of_narrow_activations_are_float32(dtype: mx.Dtype) -> None:
     rng = np.random.default_rng(3)
-    mixer, (qkv, *gates), states = mixer_of(), random_inputs(rng, 2, 5), random_states(rng, 2)
-    mixer.conv.weight = mixer.conv.weight.astype(dtype)
+    (projected,), states = random_inputs(rng, 2, 5), random_states(rng, 2)
     for lengths in (None, mx.array([2, 5])):
-        y, new = mixer.forward([qkv.astype(dtype), *gates], states, lengths)
-        wide, _ = mixer.forward([qkv, *gates], states, lengths)
+        y, new = forward(mixer_of(dtype), [projected.astype(dtype)], states, lengths)
+        wide, _ = forward(mixer_of(), [projected], states, lengths)
         assert y.dtype == dtype
         assert [one.dtype for one in new] == [mx.float32, mx.float32]
         np.testing.assert_allclose(np.array(y[:, :2].astype(mx.float32)), wide[:, :2], atol=0.1)

@@ -6,12 +6,13 @@ from random import Random
 import mlx.core as mx
 import numpy as np
 import pytest
+from layers.before import Before
 
 from mlxinfer.core import StateSpec
-from mlxinfer.layers.causal_conv import CausalConv
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.mamba2 import Mamba2
 from mlxinfer.layers.norm import HeadRMSNorm
+from mlxinfer.layers.recurrent import CausalConv
 from mlxinfer.layers.step import Arrays
 from mlxinfer.metal_kernels.ssm_step import CHUNK
 
@@ -25,12 +26,14 @@ def normal(rng: np.random.Generator, *shape: int) -> mx.array:
     return mx.array(rng.normal(size=shape).astype(np.float32))
 
 
-def mixer_of() -> Mamba2:
+def mixer_of(dtype: mx.Dtype = mx.float32) -> Mamba2:
     rng = np.random.default_rng(0)
     return Mamba2(
         in_proj=Linear(normal(rng, INNER + CHANNELS + HEADS, HIDDEN)),
         out_proj=Linear(normal(rng, HIDDEN, INNER)),
-        conv=CausalConv(normal(rng, CHANNELS, LENGTH), normal(rng, CHANNELS)),
+        conv=CausalConv(
+            normal(rng, CHANNELS, LENGTH, 1).astype(dtype), normal(rng, CHANNELS).astype(dtype)
+        ),
         norm=HeadRMSNorm(normal(rng, GROUPS, INNER // GROUPS), 1e-6),
         num_groups=GROUPS,
         log_rate=normal(rng, HEADS) - 2,
@@ -42,7 +45,14 @@ def mixer_of() -> Mamba2:
 
 
 def random_inputs(rng: np.random.Generator, batch: int, length: int) -> Arrays:
-    return [normal(rng, batch, length, CHANNELS), mx.abs(normal(rng, batch, length, HEADS))]
+    return [normal(rng, batch, length, INNER + CHANNELS + HEADS)]
+
+
+def forward(
+    mixer: Mamba2, inputs: Arrays, states: Arrays, lengths: mx.array | None
+) -> tuple[mx.array, Arrays]:
+    """Outputs, and the states after `lengths` tokens, from states before them."""
+    return mixer.in_mlx(inputs, Before(states, lengths))
 
 
 def random_states(rng: np.random.Generator, batch: int) -> Arrays:
@@ -51,7 +61,9 @@ def random_states(rng: np.random.Generator, batch: int) -> Arrays:
 
 def reference(mixer: Mamba2, inputs: Arrays, states: Arrays) -> tuple[np.ndarray, np.ndarray]:
     """Outputs (L, H * P) and the state (H, P, N) of one sequence, in float64, token by token."""
-    mixed, times = (np.array(one[0], np.float64) for one in inputs)
+    projected = np.array(inputs[0][0], np.float64)
+    _, mixed, times = np.split(projected, [INNER, INNER + CHANNELS], axis=-1)
+    times = np.logaddexp(times + np.array(mixer.step_bias), 0)
     seen = np.concatenate([np.array(states[0][0], np.float64), mixed])
     weight, rate = np.array(mixer.conv.weight[..., 0], np.float64), np.array(mixer.rate)
     state, outputs = np.array(states[1][0], np.float64), []
@@ -66,7 +78,7 @@ def reference(mixer: Mamba2, inputs: Arrays, states: Arrays) -> tuple[np.ndarray
             )
             state[head] *= np.exp(-rate[head] * times[t, head])
             state[head] += times[t, head] * np.outer(x[head], keys[group])
-            outputs.append(state[head] @ queries[group] + float(mixer.skip[head, 0]) * x[head])
+            outputs.append(state[head] @ queries[group] + float(mixer.skip[head]) * x[head])
     return np.concatenate(outputs).reshape(len(mixed), INNER), state
 
 
@@ -74,7 +86,7 @@ def reference(mixer: Mamba2, inputs: Arrays, states: Arrays) -> tuple[np.ndarray
 def test_chunks_give_what_the_definition_gives(length: int) -> None:
     rng, mixer = np.random.default_rng(length), mixer_of()
     inputs, states = random_inputs(rng, 1, length), random_states(rng, 1)
-    y, new = mixer.forward(inputs, states, None)
+    y, new = forward(mixer, inputs, states, None)
     expected, state = reference(mixer, inputs, states)
     np.testing.assert_allclose(np.array(y[0]), expected, rtol=1e-5, atol=2e-4)
     np.testing.assert_allclose(np.array(new[1][0]), state, rtol=1e-5, atol=2e-4)
@@ -84,10 +96,10 @@ def test_chunks_give_what_the_definition_gives(length: int) -> None:
 def test_any_split_of_a_sequence_gives_the_same(seed: int) -> None:
     rng, draw, mixer = np.random.default_rng(seed), Random(seed), mixer_of()
     inputs, states = random_inputs(rng, 2, 90), random_states(rng, 2)
-    y, new = mixer.forward(inputs, states, None)
+    y, new = forward(mixer, inputs, states, None)
     parts = []
     for start, stop in pairwise(sorted({0, 90, *draw.sample(range(1, 90), 6)})):
-        part, states = mixer.forward([one[:, start:stop] for one in inputs], states, None)
+        part, states = forward(mixer, [one[:, start:stop] for one in inputs], states, None)
         parts.append(part)
     np.testing.assert_allclose(
         np.array(mx.concatenate(parts, axis=1)), np.array(y), rtol=1e-5, atol=2e-4
@@ -101,7 +113,7 @@ def test_tokens_behind_the_end_of_a_sequence_change_nothing(seed: int) -> None:
     rng, draw, mixer = np.random.default_rng(seed), Random(seed), mixer_of()
     inputs, states = random_inputs(rng, 5, 8), random_states(rng, 5)
     kept = [0, *(draw.randint(1, 8) for _ in range(4))]
-    y, new = mixer.forward(inputs, states, mx.array(kept))
+    y, new = forward(mixer, inputs, states, mx.array(kept))
     for row, length in enumerate(kept):
         before = [one[row : row + 1] for one in states]
         after = [one[row : row + 1] for one in new]
@@ -109,20 +121,19 @@ def test_tokens_behind_the_end_of_a_sequence_change_nothing(seed: int) -> None:
             assert all(mx.array_equal(one, two) for one, two in zip(before, after, strict=True))
             continue
         prefix = [one[row : row + 1, :length] for one in inputs]
-        part, alone = mixer.forward(prefix, before, None)
+        part, alone = forward(mixer, prefix, before, None)
         np.testing.assert_allclose(np.array(y[row, :length]), np.array(part[0]), atol=2e-5)
         for one, other in zip(after, alone, strict=True):
             np.testing.assert_allclose(np.array(one), np.array(other), atol=2e-5)
         noise = [mx.concatenate([one, one * 7 + 1], axis=1) for one in prefix]
-        again = mixer.forward(noise, before, mx.array([length]))[1]
+        again = forward(mixer, noise, before, mx.array([length]))[1]
         assert all(mx.allclose(a, b, atol=2e-5) for a, b in zip(again, after, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_states_of_narrow_activations_are_float32(dtype: mx.Dtype) -> None:
-    rng, mixer = np.random.default_rng(3), mixer_of()
-    (mixed, times), states = random_inputs(rng, 2, 5), random_states(rng, 2)
-    mixer.conv.weight = mixer.conv.weight.astype(dtype)
+    rng, mixer = np.random.default_rng(3), mixer_of(dtype)
+    (projected,), states = random_inputs(rng, 2, 5), random_states(rng, 2)
     for lengths in (None, mx.array([2, 5])):
-        _, new = mixer.forward([mixed.astype(dtype), times], states, lengths)
+        _, new = forward(mixer, [projected.astype(dtype)], states, lengths)
         assert [one.dtype for one in new] == [mx.float32, mx.float32]

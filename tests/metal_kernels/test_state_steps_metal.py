@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from metal_cpu import MetalCPU, Report, requires_compiler
 
-from mlxinfer.metal_kernels.conv_step import ConvForm, conv_step, conv_step_twin
-from mlxinfer.metal_kernels.delta_step import DeltaForm, delta_step, delta_step_twin
+from mlxinfer.metal_kernels.conv_step import ConvStep
+from mlxinfer.metal_kernels.delta_step import DeltaStep
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.ssm_step import SSMForm, ssm_step, ssm_step_twin
-from mlxinfer.metal_kernels.state_rows import filled, plan_of, takes, team_lanes
+from mlxinfer.metal_kernels.ssm_step import SSMStep
+from mlxinfer.metal_kernels.state_step import StateStep, filled, plan_of, takes, team_lanes
 
 pytestmark = requires_compiler
 
@@ -58,66 +58,47 @@ def compare(
     np.testing.assert_allclose(wide(found[1]), wide(twin[1]), atol=off * largest)
 
 
-def conv_call(scene: Scene, form: ConvForm) -> tuple:
-    thirds = 3 if form.gated else 1
-    inputs = scene.normal(scene.count, scene.width, form.at + thirds * form.channels + EXTRA)
-    weight = scene.normal(form.channels, form.length).astype(form.dtype)
-    bias = scene.normal(form.channels).astype(form.dtype) if form.biased else None
-    return inputs.astype(form.dtype), weight, bias, scene.sources, scene.plan, form
+def arrays_of(scene: Scene, step: StateStep) -> list:
+    """Random inputs, with numbers behind each row that a kernel skips."""
+    arrays = step.drawn(scene.normal, (scene.count, scene.width))
+    behind = len(arrays) - 3 if step.name == "delta_step" else 1  # the first is read as a whole
+    for place in range(0 if step.name == "conv_step" else 1, behind + 1):
+        array = arrays[place]
+        if array is not None and array.ndim == 3 and len(array) == scene.count:
+            arrays[place] = mx.pad(array, [(0, 0), (0, 0), (0, EXTRA)])
+    return arrays
 
 
-def delta_call(scene: Scene, form: DeltaForm) -> tuple:
-    width = form.key_width + form.value_heads * form.value_dim
-    lead = scene.count, scene.width
-    rates = mx.exp(scene.normal(form.num_times))
-    return (
-        scene.normal(*lead, width).astype(form.dtype),
-        scene.normal(*lead, form.strengths_at + form.value_heads + EXTRA).astype(form.dtype),
-        (4 * scene.normal(*lead, form.times_at + form.num_times + EXTRA)).astype(form.dtype),
-        rates,
-        scene.normal(form.num_times),
-        scene.sources,
-        scene.plan,
-        form,
-    )
-
-
-def ssm_call(scene: Scene, form: SSMForm) -> tuple:
-    lead = scene.count, scene.width
-    return (
-        scene.normal(*lead, form.inner + 2 * form.groups * form.state_dim),
-        (3 * scene.normal(*lead, form.times_at + form.heads + EXTRA)).astype(form.dtype),
-        mx.exp(scene.normal(form.heads)),
-        scene.normal(form.heads),
-        scene.normal(form.heads),
-        scene.sources,
-        scene.plan,
-        form,
-    )
-
-
-def on_machine(kernel, arguments: tuple, seed: int = 1, least: bool = False) -> tuple:
+def on_machine(
+    scene: Scene, step: StateStep, arrays: list, seed: int = 1, least: bool = False
+) -> tuple:
     machine = MetalCPU(seed=seed, least_alignment=least)
     with running_on(machine):
-        found = kernel(*arguments)
+        found = step.in_kernel(arrays, scene.sources, scene.plan)
     machine.assert_clean()
     return found, machine.reports[0]
 
 
-def delta_form(seed: int, dtype: mx.Dtype = mx.float32) -> DeltaForm:
+def check(scene: Scene, step: StateStep, rounding: float, **how: int) -> None:
+    arrays = arrays_of(scene, step)
+    found, _ = on_machine(scene, step, arrays, **how)
+    compare(scene, found, step.twin(arrays, scene.sources, scene.plan), rounding)
+
+
+def delta_form(seed: int, dtype: mx.Dtype = mx.float32) -> DeltaStep:
     draw = np.random.default_rng(seed)
     keys, served = int(draw.integers(1, 3)), int(draw.integers(1, 4))
     dim, value = ((8, 32), (32, 16), (64, 8), (96, 12), (24, 32))[int(draw.integers(5))]
     each = bool(draw.integers(2))
-    return DeltaForm(keys, dim, keys * served, value, each, int(draw.integers(9)), 2, dtype)
+    return DeltaStep(keys, dim, keys * served, value, each, int(draw.integers(9)), 2, dtype)
 
 
-def ssm_form(seed: int, dtype: mx.Dtype = mx.float32) -> SSMForm:
+def ssm_form(seed: int, dtype: mx.Dtype = mx.float32) -> SSMStep:
     draw = np.random.default_rng(seed)
     groups, served = int(draw.integers(1, 3)), int(draw.integers(1, 4))
     head, state = ((8, 64), (32, 16), (16, 24), (8, 128), (4, 256))[int(draw.integers(5))]
     limits = ((0.0, float("inf")), (0.001, 0.1))[int(draw.integers(2))]
-    return SSMForm(groups * served, head, groups, state, int(draw.integers(9)), limits, dtype)
+    return SSMStep(groups * served, head, groups, state, int(draw.integers(9)), limits, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,9 +108,8 @@ def test_the_convolution_agrees_with_its_twin(dtype: mx.Dtype, gated: bool, bias
     channels, length = (300, 3) if gated else (70, 4)
     outputs = mx.float32 if biased and not gated else dtype
     scene = Scene(1 + gated, (length - 1, channels))
-    call = conv_call(scene, ConvForm(channels, length, 5 * biased, gated, biased, dtype, outputs))
-    found, _ = on_machine(conv_step, call, least=True)
-    compare(scene, found, conv_step_twin(*call), ROUNDING[dtype])
+    step = ConvStep(channels, length, 5 * biased, gated, biased, dtype, outputs)
+    check(scene, step, ROUNDING[dtype], least=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -138,9 +118,7 @@ def test_the_delta_recurrence_agrees_with_its_twin(seed: int) -> None:
     form = delta_form(seed, dtype)
     assert takes(form.value_dim, form.key_dim)
     scene = Scene(seed, (form.value_heads, form.value_dim, form.key_dim))
-    call = delta_call(scene, form)
-    found, _ = on_machine(delta_step, call, seed)
-    compare(scene, found, delta_step_twin(*call), ROUNDING[dtype])
+    check(scene, form, ROUNDING[dtype], seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -148,9 +126,7 @@ def test_the_mamba_recurrence_agrees_with_its_twin(seed: int) -> None:
     form = ssm_form(seed, DTYPES[seed % 3])
     assert takes(form.head_dim, form.state_dim)
     scene = Scene(seed, (form.heads, form.head_dim, form.state_dim))
-    call = ssm_call(scene, form)
-    found, _ = on_machine(ssm_step, call, seed)
-    compare(scene, found, ssm_step_twin(*call), ROUNDING[mx.float32])
+    check(scene, form, ROUNDING[mx.float32], seed=seed)
 
 
 def state_traffic(report: Report, num_bytes: int) -> None:
@@ -163,18 +139,14 @@ def state_traffic(report: Report, num_bytes: int) -> None:
 @pytest.mark.parametrize("width", [1, 8])
 def test_each_number_of_a_state_is_read_and_written_once(width: int) -> None:
     """Whatever the number of tokens; the states of all sequences in one array, in any order."""
-    delta = DeltaForm(2, 64, 4, 32, False, 0, 4, mx.bfloat16)
-    ssm = SSMForm(4, 16, 2, 128, 0, (0.0, float("inf")), mx.bfloat16)
-    conv = ConvForm(96, 4, 0, False, False, mx.bfloat16, mx.bfloat16)
-    for kernel, call, form, shape in (
-        (delta_step, delta_call, delta, (4, 32, 64)),
-        (ssm_step, ssm_call, ssm, (4, 16, 128)),
-        (conv_step, conv_call, conv, (3, 96)),
-    ):
-        scene = Scene(1, shape, 3, width)
-        scene.sources = filled([scene.normal(3, *shape)])
+    delta = DeltaStep(2, 64, 4, 32, False, 0, 4, mx.bfloat16)
+    ssm = SSMStep(4, 16, 2, 128, 0, (0.0, float("inf")), mx.bfloat16)
+    conv = ConvStep(96, 4, 0, False, False, mx.bfloat16, mx.bfloat16)
+    for step in (delta, ssm, conv):
+        scene = Scene(1, step.state_shape, 3, width)
+        scene.sources = filled([scene.normal(3, *step.state_shape)])
         scene.plan = plan_of([(0, 2), (0, 0), (0, 1)], [width, 1, max(1, width // 2)])
-        _, report = on_machine(kernel, call(scene, form))
+        _, report = on_machine(scene, step, arrays_of(scene, step))
         state_traffic(report, scene.sources[0].nbytes)
         assert report.threadgroup_bytes == 0
         assert report.num_threadgroup_barriers == 0
@@ -182,23 +154,20 @@ def test_each_number_of_a_state_is_read_and_written_once(width: int) -> None:
 
 def test_any_split_gives_the_same_bits() -> None:
     """So a token that was verified and one that was decoded leave the same state."""
-    form, shape = DeltaForm(1, 32, 2, 16, False, 0, 2, mx.float32), (2, 16, 32)
-    scene = Scene(3, shape, 2, 6)
-    mixed, projected, times, *rest = delta_call(scene, form)
-    rates, biases, sources, _, _ = rest
-    whole, last = on_machine(
-        delta_step,
-        (mixed, projected, times, rates, biases, sources, plan_of(scene.places[:2], [6, 6]), form),
-    )[0]
-    places, outputs = scene.places[:2], []
+    step = DeltaStep(1, 32, 2, 16, False, 0, 2, mx.float32)
+    scene = Scene(3, step.state_shape, 2, 6)
+    arrays, places = arrays_of(scene, step), scene.places[:2]
+    scene.plan = plan_of(places, [6, 6])
+    (whole, last), _ = on_machine(scene, step, arrays)
+    outputs = []
     for start, stop in ((0, 1), (1, 4), (4, 6)):
-        parts = [mx.contiguous(x[:, start:stop]) for x in (mixed, projected, times)]
-        plan = plan_of(places, [stop - start] * 2)
-        (y, after), _ = on_machine(delta_step, (*parts, rates, biases, sources, plan, form))
+        scene.plan = plan_of(places, [stop - start] * 2)
+        parts = [mx.contiguous(x[:, start:stop]) for x in arrays[:3]]
+        (y, after), _ = on_machine(scene, step, [*parts, *arrays[3:]])
         outputs.append(y)
-        sources, places = filled([after]), [(0, 0), (0, 1)]
+        scene.sources, places = filled([after]), [(0, 0), (0, 1)]
     assert mx.array_equal(mx.concatenate(outputs, axis=1), whole)
-    assert mx.array_equal(sources[0], last)
+    assert mx.array_equal(scene.sources[0], last)
 
 
 def test_teams_of_lanes() -> None:

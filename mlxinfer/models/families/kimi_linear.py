@@ -10,9 +10,9 @@ import mlx.core as mx
 from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
-from ...layers.causal_conv import CausalConv
 from ...layers.gated_delta import KimiDelta
 from ...layers.linear import Projection
+from ...layers.recurrent import CausalConv
 from ...layers.rope import RopeSpec
 from ..config import FULL, ModelConfig
 from ..jsonfields import Fields
@@ -152,7 +152,7 @@ class KimiLinear(DeepseekV3):
         (before, channels), dtype = state.shapes[0]
         part = StateSpec((((before, channels // 3), dtype),))
         parts = [self.causal_conv(f"{path}.{name}_conv1d", part).weight for name in "qkv"]
-        return CausalConv(mx.concatenate(parts)[..., 0])
+        return CausalConv(mx.concatenate(parts))
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:

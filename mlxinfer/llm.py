@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, overload
@@ -18,6 +18,7 @@ from .session.inputs import (
     ENDS,
     ChatInput,
     EmbedInput,
+    Input,
     Message,
     PromptLike,
     ResponseFormat,
@@ -35,23 +36,31 @@ if TYPE_CHECKING:
     from .display.show import Heat
 
 
-class ChatOptions(TypedDict, total=False):
-    """Keyword arguments of LLM.chat beside SamplingValues, documented there."""
+class TextOptions(TypedDict, total=False):
+    """What LLM.stream takes beside SamplingValues, documented at LLM.generate."""
+
+    response_format: ResponseFormat | None
+    adapter: str | None
+
+
+class ChatOptions(TextOptions, total=False):
+    """What LLM.chat takes beside SamplingValues, documented there."""
 
     tools: Sequence[Message] | None
     tool_choice: str | Message
     parallel_tool_calls: bool
-    response_format: ResponseFormat | None
     chat_template_kwargs: Mapping[str, Any] | None
-    adapter: str | None
 
 
-_CHAT_NAMES = tuple(ChatOptions.__annotations__)
-_FIELDS = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
+class TextArguments(TextOptions, SamplingValues, total=False):
+    """Keyword arguments of LLM.stream, documented at LLM.generate."""
 
 
 class ChatArguments(ChatOptions, SamplingValues, total=False):
     """Keyword arguments of LLM.chat, documented there."""
+
+
+_VARIABLES = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
 
 
 class LLM:
@@ -120,10 +129,7 @@ class LLM:
         self,
         prompts: str,
         params: SamplingParams | None = None,
-        *,
-        response_format: ResponseFormat | None = None,
-        adapter: str | None = None,
-        **sampling: Unpack[SamplingValues],
+        **options: Unpack[TextArguments],
     ) -> Result: ...
     @overload
     def generate(
@@ -142,7 +148,7 @@ class LLM:
         *,
         response_format: ResponseFormat | Sequence[ResponseFormat | None] | None = None,
         adapter: str | Sequence[str | None] | None = None,
-        **sampling: Unpack[SamplingValues],
+        **sampling: Any,
     ) -> Any:
         """Continue one prompt or many, all in one batch; greedily, if nothing else is said.
 
@@ -160,7 +166,6 @@ class LLM:
         Returns:
             A Result, or Results, a list of them in the order of the prompts.
         """
-        check_names("generate", sampling, SamplingValues.__annotations__)
         one = is_one_prompt(prompts)
         every = [prompts] if one else prompts
         settings = zip(
@@ -170,18 +175,13 @@ class LLM:
             _one_each(adapter, len(every), str, "adapter", "a name"),
             strict=True,
         )
-        answers = self._session.start(
-            *[
-                TextInput(
-                    prompt=prompt,
-                    params=given,
-                    response_format=form,
-                    adapter=name,
-                    sampling=sampling,
-                )
-                for prompt, given, form, name in settings
-            ]
-        )
+        inputs = [
+            self._text(
+                "generate", prompt, given, {**sampling, "response_format": form, "adapter": name}
+            )
+            for prompt, given, form, name in settings
+        ]
+        answers = self._session.start(*inputs)
         if one:
             return answers.results()[0]
         with progress_bar("answers", unit="answers", wanted=self._progress) as show:
@@ -192,56 +192,39 @@ class LLM:
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        *,
-        response_format: ResponseFormat | None = None,
-        adapter: str | None = None,
-        **sampling: Unpack[SamplingValues],
+        **options: Unpack[TextArguments],
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        check_names("stream", sampling, SamplingValues.__annotations__)
-        given = TextInput(
-            prompt=prompt,
-            params=params,
-            response_format=response_format,
-            adapter=adapter,
-            sampling=sampling,
-        )
-        return _deltas(self._session.start(given))
+        return _deltas(self._session.start(self._text("stream", prompt, params, options)))
 
     async def agenerate(
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        *,
-        response_format: ResponseFormat | None = None,
-        adapter: str | None = None,
-        **sampling: Unpack[SamplingValues],
+        **options: Unpack[TextArguments],
     ) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
-        deltas = self.astream(
-            prompt, params, response_format=response_format, adapter=adapter, **sampling
-        )
-        return await _last(deltas)
+        return await _last(self.astream(prompt, params, **options))
 
     def astream(
         self,
         prompt: PromptLike,
         params: SamplingParams | None = None,
-        *,
-        response_format: ResponseFormat | None = None,
-        adapter: str | None = None,
-        **sampling: Unpack[SamplingValues],
+        **options: Unpack[TextArguments],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        check_names("astream", sampling, SamplingValues.__annotations__)
-        given = TextInput(
-            prompt=prompt,
-            params=params,
-            response_format=response_format,
-            adapter=adapter,
-            sampling=sampling,
-        )
-        return _adeltas(lambda: self._session.start(given))
+        return _adeltas(self._session, self._text("astream", prompt, params, options))
+
+    def _text(
+        self,
+        method: str,
+        prompt: PromptLike,
+        params: SamplingParams | None,
+        options: Mapping[str, Any],
+    ) -> TextInput:
+        """The input of a text."""
+        own, sampling = _split(method, options, TextOptions.__annotations__)
+        return TextInput(prompt=prompt, params=params, sampling=sampling, **own)
 
     # -- chat -----------------------------------------------------------------------------------
 
@@ -283,8 +266,7 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        given = self._chat("stream_chat", messages, params, options)
-        return _deltas(self._session.start(given))
+        return _deltas(self._session.start(self._chat("stream_chat", messages, params, options)))
 
     async def achat(
         self,
@@ -302,8 +284,7 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        given = self._chat("astream_chat", messages, params, options)
-        return _adeltas(lambda: self._session.start(given))
+        return _adeltas(self._session, self._chat("astream_chat", messages, params, options))
 
     def show(
         self,
@@ -347,12 +328,10 @@ class LLM:
         options: Mapping[str, Any],
     ) -> ChatInput:
         """The input of a conversation."""
-        sampling = {name: value for name, value in options.items() if name not in _CHAT_NAMES}
-        check_names(method, sampling, SamplingValues.__annotations__)
-        rest = {name: options[name] for name in _CHAT_NAMES if name in options}
-        variables = rest.pop("chat_template_kwargs", None) or {}
+        own, sampling = _split(method, options, ChatOptions.__annotations__)
+        variables = own.pop("chat_template_kwargs", None) or {}
         if isinstance(variables, Mapping):  # what is none is refused by the input
-            rest |= {_FIELDS[name]: variables[name] for name in ENDS if name in variables}
+            own |= {_VARIABLES[name]: variables[name] for name in ENDS if name in variables}
             variables = {name: value for name, value in variables.items() if name not in ENDS}
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -363,7 +342,7 @@ class LLM:
             params=params,
             sampling=sampling,
             template_variables=variables,
-            **rest,
+            **own,
         )
 
     def _say_params(self) -> None:
@@ -646,9 +625,9 @@ def _deltas(answers: RunningAnswers) -> Iterator[Delta]:
             yield step.delta
 
 
-async def _adeltas(start: Callable[[], RunningAnswers]) -> AsyncIterator[Delta]:
-    """`_deltas` for asyncio; `start` may take long, and runs in a worker thread."""
-    answers: Any = aiter(await asyncio.to_thread(start))
+async def _adeltas(session: ModelSession, given: Input) -> AsyncIterator[Delta]:
+    """`_deltas` for asyncio; what takes long runs in a worker thread."""
+    answers: Any = aiter(await asyncio.to_thread(session.start, given))
     async with aclosing(answers):
         async for steps in answers:
             for step in steps:
@@ -662,6 +641,15 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
         result = delta.result
     assert result is not None  # a stream that ends early raises
     return result
+
+
+def _split(
+    method: str, options: Mapping[str, Any], own: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a method that are named in `own`, and the others: fields of SamplingParams."""
+    sampling = {name: value for name, value in options.items() if name not in own}
+    check_names(method, sampling, SamplingValues.__annotations__)
+    return {name: value for name, value in options.items() if name in own}, sampling
 
 
 def _one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:

@@ -41,32 +41,13 @@ class PooledResult(Protocol):
         ...
 
 
-class ModelFacts(Protocol):
-    """What is known of any model."""
-
-    @property
-    def name(self) -> str:
-        """The model's name."""
-        ...
-
-    @property
-    def summary(self) -> str:
-        """One short line."""
-        ...
-
-    @property
-    def max_context(self) -> int | None:
-        """Tokens of prompt and answer; None: not known yet."""
-        ...
-
-
 class ModelSession(Protocol):
     """A model that is open. A method that a model cannot do is refused, as `refuse` says.
 
     The arguments, results and errors of all methods are those of LLM's methods of the same name.
     """
 
-    info: Any  # ModelFacts
+    info: Any  # `name`, `summary` in one line, and `max_context` in tokens, or None
 
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: the model, or the place where it runs, has no such method."""

@@ -1,8 +1,8 @@
 """Progress of what takes long (downloads, loading, batches, conversions), where it is watched.
 
-A terminal gets rich's bars, a notebook tqdm's (widgets where ipywidgets is there, else text), and a
-program that set MLXINFER_PROGRESS=json a line of JSON a few times a second. Elsewhere nothing is
-written.
+A terminal and a notebook get tqdm's bars (widgets where ipywidgets is there, else text), and a
+program that set MLXINFER_PROGRESS=json gets a line of JSON a few times a second. Elsewhere nothing
+is written.
 """
 
 import json
@@ -13,10 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+from typing import Any, Literal
 
 LINES = "MLXINFER_PROGRESS"  # environment variable
 LINE_S = 0.2  # between two lines of progress
@@ -42,9 +39,6 @@ def progress_bars(*, unit: Unit = "B", wanted: bool | None = None) -> Iterator[S
         yield progress_lines()
     elif not is_watched(wanted):
         yield unwatched
-    elif sys.stderr.isatty() and not in_notebook():
-        with _rich_bars(unit) as show:
-            yield show
     else:
         with _tqdm_bars(unit) as show:
             yield show
@@ -109,60 +103,6 @@ def progress_lines() -> StepWatch:
 
 
 @contextmanager
-def _rich_bars(unit: Unit) -> Iterator[StepWatch]:
-    bars = _new_rich_bars(unit)
-    tasks: dict[str, TaskID] = {}
-    lock = threading.Lock()
-
-    def show(step: str, done: int, total: int) -> None:
-        with lock:
-            if not bars.live.is_started:
-                bars.start()
-            if step not in tasks:
-                tasks[step] = bars.add_task(step, total=total, completed=done)
-            bars.update(tasks[step], completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if bars.live.is_started:  # stopping one that never was leaves an empty line where TERM=dumb
-            bars.stop()
-
-
-def _new_rich_bars(unit: Unit) -> "Progress":
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.table import Column
-
-    whole = Column(no_wrap=True)
-    counts: list[ProgressColumn] = [MofNCompleteColumn(table_column=whole)]
-    if unit == "B":
-        counts = [DownloadColumn(table_column=whole), TransferSpeedColumn(table_column=whole)]
-    return Progress(
-        TextColumn(
-            "{task.description}",
-            markup=False,
-            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-        ),
-        BarColumn(bar_width=16),
-        *counts,
-        TimeRemainingColumn(compact=True, table_column=whole),
-        console=Console(stderr=True),
-        expand=True,
-        transient=True,
-    )
-
-
-@contextmanager
 def _tqdm_bars(unit: Unit) -> Iterator[StepWatch]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that ipywidgets are missing: then the bar is text
@@ -180,6 +120,7 @@ def _tqdm_bars(unit: Unit) -> Iterator[StepWatch]:
                     unit_scale=unit == "B",
                     unit_divisor=1000,
                     leave=False,
+                    dynamic_ncols=True,
                 )
             bar = bars[step]
             bar.total = total

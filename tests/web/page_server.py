@@ -127,6 +127,10 @@ class PacedScript(Script):
             **{"step_failures": 0, "prompt_tokens_computed": 7, "bytes_copied": 0},
             "groups": [{"pages": 1000, "page_bytes": 1000, "pages_held": 0}],
             "disk": {"num_bytes": 12_000_000},
+            "speculation": {
+                **{"drafts": 3, "drafted": 9, "accepted": 5, "switched_off": 2, "accepted_at": []},
+                "sources": {"draft": {"switched_off": 2, "last_error": "ValueError: odd"}},
+            },
         }
 
 

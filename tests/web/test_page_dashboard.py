@@ -39,6 +39,7 @@ def test_memory_batch_and_settings_are_shown(page: PageDriver) -> None:
     assert "300 kB used, 500 kB kept as prefixes, of 1.0 MB" in text
     assert "Prefixes on disk\n12.0 MB" in text
     assert "1 running, 0 waiting" in text
+    assert "No proposals by draft\nValueError: odd (2 requests)" in text
     page.page.locator("summary", has_text="2 of 3 differ from the defaults").click()
     settings = page.page.locator("[aria-label='Settings of the server']").inner_text()
     assert "30m\tconfig file" in settings

@@ -236,6 +236,9 @@ function ModelCard({ model, rate, again }) {
         <Row name="Prefix hits" value={`${number(counters.cached_tokens)} of ${number(counters.prompt_tokens)} prompt tokens`} />
         <Row name="Answered" value={`${number(counters.generation_tokens)} tokens`} />
         {engine && engine.preemptions > 0 && <Row name="Preempted" value={number(engine.preemptions)} />}
+        {Object.entries(engine?.failed_proposals ?? {}).map(([source, why]) => (
+          <Row key={source} name={`No proposals by ${source}`} value={why} />
+        ))}
         {loaded && (
           <Row name="Unloads in" value={state.pinned ? "never: pinned" : state.ttl_left_s == null ? "never" : seconds(state.ttl_left_s)} />
         )}

@@ -29,6 +29,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     steps: int
     tokens_computed: int  # by all steps, prompts included
     preemptions: int
+    failed_proposals: dict[
+        str, str
+    ]  # source of proposals -> why it was switched off, and how often
 
 
 class ModelCounters(msgspec.Struct, kw_only=True):
@@ -177,4 +180,9 @@ def _engine(slot: Slot, stats: dict[str, Any]) -> EngineState:
         steps=stats["steps"],
         tokens_computed=stats["tokens_computed"],
         preemptions=stats["preemptions"],
+        failed_proposals={
+            name: f"{source['last_error']} ({source['switched_off']} requests)"
+            for name, source in stats.get("speculation", {}).get("sources", {}).items()
+            if source["switched_off"]
+        },
     )

@@ -1,1 +1,6 @@
-"""What our claims rest on, measured: `python -m tests.bench`."""
+"""Benchmarks of this project's claims; they share helpers with the tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # where the tests' own helpers are found

@@ -4,21 +4,16 @@ The kernels are executed on the CPU by tests/metal_cpu, which sees every load: t
 and say nothing of a GPU's caches or speed.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.errors import BackendMissingError
-from mlxinfer.metal_kernels.attention_plan import BLOCK
-from mlxinfer.metal_kernels.attention_shape import prefill_shape, registers
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
@@ -53,9 +48,6 @@ def machine(name: str = "metal_cpu") -> ModuleType:
     Raises:
         BackendMissingError: the compiler is missing.
     """
-    tests = str(Path(__file__).resolve().parents[1])
-    if tests not in sys.path:
-        sys.path.append(tests)
     if not import_module("metal_cpu").compiler_is_here():
         raise BackendMissingError(
             "The machine that executes Metal kernels needs a compiler: pip install ziglang"
@@ -171,80 +163,9 @@ def moved_unfused(scene: Scene) -> float:
     return (scene.group * inputs.least_bytes + 4 * scores) / inputs.least_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """A chunk of a prompt through the tiled kernel, beside an attention that materialises scores.
-
-    Attributes:
-        requested: bytes of keys and values over the least, each once a tile of queries.
-        tiles: of query rows of a KV head.
-        transient_bytes: of arrays beside inputs and outputs, ours and with a score matrix.
-        dispatches: the same pair.
-        products: query-key pairs that are multiplied over those that a query sees, the same pair.
-        registers, threadgroup_bytes, threads: of the kernel; registers of a lane are an estimate.
-    """
-
-    head_dim: int
-    bits: int
-    requested: float
-    tiles: int
-    transient_bytes: tuple[int, int]
-    dispatches: tuple[int, int]
-    products: tuple[float, float]
-    registers: int
-    threadgroup_bytes: int
-    threads: int
-
-
-UNFUSED_DISPATCHES = 4  # scores, mask, softmax, weighted sum
-
-
-def prefilled(dim: int, bits: int, *, group: int = 4) -> Prefilled:
-    """The last of some tokens, one KV head."""
-    queries, tokens = PREFILL
-    stored = STORED[bits]
-    scene = Scene(
-        [tokens],
-        [queries],
-        group=group,
-        key_dim=dim,
-        value_dim=dim,
-        bits=(stored, stored),
-        prefill=True,
-    )
-    inputs, shape = build(scene), prefill_shape(key_dim=dim, value_dim=dim)
-    plan = inputs.plan
-    device = machine().MetalCPU(may_stay_unwritten=("outputs", "figures"))
-    with running_on(device):
-        arguments = inputs.queries, inputs.keys, inputs.values, plan
-        paged_attention_on_metal(*arguments, scale=1.0, value_dim=dim)
-    device.assert_clean()
-    reports = device.reports
-    rows = plan.max_queries * group
-    partials = plan.num_items * rows * (dim + 2) * 4 if plan.is_split else 0
-    numbers = plan.numbers.nbytes + plan.pages.nbytes
-    visible = queries * (tokens - queries) + queries * (queries + 1) // 2
-    work = np.array(plan.numbers)[int(plan.sizes[5]) :].reshape(-1, 4)
-    multiplied = int((work[:, 2] - work[:, 1]).sum()) * BLOCK * plan.max_queries
-    return Prefilled(
-        dim,
-        bits,
-        _shares(reports[0], inputs.least_bytes, None).requested / plan.num_seqs,
-        plan.num_seqs,
-        (partials + numbers, group * queries * tokens * scene.dtype.size),
-        (len(reports), UNFUSED_DISPATCHES),
-        (multiplied / visible, queries * tokens / visible),
-        registers(shape, key_dim=dim, value_dim=dim, itemsize=2),
-        reports[0].threadgroup_bytes,
-        shape.threads,
-    )
-
-
 STORED: dict[int, int | None] = {16: None, 8: 8, 4: 4}
 BITS = tuple(STORED)
 ROWS = tuple((group, queries) for queries in (1, 4) for group in (1, 4, 8, 16))
-PREFILL_DIMS = (128, 256, 512)
-PREFILL = (128, 512)  # queries, tokens
 LAUNCHED = tuple(KINDS)
 LATENT_ROWS = ((16, 1), (20, 1), (128, 1))
 MLX = ("sdpa_vector", "2pass", "2pass_gqa")
@@ -273,18 +194,16 @@ def run(*, head_dims: Sequence[int] = (64, 128, 256), tokens: int = 500) -> Repo
     latents = [
         (bits, rows, _latents(bits, rows, tokens)) for bits in BITS[:2] for rows in LATENT_ROWS
     ]
-    prompts = [prefilled(dim, bits) for dim in PREFILL_DIMS for bits in BITS]
     samples = [variant for kind in LAUNCHED for variant in KINDS[kind].samples]
     sizes = [launch_size(variant, machine().MetalCPU(checked=False)) for variant in samples]
     data = {
-        "prefill": [asdict(one) for one in prompts],
         "launches": [asdict(size) for size in sizes],
         "attention": [asdict(one) for one in found],
         "latent_attention": [
             {"bits": bits, "heads": rows[0], "moved": asdict(ours)} for bits, rows, ours in latents
         ],
     }
-    tables = [_table(found, tokens), _latent_table(latents, tokens), _prefill_table(prompts)]
+    tables = [_table(found, tokens), _latent_table(latents, tokens)]
     return Report("kernels", [*tables, launch_table(sizes)], data)
 
 
@@ -345,37 +264,6 @@ def _latent_table(found: list[tuple[int, tuple[int, int], Moved]], tokens: int) 
         ["bits, heads", "ours"],
         [[f"{bits} bits, {rows[0]}", _pair(ours)] for bits, rows, ours in found],
         "Keys and values are the same bytes. A threadgroup has 16 heads at most; each reads them.",
-    )
-
-
-def _prefill_table(found: list[Prefilled]) -> Table:
-    rows = [
-        [
-            f"{one.head_dim}, {one.bits} bits",
-            f"{one.requested:.2f} x {one.tiles}",
-            *(f"{bytes_ / 1024:,.0f}" for bytes_ in one.transient_bytes),
-            *(str(count) for count in one.dispatches),
-            *(f"{share:.2f}" for share in one.products),
-            f"{one.threads} x {one.registers}, {one.threadgroup_bytes / 1024:.1f}",
-        ]
-        for one in found
-    ]
-    sides = ("ours", "unfused")
-    return Table(
-        f"Attention of a prompt: {PREFILL[0]} queries of 4 heads, {PREFILL[1]} tokens, one KV head",
-        [
-            *("head dim, bits", "bytes x tiles"),
-            *(f"KB beside outputs, {side}" for side in sides),
-            *(f"dispatches, {side}" for side in sides),
-            *(f"products, {side}" for side in sides),
-            "threads x registers, threadgroup KB",
-        ],
-        rows,
-        "Bytes of keys and values over the least, each once a tile of queries. Unfused: MLX where "
-        "it has no fused attention, one score matrix in 16 bits, from the shapes of its "
-        "operations. Products: query-key pairs that are multiplied, over those that a query sees. "
-        "Registers of a lane are estimated from the source; a core of the smallest chip had 448 x "
-        "110 of them.",
     )
 
 

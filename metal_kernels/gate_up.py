@@ -8,13 +8,13 @@ are float32 and are rounded once, after the activation. Knows no layer.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 
 import mlx.core as mx
 import numpy as np
 
-from .launch import Launch, MetalKernel
-from .variants import DTYPES, Case, Kind, Variant, dtype_name
+from .launch import Launch, MetalKernel, launch_of
+from .variants import Case, Form, Kind, Variant
 
 LANES, SIMD_GROUPS, PAIRS, PART = 32, 2, 2, 8  # as in gate_up.metal
 PER_THREADGROUP = SIMD_GROUPS * PAIRS  # numbers of an output row
@@ -25,14 +25,11 @@ SHARING_ROWS = 4  # rows that share what is read; more would not leave registers
 ROUNDING = {"float32": 2e-4, "float16": 2**-5, "bfloat16": 2**-2}  # of numbers below 64
 CASE_INNER = 12
 MOST_TIMED_BYTES = 128 << 20  # of a matrix: more than caches hold, and little beside a model
-MAX_LAUNCHES = 64  # that are remembered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gate:
+class Gate(Form):
     """A gated activation.
-
-    From `gate_of`: layers look up launches by the object.
 
     Attributes:
         function: one of FUNCTIONS.
@@ -52,16 +49,6 @@ class Gate:
         numbers = f"{self.alpha!r}f, {self.limit!r}f" if clamped else ""
         return f"{FUNCTIONS[self.function]}{{{numbers}}}"
 
-    @property
-    def values(self) -> dict[str, str]:
-        """What a variant has of it; `gate_from` is the way back."""
-        return {
-            "dtype": dtype_name(self.dtype),
-            "function": self.function,
-            "alpha": repr(self.alpha) if self.alpha else "",
-            "limit": repr(self.limit) if self.limit else "",
-        }
-
 
 Product = Callable[[mx.array, mx.array], mx.array]
 """gate (..., dims), up (..., dims) -> (..., dims)."""
@@ -70,26 +57,18 @@ GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
 
 FUNCTIONS = {"silu": "Silu", "gelu_tanh": "GeluTanh", "clamped_swiglu": "ClampedSwiglu"}
-_gate = cache(Gate)
-
-
-def gate_of(function: str, dtype: mx.Dtype, alpha: float = 0.0, limit: float = 0.0) -> Gate:
-    """The same object for the same values."""
-    return _gate(function, dtype, alpha, limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GateUp:
-    """A matrix of gate and up, and what is done to the products.
-
-    From `gate_up_of`: layers look up launches by the object.
+class GateUp(Form):
+    """A matrix of gate and up, and the activation of the products.
 
     Attributes:
         gate: the activation, and the dtype of inputs and outputs.
         in_dims: numbers of an input row.
         inner: numbers of an output row; the matrix has twice as many rows.
         bits, group_size: of MLX's affine codes; 0: the matrix is of plain numbers.
-        dtype: of scales and biases, or of the plain numbers: float32, float16 or bfloat16.
+        stored: dtype of scales and biases, or of the plain numbers: float32, float16 or bfloat16.
     """
 
     gate: Gate
@@ -97,25 +76,41 @@ class GateUp:
     inner: int
     bits: int
     group_size: int
-    dtype: mx.Dtype
+    stored: mx.Dtype
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the kernel takes matrices of such a form."""
+        if self.inner % PER_THREADGROUP or (self.bits, self.group_size) not in (PLAIN, *CODES):
+            return False
+        return self.in_dims % (self.group_size or PART) == 0
 
-_gate_up = cache(GateUp)
+    def variant(self, num_rows: int) -> Variant:
+        """The kernel for so many rows; it is timed at the most that it serves."""
+        return Variant.from_form("gate_up", self, rows=most_rows(num_rows))
 
-
-def gate_up_of(
-    gate: Gate, in_dims: int, inner: int, bits: int, group_size: int, dtype: mx.Dtype
-) -> GateUp:
-    """The same object for the same values."""
-    return _gate_up(gate, in_dims, inner, bits, group_size, dtype)
-
-
-def has_matrix(form: GateUp) -> bool:
-    """Whether the kernel takes matrices of such a form."""
-    codes = (form.bits, form.group_size)
-    if form.inner % PER_THREADGROUP or codes not in (PLAIN, *CODES):
-        return False
-    return form.in_dims % (form.group_size or PART) == 0
+    def launch(self, shape: tuple[int, ...]) -> Launch:
+        """The call for rows of a shape (T, in_dims)."""
+        assert self.has_kernel, self
+        num_rows, in_dims = shape
+        assert in_dims == self.in_dims, (shape, self)
+        assert 1 <= num_rows <= MAX_ROWS, shape
+        rows, threads = _sharing(num_rows), SIMD_GROUPS * LANES
+        return Launch(
+            _kernel(self.gate, bool(self.bits)),
+            template=[
+                ("T", self.gate.dtype),
+                ("S", self.stored),
+                ("ROWS", rows),
+                ("IN_DIMS", in_dims),
+                ("BITS", self.bits),
+                ("GROUP", self.group_size),
+            ],
+            grid=(-(-num_rows // rows) * threads, self.inner // PER_THREADGROUP, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[(num_rows, self.inner)],
+            output_dtypes=[self.gate.dtype],
+        )
 
 
 def gate_up(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
@@ -130,7 +125,7 @@ def gate_up(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
     Returns:
         (T, inner), act(gate x) * up x.
     """
-    return _launch(form, x.shape)([x, *matrix])[0]
+    return launch_of(form, x.shape)([x, *matrix])[0]
 
 
 def gate_up_twin(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
@@ -204,30 +199,6 @@ def _sharing(num_rows: int) -> int:
     return min(most_rows(num_rows), SHARING_ROWS)
 
 
-@lru_cache(MAX_LAUNCHES)
-def _launch(form: GateUp, shape: tuple[int, ...]) -> Launch:
-    assert has_matrix(form), form
-    num_rows, in_dims = shape
-    assert in_dims == form.in_dims, (shape, form)
-    assert 1 <= num_rows <= MAX_ROWS, shape
-    rows, threads = _sharing(num_rows), SIMD_GROUPS * LANES
-    return Launch(
-        _kernel(form.gate, bool(form.bits)),
-        template=[
-            ("T", form.gate.dtype),
-            ("S", form.dtype),
-            ("ROWS", rows),
-            ("IN_DIMS", in_dims),
-            ("BITS", form.bits),
-            ("GROUP", form.group_size),
-        ],
-        grid=(-(-num_rows // rows) * threads, form.inner // PER_THREADGROUP, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(num_rows, form.inner)],
-        output_dtypes=[form.gate.dtype],
-    )
-
-
 @cache
 def _kernel(gate: Gate, has_codes: bool) -> MetalKernel:
     arrays = ("weight", "scales", "biases") if has_codes else ("weight",)
@@ -246,31 +217,12 @@ def _kernel(gate: Gate, has_codes: bool) -> MetalKernel:
     )
 
 
-def gate_up_variant(form: GateUp, num_rows: int) -> Variant:
-    """What `gate_up` compiles for so many rows; it is timed at the most that it serves."""
-    return Variant.of(
-        "gate_up",
-        **form.gate.values,
-        in_dims=form.in_dims,
-        inner=form.inner,
-        bits=form.bits,
-        group_size=form.group_size,
-        stored=dtype_name(form.dtype),
-        rows=most_rows(num_rows),
-    )
+def _inputs(form: GateUp, rows: int, inner: int) -> tuple[mx.array, list[mx.array]]:
+    """x (rows, in_dims) and a matrix of `inner` output numbers; every code occurs.
 
-
-def gate_from(variant: Variant) -> Gate:
-    """The activation of a variant."""
-    numbers = [float(str(variant[name]) or 0) for name in ("alpha", "limit")]
-    return gate_of(str(variant["function"]), variant.dtype, *numbers)
-
-
-def _inputs(variant: Variant, rows: int, inner: int) -> tuple[GateUp, mx.array, list[mx.array]]:
-    """Products of some 4; every code occurs. Scales are of either sign."""
-    in_dims, bits, group_size = (variant.number(name) for name in ("in_dims", "bits", "group_size"))
-    dtype = DTYPES[str(variant["stored"])]
-    form = gate_up_of(gate_from(variant), in_dims, inner, bits, group_size, dtype)
+    Products are of some 4. Scales are of either sign.
+    """
+    in_dims, bits, group_size = form.in_dims, form.bits, form.group_size
     rng = np.random.default_rng(rows)
     numbers = rng.normal(0, 2, (rows, in_dims)).astype(np.float32)
     numbers[0, 0] = 0
@@ -278,17 +230,17 @@ def _inputs(variant: Variant, rows: int, inner: int) -> tuple[GateUp, mx.array, 
     size = 1 / math.sqrt(in_dims)
     if not bits:
         shape, key = (2 * inner, in_dims), mx.random.key(rows)
-        return form, x, [mx.random.normal(shape, dtype, 0, size, key)]
+        return x, [mx.random.normal(shape, form.stored, 0, size, key)]
     groups = 2 * inner, in_dims // group_size
     scales = 4 * size / 2**bits * rng.choice([-1, 1], groups)
     biases = -(2 ** (bits - 1)) * scales + size * rng.normal(size=groups)
     words = rng.integers(0, 2**32, (2 * inner, in_dims * bits // 32), np.uint32)
-    return form, x, [mx.array(words), *(mx.array(a).astype(dtype) for a in (scales, biases))]
+    return x, [mx.array(words), *(mx.array(a).astype(form.stored) for a in (scales, biases))]
 
 
 def _case(variant: Variant) -> Case:
-    rows = variant.number("rows")
-    form, x, matrix = _inputs(variant, rows - (rows > 2), CASE_INNER)  # one is missing
+    form, rows = variant.form, variant.number("rows")
+    x, matrix = _inputs(form, rows - (rows > 2), CASE_INNER)  # one is missing
     return Case(
         lambda: [gate_up(x, matrix, form)],
         lambda: [gate_up_twin(x, matrix, form)],
@@ -298,7 +250,8 @@ def _case(variant: Variant) -> Case:
 
 def _timed(variant: Variant, _: int, __: int) -> Case:
     """Beside MLX's product and its compiled activation behind it: two dispatches."""
-    form, x, matrix = _inputs(variant, variant.number("rows"), timed_inner(variant))
+    form = variant.form
+    x, matrix = _inputs(form, variant.number("rows"), timed_inner(form))
     activation = compiled_product(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],
@@ -307,30 +260,29 @@ def _timed(variant: Variant, _: int, __: int) -> Case:
     )
 
 
-def timed_inner(variant: Variant) -> int:
-    """Numbers of an output row when a variant is timed: its own, as far as the bytes allow.
+def timed_inner(form: GateUp) -> int:
+    """Numbers of an output row when a form is timed: its own, as far as the bytes allow.
 
     Both ways read the matrix at the speed of memory from there on, so their ratio stays.
     """
-    bits = variant.number("bits") or 8 * DTYPES[str(variant["stored"])].size
-    most = MOST_TIMED_BYTES * 8 // (2 * variant.number("in_dims") * bits)
-    return min(variant.number("inner"), most // PER_THREADGROUP * PER_THREADGROUP)
+    bits = form.bits or 8 * form.stored.size
+    most = MOST_TIMED_BYTES * 8 // (2 * form.in_dims * bits)
+    return min(form.inner, most // PER_THREADGROUP * PER_THREADGROUP)
 
 
 def _registers(variant: Variant) -> int:
     """Of a lane: see gate_up.metal."""
-    rows, bits = _sharing(variant.number("rows")), variant.number("bits")
-    size = DTYPES[str(variant["stored"])].size
-    run = bits // 2 + 2 if bits else PART * size // 4
+    form, rows = variant.form, _sharing(variant.number("rows"))
+    run = form.bits // 2 + 2 if form.bits else PART * form.stored.size // 4
     decoded = PART * (2 * PAIRS if rows > 1 else 1)
     return decoded + 2 * PAIRS * run + rows * (2 * PAIRS + 1) + PART + 12
 
 
 def _sample(gate: Gate, codes: tuple[int, int], rows: int, stored: mx.Dtype) -> Variant:
-    return gate_up_variant(gate_up_of(gate, 768, 64, *codes, stored), rows)
+    return GateUp(gate, 768, 64, *codes, stored).variant(rows)
 
 
-_SILU, _BF16 = gate_of("silu", mx.bfloat16), mx.bfloat16
+_SILU, _BF16 = Gate("silu", mx.bfloat16), mx.bfloat16
 GATE_UP = Kind(
     name="gate_up",
     files=("gate_up.metal", "gates.h", "gate_up.py"),
@@ -340,9 +292,9 @@ GATE_UP = Kind(
     registers=_registers,
     samples=(
         _sample(_SILU, (4, 64), 1, _BF16),
-        _sample(gate_of("gelu_tanh", mx.float16), (8, 32), 8, mx.float16),
+        _sample(Gate("gelu_tanh", mx.float16), (8, 32), 8, mx.float16),
         _sample(_SILU, PLAIN, 2, _BF16),
-        _sample(gate_of("clamped_swiglu", _BF16, 1.702, 7.0), (4, 128), 2, _BF16),
+        _sample(Gate("clamped_swiglu", _BF16, 1.702, 7.0), (4, 128), 2, _BF16),
         _sample(_SILU, (8, 64), 4, mx.float32),
     ),
 )

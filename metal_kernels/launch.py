@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+MAX_LAUNCHES = 512  # that are remembered
 Size = tuple[int, int, int]
 TemplateValue = int | bool | mx.Dtype
 
@@ -103,6 +104,20 @@ class Launch:
     def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs; lazy on Metal. Inputs that are not row-contiguous are copied first."""
         return _devices[-1].run(self, inputs)
+
+
+class Launchable(Protocol):
+    """What a kernel computes, told apart by identity; see `variants.Form`."""
+
+    def launch(self, *sizes: Any) -> Launch:
+        """The call for arrays of some sizes."""
+        ...
+
+
+@lru_cache(MAX_LAUNCHES)
+def launch_of(form: Launchable, *sizes: Any) -> Launch:
+    """The call for arrays of some sizes: a decode step makes the same calls in every layer."""
+    return form.launch(*sizes)
 
 
 class Device(Protocol):

@@ -9,63 +9,120 @@ Computed in float32 and rounded once.
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
-from .launch import Launch, MetalKernel
-from .variants import Case, Kind, Variant, dtype_name
+from .launch import Launch, MetalKernel, launch_of
+from .variants import Case, Form, Kind, Variant, dtype_name
 
 LANES = 32
 ROUTERS = 4  # SIMD groups of a threadgroup, one token each
 MAX_EXPERTS = 512  # 16 ranks a lane
-MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
+SUM_EPS = 1e-20  # that DeepSeek adds to the sum of weights
 ROUNDING = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}  # of weights below 1, or factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Routing:
+class Routing(Form):
     """How experts are chosen and weighed.
 
-    From `routing_of`: layers look up launches by the object.
-
     Attributes:
-        k: experts of a token, up to 32.
+        k: experts of a token.
         sigmoid: scores are sigmoids of the logits; else a softmax over all.
         normalised: weights are divided by their sum.
-        biased: a bias of each expert joins its rank; of sigmoids alone.
+        biased: a bias of each expert joins its rank.
         eps: added to the sum that weights are divided by.
         factor: multiplies the weights.
+        num_groups, num_best: experts stand in groups of equally many, side by side, and only those
+            of the best groups may be chosen (DeepSeek-V2 and V3). The kernel has no groups.
+        counted: a group is worth the sum of so many of its best ranks.
     """
 
     k: int
-    sigmoid: bool
-    normalised: bool
+    sigmoid: bool = False
+    normalised: bool = False
     biased: bool = False
     eps: float = 0.0
     factor: float = 1.0
+    num_groups: int = 1
+    num_best: int = 1
+    counted: int = 1
+
+    def has_kernel(self, num_experts: int) -> bool:
+        """Whether the kernel takes so many experts, and biases of sigmoids alone."""
+        if self.num_best < self.num_groups or (self.biased and not self.sigmoid):
+            return False
+        return self.k <= min(num_experts, LANES) and num_experts <= MAX_EXPERTS
+
+    def variant(self, num_experts: int, dtype: mx.Dtype) -> Variant:
+        """The kernel, for logits of a dtype and any number of tokens."""
+        return Variant.from_form("routing", self, experts=num_experts, dtype=dtype_name(dtype))
+
+    def launch(self, shape: tuple[int, ...], dtype: mx.Dtype) -> Launch:
+        """The call for logits of a shape (T, E)."""
+        num_tokens, num_experts = shape
+        assert self.has_kernel(num_experts), (shape, self)
+        return Launch(
+            _kernel(self),
+            template=[
+                ("T", dtype),
+                ("EXPERTS", num_experts),
+                ("K", self.k),
+                ("SIGMOID", self.sigmoid),
+                ("NORMALISED", self.normalised),
+            ],
+            grid=(num_tokens * LANES, 1, 1),
+            threadgroup=(min(ROUTERS, num_tokens) * LANES, 1, 1),
+            output_shapes=[(num_tokens, self.k)] * 2,
+            output_dtypes=[dtype, mx.uint32],
+        )
 
 
-_routing = cache(Routing)
+def choose_experts(
+    logits: mx.array, routing: Routing, bias: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """As `route`, in MLX's own operations and in any order of the experts.
+
+    Where ranks are logits, only the chosen ones are weighed.
+    """
+    k, grouped = routing.k, routing.num_best < routing.num_groups
+    if routing.eps or routing.factor != 1 or bias is not None or grouped:
+        return _choose_among_all(logits.astype(mx.float32), routing, bias)
+    chosen_alone = routing.sigmoid or routing.normalised
+    ranks = logits if chosen_alone else mx.softmax(logits, axis=-1, precise=True)
+    experts = mx.argpartition(ranks, kth=-k, axis=-1)[:, -k:]
+    chosen = mx.take_along_axis(ranks, experts, axis=-1)
+    if routing.sigmoid:
+        return mx.sigmoid(chosen.astype(mx.float32)), experts
+    return mx.softmax(chosen, axis=-1, precise=True) if chosen_alone else chosen, experts
 
 
-def routing_of(
-    k: int,
-    *,
-    sigmoid: bool,
-    normalised: bool,
-    biased: bool = False,
-    eps: float = 0.0,
-    factor: float = 1.0,
-) -> Routing:
-    """The same object for the same values."""
-    return _routing(k, sigmoid, normalised, biased, float(eps), float(factor))
+def _choose_among_all(
+    logits: mx.array, routing: Routing, bias: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    k = routing.k
+    scores = mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
+    ranks = scores if bias is None else scores + bias
+    if routing.num_best < routing.num_groups:
+        ranks = _of_best_groups(ranks, routing)
+    experts = mx.argpartition(ranks, kth=-k, axis=-1)[:, -k:]
+    weights = mx.take_along_axis(scores, experts, axis=-1)
+    if routing.normalised:
+        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + routing.eps)
+    return weights * routing.factor, experts
 
 
-def has_experts(num_experts: int, routing: Routing) -> bool:
-    """Whether the kernel takes so many."""
-    return routing.k <= min(num_experts, LANES) and num_experts <= MAX_EXPERTS
+def _of_best_groups(ranks: mx.array, routing: Routing) -> mx.array:
+    """Ranks (T, E), -inf outside of each token's best groups."""
+    grouped = mx.unflatten(ranks, -1, (routing.num_groups, -1))  # (T, G, E / G)
+    best = mx.topk(grouped, routing.counted, axis=-1)
+    worth = mx.sum(best, axis=-1, keepdims=True)  # (T, G, 1)
+    num_worse = routing.num_groups - routing.num_best
+    worse = mx.argpartition(worth, kth=num_worse - 1, axis=1)[:, :num_worse]
+    masked = mx.put_along_axis(grouped, worse, mx.array(-mx.inf), axis=1)
+    return masked.flatten(1)
 
 
 def route(
@@ -82,7 +139,7 @@ def route(
         Weights (T, k) in the dtype of the logits, and experts (T, k) uint32.
     """
     inputs = [logits] if bias is None else [logits, bias]
-    weights, experts = _launch(routing, logits.shape, logits.dtype)(inputs)
+    weights, experts = launch_of(routing, logits.shape, logits.dtype)(inputs)
     return weights, experts
 
 
@@ -104,26 +161,6 @@ def _weighed(logits: mx.array, experts: mx.array, routing: Routing) -> mx.array:
     return weights * routing.factor
 
 
-@lru_cache(MAX_LAUNCHES)
-def _launch(routing: Routing, shape: tuple[int, ...], dtype: mx.Dtype) -> Launch:
-    num_tokens, num_experts = shape
-    assert has_experts(num_experts, routing), (shape, routing)
-    return Launch(
-        _kernel(routing),
-        template=[
-            ("T", dtype),
-            ("EXPERTS", num_experts),
-            ("K", routing.k),
-            ("SIGMOID", routing.sigmoid),
-            ("NORMALISED", routing.normalised),
-        ],
-        grid=(num_tokens * LANES, 1, 1),
-        threadgroup=(min(ROUTERS, num_tokens) * LANES, 1, 1),
-        output_shapes=[(num_tokens, routing.k)] * 2,
-        output_dtypes=[dtype, mx.uint32],
-    )
-
-
 @cache
 def _kernel(routing: Routing) -> MetalKernel:
     bias = "bias" if routing.biased else "logits"
@@ -139,30 +176,8 @@ def _kernel(routing: Routing) -> MetalKernel:
     )
 
 
-def routing_variant(routing: Routing, num_experts: int, dtype: mx.Dtype) -> Variant:
-    """What `route` compiles."""
-    return Variant.of(
-        "routing",
-        dtype=dtype_name(dtype),
-        experts=num_experts,
-        k=routing.k,
-        sigmoid=routing.sigmoid,
-        normalised=routing.normalised,
-        biased=routing.biased,
-        eps=repr(routing.eps) if routing.eps else "",
-        factor="" if routing.factor == 1 else repr(routing.factor),
-    )
-
-
 def _inputs(variant: Variant, tokens: int) -> tuple[mx.array, Routing, mx.array | None]:
-    routing = routing_of(
-        variant.number("k"),
-        sigmoid=bool(variant["sigmoid"]),
-        normalised=bool(variant["normalised"]),
-        biased=bool(variant["biased"]),
-        eps=float(str(variant["eps"]) or 0),
-        factor=float(str(variant["factor"]) or 1),
-    )
+    routing = variant.form
     count, rng = variant.number("experts"), np.random.default_rng(tokens)
     # Distinct also in 16 bits, and near 1: the order of equal experts is not MLX's to say.
     steps = rng.permuted(np.tile(np.arange(count), (tokens, 1)), axis=1) - count // 2
@@ -185,39 +200,7 @@ def _case(variant: Variant) -> Case:
 
 def _timed(variant: Variant, sequences: int, _: int) -> Case:
     call = _inputs(variant, sequences)
-    return Case(lambda: [*route(*call)], lambda: [*_in_layers(*call)], ())
-
-
-def _in_layers(
-    logits: mx.array, routing: Routing, bias: mx.array | None
-) -> tuple[mx.array, mx.array]:
-    """What layers do without the kernel: where they can, only what was chosen is weighed."""
-    simple = not routing.biased and routing.eps == 0 and routing.factor == 1
-    if not simple:
-        return _weighed_of_all(logits.astype(mx.float32), routing, bias)
-    chosen_alone = routing.sigmoid or routing.normalised
-    ranks = logits if chosen_alone else mx.softmax(logits, axis=-1, precise=True)
-    experts = mx.argpartition(ranks, kth=-routing.k, axis=-1)[:, -routing.k :]
-    chosen = mx.take_along_axis(ranks, experts, axis=-1)
-    if routing.sigmoid:
-        return mx.sigmoid(chosen.astype(mx.float32)), experts
-    return mx.softmax(chosen, axis=-1, precise=True) if chosen_alone else chosen, experts
-
-
-def _weighed_of_all(
-    logits: mx.array, routing: Routing, bias: mx.array | None
-) -> tuple[mx.array, mx.array]:
-    scores = mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
-    ranks = scores if bias is None else scores + bias
-    experts = mx.argpartition(ranks, kth=-routing.k, axis=-1)[:, -routing.k :]
-    weights = mx.take_along_axis(scores, experts, axis=-1)
-    if routing.normalised:
-        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + routing.eps)
-    return weights * routing.factor, experts
-
-
-def _sample(routing: Routing, num_experts: int) -> Variant:
-    return routing_variant(routing, num_experts, mx.bfloat16)
+    return Case(lambda: [*route(*call)], lambda: [*choose_experts(*call)], ())
 
 
 ROUTING = Kind(
@@ -227,8 +210,8 @@ ROUTING = Kind(
     timed=_timed,
     registers=lambda variant: 14 + (variant.number("experts") + 31) // 32,
     samples=(
-        _sample(routing_of(8, sigmoid=False, normalised=True), 128),
-        _sample(routing_of(8, sigmoid=True, normalised=True, biased=True, eps=1e-20), 256),
-        _sample(routing_of(6, sigmoid=False, normalised=False, factor=16.0), 160),
+        Routing(8, normalised=True).variant(128, mx.bfloat16),
+        Routing(8, sigmoid=True, normalised=True, biased=True, eps=1e-20).variant(256, mx.bfloat16),
+        Routing(6, factor=16.0).variant(160, mx.bfloat16),
     ),
 )

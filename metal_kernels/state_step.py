@@ -8,13 +8,12 @@ how many of its L tokens count. Nothing is gathered before it, and nothing is sc
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from .launch import MIN_NUMBERS, Launch
+from .launch import MIN_NUMBERS, Launch, launch_of
 from .variants import Case, Form, Kind, Variant
 
 SOURCES = 4  # arrays
@@ -26,7 +25,6 @@ NAMES = tuple(f"source_{i}" for i in range(SOURCES))
 INPUTS = ("plan", *NAMES)  # of every such kernel, at the end
 ARRAYS = ", ".join(NAMES)  # in the call of `state_at`
 ROUNDING = {"float32": 2e-4, "float16": 2e-2, "bfloat16": 0.15}  # of numbers below 16
-MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 Place = tuple[int, int]  # source and row
 Arrays = Sequence[Any]  # arrays; None in place of one that there is not
@@ -86,7 +84,7 @@ class StateStep(Form):
             plan: as of `plan_of`.
         """
         given = [arrays[1] if array is None else array for array in arrays]
-        outputs, after = _launch(self, arrays[0].shape)([*given, plan, *sources])
+        outputs, after = launch_of(self, arrays[0].shape)([*given, plan, *sources])
         return outputs, after
 
     def twin(self, arrays: Arrays, sources: Sequence[mx.array], plan: mx.array) -> Result:
@@ -97,11 +95,6 @@ class StateStep(Form):
     def variant(self, tokens: int) -> Variant:
         """The kernel for up to so many tokens of a sequence. It is timed at that number."""
         return Variant.from_form(self.name, self, tokens=tokens)
-
-
-@lru_cache(MAX_LAUNCHES)
-def _launch(step: StateStep, shape: tuple[int, ...]) -> Launch:
-    return step.launch(shape)
 
 
 def plan_of(places: Sequence[Place], counts: Sequence[int]) -> mx.array:

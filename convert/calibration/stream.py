@@ -18,8 +18,9 @@ import numpy as np
 from ...errors import UnsupportedModelError
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import ExpertChoice, ExpertProjection, MoE, Routed
+from ...layers.moe import Choose, ExpertProjection, MoE, Routed
 from ...layers.step import Step
+from ...metal_kernels.variants import KernelUse, ModelForm
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from ...models.registry import family
@@ -120,14 +121,23 @@ def observe_experts(mlp: FeedForward, paths: Sequence[str], observer: Observer) 
     others = [path for path in paths if not path.endswith("down_proj")]
     mlp.gate_up_proj = ObservedExperts(mlp.gate_up_proj, others, observer)
     mlp.down_proj = ObservedExperts(mlp.down_proj, down, observer)
-    choose = mlp.choose
+    mlp.choose = WithoutGradients(mlp.choose)
 
-    def chosen(logits: mx.array) -> tuple[mx.array, mx.array]:
-        """The same without gradients, which indices have none of."""
-        weights, experts = choose(logits)
+
+class WithoutGradients:
+    """The experts of each token without gradients, which indices have none of."""
+
+    def __init__(self, choose: Choose) -> None:
+        self._choose = choose
+
+    def kernels(self, model: ModelForm) -> list[KernelUse]:
+        """None: they have no gradients."""
+        return []
+
+    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """As of `Choose`."""
+        weights, experts = self._choose(logits)
         return mx.stop_gradient(weights), mx.stop_gradient(experts)
-
-    mlp.choose = ExpertChoice(chosen, None)
 
 
 def normalised(squares: Floats) -> Floats:

@@ -18,11 +18,7 @@ from ..metal_kernels.gate_up import (
     GateUp,
     Product,
     compiled_product,
-    gate_of,
     gate_up,
-    gate_up_of,
-    gate_up_variant,
-    has_matrix,
     product_of,
 )
 from ..metal_kernels.gate_up import PLAIN as PLAIN_NUMBERS
@@ -87,7 +83,7 @@ class MLP:
         form = self.form
         if form is None or form.gate.dtype != model.dtype:
             return []
-        variants = {rows: [gate_up_variant(form, rows)] for rows in range(1, MAX_ROWS + 1)}
+        variants = {rows: [form.variant(rows)] for rows in range(1, MAX_ROWS + 1)}
         return [KernelUse(variants, self._install)]
 
     def _install(self, ready: ReadyFor) -> None:
@@ -103,8 +99,8 @@ def _form_of(projection: Projection, activation: Activation) -> GateUp | None:
         codes, group_size = (projection.bits, projection.group_size), projection.group_size
     out_dims, num_groups = matrix[-1].shape
     sizes = num_groups * group_size, out_dims // 2
-    form = gate_up_of(activation.gate, *sizes, *codes, matrix[-1].dtype)
-    return form if has_matrix(form) else None
+    form = GateUp(activation.gate, *sizes, *codes, matrix[-1].dtype)
+    return form if form.has_kernel else None
 
 
 class Gated:
@@ -139,13 +135,13 @@ def gated(name: str, dtype: mx.Dtype) -> Gated:
     if name in _GELU_ERF:
         return Gated(_geglu_erf)
     if name in _SILU:
-        return _with_kernel(gate_of("silu", dtype))
-    return _with_kernel(gate_of("gelu_tanh", dtype))
+        return _with_kernel(Gate("silu", dtype))
+    return _with_kernel(Gate("gelu_tanh", dtype))
 
 
 def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
     """gpt-oss: the gate clamped from above, up from both sides, and (up + 1) instead of up."""
-    return _with_kernel(gate_of("clamped_swiglu", dtype, float(alpha), float(limit)))
+    return _with_kernel(Gate("clamped_swiglu", dtype, float(alpha), float(limit)))
 
 
 def _with_kernel(gate: Gate) -> Gated:

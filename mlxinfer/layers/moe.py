@@ -4,15 +4,15 @@ Each token goes to `k` of the experts; its output is their outputs, weighted by 
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.routing import Routing, has_experts, route, routing_of, routing_variant
+from ..metal_kernels.routing import Routing, choose_experts, route
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor
 from .linear import Projection
 from .mlp import Activation, FeedForward
@@ -21,19 +21,16 @@ from .mlp import Activation, FeedForward
 # is read once: MLX's gather kernels have a faster path for that.
 SORT_FROM = 64
 
-Choose = Callable[[mx.array], tuple[mx.array, mx.array]]
-"""Router logits (T, E) to expert weights (T, k) and expert indices (T, k)."""
 
-
-class Router(Protocol):
-    """A `Choose` with the kernels that can do its work."""
+class Choose(Protocol):
+    """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels."""
+        """The kernels that can do its work."""
         ...
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """As of `Choose`."""
+        """The experts of each token and their weights."""
         ...
 
 
@@ -83,7 +80,7 @@ class MoE:
         self,
         *,
         router: Projection,
-        choose: Router,
+        choose: Choose,
         gate_up_proj: ExpertProjection,
         down_proj: ExpertProjection,
         activation: Activation,
@@ -172,27 +169,27 @@ class ExpertChoice:
     """The experts of each token: in plain MLX, or in one kernel where the engine chose it.
 
     Args:
-        plain: router logits (T, E) -> weights (T, k) and experts (T, k).
-        routing: what the kernel does; None: it has nothing like it.
-        bias: (E,) float32 that joins the ranks, where the routing has one.
+        routing: how they are chosen and weighed.
+        bias: (E,) float32 that joins the ranks, where the routing is biased.
+        factors: (E,) multiply the weights, each expert's its own; None: nothing does.
     """
 
-    __slots__ = ("bias", "kernel_dtype", "plain", "routing")
+    __slots__ = ("bias", "factors", "kernel_dtype", "routing")
 
     def __init__(
-        self, plain: Choose, routing: Routing | None, bias: mx.array | None = None
+        self, routing: Routing, bias: mx.array | None = None, *, factors: mx.array | None = None
     ) -> None:
-        self.plain = plain
+        assert routing.biased == (bias is not None)
         self.routing = routing
         self.bias = bias
+        self.factors = factors
         self.kernel_dtype: mx.Dtype | None = None  # of logits for the kernel; None: plain MLX
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernel of the choice, for logits of the hidden states' dtype."""
-        routing = self.routing
-        if routing is None or not has_experts(model.num_experts, routing):
+        if not self.routing.has_kernel(model.num_experts):
             return []
-        variant = routing_variant(routing, model.num_experts, model.dtype)
+        variant = self.routing.variant(model.num_experts, model.dtype)
 
         def install(ready: ReadyFor) -> None:
             self.kernel_dtype = model.dtype if ready(1) else None
@@ -201,99 +198,10 @@ class ExpertChoice:
 
     def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
-        taken = self.kernel_dtype
-        if taken is None or self.routing is None or logits.dtype != taken:
-            return self.plain(logits)
-        return route(logits, self.routing, self.bias)
-
-
-def top_k_softmax(k: int) -> ExpertChoice:
-    """A softmax over the k largest logits; equals a softmax over all, top k, normalised."""
-
-    def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
-        experts = mx.argpartition(logits, kth=-k, axis=-1)[:, -k:]
-        chosen = mx.take_along_axis(logits, experts, axis=-1)
-        return mx.softmax(chosen, axis=-1, precise=True), experts
-
-    return ExpertChoice(choose, routing_of(k, sigmoid=False, normalised=True))
-
-
-def sigmoid_of_top_k(k: int) -> ExpertChoice:
-    """The sigmoid of each of the k largest logits."""
-
-    def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
-        experts = mx.argpartition(logits, kth=-k, axis=-1)[:, -k:]
-        chosen = mx.take_along_axis(logits, experts, axis=-1)
-        return mx.sigmoid(chosen.astype(mx.float32)), experts
-
-    return ExpertChoice(choose, routing_of(k, sigmoid=True, normalised=False))
-
-
-def softmax_top_k(k: int) -> ExpertChoice:
-    """A softmax over all experts; the k largest are taken as they are."""
-
-    def choose(logits: mx.array) -> tuple[mx.array, mx.array]:
-        weights = mx.softmax(logits, axis=-1, precise=True)
-        experts = mx.argpartition(weights, kth=-k, axis=-1)[:, -k:]
-        return mx.take_along_axis(weights, experts, axis=-1), experts
-
-    return ExpertChoice(choose, routing_of(k, sigmoid=False, normalised=False))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupedRouting:
-    """Experts in groups: only the best groups' experts may be chosen (DeepSeek-V2 and V3)."""
-
-    k: int  # experts of each token
-    _: KW_ONLY
-    num_groups: int = 1  # of equally many experts, which stand side by side
-    num_best: int = 1  # groups that may be chosen from
-    counted: int = 1  # a group is worth the sum of so many of its best experts
-    # (E,) added to the scores of a sigmoid for the choice alone; None: scores of a softmax
-    bias: mx.array | None = None
-    normalise: bool = False  # divide the chosen weights by their sum
-    eps: float = 1e-20  # added to that sum
-    factor: float = 1.0  # multiplies the weights
-
-    def choice(self) -> ExpertChoice:
-        """The choice of experts; where all groups may be chosen from there is a kernel."""
-        routing = None
-        if self.num_best >= self.num_groups:
-            biased = self.bias is not None
-            routing = routing_of(
-                self.k,
-                sigmoid=biased,
-                normalised=self.normalise,
-                biased=biased,
-                eps=self.eps,
-                factor=self.factor,
-            )
-        return ExpertChoice(self, routing, self.bias)
-
-    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Router logits (T, E) -> weights (T, k) float32 and experts (T, k)."""
-        logits = logits.astype(mx.float32)
-        if self.bias is None:
-            scores = ranks = mx.softmax(logits, axis=-1)
-        else:
-            scores = mx.sigmoid(logits)
-            ranks = scores + self.bias
-        if self.num_best < self.num_groups:
-            ranks = self._of_best_groups(ranks)
-        experts = mx.argpartition(ranks, kth=-self.k, axis=-1)[:, -self.k :]
-        weights = mx.take_along_axis(scores, experts, axis=-1)
-        if self.normalise:
-            weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + self.eps)
-        return weights * self.factor, experts
-
-    def _of_best_groups(self, ranks: mx.array) -> mx.array:
-        """Ranks (T, E), -inf outside of each token's best groups."""
-        grouped = mx.unflatten(ranks, -1, (self.num_groups, -1))  # (T, G, E / G)
-        worth = mx.sum(mx.topk(grouped, self.counted, axis=-1), axis=-1, keepdims=True)  # (T, G, 1)
-        num_worse = self.num_groups - self.num_best
-        worse = mx.argpartition(worth, kth=num_worse - 1, axis=1)[:, :num_worse]
-        masked = mx.put_along_axis(grouped, worse, mx.array(-mx.inf), axis=1)
-        return masked.flatten(1)
+        dtype = self.kernel_dtype
+        choose = route if dtype is not None and logits.dtype == dtype else choose_experts
+        weights, experts = choose(logits, self.routing, self.bias)
+        return weights if self.factors is None else weights * self.factors[experts], experts
 
 
 def row_indices(x: mx.array) -> mx.array:

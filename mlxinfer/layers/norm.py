@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..metal_kernels.add_norm import AddNorm, add_norm, add_norm_of, add_norm_variant, has_rows
+from ..metal_kernels.add_norm import AddNorm, add_norm
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor
 
 Norm = Callable[[mx.array], mx.array]
@@ -54,7 +54,7 @@ class Join:
         saves nothing, unless the block's output is normed before it is added.
         """
         form = self._form()
-        if form is None or form.dtype != model.dtype or not has_rows(form):
+        if form is None or form.dtype != model.dtype or not form.has_kernel:
             return []
         if self.after is None and not model.quantized:
             return []
@@ -62,7 +62,7 @@ class Join:
         def install(ready: ReadyFor) -> None:
             self.form = form if ready(1) else None
 
-        return [KernelUse({ANY_ROWS: [add_norm_variant(form)]}, install)]
+        return [KernelUse({ANY_ROWS: [form.variant]}, install)]
 
     def _form(self) -> AddNorm | None:
         """What a kernel would do; None: there is none for these norms."""
@@ -74,7 +74,7 @@ class Join:
             norm.eps if isinstance(norm, RMSNorm) else None for norm in (self.after, self.before)
         ]
         weight = rms[0].weight
-        return add_norm_of(weight.size, weight.dtype, after_eps=eps[0], before_eps=eps[1])
+        return AddNorm(weight.size, weight.dtype, *eps)
 
     def __call__(self, x: mx.array, block: Block) -> tuple[mx.array, mx.array]:
         """The residual stream x (T, hidden) with the block's output, and the norm of that.

@@ -8,14 +8,13 @@ from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.mlp import MLP, gated
 from mlxinfer.layers.moe import (
     SORT_FROM,
+    ExpertChoice,
     ExpertLinear,
-    GroupedRouting,
     JoinedExperts,
     MoE,
     QuantizedExpertLinear,
-    softmax_top_k,
-    top_k_softmax,
 )
+from mlxinfer.metal_kernels.routing import SUM_EPS, Routing
 from mlxinfer.models.quantization import QuantFormat
 from mlxinfer.models.weights.matrix import StoredMatrix, fused_experts
 
@@ -63,7 +62,7 @@ def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, normalised):
     assert type(gate_up) is kind
     moe = MoE(
         router=Linear(mx.array(router)),
-        choose=top_k_softmax(K) if normalised else softmax_top_k(K),
+        choose=ExpertChoice(Routing(K, normalised=normalised)),
         gate_up_proj=gate_up,
         down_proj=down[0].expert_projection(),
         activation=gated("silu", mx.float32),
@@ -87,16 +86,19 @@ def test_mixture_equals_a_loop_over_experts(num_tokens, bits, kind, normalised):
 @pytest.mark.parametrize("normalise", [False, True])
 def test_routing_in_groups_is_the_definition(groups, best, biased, counted, normalise):
     logits, bias = normal(20, 12, seed=0), np.abs(normal(12, seed=1)) / 3
-    route = GroupedRouting(
+    routing = Routing(
         2,
+        sigmoid=biased,
+        normalised=normalise,
+        biased=biased,
+        eps=SUM_EPS,
+        factor=2.5,
         num_groups=groups,
         num_best=best,
         counted=counted,
-        bias=mx.array(bias) if biased else None,
-        normalise=normalise,
-        factor=2.5,
     )
-    weights, experts = (np.array(found) for found in route(mx.array(logits)))
+    choose = ExpertChoice(routing, mx.array(bias) if biased else None)
+    weights, experts = (np.array(found) for found in choose(mx.array(logits)))
     for row, token in enumerate(logits):
         scores = 1 / (1 + np.exp(-token)) if biased else np.exp(token) / np.exp(token).sum()
         ranks = scores + bias if biased else scores
@@ -119,7 +121,7 @@ def test_a_shared_expert_is_added():
     )
     parts = {
         "router": Linear(mx.array(normal(EXPERTS, HIDDEN, seed=3))),
-        "choose": softmax_top_k(K),
+        "choose": ExpertChoice(Routing(K)),
     }
     stored = [
         experts(*shape, seed=i, bits=None)[0]

@@ -15,9 +15,7 @@ from mlxinfer.metal_kernels.add_norm import (
     MAX_THREADS,
     AddNorm,
     add_norm,
-    add_norm_of,
     add_norm_twin,
-    has_rows,
     threads_of,
 )
 from mlxinfer.metal_kernels.launch import running_on
@@ -31,7 +29,7 @@ NORMS = ((None, 1e-6), (1e-5, 1e-6), (1e-5, None))  # of what is added, of the s
 
 def inputs(form: AddNorm, *rows: int, seed: int = 0) -> list[mx.array]:
     rng = np.random.default_rng(seed)
-    weights = sum(eps is not None for eps in (form.after_eps, form.before_eps))
+    weights = sum(eps is not None for eps in (form.after, form.before))
     shapes = [(*rows, form.dims)] * 2 + [(form.dims,)] * weights
     return [
         mx.array(rng.normal(size=shape).astype(np.float32)).astype(form.dtype) for shape in shapes
@@ -68,21 +66,21 @@ def check(found: list[mx.array], form: AddNorm, arrays: list[mx.array]) -> None:
 def test_agrees_with_its_twin(
     norms: tuple[float | None, float | None], rows: tuple[int, ...], dims: int, dtype: mx.Dtype
 ) -> None:
-    form = add_norm_of(dims, dtype, after_eps=norms[0], before_eps=norms[1])
+    form = AddNorm(dims, dtype, norms[0], norms[1])
     arrays = inputs(form, *rows)
     check(on_machine(form, arrays), form, arrays)
 
 
 @requires_compiler
 def test_a_zero_row_is_epsilons_alone() -> None:
-    form = add_norm_of(64, mx.float32, after_eps=1e-6, before_eps=1e-6)
+    form = AddNorm(64, mx.float32, 1e-6, 1e-6)
     arrays = [mx.zeros_like(array) for array in inputs(form, 2)]
     assert all(not mx.any(array) for array in on_machine(form, arrays))
 
 
 @requires_compiler
 def test_rows_need_no_more_alignment_than_a_number() -> None:
-    form = add_norm_of(72, mx.float16, after_eps=None, before_eps=1e-6)
+    form = AddNorm(72, mx.float16, None, 1e-6)
     arrays = inputs(form, 3)
     check(on_machine(form, arrays, least_alignment=True), form, arrays)
 
@@ -100,7 +98,7 @@ def test_threads_share_a_row(dims: int) -> None:
 
 def test_rows_that_have_no_kernel() -> None:
     for dims, taken in ((4096, True), (4098, False), (4, False), (MAX_DIMS + 4, False)):
-        assert has_rows(add_norm_of(dims, mx.float16, after_eps=None, before_eps=1e-6)) is taken
+        assert AddNorm(dims, mx.float16, None, 1e-6).has_kernel is taken
 
 
 def layer(norms: Sequence[Norm | None]) -> ResidualLayer:
@@ -180,6 +178,6 @@ def test_where_a_product_adds_the_residual_the_kernel_serves_norms_behind_blocks
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_everywhere(dims: int, dtype: mx.Dtype) -> None:
     for seed, (norms, rows) in enumerate(product(NORMS, (1, 5))):
-        form = add_norm_of(dims, dtype, after_eps=norms[0], before_eps=norms[1])
+        form = AddNorm(dims, dtype, norms[0], norms[1])
         arrays = inputs(form, rows, seed=seed)
         check(on_machine(form, arrays), form, arrays)

@@ -21,14 +21,11 @@ from mlxinfer.metal_kernels.gate_up import (
     PER_THREADGROUP,
     PLAIN,
     SHARING_ROWS,
+    Gate,
     GateUp,
-    gate_of,
     gate_up,
-    gate_up_of,
     gate_up_twin,
-    gate_up_variant,
     gated_twin,
-    has_matrix,
     most_rows,
     product,
     timed_inner,
@@ -47,7 +44,7 @@ ROUNDING = {mx.float32: 1e-5, mx.float16: 2**-10, mx.bfloat16: 2**-7}
 def drawn(rng: np.random.Generator, form: GateUp) -> list[mx.array]:
     """A matrix of the form; products are as large as what it is multiplied with."""
     numbers = rng.normal(0, form.in_dims**-0.5, (2 * form.inner, form.in_dims))
-    weight = mx.array(numbers.astype(np.float32)).astype(form.dtype)
+    weight = mx.array(numbers.astype(np.float32)).astype(form.stored)
     if not form.bits:
         return [weight]
     return list(mx.quantize(weight, group_size=form.group_size, bits=form.bits))
@@ -63,7 +60,7 @@ def form_of(
     stored: mx.Dtype = mx.float32,
 ) -> GateUp:
     numbers = (1.702, 2.0) if function == "clamped_swiglu" else ()
-    return gate_up_of(gate_of(function, dtype, *numbers), in_dims, inner, *codes, stored)
+    return GateUp(Gate(function, dtype, *numbers), in_dims, inner, *codes, stored)
 
 
 def on_machine(x: mx.array, matrix: list[mx.array], form: GateUp, **how: Any) -> mx.array:
@@ -99,7 +96,7 @@ def test_agrees_with_its_twin(codes: tuple[int, int]) -> None:
     )
     matrix = drawn(rng, form)
     rows = int(rng.integers(2, MAX_ROWS + 1))
-    print(f"seed {SEED}: {gate_up_variant(form, rows)}, {rows} rows")
+    print(f"seed {SEED}: {form.variant(rows)}, {rows} rows")
     x = mx.array(rng.normal(0, 2, (rows, form.in_dims)).astype(np.float32))
     x = x.astype(form.gate.dtype)
     found = on_machine(x, matrix, form, least_alignment=True)
@@ -123,7 +120,7 @@ def test_every_format_activation_and_number_of_rows(
         matrix = drawn(rng, form)
         for rows in range(1, MAX_ROWS + 1):
             x = mx.array(rng.normal(0, 2, (rows, form.in_dims)).astype(np.float32)).astype(dtype)
-            print(f"seed {SEED}: {gate_up_variant(form, rows)}, {rows} rows")
+            print(f"seed {SEED}: {form.variant(rows)}, {rows} rows")
             assert_close(on_machine(x, matrix, form), gate_up_twin(x, matrix, form))
 
 
@@ -196,7 +193,7 @@ def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
     ],
 )
 def test_a_mutant_fails_its_self_check(old: str, new: str) -> None:
-    variant = gate_up_variant(form_of("silu", in_dims=544, inner=8, codes=(4, 32)), 4)
+    variant = form_of("silu", in_dims=544, inner=8, codes=(4, 32)).variant(4)
     assert examine(variant, MetalCPU(checked=False, replace={old: new})).status == WRONG
 
 
@@ -252,7 +249,7 @@ def test_a_large_matrix_is_timed_in_part(codes: tuple[int, int]) -> None:
     """That of a model of 70B has 0.2 to 0.9 GB, which the host would hold twice."""
     bits = codes[0] or 16
     small, large = (
-        gate_up_variant(gate_up_of(gate_of("silu", mx.bfloat16), *sizes, *codes, mx.bfloat16), 1)
+        GateUp(Gate("silu", mx.bfloat16), *sizes, *codes, mx.bfloat16)
         for sizes in ((4096, 1024), (8192, 28672))
     )
     assert timed_inner(small) == 1024
@@ -272,8 +269,8 @@ def test_what_is_no_plain_matrix_has_no_kernel() -> None:
     odd = mx.quantize(mx.ones((16, 96)), group_size=32, bits=6)
     six = QuantizedLinear(*odd, group_size=32, bits=6, mode="affine")  # type: ignore[arg-type,misc]
     assert block(form, six).form is None
-    assert not has_matrix(form_of("silu", in_dims=96, inner=6, codes=(4, 32)))
-    assert not has_matrix(form_of("silu", in_dims=100, inner=8, codes=PLAIN))
+    assert not form_of("silu", in_dims=96, inner=6, codes=(4, 32)).has_kernel
+    assert not form_of("silu", in_dims=100, inner=8, codes=PLAIN).has_kernel
 
 
 def test_variants_serve_powers_of_two() -> None:

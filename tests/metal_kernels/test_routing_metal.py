@@ -7,35 +7,39 @@ import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.layers.moe import (
-    ExpertChoice,
-    GroupedRouting,
-    sigmoid_of_top_k,
-    softmax_top_k,
-    top_k_softmax,
-)
+from mlxinfer.layers.moe import ExpertChoice
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.routing import ROUNDING, route, route_twin
-from mlxinfer.metal_kernels.variants import dtype_name
+from mlxinfer.metal_kernels.routing import (
+    ROUNDING,
+    SUM_EPS,
+    Routing,
+    choose_experts,
+    route,
+    route_twin,
+)
+from mlxinfer.metal_kernels.variants import ModelForm, dtype_name
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 BIAS = mx.array(np.random.default_rng(1).uniform(0, 2, 70).astype(np.float32))
 CHOICES = {
-    "softmax of the best": (top_k_softmax(8), 128),
-    "softmax of all": (softmax_top_k(4), 60),
-    "sigmoids": (sigmoid_of_top_k(1), 16),
-    "of a bias": (GroupedRouting(6, bias=BIAS, normalise=True, factor=2.5).choice(), 70),
-    "not normalised": (GroupedRouting(2, factor=16.0).choice(), 8),
-    "as many as a SIMD group has lanes": (top_k_softmax(32), 40),
-    "512 experts": (top_k_softmax(10), 512),
+    "softmax of the best": (Routing(8, normalised=True), 128),
+    "softmax of all": (Routing(4), 60),
+    "sigmoids": (Routing(1, sigmoid=True), 16),
+    "of a bias": (
+        Routing(6, sigmoid=True, normalised=True, biased=True, eps=SUM_EPS, factor=2.5),
+        70,
+    ),
+    "not normalised": (Routing(2, eps=SUM_EPS, factor=16.0), 8),
+    "as many as a SIMD group has lanes": (Routing(32, normalised=True), 40),
+    "512 experts": (Routing(10, normalised=True), 512),
 }
 
 
-def on_machine(choice: ExpertChoice, logits: mx.array) -> tuple[mx.array, mx.array]:
+def on_machine(routing: Routing, logits: mx.array) -> tuple[mx.array, mx.array]:
     machine = MetalCPU(seed=1)
-    assert choice.routing is not None
+    bias = BIAS if routing.biased else None
     with running_on(machine):
-        found = route(logits, choice.routing, choice.bias)
+        found = route(logits, routing, bias)
     machine.assert_clean()
     return found
 
@@ -51,21 +55,21 @@ def by_expert(weights: mx.array, experts: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_chooses_as_its_twin_and_the_layer(name: str, dtype: mx.Dtype, num_tokens: int) -> None:
-    choice, count = CHOICES[name]
+    routing, count = CHOICES[name]
+    bias = BIAS if routing.biased else None
     rng = np.random.default_rng([SEED, num_tokens, count])
     logits = mx.array(rng.permuted(np.linspace(-3, 3, num_tokens * count)).astype(np.float32))
     logits = logits.reshape(num_tokens, count).astype(dtype)
     if dtype != mx.float32:  # no two are equal: MLX does not say which of them it takes
         steps = rng.permuted(np.tile(np.arange(count), (num_tokens, 1)), axis=1) - count // 2
         logits = mx.array(steps.astype(np.float32) / 64).astype(dtype)
-    assert choice.routing is not None
-    weights, experts = on_machine(choice, logits)
-    twin_weights, twin_experts = route_twin(logits, choice.routing, choice.bias)
-    plain_weights, plain_experts = choice.plain(logits)
+    weights, experts = on_machine(routing, logits)
+    twin_weights, twin_experts = route_twin(logits, routing, bias)
+    plain_weights, plain_experts = choose_experts(logits, routing, bias)
     assert (weights.dtype, experts.dtype) == (dtype, mx.uint32)
     assert mx.array_equal(experts, twin_experts)
     assert np.array_equal(np.sort(np.array(experts)), np.sort(np.array(plain_experts)))
-    rounding = 2 * ROUNDING[dtype_name(dtype)] * max(1.0, choice.routing.factor)
+    rounding = 2 * ROUNDING[dtype_name(dtype)] * max(1.0, routing.factor)
     assert mx.allclose(weights, twin_weights, rtol=0, atol=rounding).item()
     off = by_expert(weights, experts) - by_expert(plain_weights, plain_experts)
     assert np.abs(off).max() <= rounding
@@ -73,22 +77,31 @@ def test_chooses_as_its_twin_and_the_layer(name: str, dtype: mx.Dtype, num_token
 
 @requires_compiler
 def test_of_equal_experts_the_first_and_never_one_that_is_not_there() -> None:
-    choice = top_k_softmax(3)
+    routing = Routing(3, normalised=True)
     flat = mx.zeros((1, 40))
-    assert on_machine(choice, flat)[1].tolist() == [[0, 1, 2]]
+    assert on_machine(routing, flat)[1].tolist() == [[0, 1, 2]]
     hidden = mx.full((2, 40), -mx.inf)
     hidden[0, 7] = 1.0
     hidden[1] = mx.nan
-    experts = np.array(on_machine(choice, hidden)[1])
+    experts = np.array(on_machine(routing, hidden)[1])
     assert experts[0, 0] == 7
     assert experts.max() < 40
 
 
 def test_groups_have_no_kernel() -> None:
-    assert GroupedRouting(2, num_groups=4, num_best=2, bias=mx.zeros(8)).choice().routing is None
-    assert top_k_softmax(8).routing is top_k_softmax(8).routing, "layers share launches"
+    routing = Routing(2, sigmoid=True, biased=True, num_groups=4, num_best=2)
+    assert not ExpertChoice(routing, mx.zeros(8)).kernels(ModelForm(mx.float32, 8))
+    assert ExpertChoice(Routing(2)).kernels(ModelForm(mx.float32, 8))
+    assert Routing(8, normalised=True) is Routing(8, normalised=True), "layers share launches"
 
 
-def test_without_a_kernel_the_layer_chooses_in_plain_mlx() -> None:
-    choice, logits = top_k_softmax(2), mx.arange(8.0).reshape(1, 8)
+@requires_compiler
+def test_a_layer_chooses_in_plain_mlx_until_its_kernel_is_installed() -> None:
+    choice, logits = ExpertChoice(Routing(2, normalised=True)), mx.arange(8.0).reshape(1, 8)
     assert sorted(choice(logits)[1].tolist()[0]) == [6, 7]
+    machine = MetalCPU(seed=1)
+    (use,) = choice.kernels(ModelForm(mx.float32, 8))
+    use.install(lambda _: True)
+    with running_on(machine):
+        assert choice(logits)[1].tolist() == [[7, 6]]
+    assert [report.kernel for report in machine.reports] == ["routing"]

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.layers import mlp, moe
+from mlxinfer.layers import mlp
 from mlxinfer.layers.linear import Linear, Projection, QuantizedLinear
 from mlxinfer.layers.norm import Join, RMSNorm
-from mlxinfer.metal_kernels.gate_up import PLAIN, gate_of, gate_up_of, gate_up_variant
-from mlxinfer.metal_kernels.routing import routing_variant
+from mlxinfer.metal_kernels.add_norm import AddNorm
+from mlxinfer.metal_kernels.gate_up import PLAIN, Gate, GateUp
 from mlxinfer.metal_kernels.sample import SETTINGS, sample_twin, settings_array
 from mlxinfer.metal_kernels.sampling_cases import (
     TEMPERATURE,
@@ -48,7 +48,7 @@ def timed_against(variant: Variant) -> list[str]:
 @pytest.mark.parametrize("codes", [(4, 64), PLAIN], ids=str)
 def test_gate_and_up_run_against_the_layers_product(codes: tuple[int, int]) -> None:
     bits, group_size = codes
-    form = gate_up_of(gate_of("silu", mx.bfloat16), 128, 8, bits, group_size, mx.bfloat16)
+    form = GateUp(Gate("silu", mx.bfloat16), 128, 8, bits, group_size, mx.bfloat16)
     weight, x = mx.zeros((16, 128), mx.bfloat16), mx.zeros((ROWS, 128), mx.bfloat16)
     projection: Projection = Linear(weight)
     if bits:
@@ -56,38 +56,20 @@ def test_gate_and_up_run_against_the_layers_product(codes: tuple[int, int]) -> N
         mx.eval(arrays)
         projection = QuantizedLinear(*arrays, group_size=group_size, bits=bits, mode="affine")  # type: ignore[arg-type,misc]  # three arrays
     layer = mlp.gated("silu", mx.bfloat16)
-    variant = gate_up_variant(form, ROWS)
+    variant = form.variant(ROWS)
     assert timed_against(variant) == operations(lambda: [layer(projection(x))])
 
 
 def test_sums_and_norms_run_against_the_layers_own() -> None:
     join = Join(RMSNorm(mx.ones(64), 1e-6), RMSNorm(mx.ones(64), 1e-6))
     x = mx.zeros((ROWS, 64))
-    variant = Variant.of("add_norm", dtype="float32", dims=64, after="1e-06", before="1e-06")
+    variant = AddNorm(64, mx.float32, 1e-6, 1e-6).variant
 
     def layer() -> list[mx.array]:
         total, normed = join(x, lambda residual: x if residual is None else x + residual)
         return [total, normed]
 
     assert timed_against(variant) == operations(layer)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        moe.top_k_softmax(8),
-        moe.sigmoid_of_top_k(1),
-        moe.softmax_top_k(6),
-        moe.GroupedRouting(6, factor=16.0).choice(),
-        moe.GroupedRouting(8, bias=mx.zeros(64), normalise=True).choice(),
-    ],
-    ids=["softmax of top", "sigmoid of top", "top of softmax", "factor", "biased"],
-)
-def test_routing_runs_against_the_layers_own(choice: moe.ExpertChoice) -> None:
-    assert choice.routing is not None
-    variant = routing_variant(choice.routing, 64, mx.bfloat16)
-    logits = mx.zeros((ROWS, 64), mx.bfloat16)
-    assert timed_against(variant) == operations(lambda: list(choice(logits)))
 
 
 def test_masks_run_against_the_samplers_own() -> None:

@@ -17,9 +17,10 @@ from ...layers.latent_attention import (
 )
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import ExpertChoice, GroupedRouting
+from ...layers.moe import ExpertChoice
 from ...layers.norm import LayerNorm, Norm
 from ...layers.rope import RopeSpec, rotary_order, yarn_magnitude
+from ...metal_kernels.routing import SUM_EPS, Routing
 from ..config import ModelConfig
 from ..family import Family
 from ..jsonfields import Fields
@@ -220,12 +221,14 @@ class DeepseekV2(DeepseekV3):
         """Scores of a softmax; groups by their best expert."""
         fields = self.config.fields
         grouped = fields.text("topk_method") == "group_limited_greedy"
-        return GroupedRouting(
+        routing = Routing(
             self.config.experts_per_token,
+            eps=SUM_EPS,
+            factor=fields.number("routed_scaling_factor"),
             num_groups=fields.integer("n_group") if grouped else 1,
             num_best=fields.integer("topk_group") if grouped else 1,
-            factor=fields.number("routed_scaling_factor"),
-        ).choice()
+        )
+        return ExpertChoice(routing)
 
 
 class DeepseekV32(DeepseekV3):
@@ -309,15 +312,18 @@ def biased_routing(family: Family, path: str) -> ExpertChoice:
     """Scores of a sigmoid; groups and experts are chosen by scores with a bias."""
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
-    return GroupedRouting(
+    routing = Routing(
         config.experts_per_token,
+        sigmoid=True,
+        normalised=config.norm_topk_prob,
+        biased=True,
+        eps=SUM_EPS,
+        factor=fields.number("routed_scaling_factor"),
         num_groups=fields.integer("n_group"),
         num_best=fields.integer("topk_group"),
         counted=2,
-        bias=bias.astype(mx.float32),
-        normalise=config.norm_topk_prob,
-        factor=fields.number("routed_scaling_factor"),
-    ).choice()
+    )
+    return ExpertChoice(routing, bias.astype(mx.float32))
 
 
 def shared_expert(family: Family, path: str) -> FeedForward:

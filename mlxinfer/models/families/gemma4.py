@@ -18,11 +18,12 @@ from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
-from ...layers.moe import ExpertProjection, MoE, top_k_softmax
+from ...layers.moe import ExpertChoice, ExpertProjection, MoE
 from ...layers.norm import Join, Norm, rms_norm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
+from ...metal_kernels.routing import Routing
 from ...metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import Entry
@@ -94,25 +95,6 @@ class ParallelExperts:
         logits = self.router(self.router_norm(x))
         y = behind_dense(self.dense(x)) + behind(self.experts.mix(before(x), logits))
         return y if residual is None else residual + y
-
-
-class ScaledChoice:
-    """The best experts with a softmax over them, each weight times its expert's own factor."""
-
-    __slots__ = ("choose", "factors")
-
-    def __init__(self, k: int, factors: mx.array) -> None:
-        self.choose = top_k_softmax(k)
-        self.factors = factors  # (E,)
-
-    def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernel of the choice."""
-        return self.choose.kernels(model)
-
-    def __call__(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Router logits (T, E) -> weights (T, k) and experts (T, k)."""
-        weights, experts = self.choose(logits)
-        return weights * self.factors[experts], experts
 
 
 class ScaledLayer(Layer):
@@ -310,7 +292,9 @@ class Gemma4(Family):
             router=router,
             experts=weights.moe(
                 router=router,
-                choose=ScaledChoice(config.experts_per_token, factors),
+                choose=ExpertChoice(
+                    Routing(config.experts_per_token, normalised=True), factors=factors
+                ),
                 gate_up_proj=gate_up,
                 down_proj=down,
                 activation=self.activation,

@@ -12,7 +12,8 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...layers.mlp import FeedForward, Gated, clamped_swiglu
-from ...layers.moe import ExpertProjection, top_k_softmax
+from ...layers.moe import ExpertChoice, ExpertProjection
+from ...metal_kernels.routing import Routing
 from ..family import Family
 from ..quantization import MXFP4
 from ..weights.matrix import StoredMatrix, fused_experts
@@ -60,7 +61,7 @@ class GptOss(Family):
         return self.weights.block(
             self.weights.moe(
                 router=self.weights.linear(f"{path}.router", count, hidden, bias=True),
-                choose=top_k_softmax(config.experts_per_token),
+                choose=ExpertChoice(Routing(config.experts_per_token, normalised=True)),
                 gate_up_proj=self._gate_up(f"{path}.experts", (count, 2 * inner, hidden)),
                 down_proj=self._down(f"{path}.experts", (count, hidden, inner)),
                 activation=self.activation,

@@ -10,9 +10,10 @@ import mlx.core as mx
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
-from ...layers.moe import top_k_softmax
+from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer
+from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
 from ..decoder import ResidualLayer
 from ..family import Family
@@ -138,7 +139,7 @@ class GraniteHybrid(Granite):
             shared = self.packed_mlp(f"{path}.shared_mlp", inner)
         if not config.num_experts:
             return shared
-        choose = top_k_softmax(config.experts_per_token)
+        choose = ExpertChoice(Routing(config.experts_per_token, normalised=True))
         return self.experts(
             f"{path}.block_sparse_moe", choose, router="router.layer", shared=shared
         )

@@ -10,9 +10,10 @@ from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
-from ...layers.moe import GroupedRouting
+from ...layers.moe import ExpertChoice
 from ...layers.short_conv import ShortConv
 from ...layers.step import Layer
+from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
 from ..decoder import ResidualLayer
 from ..family import Family
@@ -150,14 +151,15 @@ class Lfm2MoE(Lfm2):
         bias = mx.zeros(config.num_experts)
         if fields.boolean("use_expert_bias"):
             bias = self.weights.raw(f"{path}.expert_bias", (config.num_experts,))
-        choose = GroupedRouting(
+        routing = Routing(
             config.experts_per_token,
-            bias=bias.astype(mx.float32),
-            normalise=config.norm_topk_prob,
+            sigmoid=True,
+            normalised=config.norm_topk_prob,
+            biased=True,
             eps=1e-6,
             factor=fields.number("routed_scaling_factor"),
-        ).choice()
-        return self.experts(path, choose)
+        )
+        return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)))
 
 
 def _convolves(fields: Fields, num_layers: int) -> list[bool]:

@@ -15,9 +15,10 @@ import mlx.core as mx
 
 from ...errors import CheckpointError
 from ...layers.mlp import FeedForward
-from ...layers.moe import sigmoid_of_top_k
+from ...layers.moe import ExpertChoice
 from ...layers.norm import Norm, rms_norm
 from ...layers.rope import QueryScale, RopeSpec
+from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
@@ -129,7 +130,7 @@ class Llama4(Family):
             return self.dense_mlp(path, config.fields.integer("intermediate_size_mlp"))
         return self.experts(
             path,
-            sigmoid_of_top_k(config.experts_per_token),
+            ExpertChoice(Routing(config.experts_per_token, sigmoid=True)),
             router="router",
             shared=self.dense_mlp(f"{path}.shared_expert", config.intermediate_size),
             weighs_inputs=True,

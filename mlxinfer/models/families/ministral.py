@@ -3,8 +3,9 @@
 from typing import ClassVar
 
 from ...errors import CheckpointError
-from ...layers.moe import ExpertChoice, GroupedRouting
+from ...layers.moe import ExpertChoice
 from ...layers.rope import QueryScale
+from ...metal_kernels.routing import SUM_EPS, Routing
 from ..family import PACKED
 from ..jsonfields import Fields
 from .deepseek import DeepseekV3
@@ -69,14 +70,16 @@ class Mistral4(DeepseekV3):
     def routing(self, path: str) -> ExpertChoice:
         """Scores of a softmax; groups by their two best experts."""
         fields = self.config.fields
-        return GroupedRouting(
+        routing = Routing(
             self.config.experts_per_token,
+            normalised=self.config.norm_topk_prob,
+            eps=SUM_EPS,
+            factor=fields.number("routed_scaling_factor"),
             num_groups=fields.integer("n_group"),
             num_best=fields.integer("topk_group"),
             counted=2,
-            normalise=self.config.norm_topk_prob,
-            factor=fields.number("routed_scaling_factor"),
-        ).choice()
+        )
+        return ExpertChoice(routing)
 
 
 def _query_scale(fields: Fields) -> QueryScale:

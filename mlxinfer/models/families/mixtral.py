@@ -6,9 +6,10 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...layers.mlp import FeedForward
-from ...layers.moe import GroupedRouting, top_k_softmax
+from ...layers.moe import ExpertChoice
 from ...layers.norm import Norm
 from ...layers.rope import RopeSpec
+from ...metal_kernels.routing import SUM_EPS, Routing
 from ..family import Family
 from ..jsonfields import Fields
 
@@ -45,7 +46,7 @@ class Mixtral(Family):
 
     def mlp(self, index: int) -> FeedForward:
         """A softmax over the best experts."""
-        choose = top_k_softmax(self.config.experts_per_token)
+        choose = ExpertChoice(Routing(self.config.experts_per_token, normalised=True))
         return self.experts(f"model.layers.{index}.block_sparse_moe", choose)
 
 
@@ -89,7 +90,7 @@ class MiniMaxM2(Family):
         """Every layer is a mixture of experts."""
         config, path = self.config, f"model.layers.{index}.block_sparse_moe"
         bias = self.weights.raw(f"{path}.e_score_correction_bias", (config.num_experts,))
-        choose = GroupedRouting(
-            config.experts_per_token, bias=bias.astype(mx.float32), normalise=True
-        ).choice()
-        return self.experts(path, choose)
+        routing = Routing(
+            config.experts_per_token, sigmoid=True, normalised=True, biased=True, eps=SUM_EPS
+        )
+        return self.experts(path, ExpertChoice(routing, bias.astype(mx.float32)))

@@ -3,7 +3,8 @@
 from typing import ClassVar
 
 from ...layers.mlp import FeedForward
-from ...layers.moe import softmax_top_k, top_k_softmax
+from ...layers.moe import ExpertChoice
+from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, read_layer_types
 from ..family import PACKED, Family
 from ..jsonfields import Fields
@@ -73,5 +74,5 @@ class Qwen3MoE(_Qwen):
         config, k = self.config, self.config.experts_per_token
         if not config.sparse_layers[index]:
             return super().mlp(index)
-        choose = top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k)
+        choose = ExpertChoice(Routing(k, normalised=config.norm_topk_prob))
         return self.experts(f"model.layers.{index}.mlp", choose)

@@ -12,8 +12,9 @@ from ...layers.attention import LayerMixer
 from ...layers.gated_delta import GatedDeltaNet
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
-from ...layers.moe import GatedExpert, softmax_top_k, top_k_softmax
+from ...layers.moe import ExpertChoice, GatedExpert
 from ...layers.norm import rms_norm
+from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
 from ..jsonfields import Fields
@@ -123,7 +124,7 @@ class Qwen3Next(Family):
             self.dense_mlp(f"{path}.shared_expert", inner),
             self.weights.linear(f"{path}.shared_expert_gate", 1, config.hidden_size),
         )
-        choose = top_k_softmax(k) if config.norm_topk_prob else softmax_top_k(k)
+        choose = ExpertChoice(Routing(k, normalised=config.norm_topk_prob))
         return self.experts(path, choose, shared=shared)
 
     def _matrix(self, path: str, out_dims: int, parts: Sequence[int] | None = None) -> StoredMatrix:

@@ -1,0 +1,343 @@
+"""Token events to steps and results: what ends an answer, who reads it, and who leaves it."""
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxinfer import hub
+from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
+from mlxinfer.errors import EngineClosedError, InvalidRequestError, RequestFailedError
+from mlxinfer.outputs import Result
+from mlxinfer.session.answers import Answer, Answers, Mailbox, PromptScores, Step
+from mlxinfer.text import TextStream, Tokenizer
+
+TEXT = "one two three four five six seven eight nine ten"
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(hub.resolve("demo"))
+
+
+class FakeEngine:
+    """Delivers the events of a test when the last request has been submitted."""
+
+    def __init__(self, events: Sequence[TokenEvent] = (), num_requests: int = 1) -> None:
+        self.events, self.num_requests = events, num_requests
+        self.listeners: dict[str, Callable[[TokenEvent], None]] = {}
+        self.aborted: list[str] = []
+
+    def submit(self, request: Request, listener: Callable[[TokenEvent], None]) -> None:
+        if request.adapter is not None:
+            raise InvalidRequestError("There is no adapter.")
+        self.listeners[request.id] = listener
+        if len(self.listeners) == self.num_requests:
+            for event in self.events:
+                self.listeners[event.request_id](event)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def aborter(self, request_ids: list[str]) -> Any:
+        return lambda: self.aborted.extend(request_ids)
+
+    def require_process(self) -> None:
+        pass
+
+
+def answers_of(
+    tokenizer: Tokenizer, engine: FakeEngine, *params: SamplingParams, prompts: Any = None
+) -> Answers:
+    answers = [
+        Answer(
+            Request(str(i), PROMPT if prompts is None else prompts[i], each),
+            partial(TextStream, tokenizer, stop=each.stop, min_tokens=each.min_tokens),
+        )
+        for i, each in enumerate(params)
+    ]
+    engine.num_requests = len(answers)
+    return Answers(engine, answers, owner=None)  # type: ignore[arg-type]  # as far as it is used
+
+
+def read_on_a_thread(answers: Answers) -> tuple[list[Step], Exception | None]:
+    steps: list[Step] = []
+    try:
+        for some in answers:
+            steps += some
+    except Exception as error:
+        return steps, error
+    return steps, None
+
+
+def read_on_a_loop(answers: Answers) -> tuple[list[Step], Exception | None]:
+    async def read() -> tuple[list[Step], Exception | None]:
+        steps: list[Step] = []
+        try:
+            async for some in answers:
+                steps += some
+        except Exception as error:
+            return steps, error
+        return steps, None
+
+    return asyncio.run(read())
+
+
+both = pytest.mark.parametrize("read", [read_on_a_thread, read_on_a_loop])
+
+
+def says(tokenizer: Tokenizer, text: str, request_id: str = "0") -> list[TokenEvent]:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return [TokenEvent(request_id, token_id) for token_id in ids]
+
+
+@both
+@pytest.mark.parametrize("seed", range(100))
+def test_the_first_end_of_a_request_is_its_end(tokenizer: Tokenizer, read: Any, seed: int) -> None:
+    """A finish reason that was set stays; an answer is aborted if and only if its text ended it."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    stop = chance.choice([(), ("four",), ("ten",), ("e", "five"), ("nowhere",)])
+    reason = chance.choice([FinishReason.STOP, FinishReason.LENGTH])
+    events = [TokenEvent("0", token_id) for token_id in ids[: chance.randint(1, len(ids))]]
+    if chance.random() < 0.5:
+        events[-1] = events[-1]._replace(finish_reason=reason)
+    else:
+        events.append(TokenEvent.without_token("0", reason))
+    late = [TokenEvent("0", 9), TokenEvent.without_token("0", FinishReason.ABORT)]
+    engine = FakeEngine([*events, *late])
+    answers = answers_of(tokenizer, engine, SamplingParams(stop=stop))
+    steps, error = read(answers)
+    (answer,) = answers.answers
+    assert error is None
+    result = steps[-1].delta.result
+    assert result is answer.result is not None
+    assert all(step.delta.result is None for step in steps[:-1])
+    assert "".join(step.delta.text for step in steps) == result.text
+    told = tokenizer.decode([e.token_id for e in events if e.token_id is not None])
+    if answer.stop_match is None:
+        assert (result.finish_reason, engine.aborted) == (reason, [])
+        assert len(steps) == len(events)
+    else:
+        assert told.startswith(result.text + answer.stop_match)
+        assert result.finish_reason is FinishReason.STOP
+        ended_early = events[len(steps) - 1].finish_reason is None
+        assert engine.aborted == ["0"] * ended_early
+
+
+@both
+def test_events_after_a_stop_string_do_not_end_other_answers(
+    tokenizer: Tokenizer, read: Any
+) -> None:
+    events = [
+        *says(tokenizer, "hello"),
+        *says(tokenizer, "late"),
+        TokenEvent.without_token("0", FinishReason.ABORT),
+        *says(tokenizer, "hello", "1"),
+        TokenEvent.without_token("1", FinishReason.LENGTH),
+    ]
+    engine = FakeEngine(events)
+    answers = answers_of(tokenizer, engine, SamplingParams(stop="ll"), SamplingParams())
+    assert read(answers)[1] is None
+    assert [a.result.text for a in answers.answers if a.result] == ["he", "hello"]
+    assert engine.aborted == ["0"]
+
+
+@both
+@pytest.mark.parametrize("end", [RequestFailedError("the GPU is gone"), None])
+def test_steps_before_a_failure_are_yielded_before_it_is_raised(
+    tokenizer: Tokenizer, read: Any, end: Exception | None
+) -> None:
+    """A request that somebody else aborted has failed too: the engine was closed."""
+    reason = FinishReason.ABORT if end is None else FinishReason.ERROR
+    last = TokenEvent.without_token("0", reason, error=end)
+    engine = FakeEngine([*says(tokenizer, "hello"), last])
+    steps, error = read(answers_of(tokenizer, engine, SamplingParams()))
+    assert "".join(step.delta.text for step in steps) == "hello"
+    assert isinstance(error, EngineClosedError if end is None else RequestFailedError)
+
+
+def test_a_loop_that_is_left_aborts_all_requests(tokenizer: Tokenizer) -> None:
+    engine = FakeEngine(says(tokenizer, "hello"))
+    for _ in answers_of(tokenizer, engine, SamplingParams(), SamplingParams()):
+        break
+    assert engine.aborted == ["0", "1"]
+
+
+def test_a_cancelled_task_aborts_all_requests(tokenizer: Tokenizer) -> None:
+    """So a deadline is `asyncio.timeout` around the loop."""
+
+    async def main() -> None:
+        async with asyncio.timeout(0.05):
+            await answers_of(tokenizer, engine, SamplingParams()).aresults()
+
+    engine = FakeEngine(says(tokenizer, "hello"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert engine.aborted == ["0"]
+
+
+def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        answers = answers_of(tokenizer, engine, SamplingParams())
+        answers.begin(keep_alive_s=0.02)
+        asyncio.get_running_loop().call_later(0.1, answers.interrupt, ValueError("too late"))
+        try:
+            async for steps in answers:
+                found.append(len(steps))  # noqa: PERF401
+        finally:
+            answers.close()
+
+    events = says(tokenizer, "hello")
+    engine, found = FakeEngine(events), list[int]()
+    with pytest.raises(ValueError, match="too late"):
+        asyncio.run(main())
+    first, *silent = found
+    assert first == len(events)
+    assert 2 <= len(silent) <= 5
+    assert not any(silent)
+    assert engine.aborted[:1] == ["0"]
+
+
+def test_all_requests_begin_or_none(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        answers = answers_of(tokenizer, engine, SamplingParams(), SamplingParams())
+        answers.answers[1].request.adapter = "nobody's"
+        answers.begin()
+
+    engine = FakeEngine()
+    with pytest.raises(InvalidRequestError, match="no adapter"):
+        asyncio.run(main())
+    assert engine.aborted == ["0", "1"]
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def record(self, index: int, event: TokenEvent) -> None:
+        self.told.append((index, event.token_id is not None))
+
+    def end(self, index: int, reason: str, result: Result | None) -> None:
+        self.told.append((index, reason))
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+
+def test_a_watcher_is_told_each_event_and_end(tokenizer: Tokenizer) -> None:
+    async def main() -> None:
+        answers = answers_of(tokenizer, FakeEngine(events), SamplingParams(), SamplingParams())
+        answers.begin(watcher=watcher)
+        with pytest.raises(RequestFailedError):
+            await answers.aresults()
+
+    events = [
+        TokenEvent("0", 300, FinishReason.LENGTH),
+        TokenEvent.without_token("1", FinishReason.ERROR, error=RequestFailedError("no")),
+    ]
+    watcher = Watcher()
+    asyncio.run(main())
+    assert watcher.told == [(0, True), (0, "length"), (1, False), (1, "error"), ("close",)]
+
+
+def test_a_prompt_with_several_answers_is_counted_once(tokenizer: Tokenizer) -> None:
+    events = [
+        event
+        for request_id in "012"
+        for event in (
+            *says(tokenizer, "hello", request_id),
+            TokenEvent.without_token(request_id, FinishReason.LENGTH),
+        )
+    ]
+    events[0] = events[0]._replace(cached_tokens=2)
+    params, other = [SamplingParams()] * 3, [8, 9]
+    answers = answers_of(tokenizer, FakeEngine(events), *params, prompts=[PROMPT, PROMPT, other])
+    assert answers.num_prompt_tokens == 8
+    answers.results()
+    usage, count = answers.usage, len(says(tokenizer, "hello"))
+    assert (usage.prompt_tokens, usage.cached_tokens) == (5, 2)
+    assert (usage.answer_tokens, usage.reasoning_tokens) == (3 * count, 0)
+
+
+def test_prompt_logits_are_scored_or_kept_never_both(tokenizer: Tokenizer) -> None:
+    logits = np.log(np.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]], np.float32))
+    events = [
+        *(TokenEvent.without_token("0", prompt_logits=row[None]) for row in logits),
+        TokenEvent("0", 300, FinishReason.LENGTH),
+    ]
+    kept = answers_of(tokenizer, FakeEngine(events), SamplingParams(), prompts=[[0, 2, 1]])
+    kept.results()
+    np.testing.assert_array_equal(np.concatenate(kept.answers[0].prompt_logits), logits)
+    scored = answers_of(tokenizer, FakeEngine(events), SamplingParams(), prompts=[[0, 2, 1]])
+    (answer,) = scored.answers
+    answer.prompt_scores = PromptScores([0, 2, 1], 2)
+    steps, _ = read_on_a_thread(scored)
+    assert len(steps) == 1
+    assert not answer.prompt_logits
+    first, *scores = answer.prompt_scores.scores
+    assert first is None
+    assert [s.logprob for s in scores if s] == pytest.approx(np.log([0.7, 0.3]), abs=1e-6)
+    assert [s.top[0][0] for s in scores if s] == [2, 0]
+
+
+# -- events from the engine's thread to event loops -----------------------------------------------
+
+
+class Target:
+    """Stands where answers do."""
+
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    def receive(self, event: Any) -> None:
+        self.received.append(event)
+
+
+def test_events_arrive_in_order_and_share_wake_ups() -> None:
+    async def main() -> int:
+        loop, wake_ups = asyncio.get_running_loop(), 0
+        original = loop.call_soon_threadsafe
+
+        def counting(*arguments: Any) -> Any:
+            nonlocal wake_ups
+            wake_ups += 1
+            return original(*arguments)
+
+        loop.call_soon_threadsafe = counting  # type: ignore[method-assign]
+        mailbox: Any = Mailbox.of(loop)
+        assert mailbox is Mailbox.of(loop)
+        posting = threading.Thread(
+            target=lambda: [mailbox.post(targets[i % 3], i) for i in range(999)]
+        )
+        posting.start()
+        posting.join()  # before the loop runs
+        await asyncio.sleep(0.01)
+        return wake_ups
+
+    targets = [Target() for _ in range(3)]
+    assert asyncio.run(main()) == 1
+    assert [target.received for target in targets] == [list(range(i, 999, 3)) for i in range(3)]
+
+
+def test_a_mailbox_holds_no_loop_and_a_closed_loop_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox: Any = Mailbox(loop)
+    loop.close()
+    assert not mailbox.post(Target(), 1)
+    gone = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert gone() is None
+    for _ in range(10):
+        assert not mailbox.post(Target(), 1)
+    assert not mailbox._posted, "never to be read, and ever more"

@@ -1,0 +1,145 @@
+"""Inputs to answers, on the bundled model: checks, lengths, seeds, roles, limits."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlxinfer import LLM, PromptTooLongError, RequestFailedError, SamplingParams
+from mlxinfer.engine.loop import Loop
+from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
+from mlxinfer.grammar import spec
+from mlxinfer.session.inputs import ChatInput, TextInput
+from mlxinfer.session.session import Session
+
+HELLO = [{"role": "user", "content": "Hello"}]
+DRAWN = SamplingParams(max_tokens=12, temperature=3.0, seed=2**63 - 1)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with LLM("demo") as llm:
+        assert isinstance(llm._session, Session)
+        yield llm._session
+
+
+def test_inputs_of_both_kinds_run_together_each_with_its_own_answers(session: Session) -> None:
+    chat = ChatInput(messages=HELLO, params=DRAWN, n=2)
+    text = TextInput(prompt="A page", params=SamplingParams(max_tokens=4, logprobs=1), n=2)
+    answers = session.start(chat, text)
+    one, two, three, four = asyncio.run(answers.aresults())
+    again = session.start(ChatInput(messages=HELLO, params=DRAWN)).results()
+    assert one.token_ids == again[0].token_ids != two.token_ids
+    assert three.token_ids == four.token_ids
+    assert [answer.request.params.seed for answer in answers.answers[:2]] == [2**63 - 1, -(2**63)]
+    assert answers.usage.prompt_tokens == one.prompt_tokens + three.prompt_tokens
+
+
+def test_answers_are_cut_to_the_context(session: Session) -> None:
+    prompt = [5] * (session.limits.max_context - 3)
+    answers = session.start(TextInput(prompt=prompt, params=SamplingParams(max_tokens=99)))
+    assert answers.answers[0].request.params.max_tokens == 3
+    with pytest.raises(PromptTooLongError) as caught:
+        session.start(TextInput(prompt=[*prompt, 5, 5, 5], place="prompt[1]"))
+    assert caught.value.param == "prompt[1]"
+    assert "length of the prompt." in str(caught.value)
+
+
+def test_what_is_far_too_long_is_not_encoded(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    encode = session.tokenizer.encode
+
+    def watched(text: str, **how: Any) -> list[int]:
+        seen.append(len(text))
+        return encode(text, **how)
+
+    monkeypatch.setattr(session.tokenizer, "encode", watched)
+    long = "word " * 2_000_000
+    for given in (
+        TextInput(prompt=long),
+        ChatInput(messages=[{"role": "user", "content": long}]),
+        ChatInput(messages=[*HELLO, {"role": "assistant", "tool_calls": [{"text": long}]}]),
+    ):
+        with pytest.raises(PromptTooLongError):
+            session.start(given)
+    assert sum(seen) < 1_000_000
+    assert len(session.encode(TextInput(prompt="word " * 9000), bounded=False).ids) > 9000
+
+
+def test_a_developer_is_the_system_where_the_template_knows_no_other(session: Session) -> None:
+    ids = [
+        session.encode(ChatInput(messages=[{"role": role, "content": "Be brief."}, *HELLO])).ids
+        for role in ("system", "developer")
+    ]
+    assert ids[0] == ids[1]
+
+
+def test_efforts_have_no_effect_where_the_template_reads_none(session: Session) -> None:
+    plain = session.encode(ChatInput(messages=HELLO)).ids
+    for effort in ("none", "high", True, False):
+        assert session.encode(ChatInput(messages=HELLO, reasoning_effort=effort)).ids == plain
+    unread = {"nothing": 1}
+    given = ChatInput(messages=HELLO, template_variables=unread, ignores_unread=True)
+    assert session.encode(given).ids == plain
+    with pytest.raises(InvalidRequestError, match="reads no 'nothing'"):
+        session.encode(ChatInput(messages=HELLO, template_variables=unread))
+
+
+def test_a_constraint_holds_each_answer(session: Session) -> None:
+    form = spec.choice(["red", "blue"], place="guided_choice")
+    params = SamplingParams(max_tokens=20, temperature=2.0, seed=1)
+    results = session.start(
+        ChatInput(messages=HELLO, params=params, constraint=form, n=3)
+    ).results()
+    assert {result.text for result in results} <= {"red", "blue"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda: TextInput(prompt="A", params={"seed": 1}), "expected SamplingParams"),  # type: ignore[arg-type]
+        (lambda: ChatInput(messages=HELLO, continues=True, begins=True), "exclude each other"),
+        (lambda: ChatInput(messages=HELLO, template_variables={"tools": 1}), "of its own"),
+        (lambda: ChatInput(messages=HELLO, tool_choice="required"), "tool"),
+        (lambda: TextInput(prompt=[]), "empty"),
+        (lambda: TextInput(prompt=[10**9]), "token ids are integers"),
+        (lambda: TextInput(prompt=[1], suffix="x"), "goes with a prompt that is a text"),
+    ],
+)
+def test_wrong_inputs_are_refused(session: Session, given: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        session.start(given())
+
+
+def test_a_gap_needs_tokens_for_it(session: Session) -> None:
+    with pytest.raises(UnsupportedFieldError, match="no tokens for filling in"):
+        session.start(TextInput(prompt="def f(", suffix="return"))
+
+
+def test_limits_are_values_and_handed_over_again_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No caller reads the loop's own objects, which a restart replaces."""
+    turn = Loop.turn
+
+    def fail_once(loop: Loop) -> None:
+        if loop.idle:
+            return turn(loop)
+        monkeypatch.setattr(Loop, "turn", turn)
+        raise RuntimeError("the bookkeeping is wrong")
+
+    with LLM("demo", num_pages=40, max_context=300) as llm:
+        session: Any = llm._session
+        before = session.limits
+        assert hash(before) is not None, "frozen, down to its parts"
+        assert (before.max_context, before.vocab_size) == (300, llm.model_info.vocab_size)
+        assert [group.num_pages for group in before.groups] == [40] * len(before.groups)
+        monkeypatch.setattr(Loop, "turn", fail_once)
+        with pytest.raises(RequestFailedError, match="bookkeeping"):
+            llm.generate("A", SamplingParams(max_tokens=2))
+        assert llm.generate("A", SamplingParams(max_tokens=2)).token_ids
+        assert session.limits == before
+        assert session.limits is not before

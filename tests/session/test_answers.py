@@ -193,7 +193,7 @@ def test_silence_is_an_empty_list_and_an_interrupt_an_error(tokenizer: Tokenizer
         asyncio.get_running_loop().call_later(0.1, answers.interrupt, ValueError("too late"))
         try:
             async for steps in answers:
-                found.append(len(steps))  # noqa: PERF401
+                found.append(len(steps))
         finally:
             answers.close()
 

@@ -29,6 +29,7 @@ from mlxinfer.memory import MODELS_SHARE, human_bytes
 from mlxinfer.models import load_any_config
 from mlxinfer.models.config import ModelConfig, load_config, normalise
 from mlxinfer.models.weights.files import expert_bytes
+from mlxinfer.roofline import CHIPS, Machine, Work, estimate
 from tests.bench.checkpoints import Experts, write_checkpoint
 
 LLAMA = {
@@ -165,14 +166,18 @@ def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
     rng, seen = random.Random(seed), set()
     for _ in range(40):
         num_bytes = int(weights * rng.uniform(0.8, 4))
-        fit = fit_of(load_any_config(folder), weights, memory(num_bytes), folder=folder)
-        seen.add(fit.verdict)
-        if fit.verdict != Verdict.TOO_LARGE:
+        limit, mac = memory(num_bytes), Machine("M4", CHIPS["M4"], num_bytes)
+        on = estimate(load_any_config(folder), weights, Work(1, 1), mac, 512, folder=folder)["fit"]
+        fit = fit_of(load_any_config(folder), weights, limit, folder=folder)
+        assert on["limit_bytes"] == limit
+        assert on["text"] == fit.text
+        seen.add(on["verdict"])
+        if on["verdict"] != Verdict.TOO_LARGE:
             require_fit("demo", folder, weights_bytes=weights)
             continue
         with pytest.raises(InsufficientMemoryError) as caught:
             require_fit("demo", folder, weights_bytes=weights)
-        assert str(caught.value).removeprefix("demo does") in fit.text
+        assert str(caught.value).removeprefix("demo does") in on["text"]
     assert len(seen) > 1
 
 

@@ -40,6 +40,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "hub": LEAVES | {"backend", "memory", "threads"},
     "history": {"errors"},
     "fit": LEAVES | {"memory", "models"},
+    "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
     "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
     "launchd": set(),

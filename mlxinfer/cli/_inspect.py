@@ -12,7 +12,9 @@ from ..hub.remote import read_range
 from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
+from ..models.registry import language_name
 from ..models.weights.files import TensorInfo, is_expert, read_headers
+from ..roofline import Work
 from ..text import Tokenizer
 from ._model import has_chat_template
 
@@ -25,6 +27,7 @@ class Weights:
 
     parameters: int
     num_bytes: int
+    work: Work  # of one token
     expert_bytes: int = 0  # of experts that a router chooses from
     active_expert_bytes: int = 0  # of those that one token goes to
 
@@ -81,16 +84,39 @@ def _model_type(folder: Path) -> str | None:
 def count_weights(folder: Path, config: LanguageConfig | None) -> Weights:
     """Return parameters and bytes of the checkpoint; packed weights count unpacked."""
     parameters = num_bytes = expert_bytes = 0
+    token_bytes = token_weights = 0.0
     for tensors in read_headers(folder).values():
         for name, info in tensors.items():
             size, count = info.end - info.start, _parameters(name, info, tensors, config)
+            share = share_of_token(name, info.shape, config)
             num_bytes += size
             parameters += count
             expert_bytes += size if is_expert(name) else 0
+            token_bytes += share * size
+            token_weights += share * count
+    work = Work(round(token_bytes), round(token_weights))
     chosen = 0.0
     if config is not None and config.num_experts:
         chosen = config.experts_per_token / config.num_experts
-    return Weights(parameters, num_bytes, expert_bytes, round(expert_bytes * chosen))
+    return Weights(parameters, num_bytes, work, expert_bytes, round(expert_bytes * chosen))
+
+
+def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:
+    """Return the part of a tensor that one token is computed with.
+
+    Of experts those that are chosen; of embeddings, images, sound and prediction heads nothing.
+    """
+    if config is None or (language := language_name(name)) is None:
+        return 0.0
+    if "embed_tokens" in language:
+        tied = config.tie_word_embeddings and "per_layer" not in language
+        return 1.0 if tied else 0.0  # else one row of it is read
+    if language.startswith(("mtp.", "model.mtp.")):
+        return 0.0
+    stacked = len(shape) == 3 and shape[0] == config.num_experts
+    if config.num_experts and (stacked or ".experts." in language):
+        return config.experts_per_token / config.num_experts
+    return 1.0
 
 
 def _parameters(

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import hub
-from ..memory import MODELS_SHARE, human_bytes, parse_bytes
+from ..memory import human_bytes
 from ._model import pooling_of
-from ._options import Size, complete_models, json_option
+from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
     from ..pooling.config import PoolingConfig
+    from ..roofline import Machine
     from ._inspect import Summary
 
 KV_BITS = (16, 8, 4)
@@ -21,31 +22,26 @@ CONTEXTS = (4096, 32_768)
 @click.command()
 @click.argument("name", default="demo", shell_complete=complete_models)
 @click.option("--context", type=click.IntRange(min=1), help="Also the memory at N tokens.")
-@click.option(
-    "--memory",
-    type=Size(),
-    metavar="SIZE",
-    help="Of the machine, such as 64GB.  [default: this one]",
-)
+@click.option("--on", metavar="MAC", help='On another machine, such as "M4 Max 64GB".')
 @json_option
-def command(name: str, context: int | None, memory: str | None, as_json: bool) -> None:
+def command(name: str, context: int | None, on: str | None, as_json: bool) -> None:
     """Show a model's architecture, size and memory needs."""
-    from ..fit import models_limit_bytes
+    from ..roofline import machine
     from ._inspect import summarise
 
-    limit = models_limit_bytes() if memory is None else int(MODELS_SHARE * parse_bytes(memory))
+    mac = None if on is None else machine(on)
     summary = summarise(hub.resolve(name, download=False))
-    facts = describe(name, summary, context, limit)
+    facts = describe(name, summary, context, mac)
     if as_json:
         emit_json(facts)
     else:
-        click.echo(render(facts))
+        click.echo(render(facts, mac))
     if summary.problem is not None and summary.is_broken:
         raise summary.problem
 
 
 def describe(
-    name: str, summary: "Summary", context: int | None, limit_bytes: int
+    name: str, summary: "Summary", context: int | None, mac: "Machine | None" = None
 ) -> dict[str, Any]:
     """Return all facts as plain data; keys are stable, unknown values None."""
     config, weights = summary.config, summary.weights
@@ -81,13 +77,14 @@ def describe(
         "chat_template": summary.chat_template,
         "kv_bytes_per_token": _kv_bytes(summary) if pooling is None else None,
         "memory": _memory(summary, context) if pooling is None else [],
-        "fit": _fit(summary, limit_bytes),
+        "fit": _fit(summary),
+        "on": _estimate(summary, context, mac) if mac else None,
         "files": [{"name": file.name, "size_bytes": file.stat().st_size} for file in files],
     }
 
 
-def render(facts: dict[str, Any]) -> str:
-    """Return describe()'s data for people."""
+def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
+    """describe()'s data for people; `on`: the machine that was asked about."""
     rows = [("model", facts["name"]), ("path", facts["path"])]
     if facts["problem"]:
         rows.append(("cannot run", facts["problem"]))
@@ -119,7 +116,11 @@ def render(facts: dict[str, Any]) -> str:
         for step in facts["memory"]
     ]
     if facts["fit"]:
-        rows.append(("fit", facts["fit"]["text"]))
+        rows.append(("this machine", facts["fit"]["text"]))
+    if facts["on"]:
+        rows += _limits(facts["on"])
+    elif on:
+        rows.append((f"on {on.name}", "not known: the config or the weights cannot be read"))
     rows += [("file", f"{f['name']}  {human_bytes(f['size_bytes'])}") for f in facts["files"]]
     return table([(label, escaped(value)) for label, value in rows])
 
@@ -159,14 +160,41 @@ def _runs(facts: dict[str, Any]) -> str:
     return f"by {facts['definition']}'s definition, checked when it is loaded, {how}"
 
 
-def _fit(summary: "Summary", limit_bytes: int) -> dict[str, Any] | None:
-    """Return the verdict for a limit, None where the config or the weights are unknown."""
-    from ..fit import fit_of
+def _fit(summary: "Summary") -> dict[str, Any] | None:
+    """Return the verdict for this machine, None where the config or the weights are unknown."""
+    from ..fit import fit_of, models_limit_bytes
 
     if summary.config is None or summary.weights is None:
         return None
-    num_bytes = summary.weights.num_bytes
-    return fit_of(summary.config, num_bytes, limit_bytes, folder=summary.folder).as_dict()
+    limit, num_bytes = models_limit_bytes(), summary.weights.num_bytes
+    return fit_of(summary.config, num_bytes, limit, folder=summary.folder).as_dict()
+
+
+def _estimate(summary: "Summary", context: int | None, mac: "Machine") -> dict[str, Any] | None:
+    """Return what a machine can do at most, None where the config or the weights are unknown."""
+    from ..roofline import estimate
+
+    config, weights = summary.config, summary.weights
+    if config is None or weights is None:
+        return None
+    length = context or min(CONTEXTS[0], config.max_context)
+    return estimate(config, weights.num_bytes, weights.work, mac, length, folder=summary.folder)
+
+
+def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of an estimate; a range is that of the configurations sold under the chip's name."""
+
+    def rate(key: str) -> str:
+        low, high = (f"{round(each):,}" if each >= 10 else f"{each:g}" for each in estimated[key])
+        return high if low == high else f"{low} to {high}"
+
+    return [
+        (f"on {estimated['machine']}", estimated["fit"]["text"]),
+        ("", f"answers: at most {rate('decode_tokens_per_s')} tokens/s at "
+         f"{estimated['context']:,} tokens of context (bandwidth)"),
+        ("", f"prompts: at most {rate('prefill_tokens_per_s')} tokens/s (arithmetic)"),
+        ("", "an estimate from the chip's specifications; nothing was measured"),
+    ]  # fmt: skip
 
 
 def _kv_bytes(summary: "Summary") -> dict[str, int] | None:

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from mlxinfer.cli._inspect import summarise
 from mlxinfer.fit import kv_bytes
 from mlxinfer.models.zoo.definitions import module_of
+from mlxinfer.roofline import machine
 
 CONFIG = {
     "model_type": "llama",
@@ -127,6 +128,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "kv_bytes_per_token",
         "memory",
         "fit",
+        "on",
         "files",
     }
     assert facts["quantization"] == {"bits": 4, "group_size": 64, "mode": "affine"}
@@ -192,9 +194,46 @@ def test_a_config_that_is_none_is_a_problem_and_no_fault(
     assert "cannot run" in outcome("show", str(folder)).out
 
 
-def test_another_machine_is_judged_by_its_memory(outcome: Any) -> None:
-    small = json.loads(outcome("show", "demo", "--memory", "5MB", "--json").out)["fit"]
-    assert (small["verdict"], small["limit_bytes"]) == ("too large", 3_500_000)
-    large = json.loads(outcome("show", "demo", "--memory", "64GB", "--json").out)["fit"]
-    assert large["verdict"] == "fits"
-    assert outcome("show", "demo", "--memory", "much").code == 2
+def test_another_mac_is_judged_by_its_memory_and_bandwidth(outcome: Any) -> None:
+    said = json.loads(outcome("show", "demo", "--on", "m4 max 64gb", "--json").out)["on"]
+    assert (said["machine"], said["context"]) == ("M4 Max 64 GB", 2048)
+    low, high = said["decode_tokens_per_s"]
+    assert low / high == pytest.approx(410 / 546, rel=1e-3)
+    assert high == pytest.approx(546e9 / said["bytes_per_token"], rel=1e-3)
+    assert machine("M4 Max 64GB").memory_bytes == 64 << 30  # as the Mac itself counts
+    text = outcome("show", "demo", "--on", "M1 8GB").out
+    assert "on M1 8 GB" in text
+    assert "nothing was measured" in text
+
+
+@pytest.mark.parametrize("text", ["M9 64GB", "64GB", "M4 Mega 64GB", "M4 Max 64TB", "M464", ""])
+def test_an_unknown_mac_is_refused_with_those_that_are_known(text: str, outcome: Any) -> None:
+    seen = outcome("show", "demo", "--on", text)
+    assert seen.code == 1
+    assert "M4 Max 64GB" in seen.err
+    assert "M3 Ultra" in seen.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("m4 max 64 gb", "M4Max 64GB", "M4-Max/64GB", "m4max64", "Apple M4 Max, 64 GiB"),
+        *("M4 Max (64GB)", " M4  Max 64G RAM "),
+    ],
+)
+def test_a_mac_may_be_written_in_several_ways(text: str) -> None:
+    assert machine(text) == machine("M4 Max 64GB")
+
+
+@pytest.mark.parametrize("text", ["M4 Max", "m4max", "M4 Max 0GB"])
+def test_a_mac_without_its_memory_is_asked_for_it(text: str, outcome: Any) -> None:
+    seen = outcome("show", "demo", "--on", text)
+    assert seen.code == 1
+    assert "names no memory: say how much, such as 'M4 Max 64GB'" in seen.err
+
+
+def test_another_machine_cannot_be_told_without_a_config(tmp_path: Path, outcome: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    text = outcome("show", str(tmp_path), "--on", "M1 8GB").out
+    assert "on M1 8 GB" in text
+    assert "not known" in text

@@ -12,6 +12,7 @@ import pytest
 from models.names import Shape, expanded
 from models.published import PUBLISHED
 
+from mlxinfer.cli._inspect import share_of_token
 from mlxinfer.cli.suggest import KV_BYTES, suggestions
 from mlxinfer.core import StateSpec
 from mlxinfer.models.config import normalise
@@ -20,6 +21,7 @@ from mlxinfer.models.registry import family
 from mlxinfer.models.weights.placing import NOWHERE
 from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.weights import Weights
+from mlxinfer.roofline import Work, estimate, machine
 
 TENSORS = json.loads(
     (Path(__file__).parents[1] / "data" / "published" / "tensors.json").read_text()
@@ -81,6 +83,29 @@ def test_the_table_of_suggestions_agrees_with_published_shapes(name):
     published = PUBLISHED[name]
     assert found.parameters == pytest.approx(published.billions * 1e9, rel=0.01)
     assert 0 < found.layers * found.kv_numbers * KV_BYTES <= published.kv
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "answers", "prompts"),
+    [  # bandwidth / (weights and KV cache at 2,048 tokens), by hand from names and cards
+        ("Qwen3-8B", 7.6, (90, 120), (970, 1220)),
+        ("Qwen3-30B-A3B", 3.0, (214, 286), (2420, 3020)),
+        ("gpt-oss-20b", 3.6, (197, 262), (2040, 2550)),
+        ("Granite-4.0-H-Tiny", 1.47, (440, 585), (5020, 6280)),
+        ("Gemma-4-E2B", 2.3, (309, 412), (3230, 4040)),
+    ],
+)
+def test_a_token_is_counted_with_what_it_is_computed_with(name, active, answers, prompts):
+    published, shapes = PUBLISHED[name], expanded(TENSORS[name])
+    config = normalise(published.config)
+    weights = sum(share_of_token(key, shape, config) * prod(shape) for key, shape in shapes.items())
+    assert weights == pytest.approx(active * 1e9, rel=0.03)
+    work = Work(int(weights * 4.5 / 8), int(weights))
+    size = int(published.billions * 1e9 * 4.5 / 8)
+    limits = estimate(config, size, work, machine("M4 Max, 64 GB"), 2048)
+    assert limits["decode_tokens_per_s"] == pytest.approx(answers, rel=0.03)
+    assert limits["prefill_tokens_per_s"] == pytest.approx(prompts, rel=0.03)
+    assert limits["fit"]["verdict"] != "too large"
 
 
 if __name__ == "__main__":  # the figures, for people

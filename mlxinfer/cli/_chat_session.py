@@ -14,7 +14,6 @@ from ..outputs import Delta, Result
 from ._asking import attached, thinking
 from ._chat_log import ChatLog
 from ._output import counted, table
-from ._terminal import copy
 
 Message = dict[str, str]
 
@@ -172,7 +171,7 @@ def check_setting(key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the chat's loop has to do after a command."""
+    """The work that a command leaves to the chat's loop."""
 
     text: str = ""  # show it
     ask: str | None = None  # send this message
@@ -284,13 +283,6 @@ def _think(session: ChatSession, word: str) -> Reply:
     return Reply(f"thinking: {named[session.think]}")
 
 
-def _copy(session: ChatSession, _: str) -> Reply:
-    answers = [m["content"] for m in session.messages if m["role"] == "assistant"]
-    if not answers:
-        raise InvalidRequestError("There is no answer to copy.")
-    return Reply(f"{copy(answers[-1])}: {len(answers[-1])} characters")
-
-
 def _file(session: ChatSession, name: str) -> Reply:
     if not name:
         raise InvalidRequestError("Usage: /file FILE")
@@ -314,7 +306,6 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
     "file": ("FILE", _file, "send a text along with the next message"),
     "think": ("[on|off|auto]", _think, "whether a model that can think does"),
-    "copy": ("", _copy, "the last answer, to the clipboard"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),
 }

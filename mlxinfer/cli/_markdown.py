@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.markdown import Markdown
     from rich.segment import Segment
 
+    from ..outputs import Delta
+
 FRAME_S = 0.06  # at most one redraw in this time
 
 
@@ -105,7 +107,7 @@ class MarkdownStream:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        lines = self._console.render_lines(rendered(text, self._style), pad=False)
+        lines = self._lines(text)
         while lines and _is_blank(lines[-1]):
             lines.pop()
         while lines and _is_blank(lines[0]):
@@ -113,6 +115,7 @@ class MarkdownStream:
         self._console.print(_Lines([*lines, []]), end="")
 
     def _draw(self) -> None:
+        """Draw the open block, or only its end where it is taller than the screen."""
         now = time.monotonic()
         if not self._open.strip() or now - self._drawn_s < FRAME_S:
             return
@@ -121,8 +124,35 @@ class MarkdownStream:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(_Tail(self._open, self._style), refresh=True)
+        lines = self._lines(self._open)[-max(1, self._console.height - 2) :]
+        self._live.update(_Lines(lines), refresh=True)
         self._drawn_s = now
+
+    def _lines(self, text: str) -> "list[list[Segment]]":
+        return self._console.render_lines(rendered(text, self._style), pad=False)
+
+
+class AnswerStream:
+    """Shows an answer as it arrives: its Markdown, and before it the thoughts, dim."""
+
+    def __init__(self, console: "Console", *, thoughts: bool) -> None:
+        self._thoughts = MarkdownStream(console, style="dim") if thoughts else None
+        self._text = MarkdownStream(console)
+
+    def feed(self, delta: "Delta") -> None:
+        """Show what a step added."""
+        if self._thoughts is not None and delta.reasoning:
+            self._thoughts.feed(delta.reasoning)
+        if delta.text:
+            if self._thoughts is not None:
+                self._thoughts.finish()
+            self._text.feed(delta.text)
+
+    def finish(self) -> None:
+        """Print what is open."""
+        if self._thoughts is not None:
+            self._thoughts.finish()
+        self._text.finish()
 
 
 def _is_blank(line: "list[Segment]") -> bool:
@@ -139,22 +169,5 @@ class _Lines:
         from rich.segment import Segment
 
         for line in self._lines:
-            yield from line
-            yield Segment.line()
-
-
-class _Tail:
-    """Markdown that shows only its end where it is taller than the screen."""
-
-    def __init__(self, text: str, style: str) -> None:
-        self._text, self._style = text, style
-
-    def __rich_console__(
-        self, console: "Console", options: "ConsoleOptions"
-    ) -> "Iterator[Segment]":
-        from rich.segment import Segment
-
-        lines = console.render_lines(rendered(self._text, self._style), options, pad=False)
-        for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()

@@ -157,24 +157,18 @@ def answer(
     thoughts: bool = True,
 ) -> None:
     """Show an answer as it arrives; Ctrl-C ends it and keeps the text so far."""
-    from ._markdown import MarkdownStream
+    from ._markdown import AnswerStream
 
-    thought, spoken = MarkdownStream(console, style="dim"), MarkdownStream(console)
+    shown = AnswerStream(console, thoughts=thoughts and console.is_terminal)
     try:
         for delta in deltas:
-            if delta.reasoning and thoughts and console.is_terminal:
-                thought.feed(delta.reasoning)
-            if delta.text:
-                thought.finish()
-                spoken.feed(delta.text)
+            shown.feed(delta)
     except KeyboardInterrupt:
         deltas.close()
-        thought.finish()
-        spoken.finish()
+        shown.finish()
         note("stopped")
         return
-    thought.finish()
-    spoken.finish()
+    shown.finish()
     if session.last is not None and console.is_terminal:
         note(session.last.summary)
 

@@ -243,23 +243,14 @@ class MarkdownWriter(Writer):
     def __init__(self, *, thoughts: bool) -> None:
         from rich.console import Console
 
-        from ._markdown import MarkdownStream
+        from ._markdown import AnswerStream
 
-        console = Console()
-        self._thought = MarkdownStream(console, style="dim") if thoughts else None
-        self._spoken = MarkdownStream(console)
+        self._shown = AnswerStream(Console(), thoughts=thoughts)
 
     def write(self, delta: Delta) -> None:
         """Draw what is new."""
-        if self._thought is not None and delta.reasoning:
-            self._thought.feed(delta.reasoning)
-        if delta.text:
-            if self._thought is not None:
-                self._thought.finish()
-            self._spoken.feed(delta.text)
+        self._shown.feed(delta)
 
     def end(self, text: str) -> None:
         """Draw what is open."""
-        if self._thought is not None:
-            self._thought.finish()
-        self._spoken.finish()
+        self._shown.finish()

@@ -290,15 +290,3 @@ def test_a_switch_that_the_model_has_not_is_an_error(
     talk(session, "/think on", "hi")
     assert "fake has no switch for thinking" in capsys.readouterr().err
     assert llm.options == [{}]
-
-
-def test_copy_hands_the_last_answer_to_the_first_clipboard_there_is(
-    session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "xclip").write_text(f'#!/bin/sh\n[ "$2" = clipboard ] && cat > {tmp_path}/held\n')
-    (tmp_path / "pbcopy").write_text("#!/bin/sh\nexit 1\n")
-    for program in ("xclip", "pbcopy"):
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert "copied by xclip: 12 characters" in talk(session, "hi", "/copy")
-    assert (tmp_path / "held").read_text() == "Hello there."

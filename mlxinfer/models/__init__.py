@@ -22,7 +22,7 @@ Watch = Callable[[int, int], None]  # bytes of weights that are loaded, and all 
 
 
 def stoppable(watch: Watch | None) -> tuple[Watch, Callable[[], None]]:
-    """A `watch` of loading that goes on to another, and a call after which it ends the loading."""
+    """A wrapped `watch` of loading, and a function that makes the loading end."""
     from ..errors import EngineClosedError
 
     stopped: list[bool] = []
@@ -80,7 +80,7 @@ def load_any(
     watch: Watch | None = None,
     experts: ExpertOptions | None = None,
 ) -> "LanguageModel":
-    """As `load`; where the architecture has no native family, mlx-lm's definition of it.
+    """Load a native family, or mlx-lm's definition if there is no native family; see `load`.
 
     That is loaded in one piece, of which no progress is reported.
     """
@@ -99,7 +99,7 @@ def load_any(
 
 
 def load_any_config(folder: Path) -> "LanguageConfig":
-    """What would run the checkpoint in a folder; errors as of `load`. Reads no weights."""
+    """The config of the model in a folder, native or zoo. Reads no weights; raises as `load`."""
     from .config import load_config
 
     if _is_native(folder):
@@ -119,7 +119,7 @@ def load_share(
     watch: Watch | None = None,
     read: Callable[[int], None] = lambda num_bytes: None,
 ) -> "Model | StageModel":
-    """The part of a model that one of several ranks has; the others load theirs.
+    """Load the part of a model that one of several ranks has. Every rank calls this.
 
     Only that part of the files is read.
 
@@ -165,7 +165,7 @@ def load_share(
 def whole_tables(
     model: "Model | StageModel", folder: Path, *, has_logits: bool
 ) -> tuple["Model", int]:
-    """What a head on rank 0 shares with a model, and the bytes that it takes beside the model's.
+    """The tables that a head on rank 0 shares with a model, and the extra bytes that they take.
 
     Embedding and output projection in one piece: a head is not spread, and needs no message of
     other ranks. Where each rank has some of their rows, rank 0 reads them whole.
@@ -206,7 +206,7 @@ def require_native(folder: Path) -> None:
 
 
 def _is_native(folder: Path) -> bool:
-    """Whether a family builds the model, or is to say what is wrong with its config."""
+    """Whether a native family builds the model, or reports the fault in its config."""
     from .jsonfields import read_json
     from .registry import SUPPORTED
 
@@ -270,7 +270,7 @@ def load(
 def _reading(
     config: "ModelConfig", builder: Any, dtype: str, watch: Watch | None
 ) -> dict[str, Any]:
-    """How a model's weights are read, as arguments of `Weights`."""
+    """Arguments of `Weights` that say how a model's weights are read."""
     return {
         "quantization": config.quantization,
         "dtype": dtype,

@@ -31,7 +31,7 @@ _COMMON = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a decoder is built from. Per-layer tuples have `num_layers` entries."""
+    """The settings of a decoder. Per-layer tuples have `num_layers` entries."""
 
     model_type: str
     vocab_size: int
@@ -83,7 +83,7 @@ class ModelConfig:
         return None
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """What the mixer of a layer keeps."""
+        """What the cache keeps for the mixer of a layer."""
         if self.states and (state := self.states[index]) is not None:
             return state
         if self.latent is not None:
@@ -175,7 +175,7 @@ def _soft_caps(family: Any, fields: Fields) -> dict[str, Any]:
 
 
 def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
-    """What the config states, and the family's defaults where it is silent."""
+    """The config with the family's defaults for keys that it leaves out."""
     assumed = {**_COMMON, **defaults}
     if fields.get("rope_parameters") is not None:
         assumed.pop("rope_scaling", None)
@@ -183,7 +183,7 @@ def _completed(fields: Fields, defaults: Mapping[str, Any]) -> Fields:
 
 
 def _heads(family: Any, fields: Fields, num_ranks: int) -> dict[str, Any]:
-    """Sizes of the attention heads, of which `num_ranks` ranks have as many, and their scale."""
+    """Sizes of the attention heads on one of `num_ranks` ranks, and the scale of the scores."""
     num_heads = fields.integer("num_attention_heads", high=2**14)
     num_kv_heads = fields.integer("num_key_value_heads", high=2**14, default=num_heads)
     if num_heads % num_kv_heads:
@@ -267,7 +267,7 @@ def _experts(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def _check_features(fields: Fields, family: Any) -> None:
-    """Refuse what would silently change the answers."""
+    """Refuse settings that would silently change the answers."""
     refused = [] if family.bidirectional else ["use_bidirectional_attention"]
     refused += [] if family.soft_caps else ["attn_logit_softcapping"]
     for key in refused:

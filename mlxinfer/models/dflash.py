@@ -120,7 +120,7 @@ class BlockLayer:
         return self.mlp(self.mlp_norm(x), x)
 
     def _mask(self, past: int, length: int) -> mx.array | None:
-        """(L, S + L) what each row sees; None: everything."""
+        """Mask (L, S + L) of the rows that each row sees; None: each sees all."""
         if self.window is None and not self.causal:
             return None
         query = past + mx.arange(length)[:, None]
@@ -130,7 +130,7 @@ class BlockLayer:
 
 
 class BlockDraft:
-    """The network.
+    """The draft network.
 
     Args:
         model: that has the embeddings and the output projection.
@@ -220,7 +220,7 @@ class BlockDraft:
 
     @property
     def bytes_read(self) -> int:
-        """Of weights for a block: its own, and the output projection that it shares."""
+        """Bytes of weights that a block reads: the draft's, and the shared output projection."""
         return self.num_bytes + self._shared_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a family of models is: a config read, a checkpoint's names, and a decoder built from both.
+"""A model family: reads a config, renames a checkpoint's tensors, and builds a decoder from both.
 
 `Family` is Llama. A subclass in families/ states what its architecture does differently, by a class
 attribute or by one overridden method; nothing outside its file, and its row in registry.py, knows
@@ -36,7 +36,7 @@ PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 class Family:
-    """How one architecture is read and built.
+    """Reads the config of one architecture and builds its decoder.
 
     Attributes:
         defaults: values of config.json where it is silent, as transformers has them.
@@ -92,13 +92,13 @@ class Family:
     def rope_specs(
         cls, fields: Fields, layer_types: Sequence[str], head_dim: int
     ) -> tuple[RopeSpec | None, ...]:
-        """How each layer encodes positions; None: not at all."""
+        """The rope of each layer; None: the layer has no positions."""
         by_type = {kind: cls.rope_spec(fields, kind, head_dim) for kind in set(layer_types)}
         return tuple(by_type[kind] for kind in layer_types)
 
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
-        """How the layers of a type encode positions; None: not at all."""
+        """The rope of the layers of a type; None: they have no positions."""
         return read_rope(fields, layer_type, head_dim=head_dim)
 
     @classmethod
@@ -127,12 +127,12 @@ class Family:
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """What goes from one layer to the next, where other ranks have some of them."""
+        """The arrays that pass from one layer to the next, for pipeline stages."""
         return BetweenStages((config.hidden_size,))
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """The config with what only this family reads from `config.fields`."""
+        """The config with the fields that only this family reads from `config.fields`."""
         return config
 
     # -- the checkpoint -------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class Family:
         return model
 
     def _drop_prediction_layers(self) -> None:
-        """Layers behind the last one predict tokens further ahead; a forward pass has no use."""
+        """Leave out layers behind the last; they predict tokens further ahead."""
         first = self.config.num_layers
         more = self.config.fields.integer("num_nextn_predict_layers", low=0, default=0)
         self.weights.drop_below([f"model.layers.{i}." for i in range(first, first + min(more, 64))])
@@ -211,7 +211,7 @@ class Family:
         return None
 
     def entry(self) -> Entry | None:
-        """What comes between embeddings and layers; None: nothing does."""
+        """The part between embeddings and layers; None: there is none."""
         return None
 
     def last_norm(self) -> Norm:
@@ -332,7 +332,7 @@ class Family:
         return rms_norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
-        """What queries of a layer are multiplied with by their positions."""
+        """A factor of the queries of a layer that depends on their positions; None: 1."""
         return None
 
     def has_head_norms(self) -> bool:

@@ -38,7 +38,7 @@ from .weights.weights import Weights
 
 
 class Block(Protocol):
-    """What a head computes of a token's embedding and of the hidden states before it."""
+    """The network of a head: reads a token's embedding and the hidden states before the token."""
 
     @property
     def mixer(self) -> Mixer:
@@ -131,7 +131,7 @@ class ConcatenatedBlock:
 
 
 class DraftHead:
-    """A head with a cache of its own, run by a loop as a model is (`LanguageModel`).
+    """A head with its own cache. A loop runs it like a model (`LanguageModel`).
 
     Position i of the head reads the model's hidden states at i and the token at i + 1; its logits
     are those of the token at i + 2. Further tokens follow from its own output in place of the
@@ -221,7 +221,7 @@ class DraftHead:
         return full
 
     def rope_variant(self, max_tokens: int) -> int:
-        """One for all: what the head proposes need not be exact."""
+        """Always 0: proposals need not be exact."""
         return 0
 
     def arrays(self) -> list[mx.array]:
@@ -236,7 +236,7 @@ class DraftHead:
 
     @property
     def bytes_read(self) -> int:
-        """Of weights for one proposal: its own, and the output projection that it shares."""
+        """Bytes of weights that a proposal reads: the head's, and the shared output projection."""
         return self.num_bytes + self._shared_bytes
 
 
@@ -274,7 +274,7 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
 
 
 class _Names:
-    """The checkpoint's names of a head as of one more layer; None: another tensor.
+    """Renames a head's tensors to those of one more layer; None: the tensor is not the head's.
 
     Args:
         index: of that layer.
@@ -465,7 +465,7 @@ def _config(raw: dict[str, Any]) -> ModelConfig:
 
 
 def _rename(name: str) -> str:
-    """The layer's tensors as of layer 0; the others by their bare names."""
+    """Tensors of the layer under the names of layer 0; other tensors under their bare names."""
     bare = name.removeprefix("model.")
     for front in _FRONTS:
         if bare.startswith(front):

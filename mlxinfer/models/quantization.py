@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are quantised, and in which format, as config.json states it.
+"""The quantisation that config.json states: which weights are quantised, and in which format.
 
 MLX checkpoints state one format for all layers and exceptions by path:
 `{"group_size": 64, "bits": 4, "mode": "affine", "lm_head": false, "a.b": {"bits": 8, ...}}`.

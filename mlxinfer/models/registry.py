@@ -1,4 +1,4 @@
-"""Which class builds which architecture, and text models inside checkpoints that also see or hear.
+"""Maps architectures to families, and finds the text model inside a multimodal checkpoint.
 
 A family's module is imported when it is used. Only text goes in, so tensors that see and hear are
 left out, by name. Positions of text alone are the same on all axes of a multimodal rope.
@@ -59,7 +59,7 @@ def text_config(config: Fields) -> Fields:
 
 
 def language_name(name: str) -> str | None:
-    """A name of the language model without its prefix; None: of what sees or hears."""
+    """A tensor's name without the language model's prefix; None: it is of another part."""
     if name.removeprefix("model.").startswith(_SENSES):
         return None
     for prefix, ours in _LANGUAGE.items():
@@ -134,7 +134,7 @@ ENCODERS = frozenset(
 
 
 def is_encoder(config: Fields) -> bool:
-    """Whether the architecture of config.json gives hidden states alone, and no text."""
+    """Whether the architecture of config.json is an encoder, which gives no text."""
     return config.get("model_type") in ENCODERS
 
 

@@ -102,7 +102,7 @@ def _sizes(
 
 
 class StageModel:
-    """One rank's layers, joined to those of the others; see `language.LanguageModel`.
+    """One rank's layers, linked to the other ranks' layers; see `language.LanguageModel`.
 
     All ranks build the same steps in the same order. Each operation of the link is launched as it
     is built: arrays that are received depend on nothing, so that MLX knows no order among them.
@@ -206,7 +206,7 @@ class StageModel:
         return x.reshape(shape), [output.reshape(shape) for output in outputs]
 
     def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:
-        """hidden (R, hidden_size): rows of what `__call__` gave -> (R, vocab_size) on rank 0.
+        """hidden (R, hidden_size), rows that `__call__` returned -> (R, vocab_size) on rank 0.
 
         On the others it returns rows that have no meaning there.
         """

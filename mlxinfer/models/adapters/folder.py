@@ -1,4 +1,4 @@
-"""A folder with an adapter: which matrices of the model it changes, by its config and its headers.
+"""An adapter's folder: its config and its tensors' headers say which matrices it changes.
 
 Knows no model and reads no matrices: what cannot be right is refused before anything is loaded.
 mlx-lm's layout is read here (`adapters.safetensors` beside an adapter_config.json of its own;

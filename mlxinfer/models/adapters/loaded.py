@@ -32,7 +32,7 @@ _BLOCK = 256  # inputs by which a matrix is read off its product
 
 
 def read_adapter(folder: str | Path) -> AdapterFolder:
-    """What an adapter changes, in PEFT's layout or mlx-lm's; reads no matrices.
+    """Read an adapter's config and headers, in PEFT's layout or mlx-lm's. Reads no matrices.
 
     Raises:
         AdapterNotFoundError: there is none.
@@ -72,7 +72,7 @@ class ModelAdapters:
         self._norms: dict[int, mx.array] = {}  # (outputs,) squares of rows of the matrix, by target
 
     def check(self, adapter: AdapterFolder) -> list[Placement]:
-        """Where its matrices go; raises as `Targets.placements`, or where the model takes none."""
+        """Where an adapter's matrices go. Raises as `Targets.placements`, or for a zoo model."""
         if self._model is None or self._why_not is not None:
             raise UnsupportedModelError(f"This model takes no adapters: {self._why_not}.")
         if self._targets is None:
@@ -80,7 +80,7 @@ class ModelAdapters:
         return self._targets.placements(adapter)
 
     def estimate(self, placements: Sequence[Placement]) -> int:
-        """Bytes that the matrices will take, what stacks pad them by and DoRA's gains included."""
+        """Bytes that the matrices will take, with the padding of stacks and DoRA's gains."""
         assert self._model is not None
         size, total = _dtype_of(self._model).size, 0
         for index, placed in self._on_this_rank(placements).items():
@@ -100,7 +100,7 @@ class ModelAdapters:
         return by_target(placed)
 
     def new_number(self) -> int:
-        """For an adapter that is to be loaded."""
+        """A number for an adapter that will be loaded."""
         assert self._model is not None
         self._model.active_adapters.last_number += 1
         return self._model.active_adapters.last_number
@@ -153,7 +153,7 @@ class ModelAdapters:
         _require_finite(broken, adapter)  # of a layer at its end: until then, ranks go together
 
     def remove(self, number: int) -> None:
-        """Take an adapter off the model; what of it is there."""
+        """Take an adapter off the model, even if it is loaded in part."""
         empty: dict[int, object] = {}
         for index, adapted in list(self._adapted.items()):
             adapted.remove(number)
@@ -237,7 +237,7 @@ class ModelAdapters:
         matrices: tuple[mx.array, mx.array],
         tensors: Mapping[str, FileTensor],
     ) -> mx.array:
-        """(outputs of the part,) DoRA's length over that of the row as it became, less 1.
+        """(outputs of the part,) DoRA's length over the length of the changed row, less 1.
 
         |W + B A|^2 = |W|^2 + 2 B (W A^T) + B (A A^T) B^T, row by row: W itself is never made.
         """
@@ -301,7 +301,7 @@ def _require_finite(broken: Sequence[str], adapter: AdapterFolder) -> None:
 
 
 def _dtype_of(model: Model) -> mx.Dtype:
-    """Of the matrices of adapters: MLX's CPU backend has no gathered product of narrow ones."""
+    """The dtype of adapters' matrices: MLX's CPU backend gathers products of float32 only."""
     return model.activation_dtype if mx.metal.is_available() else mx.float32
 
 
@@ -362,7 +362,7 @@ def oriented(
 
 
 def _outputs(values: mx.array, placement: Placement, source: SourceRows, *, axis: int) -> mx.array:
-    """Values of a module's outputs, as those of a part of a projection."""
+    """Values of a module's outputs, in the order of their part of a projection."""
     if placement.taken is not None:
         values = mx.take(values, mx.array(placement.taken), axis=axis)
     if placement.put is not None:

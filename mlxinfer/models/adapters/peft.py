@@ -87,7 +87,7 @@ def read_peft(file: Path, config: Fields) -> AdapterFolder:
 
 
 def check_supported(config: Fields) -> None:
-    """Raise UnsupportedModelError for what would silently change the answers."""
+    """Raise UnsupportedModelError for settings that would silently change the answers."""
     kind = str(config.get("peft_type") or "LORA").upper()
     if kind != "LORA":
         raise UnsupportedModelError(
@@ -142,7 +142,7 @@ class _Sizes:
         return int(rank)
 
     def scale_of(self, path: str) -> float:
-        """What B A of a module is multiplied with."""
+        """The scale of B A for a module."""
         rank = self.rank_of(path)
         alpha = float(_by_pattern(self.alphas, path, self.alpha))
         return alpha / (math.sqrt(rank) if self.rooted else rank)
@@ -171,7 +171,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """Which modules are meant, by their paths."""
+    """The modules that an adapter's config means, by path."""
 
     names: Callable[[str], bool]
     excluded: Callable[[str], bool]
@@ -194,7 +194,7 @@ class _Targets:
         )
 
     def include(self, path: str) -> bool:
-        """Whether the module at a path is meant."""
+        """Whether the config means the module at a path."""
         if self.layers is not None:
             places = (pattern.match(path) for pattern in self.layer_number)
             place = next((each for each in places if each is not None), None)
@@ -204,7 +204,7 @@ class _Targets:
 
 
 def _layer_patterns(config: Fields) -> list[str]:
-    """What stands before the number of a layer, as layers_pattern says; else any name."""
+    """The name before a layer's number: as layers_pattern says, or any name."""
     stated = config.get("layers_pattern")
     patterns = [stated] if isinstance(stated, str) else config.items("layers_pattern") or []
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -254,7 +254,7 @@ def parameter_names(config: Fields) -> tuple[str, ...]:
 
 
 def _parameter_path(path: str, parameters: tuple[str, ...], paths: Collection[str]) -> str | None:
-    """The parameter that a wrapper stands for; None: it is an ordinary module.
+    """The path of the parameter that a wrapper stands for; None: an ordinary module.
 
     PEFT wraps a module once for each of its parameters that is meant, in their order, so that the
     innermost wrapper, the one with the most `base_layer` in its name, is that of the first.

@@ -57,7 +57,7 @@ class _Spot:
 
 
 class Targets:
-    """What adapters may name in a model."""
+    """The matrices of a model that adapters may change, by path."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

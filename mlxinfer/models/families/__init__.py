@@ -1,1 +1,1 @@
-"""Families of models: what their architectures do differently from Llama; see registry.py."""
+"""Model families. Each file states how architectures differ from Llama; see registry.py."""

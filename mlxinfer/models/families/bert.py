@@ -67,7 +67,7 @@ class Bert(Encoder):
 
 
 class Roberta(Bert):
-    """BERT with positions that begin behind that of padding: 2 in most checkpoints."""
+    """BERT with positions that begin behind the padding's, at 2 in most checkpoints."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         **Bert.defaults,

@@ -92,7 +92,7 @@ class DeepseekV3(Family):
 
     @classmethod
     def check_routing(cls, fields: Fields) -> None:
-        """Refuse what would silently change the answers."""
+        """Refuse settings that would silently change the answers."""
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class DeepseekV3(Family):
         return rotary_order(num_heads, before, rope, before + rope)
 
     def _latent_projection(self, path: str, dims: LatentDims) -> LatentProjection:
-        """From `kv_b_proj`, as on the hub, or from what mlx-lm makes of it."""
+        """Read `kv_b_proj`, as on the hub, or the two matrices that mlx-lm makes of it."""
         weights, heads = self.weights, self.config.num_heads
         if f"{path}.embed_q.weight" in weights:
             key = weights.matrix(f"{path}.embed_q", (heads, dims.rank, dims.nope))
@@ -208,7 +208,7 @@ class DeepseekV2(DeepseekV3):
 
     @classmethod
     def check_routing(cls, fields: Fields) -> None:
-        """No published model normalises, and references do not agree on what that would be."""
+        """Refuse normalised weights: no published model has them, and references disagree."""
         method = fields.text("topk_method")
         if fields.boolean("norm_topk_prob") or method not in ("greedy", "group_limited_greedy"):
             raise UnsupportedModelError(
@@ -244,7 +244,7 @@ class DeepseekV32(DeepseekV3):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """What the indexer keeps of a token, and how many tokens one sees."""
+        """Add the indexer: the size of its key, and the number of tokens that a token sees."""
         config, fields = super().configure(config), config.fields
         if LatentDims.of(fields).query_rank is None:
             raise CheckpointError(
@@ -285,7 +285,7 @@ class DeepseekV32(DeepseekV3):
 
 
 def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
-    """What YaRN multiplies all scores with, where the config states `mscale_all_dim`."""
+    """The factor of YaRN on all scores; 1 unless the config states `mscale_all_dim`."""
     stated = fields.fields("rope_parameters", "rope_scaling")
     if rope is None or rope.kind != "yarn" or stated is None:
         return 1.0
@@ -294,7 +294,7 @@ def _yarn_scale(fields: Fields, rope: RopeSpec | None) -> float:
 
 
 def with_experts(config: ModelConfig) -> ModelConfig:
-    """The config with what DeepSeek and its kin state of experts."""
+    """The config with the experts' fields of DeepSeek and related families."""
     fields = config.fields
     dense = fields.integer("first_k_dense_replace", low=0)
     num_experts = fields.integer("n_routed_experts", "num_local_experts", high=2**16)
@@ -309,7 +309,7 @@ def with_experts(config: ModelConfig) -> ModelConfig:
 
 
 def biased_routing(family: Family, path: str) -> ExpertChoice:
-    """Scores of a sigmoid; groups and experts are chosen by scores with a bias."""
+    """Sigmoid scores. Groups and experts are chosen by score plus bias."""
     config, fields = family.config, family.config.fields
     bias = family.weights.raw(f"{path}.gate.e_score_correction_bias", (config.num_experts,))
     routing = Routing(

@@ -31,7 +31,7 @@ _LEAST = 1e-5  # of a mean square that is divided by
 
 
 class SparseGate:
-    """A gated activation of what stands out of the gate's numbers: above mean + cut * deviation."""
+    """A gated activation that sets gates below mean + cut * standard deviation to zero."""
 
     __slots__ = ("activation", "cut")
 
@@ -98,7 +98,7 @@ def _as_long(x: mx.array, other: mx.array) -> mx.array:
 
 
 class AltUp:
-    """Predicts all streams from all, and corrects them by what became of the active one.
+    """Predicts all streams from all streams, and corrects them by the error of the active one.
 
     Args:
         active: which stream a layer computes.
@@ -262,7 +262,7 @@ class Gemma3n(Family):
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """All streams of a token, and what Gemma 4 has, too."""
+        """All streams of a token, and the arrays that Gemma 4 passes on."""
         return between_stages(config, num_streams=config.fields.integer("altup_num_inputs"))
 
     @property
@@ -350,7 +350,7 @@ class Gemma3n(Family):
 
 
 def _widths(fields: Fields, width: int, num_layers: int) -> list[int]:
-    """Of each layer's feed-forward block."""
+    """The width of each layer's feed-forward block."""
     stated = fields.items("intermediate_sizes")
     if stated is None:
         return [width] * num_layers

@@ -220,7 +220,7 @@ class Gemma4(Family):
 
     @classmethod
     def between_stages(cls, config: ModelConfig) -> BetweenStages:
-        """Of the E models more than hidden states."""
+        """Hidden states, and for the E models per-layer inputs and shared keys."""
         return between_stages(config)
 
     @property
@@ -259,7 +259,7 @@ class Gemma4(Family):
         return fused([query, key, key])
 
     def _head_norm_weight(self, index: int) -> mx.array:
-        """Where keys share numbers with values, what multiplies these is a factor of queries."""
+        """If keys share numbers with values, the norm's factors of these go to the queries."""
         weight = super()._head_norm_weight(index)  # (H + Hkv, D)
         config = self.config
         turning = config.turning[index]
@@ -307,7 +307,7 @@ class Gemma4(Family):
         )
 
     def _inner(self, index: int) -> int:
-        """Twice as wide where keys are shared, if the config says so."""
+        """The width of the MLP: twice as wide in layers with shared keys, if the config says so."""
         config = self.config
         wide = config.fields.boolean("use_double_wide_mlp") and sources(config)[index] is not None
         return config.intermediate_size * (1 + wide)
@@ -342,7 +342,7 @@ class Gemma4Unified(Gemma4):
 
 
 def _turning(config: ModelConfig, index: int, head_dim: int) -> int:
-    """Numbers of a key that are not those of the value too; 0: none are."""
+    """How many numbers of a key differ from those of its value; 0: keys and values are apart."""
     fields, rope = config.fields, config.ropes[index]
     if config.windows[index] is not None or not fields.boolean("attention_k_eq_v"):
         return 0

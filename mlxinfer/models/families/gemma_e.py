@@ -1,4 +1,4 @@
-"""What Gemma 3n and the E models of Gemma 4 share: per-layer inputs, and layers without keys."""
+"""Parts of Gemma 3n and the E models of Gemma 4: per-layer inputs, and layers without keys."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ _KEYS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 
 
 def sources(config: ModelConfig) -> list[int | None]:
-    """For each layer the earlier one that has the keys and values it reads; None: its own.
+    """For each layer, the earlier layer whose keys and values it reads; None: it has its own.
 
     The last `num_kv_shared_layers` read those of the last layer before them that has their window.
 
@@ -85,7 +85,7 @@ def per_layer_inputs(family: Family) -> PerLayerInputs | None:
 
 
 def per_layer_gate(family: Family, index: int) -> PerLayerGate | None:
-    """What layer `index` makes of its input; None: it has none."""
+    """The gate of layer `index` for its per-layer input; None: the model has no such inputs."""
     config, weights, path = family.config, family.weights, f"model.layers.{index}"
     dims = config.fields.integer("hidden_size_per_layer_input", low=0, high=2**16)
     if not dims:

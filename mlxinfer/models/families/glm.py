@@ -78,7 +78,7 @@ class Glm4MoE(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which layers have experts."""
+        """Set the layers that have experts."""
         return with_experts(config)
 
     def has_head_norms(self) -> bool:
@@ -151,7 +151,7 @@ class GlmMoeDsa(DeepseekV32, Glm4MoELite):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Refused where layers see what an earlier layer's indexer chose."""
+        """Refuse layers that reuse the choice of an earlier layer's indexer."""
         fields = config.fields
         types = {str(kind) for kind in fields.items("indexer_types") or ()}
         pattern = str(fields.get("index_topk_pattern") or "")

@@ -106,7 +106,7 @@ class GraniteHybrid(Granite):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which layers are recurrent."""
+        """Set the states of recurrent layers."""
         state = _dims(config.fields).spec
         recurs = _recurs(config.fields, config.num_layers)
         return replace(
@@ -146,7 +146,7 @@ class GraniteHybrid(Granite):
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer is recurrent; all are, where the config does not say."""
+    """For each layer, whether it is recurrent. All are, unless the config lists layer types."""
     stated = fields.items("layer_types", "layers_block_type")
     if stated is None:
         return [True] * num_layers

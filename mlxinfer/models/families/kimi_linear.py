@@ -38,7 +38,7 @@ _CONV = re.compile(r"\.([qkv])_conv(?:1d|\.conv)\.")  # of the hub, and of MLX
 
 
 class KimiLinear(DeepseekV3):
-    """Experts as of DeepSeek V3, in one group."""
+    """Delta attention and latent attention, with DeepSeek V3's experts in one group."""
 
     defaults: ClassVar = {
         "num_attention_heads": 32,
@@ -66,7 +66,7 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With DeepSeek's names, and what `linear_attn_config` states beside the others."""
+        """The config under DeepSeek's names, with `linear_attn_config` beside the others."""
         values = dict(config.values)
         for own, ours in _NAMES.items():
             if (stated := values.pop(own, None)) is not None:
@@ -94,7 +94,7 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which layers are recurrent, and which have experts."""
+        """Set the states of recurrent layers, and the layers that have experts."""
         config = super().configure(config)
         fields = config.fields
         state = _state(fields)
@@ -111,7 +111,7 @@ class KimiLinear(DeepseekV3):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """As DeepSeek calls the same; modules that predict further ahead are left out."""
+        """DeepSeek's names; modules that predict further ahead are left out."""
         if name.startswith("model.mtp"):
             return None
         name = name_projections(name).replace(".block_sparse_moe.", ".mlp.")
@@ -156,7 +156,7 @@ class KimiLinear(DeepseekV3):
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer is recurrent, as listed, or by the numbers of the others from 1 on."""
+    """For each layer, whether it is recurrent: by a list of either kind, counted from 1."""
     stated = fields.items("layer_types")
     if stated is not None:
         if len(stated) != num_layers or not all(kind in (_RECURRENT, FULL) for kind in stated):
@@ -172,7 +172,7 @@ def _recurs(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _state(fields: Fields) -> StateSpec:
-    """Of one recurrent layer: the convolution's inputs, and a matrix for each head."""
+    """The state of one recurrent layer: the convolution's inputs, and a matrix for each head."""
     heads = fields.integer("linear_num_heads", high=2**14)
     dim = fields.integer("linear_head_dim", high=2**14)
     length = fields.integer("linear_conv_kernel_dim", low=2, high=64)

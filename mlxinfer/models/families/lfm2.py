@@ -68,7 +68,7 @@ class Lfm2(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which layers are convolutions, and how wide the feed-forward blocks are."""
+        """Set the states of convolutions, and the width of the feed-forward blocks."""
         fields = config.fields
         length = fields.integer("conv_L_cache", low=2, high=64)
         state = StateSpec((((length - 1, config.hidden_size), "float32"),))
@@ -136,7 +136,7 @@ class Lfm2MoE(Lfm2):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which layers have experts."""
+        """Set the layers that have experts."""
         config = super().configure(config)
         dense = config.fields.integer("num_dense_layers", low=0)
         sparse = tuple(i >= dense for i in range(config.num_layers))
@@ -163,7 +163,7 @@ class Lfm2MoE(Lfm2):
 
 
 def _convolves(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer is a convolution."""
+    """For each layer, whether it is a convolution."""
     stated = fields.items("layer_types")
     if stated is not None:
         if len(stated) != num_layers or not set(map(str, stated)) <= {"conv", FULL}:
@@ -176,7 +176,7 @@ def _convolves(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _inner(fields: Fields, stated: int) -> int:
-    """The width of the feed-forward blocks: two thirds of what is stated, rounded up."""
+    """The width of the feed-forward blocks: two thirds of the stated width, rounded up."""
     if not fields.boolean("block_auto_adjust_ff_dim"):
         return stated
     multiple = fields.integer("block_multiple_of", high=2**16)

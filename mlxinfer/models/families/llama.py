@@ -164,7 +164,7 @@ class SmolLM3(Family):
 
 
 def layers_with_positions(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer has positions."""
+    """For each layer, whether its tokens have positions."""
     stated = fields.items("no_rope_layers")
     if stated is None:
         interval = fields.integer("no_rope_layer_interval")

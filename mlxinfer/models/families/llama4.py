@@ -116,7 +116,7 @@ class Llama4(Family):
         return rms_norm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
-        """Where there are no positions."""
+        """A factor that grows with the position, in layers without rope."""
         fields = self.config.fields
         if self.config.ropes[index] is not None or not fields.get("attn_temperature_tuning"):
             return None

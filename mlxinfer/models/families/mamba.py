@@ -1,4 +1,4 @@
-"""What families with Mamba-2 layers share: sizes, the state of a layer, and its mixer."""
+"""Parts of families with Mamba-2 layers: sizes, the state of a layer, and its mixer."""
 
 from dataclasses import dataclass
 
@@ -72,17 +72,17 @@ class MambaDims:
 
     @property
     def projected_parts(self) -> list[int]:
-        """Outputs of the projection: gates, what is convolved, and time steps."""
+        """Outputs of the projection: gates, inputs of the convolution, and time steps."""
         return [self.inner, *self.conv_parts, self.heads]
 
     @property
     def projected(self) -> int:
-        """All of these."""
+        """The sum of `projected_parts`."""
         return sum(self.projected_parts)
 
     @property
     def spec(self) -> StateSpec:
-        """Of one layer: the convolution's inputs, and a matrix for each head."""
+        """The state of one layer: the convolution's inputs, and a matrix for each head."""
         heads = self.heads, self.head_dim, self.state
         return StateSpec((((self.conv - 1, self.channels), "float32"), (heads, "float32")))
 

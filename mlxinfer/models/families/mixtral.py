@@ -41,7 +41,7 @@ class Mixtral(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Experts' projections by what they are."""
+        """The usual names of the experts' projections."""
         return name_projections(name)
 
     def mlp(self, index: int) -> FeedForward:
@@ -79,7 +79,7 @@ class MiniMaxM2(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """Experts' projections by what they are."""
+        """The usual names of the experts' projections."""
         return name_projections(name)
 
     def qk_norm(self, index: int) -> Norm:

@@ -70,7 +70,7 @@ class ModernBert(Encoder):
 
     @classmethod
     def biases(cls, fields: Fields) -> tuple[bool, bool]:
-        """As stated, for all of them."""
+        """One stated value for all projections."""
         stated = fields.boolean("attention_bias", default=False)
         return stated, stated
 

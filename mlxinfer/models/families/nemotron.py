@@ -162,7 +162,7 @@ class NemotronH(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which blocks are what."""
+        """Set the kind of each block."""
         fields = config.fields
         acts = fields.text("mlp_hidden_act"), fields.text("mamba_hidden_act")
         if acts != ("relu2", "silu"):
@@ -180,7 +180,7 @@ class NemotronH(Family):
 
     @classmethod
     def rename(cls, name: str) -> str | None:
-        """As other families call it; what predicts tokens further ahead is left out."""
+        """The names of other families; modules that predict further ahead are left out."""
         if name.startswith("mtp."):
             return None
         inner = name.removeprefix("backbone.").removeprefix("model.")

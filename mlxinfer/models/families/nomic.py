@@ -37,7 +37,7 @@ _FIXED = {  # keys -> the value that is built here; others are other networks
 
 
 class NomicBert(Encoder):
-    """As of the module."""
+    """Nomic BERT, versions 1 and 1.5."""
 
     defaults: ClassVar = {
         "vocab_size": 30_528,

@@ -34,7 +34,7 @@ class Olmo2(PostNormFamily):
 
 
 class Olmo3(Olmo2):
-    """OLMo 2 with windows in three layers of four; positions of these are never stretched."""
+    """OLMo 2 with windows in three layers of four, whose positions are never stretched."""
 
     defaults: ClassVar = {
         "rms_norm_eps": 1e-5,

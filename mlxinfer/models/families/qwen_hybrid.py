@@ -59,7 +59,7 @@ class Qwen3Next(Family):
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Which layers are recurrent."""
+        """Set the states of recurrent layers."""
         state = _state(config.fields)
         recurs = _recurs(config.fields, config.num_layers)
         return replace(config, states=tuple(state if one else None for one in recurs))
@@ -91,7 +91,7 @@ class Qwen3Next(Family):
         )
 
     def delta_inputs(self, path: str, state: StateSpec) -> list[StoredMatrix]:
-        """What Gated DeltaNet projects its input to, in two matrices ordered by key head."""
+        """The input projections of Gated DeltaNet: two matrices ordered by key head."""
         _, (values, value_dim, key_dim) = (shape for shape, _ in state.shapes)
         keys = self.config.fields.integer("linear_num_key_heads")
         served = values // keys  # value heads of a key head
@@ -128,7 +128,7 @@ class Qwen3Next(Family):
         return self.experts(path, choose, shared=shared)
 
     def _matrix(self, path: str, out_dims: int, parts: Sequence[int] | None = None) -> StoredMatrix:
-        """One that reads hidden states; those of attention may have biases."""
+        """A matrix that reads hidden states, with a bias if attention has biases."""
         bias = self.config.qkv_bias and ".self_attn." in path
         shape = out_dims, self.config.hidden_size
         return self.weights.matrix(path, shape, bias=bias, parts=parts)
@@ -182,7 +182,7 @@ class Qwen3_5MoE(Qwen3_5):
 
 
 def _recurs(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer is recurrent, as listed or by the interval of attention layers."""
+    """For each layer, whether it is recurrent: by a list, or by attention's interval."""
     stated = fields.items("layer_types")
     if stated is None:
         interval = fields.integer("full_attention_interval", high=2**20)
@@ -195,7 +195,7 @@ def _recurs(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def _state(fields: Fields) -> StateSpec:
-    """Of one recurrent layer: the convolution's inputs, and a matrix for each value head."""
+    """The state of a recurrent layer: the convolution's inputs, a matrix for each value head."""
     keys = fields.integer("linear_num_key_heads", high=2**14)
     values = fields.integer("linear_num_value_heads", high=2**14)
     if values % keys:

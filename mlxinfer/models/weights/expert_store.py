@@ -1,4 +1,4 @@
-"""Experts that stay in their files, and the slots of memory for those that tokens go to.
+"""Experts that stay in their files, and slots of memory for the ones that tokens use.
 
 Each layer has as large a share of its experts in slots as the budget is of all experts. An expert
 that is needed and missing takes the slot of the one that tokens go to most rarely. How often is a
@@ -41,7 +41,7 @@ SAMPLE_READ = 1 << 20  # bytes of one of its reads
 
 @dataclass(slots=True)
 class Counters:
-    """Of all layers of a model."""
+    """Counts over all layers of a model."""
 
     tokens: int = 0  # rows of all steps
     hits: int = 0  # experts of a layer and step that were in memory, or on their way there
@@ -104,7 +104,7 @@ class SlotArray:
         return self._slots.shape[1]
 
     def targets(self, expert: int, slot: int) -> "list[Target]":
-        """What is to be read for an expert; what is in memory is copied at once."""
+        """The reads for an expert. Fields that are in memory are copied at once."""
         if self._memory is not None:
             self._slots[slot] = host_bytes(self._memory)[expert]
             return []
@@ -132,7 +132,7 @@ class Target:
     dtypes: tuple[mx.Dtype, mx.Dtype, mx.Dtype]  # stored, rounded to, held
 
     def buffer(self) -> Bytes:
-        """What the file's bytes are read into."""
+        """The buffer that the file's bytes are read into."""
         if len(set(self.dtypes)) == 1:
             return self.memory
         return np.empty(self.span.size, np.uint8)
@@ -175,7 +175,7 @@ class Reader:
         self.unread: mx.array | None = None
 
     def settle(self) -> None:
-        """Return when what was made of slots is computed, and let go of it."""
+        """Wait until everything computed from slots is done, and drop the references to it."""
         unread, self.unread = self.unread, None
         mx.eval(unread)
 
@@ -222,7 +222,7 @@ class Reading:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a reader is at it, or was."""
+        """Whether a reader has started it."""
         return any(future.running() or future.done() for future in self.futures)
 
     def stop(self) -> None:
@@ -299,7 +299,7 @@ class LayerExperts:
             reading.guessed = False
 
     def begin(self, wanted: Ints, keep: Ints) -> None:
-        """Begin to read those of `wanted` that have no slot; both keep theirs."""
+        """Begin to read `wanted` experts that have no slot; `wanted` and `keep` stay."""
         missing = wanted[self._slot_of[wanted] < 0]
         if len(missing):
             self._fill(missing, np.concatenate([wanted, keep]), guessed=False)
@@ -361,7 +361,7 @@ class LayerExperts:
                 raise
 
     def _victims(self, count: int, keep: NDArray[Any]) -> list[int]:
-        """Slots that are free, then those of experts that tokens go to most rarely."""
+        """Free slots first, then the slots of the experts that tokens use most rarely."""
         held = self._expert_in
         rates = np.where(held < 0, -1.0, self._rate[held])
         kept = self._slot_of[keep]

@@ -74,7 +74,7 @@ def read_headers(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def _each_once(headers: dict[Path, dict[str, TensorInfo]]) -> dict[Path, dict[str, TensorInfo]]:
-    """The headers, no tensor of which is in two files."""
+    """The headers, after a check that no tensor is in two files."""
     owners: dict[str, Path] = {}
     for path, tensors in headers.items():
         for name in tensors:

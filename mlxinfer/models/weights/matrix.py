@@ -173,7 +173,7 @@ def fused(parts: Sequence[StoredMatrix]) -> Projection:
 
 
 def fused_experts(parts: Sequence[StoredMatrix]) -> ExpertProjection:
-    """Do what `fused` does, for matrices stacked by expert."""
+    """As `fused`, for matrices stacked by expert."""
     if len({part.form for part in parts}) > 1:
         return JoinedExperts([part.expert_projection() for part in parts])
     return _side_by_side(parts).expert_projection()

@@ -177,7 +177,7 @@ class Weights:
         dtypes: Collection[mx.Dtype] | None = None,
         parts: Sequence[int] | None = None,
     ) -> Tensor:
-        """As `raw`, and not read yet; of one of some dtypes."""
+        """As `raw`, but not read yet, and with a choice of dtypes."""
         tensor = self._source.take(name, shape, parts)
         self._taken_bytes += tensor.nbytes
         if self._placing is not NOWHERE:
@@ -401,7 +401,7 @@ class Weights:
         return weight
 
     def _gives_summands(self, path: str) -> bool:
-        """Whether a matrix has some of the inputs, and other ranks have the others."""
+        """Whether this rank's matrix has only some of the inputs, so that ranks add up outputs."""
         slices = [self._source.slices(f"{path}.{part}") for part in _PARTS]
         return any(one is not None and one.axis == -1 for one in slices)
 

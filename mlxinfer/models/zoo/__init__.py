@@ -40,7 +40,7 @@ def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
 
 
 def load_config(folder: Path) -> ZooConfig:
-    """What would run the checkpoint in a folder, without its weights; errors as of `load`."""
+    """The config of the model in a folder. Reads no weights; raises as `load`."""
     return choose(*_read(folder))[0]
 
 

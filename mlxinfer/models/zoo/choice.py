@@ -156,7 +156,7 @@ TOLERANCE = {mx.float32: 1e-3, mx.bfloat16: 0.1, mx.float16: 0.05}  # of the spr
 
 
 def find_cut(definition: Definition) -> None:
-    """See whether logits can be had of a few hidden states; shapes only."""
+    """Find where the output projection can be cut off. Uses shapes only."""
     ids = mx.zeros((1, 3), mx.int32)
     whole = definition(ids, definition.own_caches())
     try:
@@ -168,7 +168,7 @@ def find_cut(definition: Definition) -> None:
 
 
 def weights_dtype(definition: Definition) -> mx.Dtype:
-    """Of activations: that of the logits, where these are no wider than the weights."""
+    """The dtype of activations: that of the logits, unless it is wider than the weights' dtype."""
     weights = [a.dtype for _, a in tree_flatten(definition.model.parameters()) if a.ndim > 1]
     floats = [dtype for dtype in weights if dtype in TOLERANCE]
     return max(set(floats), key=floats.count, default=mx.float32)
@@ -249,7 +249,7 @@ def _ids(vocab_size: int) -> list[mx.array]:
 
 
 def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
-    """How ragged steps of all sequences differ from mlx-lm's own run; None: not."""
+    """Compare ragged steps of all sequences with mlx-lm's own run; None: they agree."""
     try:
         traced = trace(definition)  # anew: the dtypes of keys follow from the weights
         model = FlatModel(config, definition, traced)
@@ -275,7 +275,7 @@ def problem_batched(config: ZooConfig, definition: Definition) -> str | None:
 
 
 def problem_alone(model: AloneModel) -> str | None:
-    """How chunks and steps differ from one run over the whole sequence; None: not."""
+    """Compare chunks and steps with one run over the whole sequence; None: they agree."""
     definition = model.definition
     ids, chunks = _ids(model.config.vocab_size)[0], CHUNKS[0]
     try:
@@ -292,7 +292,7 @@ def problem_alone(model: AloneModel) -> str | None:
 def _compare(
     definition: Definition, ids: Sequence[mx.array], found: Sequence[mx.array]
 ) -> str | None:
-    """How logits (L, vocab_size) of sequences differ from mlx-lm's own run; None: not.
+    """Compare logits (L, vocab_size) of sequences with mlx-lm's own run; None: they agree.
 
     In float32 every position must agree; with 16 bits, where experts may be chosen differently on
     the last bit, most must.
@@ -311,7 +311,7 @@ def _compare(
 
 
 def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooConfig, Definition]:
-    """What runs an architecture that has no native family, from its config alone.
+    """Choose the definition that runs an architecture, from its config alone.
 
     Args:
         raw: the contents of config.json.
@@ -346,7 +346,7 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
 
 
 def _unknown(model_type: str) -> UnsupportedModelError:
-    """Nothing defines it; names that are spelled alike may be what was meant."""
+    """The error for an architecture that nothing defines, with similar names."""
     alike = get_close_matches(model_type, sorted({*SUPPORTED, *architectures()}), n=3)
     runs = f" Alike, and defined: {', '.join(alike)}." if alike else ""
     return UnsupportedModelError(
@@ -356,7 +356,7 @@ def _unknown(model_type: str) -> UnsupportedModelError:
 
 
 def _kept_alone(definition: Definition) -> tuple[list[CacheSpec], int]:
-    """What a sequence keeps on caches of mlx-lm's, and the size of the vocabulary."""
+    """What a sequence keeps in mlx-lm's caches, and the size of the vocabulary."""
     try:
         logits = definition(mx.zeros((1, 2), mx.int32), definition.own_caches())
         return [kept_by(definition, mx.float32)], logits.shape[-1]

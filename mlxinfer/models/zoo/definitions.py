@@ -42,7 +42,7 @@ NEEDED = ("Model", "ModelArgs")  # what a module that defines an architecture ha
 
 
 class AttendingCache:
-    """What an attention layer of a definition gets in place of mlx-lm's cache; see flat.py."""
+    """The cache that an attention layer of a definition gets in place of mlx-lm's."""
 
     __slots__ = ()
 
@@ -278,7 +278,7 @@ class Definition:
         return found
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """What `hidden` gives, of any rows (R, width) -> (R, vocab_size)."""
+        """Logits of rows that `hidden` returned: (R, width) -> (R, vocab_size)."""
         if self._body is None:
             return hidden
         with self._body.replaced(hidden[:, None]):
@@ -375,7 +375,7 @@ def _respelled_inner(value: Any) -> Any:
 
 
 def _with_old_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """What `rope_parameters` says in keys of its own, where these are silent."""
+    """Copy the fields of `rope_parameters` to the older keys, unless those are stated."""
     if "full_attention" in rope and isinstance(rope["full_attention"], dict):
         rope = rope["full_attention"]
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -74,7 +74,7 @@ class ZooConfig:
         return "mlx-lm"
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """What is kept, by place among those that keep something."""
+        """The specs of all layers that keep something, in order."""
         return self.cache_specs[index]
 
     @property
@@ -134,7 +134,7 @@ class NotFlatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CausalMask:
-    """What a flat cache gives where a definition asks for a mask: it says only how far to see."""
+    """The mask that a flat cache returns; it only says how far a token sees."""
 
     window: int | None  # tokens, the newest included; None: all
 
@@ -243,7 +243,7 @@ class _Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What was learnt by building one step of a definition without computing it."""
+    """Facts about a definition, learnt by building one step without computing it."""
 
     caches: list[FlatCache]  # one for each of mlx-lm's own
     mixers: list[AttentionShape]  # of those that are used, in order
@@ -309,7 +309,7 @@ def _explained(error: Exception) -> str:
 
 
 def _flat(cache: Any) -> FlatCache:
-    """What stands for one of mlx-lm's caches."""
+    """Stands for one of mlx-lm's caches."""
     kind = type(cache).__name__
     if kind == "KVCache":
         return FlatCache(None)
@@ -450,7 +450,7 @@ class AloneModel:
 
 
 def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:
-    """What a sequence keeps, learnt from the shapes of a short one: nothing is computed."""
+    """What a sequence keeps, learnt from the shapes of a short sequence. Nothing is computed."""
     caches = definition.own_caches()
     definition(mx.zeros((1, 2), mx.int32), caches)
     step_bytes = sum(_step_bytes(cache) for cache in caches)

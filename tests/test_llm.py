@@ -21,7 +21,7 @@ import pytest
 import mlxinfer
 from mlxinfer import LLM, FinishReason, SamplingParams
 from mlxinfer.core import Request, TokenEvent
-from mlxinfer.session.output_processor import OutputProcessor
+from mlxinfer.session.answers import Answer
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.text import TextStream
 
@@ -194,13 +194,13 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
 def test_ctrl_c_aborts_the_requests_of_a_batch(llm: LLM) -> None:
     def press() -> bool:
         """On the engine's thread, where nothing ends meanwhile."""
-        running = len(llm._session.client.engine._loop.scheduler.queues.running) == 2
+        running = len(llm._session.engine._loop.scheduler.queues.running) == 2
         if running:
             _thread.interrupt_main()
         return running
 
     def press_when_they_run() -> None:
-        while not llm._session.client.engine.call(press):
+        while not llm._session.engine.call(press):
             time.sleep(0.01)
 
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
@@ -432,7 +432,7 @@ def test_closing(llm: LLM) -> None:
 
 def test_a_collected_llm_is_closed() -> None:
     made = LLM("demo")
-    thread = made._session.client.engine._thread
+    thread = made._session.engine._thread
     gone = weakref.ref(made)
     del made
     gc.collect()
@@ -458,7 +458,7 @@ def test_logits_and_pin_raise_step_failures(monkeypatch: pytest.MonkeyPatch) -> 
     with LLM("demo", prefix_cache=False, prefill_chunk=256) as llm:
         with pytest.raises(mlxinfer.InvalidRequestError, match="prefix_cache"):
             llm.pin("A page")
-        runner = llm._session.client.engine._loop.runner
+        runner = llm._session.engine._loop.runner
         launch, count = runner.launch, 0
 
         def failing(*step: Any) -> Any:
@@ -484,7 +484,7 @@ def test_a_stream_raises_where_closing_the_engine_fails(monkeypatch: pytest.Monk
     def broken() -> None:
         raise RuntimeError("the books are wrong")
 
-    monkeypatch.setattr(llm._session.client.engine._loop, "abort_all", broken)
+    monkeypatch.setattr(llm._session.engine._loop, "abort_all", broken)
     llm.close()
     with pytest.raises(mlxinfer.EngineClosedError, match="the books are wrong"):
         list(stream)
@@ -559,7 +559,7 @@ def test_time_before_a_stream_is_read_is_not_queueing(llm: LLM) -> None:
 
 def test_timings_are_of_the_engine_not_of_the_reader(llm: LLM) -> None:
     request = Request("r", [1, 2, 3], SamplingParams())
-    answer = OutputProcessor(request, lambda: TextStream(llm.tokenizer))
+    answer = Answer(request, lambda: TextStream(llm.tokenizer))
     submitted_s = answer._submitted_s
     for second in range(1, 5):  # all read at once
         reason = FinishReason.LENGTH if second == 4 else None

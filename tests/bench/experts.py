@@ -244,12 +244,12 @@ def open_model(folder: Path, setting: Setting, sizes: Mixture) -> LLM:
     memory = round(slots * sizes.layers * one)
     llm = LLM(folder, expert_memory=memory, slow_experts=True, max_memory="256MB", **options)
     if not setting.guesses:
-        llm._session.client.engine.call(lambda: _stop_guesses(llm))  # type: ignore[union-attr]
+        llm._session.engine.call(lambda: _stop_guesses(llm))  # type: ignore[union-attr]
     return llm
 
 
 def _stop_guesses(llm: LLM) -> None:
-    model = llm._session.client.engine._loop.model  # type: ignore[union-attr]
+    model = llm._session.engine._loop.model  # type: ignore[union-attr]
     mixtures = [mixture for layer in model.layers for mixture in reachable(layer, StreamedMoE)]
     for mixture in mixtures:
         mixture.following = None

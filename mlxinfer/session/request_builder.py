@@ -104,7 +104,9 @@ class RequestBuilder:
         constraint = given.constraint
         if constraint is None and given.response_format is not None:
             constraint = response_format(given.response_format)
-        spec = self.guidance.rule(prompt.ids, constraint, prompt.use, reasons=prompt.reasons)
+        spec = None
+        if constraint is not None or prompt.use is not None:
+            spec = self.guidance.rule(prompt.ids, constraint, prompt.use, reasons=prompt.reasons)
         params = given.params_of_answers(chat_params, max_context - num_prompt)
         return [self._answer(given, prompt, each, spec) for each in params]
 

@@ -4,11 +4,15 @@ R = rows, V = vocabulary.
 """
 
 import mlx.core as mx
+import numpy as np
 
 from .launch import MetalKernel
+from .variants import Case, Kind, Variant, dtype_name
 
 WORD_BITS = 32
 THREADS = 256
+SMALL_VOCAB, LARGE_VOCAB = 1_501, 151_936
+MASKED_ROWS = 8
 
 KERNEL = MetalKernel(
     name="bitmask",
@@ -63,3 +67,45 @@ def check_mask(logits: mx.array, mask: mx.array) -> None:
     num_rows, vocab_size = logits.shape
     assert mask.shape == (num_rows, -(-vocab_size // WORD_BITS)), (mask.shape, logits.shape)
     assert mask.dtype == mx.uint32
+
+
+def bitmask_variant(dtype: mx.Dtype) -> Variant:
+    """What `bitmask` compiles for logits of this dtype."""
+    return Variant.of("bitmask", dtype=dtype_name(dtype))
+
+
+def _bitmask_case(variant: Variant) -> Case:
+    return _masking(variant, MASKED_ROWS, SMALL_VOCAB)
+
+
+def _timed_bitmask(variant: Variant, sequences: int, _: int) -> Case:
+    return _masking(variant, sequences, LARGE_VOCAB)
+
+
+def _masking(variant: Variant, num_rows: int, vocab_size: int) -> Case:
+    logits = random_logits(num_rows, vocab_size).astype(variant.dtype)
+    mask = random_mask(num_rows, vocab_size)
+    return Case(lambda: [bitmask(logits, mask)], lambda: [bitmask_twin(logits, mask)], (0.0,))
+
+
+def random_logits(num_rows: int, vocab_size: int) -> mx.array:
+    """(R, V) float32, the same every time."""
+    rng = np.random.default_rng(vocab_size)
+    return mx.array(rng.normal(0, 3, (num_rows, vocab_size)).astype(np.float32))
+
+
+def random_mask(num_rows: int, vocab_size: int) -> mx.array:
+    """(R, ceil(V / 32)) uint32, the same every time."""
+    rng = np.random.default_rng(num_rows)
+    words = rng.integers(0, 2**32, (num_rows, -(-vocab_size // WORD_BITS)), dtype=np.uint32)
+    return mx.array(words)
+
+
+BITMASK = Kind(
+    name="bitmask",
+    files=("bitmask.metal", "bitmask.py"),
+    case=_bitmask_case,
+    timed=_timed_bitmask,
+    registers=lambda variant: 12,
+    samples=tuple(Variant.of("bitmask", dtype=d) for d in ("float32", "bfloat16", "float16")),
+)

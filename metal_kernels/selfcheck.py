@@ -1,54 +1,191 @@
 """Compares kernels with their twins on the GPU that will run them, and says which may be used.
 
-Knows neither models nor requests. A kernel that is right is timed once beside MLX's own operations.
-Verdicts and times are kept (`verdicts`), by chip, system, versions, variant and the kernels' text:
-a model that is loaded again pays for the compiler alone, since MLX keeps nothing that it compiled.
+Knows no model, no request and no kernel by name. A kernel that is right is timed once beside MLX's
+own operations. Verdicts and times are kept in a file, by chip, system, versions, variant and the
+kernels' text: a model that is loaded again pays for the compiler alone, since MLX keeps nothing
+that it compiled.
+
+A check is marked in the file before it begins. If it ends the process, the mark is still there the
+next time, and stands for a kernel that crashes. While one process checks, others wait for it, so
+that a mark is never that of a check still under way; a lock ends with its process.
 """
 
+import fcntl
 import hashlib
+import json
 import logging
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
+from math import exp, log
 from pathlib import Path
-from typing import TypeVar
+from pkgutil import iter_modules
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .add_norm import ADD_NORM
-from .attention_cases import MLA_ATTENTION, PAGED_ATTENTION
-from .conv_step import CONV_STEP
-from .delta_step import DELTA_STEP
-from .gate_up import GATE_UP
-from .kv_write_cases import KV_WRITE, TAIL_WRITE
 from .launch import Device, Metal, running_on
-from .prefill_cases import PREFILL_ATTENTION
-from .routing import ROUTING
-from .sampling_cases import BITMASK, SAMPLE
-from .ssm_step import SSM_STEP
 from .variants import Case, Kind, Outputs, Variant
-from .verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 
 logger = logging.getLogger("mlxinfer.kernels")
 Result = TypeVar("Result")
 ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row
 MAX_MESSAGE = 32_768  # characters of a compiler's message that are kept
 
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        *(PAGED_ATTENTION, PREFILL_ATTENTION, MLA_ATTENTION),
-        *(KV_WRITE, TAIL_WRITE, GATE_UP, ADD_NORM, ROUTING, SAMPLE, BITMASK),
-        *(CONV_STEP, DELTA_STEP, SSM_STEP),
-    )
-}
+OK = "ok"  # agrees with its twin
+WRONG = "wrong"  # computes something else
+FAILED = "failed"  # is not compiled, or not run
+CRASHED = "crashed"  # ended the process that checked it
+TWIN = "twin"  # there is no Metal here: nothing was run
+_CHECKING = "checking"
+STATUSES = (OK, WRONG, FAILED, CRASHED, TWIN)
+WORTH = 1.05  # a kernel is used where it is that much faster than MLX's own operations
+
+
+def _all_kinds() -> dict[str, Kind]:
+    """The kinds of kernels that the modules of this folder declare, by name."""
+    names = [each.name for each in iter_modules([str(Path(__file__).parent)])]
+    others = [name for name in sorted(names) if f"{__package__}.{name}" != __name__]
+    modules = [import_module(f"{__package__}.{name}") for name in others]
+    found = [item for module in modules for item in vars(module).values()]
+    return {item.name: item for item in found if isinstance(item, Kind)}
+
+
+KINDS = _all_kinds()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the self-check of a variant found.
+
+    Attributes:
+        status: OK, WRONG, FAILED, CRASHED or TWIN.
+        error: the largest difference, of the output that differed most for its tolerance.
+        tolerance: of that output.
+        detail: for people; empty where there is nothing to say.
+        times: of what is right, where it was timed: sequences and tokens before them -> seconds
+            of the kernel, and of MLX's own operations.
+    """
+
+    status: str
+    error: float | None = None
+    tolerance: float | None = None
+    detail: str = ""
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float | None:
+        """How much faster than MLX's own operations, the geometric mean; None: not timed."""
+        if not self.times:
+            return None
+        return exp(
+            sum(log(mlx_s / kernel_s) for kernel_s, mlx_s in self.times.values()) / len(self.times)
+        )
+
+    @property
+    def usable(self) -> bool:
+        """Whether the kernel may be used: it is right, and not as slow as what it replaces."""
+        return self.status == OK and (self.speed is None or self.speed >= WORTH)
+
+
+_FIELDS = {each.name for each in fields(Verdict)}
+
+
+class Verdicts:
+    """The verdicts of one environment: chip, system and versions.
+
+    Args:
+        folder: made where it is not there.
+        environment: what verdicts depend on beside kernel and variant, in words.
+    """
+
+    def __init__(self, folder: Path, environment: str) -> None:
+        digest = hashlib.sha256(environment.encode()).hexdigest()[:16]
+        self.path = folder / f"{digest}.json"
+        self._environment = environment
+
+    @contextmanager
+    def exclusively(self) -> Iterator[None]:
+        """Wait until no other process checks, and keep others waiting meanwhile.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def read(self) -> dict[str, Verdict]:
+        """What is known, by key. A damaged file holds nothing."""
+        entries = self._entries().items()
+        return {key: Verdict(**entry) for key, entry in entries if entry["status"] != _CHECKING}
+
+    def unfinished(self) -> list[str]:
+        """Keys of checks that began and did not end; read exclusively, of checks that crashed."""
+        entries = self._entries().items()
+        return [key for key, entry in entries if entry["status"] == _CHECKING]
+
+    def begin(self, key: str) -> None:
+        """Mark that `key` is being checked."""
+        self._put(key, {"status": _CHECKING})
+
+    def put(self, key: str, verdict: Verdict) -> None:
+        """Remember what was found."""
+        self._put(key, asdict(verdict))
+
+    def forget(self, key: str) -> None:
+        """Know nothing about `key`."""
+        self._write({name: entry for name, entry in self._entries().items() if name != key})
+
+    def _put(self, key: str, entry: dict[str, Any]) -> None:
+        self._write({**self._entries(), key: entry})
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        try:
+            entries = json.loads(self.path.read_text())["verdicts"]
+            return {key: entry for key, entry in entries.items() if _sound(entry)}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _write(self, entries: dict[str, dict[str, Any]]) -> None:
+        """Replace the file as a whole: readers and crashes never see half of it."""
+        text = json.dumps({"environment": self._environment, "verdicts": entries}, indent=1)
+        draft = self.path.with_suffix(f".{os.getpid()}.tmp")
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # a GPU fault may take the whole machine with it
+        draft.replace(self.path)
+
+
+def _sound(entry: object) -> bool:
+    """Whether an entry of the file is one that was written there."""
+    if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
+        return False
+    times = entry.get("times", {})
+    if not isinstance(times, dict) or not all(map(_sound_pair, times.values())):
+        return False
+    return entry.get("status") in (*STATUSES, _CHECKING)
+
+
+def _sound_pair(pair: object) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return all(isinstance(seconds, float) and seconds > 0 for seconds in pair)
+
+
+# -- checks -------------------------------------------------------------------------------------
 
 
 def seconds_of(case: Case) -> tuple[float, float]:

@@ -17,9 +17,19 @@ from typing import Any
 
 from ..config import default_kernel_folder
 from ..layers.recurrence_check import SHAPES, TOLERANCE, difference
-from ..metal_kernels.selfcheck import KINDS, Gpu, examine, judge, key_of, this_gpu
+from ..metal_kernels.selfcheck import (
+    CRASHED,
+    KINDS,
+    WORTH,
+    Gpu,
+    Verdict,
+    Verdicts,
+    examine,
+    judge,
+    key_of,
+    this_gpu,
+)
 from ..metal_kernels.variants import Variant
-from ..metal_kernels.verdicts import CRASHED, WORTH, Verdict, Verdicts
 from ._output import table
 
 HARNESS_SAMPLES = 2  # variants of a kind; each is compiled, which takes some seconds

@@ -20,7 +20,7 @@ from ._options import json_option
 from ._output import counted, emit_json, styled
 
 if TYPE_CHECKING:
-    from ..metal_kernels.verdicts import Verdict
+    from ..metal_kernels.selfcheck import Verdict
 
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -101,8 +101,7 @@ def kernels() -> Check:
     except MlxinferError:
         return Check("kernels", WARN, "unknown: MLX does not load")
     from ..config import default_kernel_folder
-    from ..metal_kernels.selfcheck import this_gpu
-    from ..metal_kernels.verdicts import Verdicts
+    from ..metal_kernels.selfcheck import Verdicts, this_gpu
 
     gpu = this_gpu()
     if gpu is None:

@@ -13,7 +13,7 @@ from ..cache.formats import lay_out
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError, RanksFailedError
-from ..metal_kernels.sampling_cases import SamplingKernels
+from ..metal_kernels.sample import SamplingKernels
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable

@@ -16,8 +16,7 @@ from metal_cpu import requires_compiler
 from mlxinfer.cli import _kernels
 from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
 from mlxinfer.layers.recurrence_check import DeltaShape
-from mlxinfer.metal_kernels.selfcheck import KINDS, Gpu, key_of
-from mlxinfer.metal_kernels.verdicts import Verdict, Verdicts
+from mlxinfer.metal_kernels.selfcheck import KINDS, Gpu, Verdict, Verdicts, key_of
 
 TIMED_HEADER = ["VARIANT", "VERDICT", "ERROR", "ALLOWED", "SPEED"]
 

@@ -59,7 +59,7 @@ def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     streamed = StreamedModel(arrange(open_source(folder)), Moments())
     x = streamed.embed([token for ids in IDS for token in ids])
     layer = streamed.layer(0, streamed.read_layer(0)).model.layers[0]
-    flowing = np.array(layer.mixer_norm(x))
+    flowing = np.array(layer.first_norm(x))
     squares = (flowing**2).sum(axis=0)
     expected = squares / squares.mean()
     assert found.importance["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)

@@ -17,7 +17,7 @@ from mlxinfer.engine import engine as engine_module
 from mlxinfer.engine.attention_kernels import AttentionKernels
 from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.kernels import Kernels
-from mlxinfer.metal_kernels.sampling_cases import SamplingKernels
+from mlxinfer.metal_kernels.sample import SamplingKernels
 from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model

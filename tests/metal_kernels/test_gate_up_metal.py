@@ -31,9 +31,8 @@ from mlxinfer.metal_kernels.gate_up import (
     timed_inner,
 )
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.selfcheck import examine
+from mlxinfer.metal_kernels.selfcheck import WRONG, examine
 from mlxinfer.metal_kernels.variants import dtype_name
-from mlxinfer.metal_kernels.verdicts import WRONG
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)

@@ -10,18 +10,16 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.metal_kernels.bitmask import allowed
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.sample import (
+    SAMPLE,
     SETTINGS,
+    SMALL_VOCAB,
+    mixed_settings,
     random_bits,
+    random_logits,
+    repeated_settings,
     sample,
     sample_twin,
     settings_array,
-)
-from mlxinfer.metal_kernels.sampling_cases import (
-    SAMPLE,
-    SMALL_VOCAB,
-    mixed_settings,
-    random_logits,
-    repeated_settings,
 )
 from mlxinfer.sampling.draw import stream_of, uniforms
 from mlxinfer.sampling.sampler import Sampler

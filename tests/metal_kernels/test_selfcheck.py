@@ -25,7 +25,14 @@ from mlxinfer.metal_kernels.heads import Heads
 from mlxinfer.metal_kernels.kv_write_cases import kv_write_variant
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.selfcheck import (
+    CRASHED,
+    FAILED,
     KINDS,
+    OK,
+    TWIN,
+    WRONG,
+    Verdict,
+    Verdicts,
     choose,
     compare,
     examine,
@@ -34,7 +41,6 @@ from mlxinfer.metal_kernels.selfcheck import (
     this_gpu,
 )
 from mlxinfer.metal_kernels.variants import Case, Kind, Variant
-from mlxinfer.metal_kernels.verdicts import CRASHED, FAILED, OK, TWIN, WRONG, Verdict, Verdicts
 from tests.bench.launches import launch_size
 
 ALL = frozenset({BITMASK, SAMPLE})

@@ -12,13 +12,15 @@ from mlxinfer.layers.linear import Linear, Projection, QuantizedLinear
 from mlxinfer.layers.norm import Join, RMSNorm
 from mlxinfer.metal_kernels.add_norm import AddNorm
 from mlxinfer.metal_kernels.gate_up import PLAIN, Gate, GateUp
-from mlxinfer.metal_kernels.sample import SETTINGS, sample_twin, settings_array
-from mlxinfer.metal_kernels.sampling_cases import (
+from mlxinfer.metal_kernels.sample import (
+    SETTINGS,
     TEMPERATURE,
     TOP_P,
     by_one_sort,
     random_logits,
+    sample_twin,
     sample_variant,
+    settings_array,
 )
 from mlxinfer.metal_kernels.selfcheck import KINDS
 from mlxinfer.metal_kernels.variants import Variant

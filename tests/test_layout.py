@@ -31,8 +31,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "models": LEAVES | {"layers", "memory", "metal_kernels"},
     "cache": LEAVES | {"memory", "metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
-    "text": LEAVES,
-    "grammar": LEAVES | {"text", "threads"},
+    "text": LEAVES | {"killable"},
+    "grammar": LEAVES | {"killable", "text"},
     "engine": LEAVES
     | {"cache", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
     "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models"},
@@ -45,6 +45,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
     "launchd": set(),
     "threads": set(),
+    "killable": {"errors", "threads"},
     "backend": LEAVES,
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
@@ -99,6 +100,7 @@ WITHOUT_MLX = (
     "http_json",
     "launchd",
     "threads",
+    "killable",
     "ranks.control",
     "ranks.hosts",
     "ranks.local",

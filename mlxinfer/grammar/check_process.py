@@ -1,32 +1,22 @@
-"""Compiles untrusted grammars in a process that may be killed. Run as a file.
-
-Imports nothing of mlxinfer, so that it starts as fast as Python and llguidance do. Messages on
-stdin and stdout are JSON after their length (4 bytes, big-endian):
+"""Compiles untrusted grammars in a process that may be killed (`killable`). A job is
 
     {"source": ..., "schemas": [[place, text], ...], "is_free": ...,
      "special": {token id: text}, "vocab_size": ...}
 
-and the answers, {} for a sound grammar, or
+and its reply {} for a sound grammar, or
 
     {"error": message, "place": of the schema at fault or null, "pointer": within it}
 """
 
-import contextlib
 import json
-import os
 import re
-import resource
-import signal
-import struct
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import llguidance
 
-HEADER = struct.Struct(">I")
+from ..killable import serve
+
 LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is used
     "max_items_in_row": 5000,  # an object with n optional properties needs 4 n
     "max_lexer_states": 100_000,  # one or two kilobytes each
@@ -36,8 +26,6 @@ LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is us
 # 50,000 of large schemas a mask took 2.8 s.
 MAX_FREE_ITEMS = 5000
 MAX_FORCED = 64  # tokens of the grammar's beginning that are tried, while there is one way only
-MEMORY_POLL_S = 0.02
-KILLED_BY_MEMORY = 77  # exit status
 STATE = re.compile("<state>|<non-verbose/>")  # what comes after it in a message is no reason
 SUBSCHEMAS = frozenset(
     ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -194,52 +182,5 @@ def readable(message: str) -> str:
     return first[:400] or "it cannot be compiled"
 
 
-def watch_memory(max_bytes: int) -> None:
-    """End the process when its memory grows by more than `max_bytes`.
-
-    Where the system sets no limit, a thread polls. Linux counts the parent's peak too, so growth
-    is compared.
-    """
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-
-    def peak_bytes() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    allowed = peak_bytes() + max_bytes
-
-    def watch() -> None:
-        while peak_bytes() < allowed:
-            time.sleep(MEMORY_POLL_S)
-        os._exit(KILLED_BY_MEMORY)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def receive(stream: BinaryIO) -> Any:
-    """Return the next message, None at the end of the stream."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    return json.loads(stream.read(*HEADER.unpack(header)))
-
-
-def send(stream: BinaryIO, message: Any) -> None:
-    """Write a message."""
-    data = json.dumps(message).encode()
-    stream.write(HEADER.pack(len(data)) + data)
-    stream.flush()
-
-
-def main() -> None:
-    """Answer messages until the stream ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
-    watch_memory(int(sys.argv[1]))
-    checker = GrammarChecker()
-    while (job := receive(sys.stdin.buffer)) is not None:
-        send(sys.stdout.buffer, checker.answer(job))
-
-
 if __name__ == "__main__":
-    main()
+    serve(GrammarChecker().answer)

@@ -5,19 +5,12 @@ built here under llguidance's own limits. Building releases the GIL and runs on 
 never on the engine's.
 """
 
-import contextlib
-import signal
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Iterable, Mapping
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError, MlxinferError, OverloadedError
-from ..threads import run_apart
+from ..killable import EndedError, KillableProcess
 from .schema import at
 from .spec import GrammarSpec
 
@@ -28,34 +21,18 @@ if TYPE_CHECKING:
     from .tokens import Tokens
 
 
-START_SECONDS = 30.0
-END_SECONDS = 5.0  # for a process after its streams are closed
 NOTHING = {
     "source": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}',
     "schemas": [],
     "is_free": False,
+    "special": {},
+    "vocab_size": 0,
 }
-PROGRAM = Path(__file__).with_name("check_process.py")
-# A process that these ended did nothing wrong; a grammar that takes too much ends it otherwise.
-FROM_OUTSIDE = frozenset(
-    -number
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM)
-)
+PROGRAM = "mlxinfer.grammar.check_process"
 
 
-class _EndedError(Exception):
-    """The process ended during a job; `is_to_blame` says whether the job caused it."""
-
-    def __init__(self, *, is_to_blame: bool) -> None:
-        super().__init__()
-        self.is_to_blame = is_to_blame  # the job
-
-
-class CheckProcess:
-    """The process in which grammars are tried; a killed one is replaced at the next grammar.
-
-    Safe to use from several threads, which wait for each other. A check runs on a thread of its own
-    to its end: a caller that Ctrl-C interrupts leaves no verdict unread and no lock taken.
+class CheckProcess(KillableProcess):
+    """The process in which grammars are tried out.
 
     Args:
         max_seconds: limit of one grammar, and of the wait for other threads' grammars.
@@ -63,12 +40,7 @@ class CheckProcess:
     """
 
     def __init__(self, *, max_seconds: float = 5.0, max_bytes: int = 1 << 30) -> None:
-        self.max_seconds = max_seconds
-        self.max_bytes = max_bytes
-        self.num_started = 0
-        self._turn = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize[..., Any] | None = None
+        super().__init__(PROGRAM, NOTHING, max_seconds=max_seconds, max_bytes=max_bytes)
 
     def check(
         self, spec: GrammarSpec, special: Mapping[int, str] | None = None, vocab_size: int = 0
@@ -84,36 +56,21 @@ class CheckProcess:
             InvalidRequestError: it cannot; with the place in the request and a JSON pointer.
             OverloadedError: other grammars took all the time, or the process was killed.
         """
-        run_apart(partial(self._check, spec, special or {}, vocab_size), "mlxinfer-grammar")
-
-    def close(self) -> None:
-        """End the process; the next check starts another."""
-        run_apart(self._close, "mlxinfer-grammar")
-
-    def _check(self, spec: GrammarSpec, special: Mapping[int, str], vocab_size: int) -> None:
         job = {
             "source": spec.source,
             "schemas": [[p.place, p.text] for p in spec.schemas],
             "is_free": spec.is_free,
-            "special": special,
+            "special": special or {},
             "vocab_size": vocab_size,
         }
-        if not self._turn.acquire(timeout=self.max_seconds):
-            raise OverloadedError("Other grammars are being compiled; try again.")
         try:
-            reply = self._ask_twice(job)
-        except _EndedError as ended:
+            reply = self.ask(job)
+        except EndedError as ended:
             raise self._error_of(ended, spec) from None
-        finally:
-            self._turn.release()
         if reply:
             raise at(reply["place"] or spec.place, reply["pointer"], reply["error"])
 
-    def _close(self) -> None:
-        with self._turn:
-            self._stop()
-
-    def _error_of(self, ended: _EndedError, spec: GrammarSpec) -> MlxinferError:
+    def _error_of(self, ended: EndedError, spec: GrammarSpec) -> MlxinferError:
         if not ended.is_to_blame:
             return OverloadedError(
                 "The process that tries grammars out was ended from outside; try again."
@@ -123,91 +80,6 @@ class CheckProcess:
             f"{self.max_bytes / 1e6:.0f} MB to compile; make it simpler.",
             param=spec.place,
         )
-
-    def _ask_twice(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply, of a second process if the first was ended from outside."""
-        try:
-            return self._ask(job)
-        except _EndedError as ended:
-            if ended.is_to_blame:
-                raise
-        return self._ask(job)
-
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return _exchange(self._running(), job, self.max_seconds)
-        except _EndedError:
-            self._stop()
-            raise
-
-    def _running(self) -> "subprocess.Popen[bytes]":
-        if self._process is None or self._process.poll() is not None:
-            self._stop()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM), str(self.max_bytes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            self.num_started += 1
-            self._finalizer = weakref.finalize(self, _end, self._process)
-            with contextlib.suppress(_EndedError):  # the job's turn will show it
-                _exchange(self._process, NOTHING, START_SECONDS)  # not the grammar's time
-        return self._process
-
-    def _stop(self) -> None:
-        self._process = None
-        if self._finalizer is not None:
-            self._finalizer()
-
-
-def _exchange(
-    process: "subprocess.Popen[bytes]", job: dict[str, Any], seconds: float
-) -> dict[str, Any]:
-    """Send a job and return its reply.
-
-    Raises:
-        _EndedError: the process was killed or ended during the job.
-    """
-    from .check_process import receive, send  # imports llguidance: the first grammar pays for it
-
-    assert process.stdin is not None
-    assert process.stdout is not None
-    is_late = threading.Event()
-
-    def give_up() -> None:
-        is_late.set()
-        process.kill()
-
-    waiting = threading.Timer(seconds, give_up)
-    waiting.start()
-    reply: dict[str, Any] | None = None
-    try:
-        send(process.stdin, {"special": {}, "vocab_size": 0, **job})  # type: ignore[arg-type]
-        reply = receive(process.stdout)  # type: ignore[arg-type]
-    except (OSError, ValueError):  # it died while it was written to, or halfway through
-        pass
-    finally:
-        waiting.cancel()
-    if reply is None:
-        raise _EndedError(is_to_blame=is_late.is_set() or not _was_ended(process))
-    return reply
-
-
-def _was_ended(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a process with closed streams was ended by a signal from outside."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(END_SECONDS) in FROM_OUTSIDE
-    return False
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
 
 
 class GrammarCompiler:

@@ -241,7 +241,8 @@ def test_a_process_that_ends_every_time(
 ) -> None:
     program = tmp_path / "ends.py"
     program.write_text(f"import os, signal, sys\n{code}\n")
-    monkeypatch.setattr(compiler, "PROGRAM", program)
+    monkeypatch.setattr(compiler, "PROGRAM", program.stem)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ending = CheckProcess()
     with pytest.raises(error):
         ending.check(json_object())

@@ -7,9 +7,11 @@ big-endian).
 """
 
 import contextlib
+import io
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import subprocess
@@ -30,11 +32,12 @@ MEMORY_POLL_S = 0.02
 KILLED_BY_MEMORY = 77  # exit status
 START_SECONDS = 30.0
 END_SECONDS = 5.0  # for a process after its streams are closed
-# A process that one of these ended did nothing wrong. A job that takes too much ends it otherwise.
-FROM_OUTSIDE = frozenset(
+# Exit statuses of a process that did nothing wrong: it was idle, or a signal came from outside. A
+# job that takes too much ends it otherwise.
+FROM_OUTSIDE = {0} | {
     -number
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM)
-)
+}
 
 
 class EndedError(Exception):
@@ -186,11 +189,18 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 # -- in the process -------------------------------------------------------------------------------
 
 
-def serve(answer: Callable[[Any], Any]) -> None:
-    """Answer jobs until the stream ends; the first argument of the program is `max_bytes`."""
+def serve(answer: Callable[[Any], Any], *, idle_s: float | None = None) -> None:
+    """Answer jobs until the stream ends; the first argument of the program is `max_bytes`.
+
+    With `idle_s` the process also ends when it has waited for so many seconds.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     _watch_memory(int(sys.argv[1]))
-    while (job := receive(sys.stdin.buffer)) is not None:
+    stream = io.FileIO(sys.stdin.fileno())  # without a buffer: `select` sees all that is unread
+    while select.select([stream], [], [], idle_s)[0]:
+        job = receive(stream)
+        if job is None:
+            break
         send(sys.stdout.buffer, answer(job))
 
 
@@ -219,10 +229,19 @@ def _watch_memory(max_bytes: int) -> None:
 
 def receive(stream: BinaryIO) -> Any:
     """Return the next message, None at the end of the stream."""
-    header = stream.read(HEADER.size)
+    header = _read(stream, HEADER.size)
     if len(header) < HEADER.size:
         return None
-    return json.loads(stream.read(*HEADER.unpack(header)))
+    return json.loads(_read(stream, *HEADER.unpack(header)))
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    """Read `size` bytes, fewer at the end of the stream."""
+    pieces = []
+    while size > 0 and (piece := stream.read(size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
 
 
 def send(stream: BinaryIO, message: Any) -> None:

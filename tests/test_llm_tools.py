@@ -83,7 +83,7 @@ def test_a_template_without_tools_gets_them_as_text(llm: LLM) -> None:
 
 
 def test_a_named_format_needs_a_template_with_tools(llm: LLM, monkeypatch) -> None:
-    named = detect_tools(llm.tokenizer, "qwen_xml")
+    named = detect_tools(llm.tokenizer, "hermes")
     monkeypatch.setattr(llm._session.builder, "tool_format", named)
     with pytest.raises(TemplateError, match="does not know tools"):
         llm.chat(HI, SHORT, tools=TOOLS)

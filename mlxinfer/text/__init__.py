@@ -1,8 +1,9 @@
 """Strings to token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
-from .chat import encode_chat, has_calls, text_messages
+from .chat import encode_chat
 from .detokenizer import Detokenizer
 from .fim import FimTokens, fim_tokens
+from .messages import has_calls, text_messages
 from .reasoning import ReasoningFormat
 from .reasoning_marks import detect_reasoning
 from .stream import StopMatcher, TextStream

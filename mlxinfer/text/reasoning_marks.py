@@ -1,10 +1,9 @@
 """Which marks a model puts around its reasoning: known ones, or those that its template writes."""
 
 import re
-from contextlib import suppress
 
-from ..errors import TemplateError
 from .reasoning import HARMONY, ReasoningFormat
+from .samples import PLAIN, THOUGHT, samples_of
 from .template import ChatTemplate
 from .tokenizer import Tokenizer
 
@@ -22,9 +21,7 @@ _ANSWERS = (  # around the answer after a thought: Granite 3.3 and ERNIE 4.5, Hu
     ("<answer>", "</answer>"),
 )
 _FIELDS = ("reasoning_content", "thinking", "reasoning")
-_THOUGHT, _ANSWER = "sandpiper", "turnstone"  # of a conversation that shows the marks
 _MARK = re.compile(r"[<\[][^\s<>\[\]]{1,40}[>\]]")
-_DEADLINE_S = 1.0
 
 
 def detect_reasoning(tokenizer: Tokenizer) -> ReasoningFormat | None:
@@ -60,18 +57,13 @@ def written_marks(template: ChatTemplate) -> ReasoningFormat | None:
     """
     if not any(field in source for source in template.sources.values() for field in _FIELDS):
         return None
-    probe = ChatTemplate(template.sources, variables=template.variables, deadline_s=_DEADLINE_S)
-    said = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
-    with suppress(TemplateError):
-        text = probe.render(
-            [{"role": "user", "content": "Begin."}, said], add_generation_prompt=False
-        )
-        before, found, rest = text.partition(_THOUGHT)
-        after, answered, _ = rest.partition(_ANSWER)
-        start, end = _MARK.findall(before.rstrip()), _MARK.findall(after)
-        if not (found and answered and start and end):
-            return None
-        beside = before.rstrip().endswith(start[-1]) and after.lstrip().startswith(end[0])
-        if beside and text.count(start[-1]) == text.count(end[0]) == 1:
-            return ReasoningFormat(start[-1], end[0])
+    text = samples_of(template)["thought"] or ""
+    before, found, rest = text.partition(THOUGHT)
+    after, answered, _ = rest.partition(PLAIN)
+    start, end = _MARK.findall(before.rstrip()), _MARK.findall(after)
+    if not (found and answered and start and end):
+        return None
+    beside = before.rstrip().endswith(start[-1]) and after.lstrip().startswith(end[0])
+    if beside and text.count(start[-1]) == text.count(end[0]) == 1:
+        return ReasoningFormat(start[-1], end[0])
     return None

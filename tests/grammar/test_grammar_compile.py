@@ -126,7 +126,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_with_its_place(
     assert "<" not in str(caught.value).split(": ", 1)[1], "llguidance's marks, or its state"
 
 
-@pytest.mark.parametrize("kind", ["qwen_xml", "gemma4", "lfm2"])
+@pytest.mark.parametrize("kind", ["gemma4", "lfm2"])
 def test_a_parameter_that_only_fails_alone_is_named(kind: str) -> None:
     """Formats that write parameters one by one compile each by itself."""
     never = {"type": "integer", "minimum": 5, "maximum": 1}

@@ -20,7 +20,7 @@ TEMPLATE = (  # Hermes's way of calling, in a few words of our own
     "<tool_call>{name, arguments}</tool_call><|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     f"{THOUGHT}{{{{ m.content }}}}"
-    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 

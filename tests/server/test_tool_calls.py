@@ -122,7 +122,7 @@ def test_a_whole_conversation_with_a_tool(client: openai.OpenAI, scripted: Scrip
     with scripted.says("It is 18 °C."):
         last = ask(client, messages=messages).choices[0]
         prompt = scripted.prompt
-    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}' in prompt
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich 🙂"}}' in prompt
     assert "tool\n18 °C" in prompt
     assert (last.message.content, last.finish_reason) == ("It is 18 °C.", "stop")
 

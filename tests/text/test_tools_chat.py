@@ -15,25 +15,9 @@ from mlxinfer.text import (
     tool_format,
 )
 from mlxinfer.text.tokenizer import load_backend
+from mlxinfer.text.tools import FORMATS
 
 HI = [{"role": "user", "content": "hi"}]
-TEMPLATES = {  # what tells the families' templates apart, in a few words of our own
-    "hermes": "<tool_call>{{ call | tojson }}</tool_call>",
-    "qwen_xml": "<tool_call>\n<function=f>\n<parameter=p>\n",
-    "glm": "<tool_call>{name}<arg_key>k</arg_key>",
-    "mistral": "[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]",
-    "llama": 'Respond in the format {"name": n, "parameters": p}.<|python_tag|>',
-    "llama_pythonic": "<|python_start|>{{ call }}<|python_end|>",
-    "lfm2": "<|tool_list_start|>{{ tools }}",
-    "gemma3": "Write ```tool_code",
-    "gemma4": "<|tool_call>call:{{ name }}<tool_call|>",
-    "functiongemma": "<start_function_call>call:f<end_function_call>",
-    "harmony": "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
-    "deepseek": "<｜tool▁calls▁begin｜>",
-    "deepseek_dsml": "<｜DSML｜function_calls>",
-    "minimax": "<minimax:tool_call>",
-    "kimi": "<|tool_calls_section_begin|>",
-}
 
 
 def tokenizer_with(template):
@@ -42,12 +26,9 @@ def tokenizer_with(template):
     return tokenizer
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_detection(name):
-    shown = "{{ tools }}" + TEMPLATES[name]
-    assert detect_tools(tokenizer_with(shown)).name == name
-    assert tool_format(name).name == name
-    assert detect_tools(tokenizer_with("{{ tools }}"), name).name == name
+@pytest.mark.parametrize("known", [*FORMATS, GENERIC])
+def test_a_format_may_be_named(known):
+    assert detect_tools(tokenizer_with("{{ tools }}"), known.name) is known
 
 
 def test_no_format():

@@ -1,20 +1,17 @@
 """Grammars that force calls: llguidance takes them, and they allow calls and nothing else."""
 
 import json
-import re
 
 import llguidance
 import pytest
 from text_data import DATA, load_tokenizer
-from tool_samples import TOOLS, WRITERS
+from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import ReasoningFormat, Tokenizer
 from mlxinfer.text.tokenizer import load_backend
-from mlxinfer.text.tools import FORMATS, Toolbox, ToolUse, forced_grammar, tool_format
-from mlxinfer.text.tools.json_calls import Mistral
+from mlxinfer.text.tools import Toolbox, ToolUse, forced_grammar
 from mlxinfer.text.tools.lark import MAX_CALLS
-from mlxinfer.text.tools.token_calls import DeepSeek
 from mlxinfer.text.tools.use import after_reasoning, calls_or_answer, offered_grammar
 
 BOX = Toolbox.of(TOOLS)
@@ -22,11 +19,7 @@ THINK = ReasoningFormat()
 ONE = [("get_weather", {"city": 'Par"is é'})]
 ALL = [("get_weather", {"city": "x", "days": 3, "units": "C"})]
 TWO = [*ONE, ("now", {})]
-FORCED = {  # the ways of writing that a grammar demands, where a format has several
-    "glm": "glm", "mistral": "mistral_list", "llama": "llama", "llama_pythonic": "python_list",
-    "gemma3": "python_list", "harmony": "harmony", "deepseek": "deepseek",
-}  # fmt: skip
-SAMPLES = [(n, w) for n, w in WRITERS if FORCED.get(n, w.__name__) == w.__name__]
+SAMPLES = [(n, w) for n, w in WRITERS.items() if n != "harmony_role"]  # which is read, not written
 every_format = pytest.mark.parametrize(("name", "writer"), SAMPLES, ids=[n for n, _ in SAMPLES])
 
 
@@ -35,9 +28,7 @@ TAGS = ("<tool_call>", "</tool_call>")  # added tokens already
 
 def special_tokenizer():
     backend = load_backend(DATA / "bytelevel")
-    marks = {mark for known in FORMATS for mark in known.marks}
-    marks |= {"<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"}
-    backend.add_special_tokens(sorted(m for m in marks if "`" not in m and m not in TAGS))
+    backend.add_special_tokens([mark for mark in CONTROL if mark not in TAGS])
     return Tokenizer(backend)
 
 
@@ -59,77 +50,54 @@ def written(name, writer, calls):
     text = writer(calls).strip()
     if name == "harmony":
         return text.removeprefix("<|start|>assistant").removesuffix("<|call|>")
-    return text.replace("[TOOL_CALLS] [", "[TOOL_CALLS][").replace("'", '"')
-
-
-def without_ids(text):
-    return text.replace(', "id": "abcdefgh0"', "").replace(', "id": "abcdefgh1"', "")
+    return text.replace("'", '"')
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @every_format
 def test_calls_are_allowed_and_text_is_not(kind, name, writer):
-    grammar = forced_grammar(TOKENIZERS[kind], tool_format(name), BOX)
+    grammar = forced_grammar(TOKENIZERS[kind], FORMATS[name], BOX)
     for calls in (ONE, ALL, TWO):
-        if name in ("lfm2", "gemma3", "llama", "llama_pythonic") and calls is not ALL:
+        if name in ("lfm2", "tool_code", "llama", "python_list") and calls is not ALL:
             calls = [("get_weather", {"city": "x"}), *calls[1:]]
-        text = without_ids(written(name, writer, calls))
+        text = written(name, writer, calls)
         assert allowed(kind, grammar, text), (text, grammar)
         assert not allowed(kind, grammar, text + " and more")
         assert not allowed(kind, grammar, text[:-4])
     for text in ("", "Hello", written(name, writer, [("other", {})])):
-        assert not allowed(kind, grammar, without_ids(text))
+        assert not allowed(kind, grammar, text)
 
 
 @every_format
 def test_what_the_schema_forbids_is_not_allowed(name, writer):
-    grammar = forced_grammar(TOKENIZERS["text"], tool_format(name), BOX)
+    grammar = forced_grammar(TOKENIZERS["text"], FORMATS[name], BOX)
     for arguments in ({"city": "x", "days": "many"}, {"days": 3}, {"city": "x", "units": "K"}):
-        text = without_ids(written(name, writer, [("get_weather", arguments)]))
+        text = written(name, writer, [("get_weather", arguments)])
         assert not allowed("text", grammar, text), text
 
 
 @every_format
 def test_one_tool_and_one_call(name, writer):
-    tokenizer, known = TOKENIZERS["special"], tool_format(name)
+    tokenizer, known = TOKENIZERS["special"], FORMATS[name]
     named = forced_grammar(tokenizer, known, BOX, only="now")
     assert allowed(
         "special",
         named,
-        without_ids(written(name, writer, [("now", {})])),
+        written(name, writer, [("now", {})]),
     )
-    assert not allowed("special", named, without_ids(written(name, writer, ALL)))
+    assert not allowed("special", named, written(name, writer, ALL))
     single = forced_grammar(tokenizer, known, BOX, parallel=False)
-    assert allowed("special", single, without_ids(written(name, writer, ALL)))
-    assert not allowed("special", single, without_ids(written(name, writer, [*ALL, *ALL])))
+    assert allowed("special", single, written(name, writer, ALL))
+    assert not allowed("special", single, written(name, writer, [*ALL, *ALL]))
 
 
 @every_format
 def test_forced_calls_come_to_an_end(name, writer):
     """A model that repeats itself may do so MAX_CALLS times, and then it is at its end."""
-    grammar = forced_grammar(TOKENIZERS["special"], tool_format(name), BOX)
+    grammar = forced_grammar(TOKENIZERS["special"], FORMATS[name], BOX)
     for count, fits in ((MAX_CALLS, True), (MAX_CALLS + 1, False)):
-        text = re.sub(', "id": "abcdefgh\\d+"', "", written(name, writer, ALL * count))
+        text = written(name, writer, ALL * count)
         assert allowed("special", grammar, text) is fits
-
-
-@pytest.mark.parametrize(
-    ("known", "text"),
-    [
-        (
-            Mistral(listed=False),
-            '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]{"city": "x"}',
-        ),
-        (
-            DeepSeek(fenced=True),
-            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
-            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        ),
-    ],
-)
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_both_spellings_of_mistral_and_deepseek_can_be_forced(kind, known, text):
-    assert allowed(kind, forced_grammar(TOKENIZERS[kind], known, BOX), text)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -137,7 +105,7 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 def test_reasoning_may_come_first():
     tokenizer = TOKENIZERS["text"]
-    grammar = forced_grammar(tokenizer, tool_format("hermes"), BOX, reasoning=THINK)
+    grammar = forced_grammar(tokenizer, FORMATS["hermes"], BOX, reasoning=THINK)
     assert allowed("text", grammar, CALL)
     assert allowed("text", grammar, f"<think>\nhm {{}} <tool\n</think>\n\n{CALL}")
     assert not allowed("text", grammar, f"<think>hm</think>ok{CALL}")
@@ -146,9 +114,7 @@ def test_reasoning_may_come_first():
 def test_reasoning_opened_by_the_prompt_is_split_at_its_end_tag():
     tokenizer = TOKENIZERS["text"]
     prompt = tokenizer.encode("x<think>\n", parse_special=True)
-    grammar = forced_grammar(
-        tokenizer, tool_format("hermes"), BOX, reasoning=THINK, prompt_ids=prompt
-    )
+    grammar = forced_grammar(tokenizer, FORMATS["hermes"], BOX, reasoning=THINK, prompt_ids=prompt)
     assert allowed("text", grammar, f"hm</think>\n{CALL}")
     assert not allowed("text", grammar, CALL)
 
@@ -157,7 +123,7 @@ def test_reasoning_that_the_prompt_has_closed_is_not_opened_again():
     tokenizer = TOKENIZERS["text"]
     text = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     prompt = tokenizer.encode(text, parse_special=True)
-    hermes = tool_format("hermes")
+    hermes = FORMATS["hermes"]
     forced = forced_grammar(tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
     assert allowed("text", forced, CALL)
     assert not allowed("text", forced, f"<think>hm</think>\n{CALL}")
@@ -168,7 +134,7 @@ def test_reasoning_that_is_continued_comes_to_its_end(thought):
     tokenizer = TOKENIZERS["text"]
     text = f"<|im_start|>assistant\n<think>{thought}"
     prompt = tokenizer.encode(text, parse_special=True)
-    hermes = tool_format("hermes")
+    hermes = FORMATS["hermes"]
     forced = forced_grammar(tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
     use = ToolUse([], BOX, hermes)
     for grammar in (forced, with_main(calls_or_answer(tokenizer, use, THINK, prompt))):
@@ -188,7 +154,7 @@ HEADER = "<|start|>assistant<|channel|>{}<|message|>"
 
 @pytest.mark.parametrize("said", ["", "so far", "so far " * 80])
 def test_harmony_continues_in_the_channel_of_the_prompt(said):
-    tokenizer, harmony = TOKENIZERS["special"], tool_format("harmony")
+    tokenizer, harmony = TOKENIZERS["special"], FORMATS["harmony"]
     channel = {
         name: tokenizer.encode(HEADER.format(name) + said, parse_special=True)
         for name in ("analysis", "final")
@@ -217,7 +183,7 @@ def test_harmony_continues_in_the_channel_of_the_prompt(said):
 
 def test_harmony_reasons_in_its_channel():
     harmony = ReasoningFormat("", "", harmony=True)
-    grammar = forced_grammar(TOKENIZERS["special"], tool_format("harmony"), BOX, reasoning=harmony)
+    grammar = forced_grammar(TOKENIZERS["special"], FORMATS["harmony"], BOX, reasoning=harmony)
     head = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
     assert allowed("special", grammar, head + call)
@@ -227,9 +193,9 @@ def test_harmony_reasons_in_its_channel():
 
 def test_a_tool_that_is_not_there():
     with pytest.raises(InvalidRequestError, match="other"):
-        forced_grammar(TOKENIZERS["text"], tool_format("hermes"), BOX, only="other")
+        forced_grammar(TOKENIZERS["text"], FORMATS["hermes"], BOX, only="other")
     with pytest.raises(InvalidRequestError, match="no tools"):
-        forced_grammar(TOKENIZERS["text"], tool_format("hermes"), Toolbox())
+        forced_grammar(TOKENIZERS["text"], FORMATS["hermes"], Toolbox())
 
 
 def test_definitions_reach_the_parameters():
@@ -245,27 +211,27 @@ def test_definitions_reach_the_parameters():
             }
         ]
     )
-    for name in ("qwen_xml", "glm", "llama_pythonic", "hermes"):
-        grammar = forced_grammar(TOKENIZERS["text"], tool_format(name), tools)
+    for name in ("qwen_xml", "glm", "python_list", "hermes"):
+        grammar = forced_grammar(TOKENIZERS["text"], FORMATS[name], tools)
         writer = dict(SAMPLES)[name]
         assert allowed("text", grammar, written(name, writer, [("f", {"p": 5})]))
         assert not allowed("text", grammar, written(name, writer, [("f", {"p": "x"})])), name
 
 
 def test_json_is_written_in_one_way():
-    grammar = forced_grammar(TOKENIZERS["text"], tool_format("hermes"), BOX)
+    grammar = forced_grammar(TOKENIZERS["text"], FORMATS["hermes"], BOX)
     spaced = CALL.replace("{}", json.dumps({}) + " ")
     assert allowed("text", grammar, CALL)
     assert not allowed("text", grammar, spaced)
 
 
-MARKED = [(n, w) for n, w in SAMPLES if n not in ("llama", "llama_pythonic", "gemma3", "harmony")]
+MARKED = [(n, w) for n, w in SAMPLES if n not in ("llama", "python_list", "tool_code", "harmony")]
 
 
 @pytest.mark.parametrize(("name", "writer"), MARKED, ids=[n for n, _ in MARKED])
 def test_strict_tools_leave_text_free_and_calls_not(name, writer):
-    grammar = offered_grammar(TOKENIZERS["special"], tool_format(name), BOX, reasoning=THINK)
-    call = without_ids(written(name, writer, ALL))
+    grammar = offered_grammar(TOKENIZERS["special"], FORMATS[name], BOX, reasoning=THINK)
+    call = written(name, writer, ALL)
     for text in (
         "Hello {[<",
         call,
@@ -274,14 +240,14 @@ def test_strict_tools_leave_text_free_and_calls_not(name, writer):
         f"<think>hm</think>{call}",
     ):
         assert allowed("special", grammar, text), text
-    wrong = without_ids(written(name, writer, [("get_weather", {"city": "x", "days": "many"})]))
-    for text in (wrong, f"I look. {wrong}", without_ids(written(name, writer, [("other", {})]))):
+    wrong = written(name, writer, [("get_weather", {"city": "x", "days": "many"})])
+    for text in (wrong, f"I look. {wrong}", written(name, writer, [("other", {})])):
         assert not allowed("special", grammar, text), text
 
 
 def test_strict_tools_in_harmony():
     harmony = ReasoningFormat("", "", harmony=True)
-    grammar = offered_grammar(TOKENIZERS["special"], tool_format("harmony"), BOX, reasoning=harmony)
+    grammar = offered_grammar(TOKENIZERS["special"], FORMATS["harmony"], BOX, reasoning=harmony)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
@@ -292,16 +258,16 @@ def test_strict_tools_in_harmony():
 
 
 def test_strict_cannot_be_where_calls_have_no_token():
-    for name in ("llama", "gemma3"):
-        assert offered_grammar(TOKENIZERS["special"], tool_format(name), BOX) is None
-    assert offered_grammar(TOKENIZERS["text"], tool_format("lfm2"), BOX) is None
+    for name in ("llama", "tool_code"):
+        assert offered_grammar(TOKENIZERS["special"], FORMATS[name], BOX) is None
+    assert offered_grammar(TOKENIZERS["text"], FORMATS["lfm2"], BOX) is None
 
 
 def test_many_parameters_make_no_huge_grammar():
     properties = {f"p{i}": {"type": "boolean"} for i in range(300)}
     tools = Toolbox.of([{"name": "f", "parameters": {"properties": properties}}])
-    for name in ("qwen_xml", "llama_pythonic"):
-        grammar = forced_grammar(TOKENIZERS["text"], tool_format(name), tools)
+    for name in ("qwen_xml", "python_list"):
+        grammar = forced_grammar(TOKENIZERS["text"], FORMATS[name], tools)
         assert len(grammar) < 300_000
         calls = [("f", {"p7": True, "p200": False})]
         assert allowed(

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces
-from tool_samples import TOOLS, WRITERS, harmony, hermes
+from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, harmony, hermes
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
 from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
 from mlxinfer.text.tokenizer import load_backend
-from mlxinfer.text.tools import FORMATS, Toolbox, ToolParser, tool_format
+from mlxinfer.text.tools import Toolbox, ToolParser
 
 THINK = ReasoningFormat()
 HARMONY = ReasoningFormat("", "", harmony=True)
@@ -21,7 +21,7 @@ CALL = hermes([("get_weather", {"city": "Zürich 🙂"})])
 
 def stream(tokenizer, name="hermes", **options):
     ids = (f"id{i}" for i in itertools.count())
-    parser = ToolParser(tool_format(name), BOX, new_id=lambda: next(ids))
+    parser = ToolParser(FORMATS[name], BOX, new_id=lambda: next(ids))
     return TextStream(tokenizer, tools=parser, **options)
 
 
@@ -48,8 +48,7 @@ WEATHER = done("get_weather", '{"city": "Zürich 🙂"}')
 def special():
     """A tokenizer in which every mark of every format is a control token, but fences of code."""
     backend = load_backend(DATA / "bytelevel")
-    marks = {mark for known in FORMATS for mark in known.marks}
-    backend.add_special_tokens(sorted(m for m in {*marks, *HARMONY.marks} if "`" not in m))
+    backend.add_special_tokens(sorted({*CONTROL, *HARMONY.marks}))
     return Tokenizer(backend)
 
 
@@ -72,7 +71,7 @@ def test_a_call_within_the_reasoning_is_none():
     assert call == WEATHER
 
 
-@pytest.mark.parametrize(("name", "writer"), WRITERS, ids=[w.__name__ for _, w in WRITERS])
+@pytest.mark.parametrize(("name", "writer"), WRITERS.items(), ids=WRITERS)
 def test_marks_that_are_control_tokens(special, name, writer):
     assert [p.arguments for p in answer(special, writer([("now", {})]), name)] == ["{}"]
 

@@ -97,8 +97,8 @@ def test_an_escaped_surrogate_pair_in_a_python_literal_is_one_character(quote):
 @pytest.mark.parametrize(
     "half", [r"\ud83d", r"\ude00", r"\ud83dx", r"\ud83d\n", r"\ud83d\ud83d\ude00"]
 )
-def test_half_a_surrogate_pair_is_no_python_literal(half):
-    assert python_to_json(f"'{half}'") is None
+def test_half_a_surrogate_pair_in_a_python_literal_is_no_character(half):
+    assert "\ufffd" in json.loads(python_to_json(f"'{half}'"))
 
 
 BITS = r"""' " \ n x41 \u00e9 \0 [ ] { } ( ) , : 1 0x1f 1_0 1e3 - .5 True null None é f"""
@@ -119,9 +119,7 @@ def test_what_is_read_as_python_is_what_python_reads(text):
         assert len(value) < len(found)  # keys that are no strings, or twice
 
 
-@pytest.mark.parametrize(
-    "text", ["f(1)", "a.b", "1 + 1", "[1", "{1, 2}", "'a' 'b'", "x", "1e999", ""]
-)
+@pytest.mark.parametrize("text", ["f(1)", "a.b", "1 + 1", "[1", "{1, 2}", "x", "1e999", ""])
 def test_what_is_no_literal(text):
     assert python_to_json(text) is None
 

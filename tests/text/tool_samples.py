@@ -1,6 +1,12 @@
 """Calls as the families write them: after their published chat templates, in our own words."""
 
 import json
+import re
+
+from mlxinfer.text import samples
+from mlxinfer.text.tools import tool_format
+from mlxinfer.text.tools.infer import WrittenCalls, template_format
+from mlxinfer.text.tools.marks import words_of
 
 TOOLS = [
     {
@@ -183,28 +189,39 @@ def kimi(calls):
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
 
-WRITERS = [  # (format, how it is written)
-    ("hermes", hermes),
-    ("qwen_xml", qwen_xml),
-    ("glm", glm),
-    ("glm", glm_dense),
-    ("mistral", mistral_list),
-    ("mistral", mistral_named),
-    ("mistral", mistral_with_ids),
-    ("llama", llama),
-    ("llama", llama_tagged),
-    ("llama", python_list),
-    ("llama_pythonic", python_list),
-    ("lfm2", lfm2),
-    ("gemma3", tool_code),
-    ("gemma3", python_list),
-    ("gemma4", gemma4),
-    ("functiongemma", functiongemma),
-    ("harmony", harmony),
-    ("harmony", harmony_role),
-    ("deepseek", deepseek),
-    ("deepseek", deepseek_fenced),
-    ("minimax", invoke),
-    ("deepseek_dsml", dsml),
-    ("kimi", kimi),
-]
+def _format_of(writer):
+    """The format by hand where there is one, else the one that the writer's own calls show."""
+    if writer.__name__ in BY_HAND:
+        return tool_format(BY_HAND[writer.__name__])
+    found = template_format(
+        WrittenCalls(*(writer(c).strip() for c in (samples.ONE, samples.TWO)), IDS)
+    )
+    assert found is not None, writer
+    return found
+
+
+BY_HAND = {
+    "gemma4": "gemma4",
+    "functiongemma": "functiongemma",
+    "harmony": "harmony",
+    "harmony_role": "harmony",
+}
+IDS = ("abcdefghi", "abcdefgh0", "abcdefgh1")
+WRITERS = {
+    writer.__name__: writer
+    for writer in (
+        *(hermes, qwen_xml, glm, glm_dense, mistral_list, mistral_named, mistral_with_ids),
+        *(llama, llama_tagged, python_list, lfm2, tool_code, gemma4, functiongemma),
+        *(harmony, harmony_role, deepseek, deepseek_fenced, invoke, dsml, kimi),
+    )
+}
+FORMATS = {name: _format_of(writer) for name, writer in WRITERS.items()}
+CONTROL = sorted(  # the marks that are control tokens to the models
+    {
+        word
+        for known in FORMATS.values()
+        for text in known.marks
+        for word in words_of(text)
+        if re.fullmatch(r"<[^=]*>|\[[A-Z_]+\]", word)
+    }
+)

@@ -91,7 +91,7 @@ WITH_ID = """{{- '{"id": "' ~ c.id ~ '", "name": "' ~ f.name ~ '", "arguments": 
     "(f.arguments | tojson) ~ '}' }}"
 )
 
-KNOWN = {  # format -> the calls of a template that writes it
+CALLS = {  # family -> the calls of its template
     "hermes": each(f"{{{{- '<tool_call>\n' }}}}{OBJECT}{{{{- '\n</tool_call>' }}}}", between="\n"),
     "qwen_xml": each(items(*XML, "</function>\n</tool_call>"), between="\n"),
     "glm": each(
@@ -108,9 +108,6 @@ KNOWN = {  # format -> the calls of a template that writes it
         ", ",
     ),
     "gemma3": each(python(), "```tool_code\n[", "]\n```", ", "),
-    "gemma4": each(gemma("<|tool_call>", "<tool_call|>", '<|"|>')),
-    "functiongemma": each(gemma("<start_function_call>", "<end_function_call>", "<escape>")),
-    "harmony": None,
     "deepseek": each(
         named("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         "<｜tool▁calls▁begin｜>",
@@ -128,8 +125,6 @@ KNOWN = {  # format -> the calls of a template that writes it
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
     ),
-}
-OTHERS = {  # families with a format that is read off their template
     "command_r7b": each(
         ACTION,
         "<|START_THINKING|><|END_THINKING|><|START_ACTION|>[",
@@ -178,5 +173,4 @@ OTHERS = {  # families with a format that is read off their template
 
 
 def template_of(name: str) -> str:
-    calls = KNOWN[name] if name in KNOWN else OTHERS[name]
-    return HARMONY if calls is None else FRAME.replace("CALLS", calls)
+    return FRAME.replace("CALLS", CALLS[name])

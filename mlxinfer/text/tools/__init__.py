@@ -1,13 +1,13 @@
-"""Tool calls in an answer: formats by their syntax, one parser for all of them.
+"""Tool calls in an answer: formats, one parser for all of them, and grammars that force calls.
 
-Known formats are in `json_calls`, `token_calls`, `xml_calls`, `pythonic` and `gemma`. Others are
-read off the model's chat template (`probe`, `template_format`), and a template without tools gets a
-`generic` form.
+How a model writes calls is read off its chat template (`infer.py`). A format is written by hand
+only where that fails on a published template (`known.py`). A template without tools gets a form
+that its messages ask for (`generic.py`).
 """
 
-from .detect import FORMATS, detect_tools, tool_format
 from .format import ToolFormat, ToolParser
-from .generic import GENERIC, generic_messages
+from .generic import generic_messages
+from .known import FORMATS, GENERIC, detect_tools, tool_format
 from .schema import Tool, Toolbox
 from .use import ToolUse, forced_grammar
 

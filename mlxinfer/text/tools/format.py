@@ -7,8 +7,7 @@ A format knows where calls may begin and reads them (`ToolFormat.read`); it repo
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Set
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import ClassVar
 
 from ...outputs import CallStatus, Part, TextPart, ToolCallDelta, merged
@@ -26,23 +25,30 @@ class CallWriter:
         tools: the tools of the request.
         parts: text and pieces of calls that the parser has not returned yet.
         count: calls that have ended, complete or broken.
-        is_open: a call has begun and not ended.
+        name: of the call that began last.
+        is_open: that call has not ended.
     """
 
     def __init__(self, reader: Reader, tools: Toolbox, new_id: Callable[[], str]) -> None:
         self.tools = tools
         self.parts: list[Part] = []
         self.count = 0
+        self.name = ""
         self.is_open = False
         self._reader = reader
         self._new_id = new_id
+
+    def require_known(self, name: str) -> None:
+        """Raise Malformed unless a declared tool has this name."""
+        if name not in self.tools:
+            raise Malformed(f"no tool is called {name}")
 
     def begin(self, name: str) -> None:
         """Begin a call of this name."""
         assert not self.is_open
         if not name:
             raise Malformed("a call without a name")
-        self.is_open = True
+        self.name, self.is_open = name, True
         self.parts.append(ToolCallDelta(index=self.count, id=self._new_id(), name=name))
 
     def arguments(self, text: str) -> None:
@@ -60,8 +66,9 @@ class CallWriter:
             self._close(CallStatus.BROKEN)
 
     def cut(self) -> None:
-        """The answer ended within the arguments of the call: its beginning stands, not as text."""
-        self._close(CallStatus.CUT)
+        """The answer ended within the call: its text is dropped, and an open call ends CUT."""
+        if self.is_open:
+            self._close(CallStatus.CUT)
         self._reader.drop()
 
     def _close(self, status: CallStatus) -> None:
@@ -69,14 +76,6 @@ class CallWriter:
         self.is_open = False
         self.parts.append(ToolCallDelta(index=self.count, status=status))
         self.count += 1
-
-
-@dataclass(frozen=True, slots=True)
-class Clues:
-    """What a tokenizer shows of its model's format."""
-
-    template: str  # all of its chat templates
-    tokens: Set[str]  # added tokens
 
 
 class ToolFormat(ABC):
@@ -102,10 +101,6 @@ class ToolFormat(ABC):
         return self.begins + self.ends
 
     @abstractmethod
-    def detect(self, clues: Clues) -> bool:
-        """Whether the model writes this way."""
-
-    @abstractmethod
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call or several, of which `mark` has just been read.
 
@@ -122,12 +117,6 @@ class ToolFormat(ABC):
         return f"call_{secrets.token_hex(12)}"
 
 
-def require_known(calls: CallWriter, name: str, mark: str, bare: tuple[str, ...]) -> None:
-    """Raise Malformed where only the name marks a call, and no declared tool has it."""
-    if mark in bare and name not in calls.tools:
-        raise Malformed(f"no tool is called {name}")
-
-
 class ToolParser:
     """Visible text in, parts out: text and tool calls in their order.
 
@@ -135,8 +124,8 @@ class ToolParser:
 
     - Arguments are passed on as they arrive. Text that turns out to be no call comes out as it was;
       if its arguments were passed on, the call ends BROKEN first.
-    - A call that the end of the answer cuts off ends CUT, and is no text. Before its arguments have
-      begun, it is text.
+    - A call that the end of the answer cuts off ends CUT, and is no text. Before its name is
+      complete it is text, unless the answer has to be a call (`must_call`): then it is dropped.
     - A call of an undeclared tool is a call: the program that runs tools can answer the model so.
       Only where nothing but the name marks a call (`ToolFormat.bare`) it is text.
     - White space between calls, before and after them is dropped, and so is the beginning of a mark
@@ -145,6 +134,7 @@ class ToolParser:
     Args:
         format: how the model writes calls.
         tools: the tools; their schemas tell strings from numbers where a format does not.
+        must_call: the answer has to be a call.
         new_id: makes the ids of calls; None: the format does.
 
     Attributes:
@@ -152,12 +142,18 @@ class ToolParser:
     """
 
     def __init__(
-        self, format: ToolFormat, tools: Toolbox, *, new_id: Callable[[], str] | None = None
+        self,
+        format: ToolFormat,
+        tools: Toolbox,
+        *,
+        must_call: bool = False,
+        new_id: Callable[[], str] | None = None,
     ) -> None:
         self._format = format
         self._reader = Reader()
         self._calls = CallWriter(self._reader, tools, new_id or format.new_id)
         self.marks = format.marks
+        self._must_call = must_call
         begins = (*format.begins, *format.bare)
         firsts = re.escape("".join(sorted({begin[0] for begin in begins})))
         self._word = compiled(f"[^\\s{firsts}]+")
@@ -194,8 +190,8 @@ class ToolParser:
             if mark is not None:
                 fresh = yield from self._call(mark)
                 continue
-            if fresh and self._calls.count and reader.at_end:
-                reader.drop()
+            if fresh and reader.at_end and (self._calls.count or self._must_call):
+                reader.drop()  # the beginning of a mark
                 break
             if not (yield from reader.run(self._word)):
                 reader.take()
@@ -210,7 +206,7 @@ class ToolParser:
         try:
             yield from self._format.read(self._reader, self._calls, mark)
         except Malformed:
-            if self._calls.is_open and self._reader.at_end:
+            if self._reader.at_end and (self._calls.is_open or self._must_call):
                 self._calls.cut()
                 return True
             self._calls.broken()

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from .format import CallWriter, Clues, ToolFormat
+from .format import CallWriter, ToolFormat
 from .lark import Lark
 from .reader import Malformed, Parse, Reader, compiled
 from .schema import Tool, Toolbox, enum_values, standalone_schema
@@ -38,10 +38,6 @@ class Gemma(ToolFormat):
         self.ends = (end, quote)  # type: ignore[misc]
         self._end, self._quote = end, quote
         self._plain = compiled(f"[^{re.escape(quote[0])}]+")
-
-    def detect(self, clues: Clues) -> bool:
-        """Its mark stands in the template."""
-        return self.begins[0] in clues.template
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call; a missing end mark is tolerated."""

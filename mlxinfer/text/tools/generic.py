@@ -6,17 +6,13 @@ often seen. Calls and results of the history become text, so that any template c
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from ...errors import TemplateError
+from ..samples import SYSTEM, samples_of
 from ..template import ChatTemplate
-from .format import Clues
-from .json_calls import Hermes
 
 Messages = list[dict[str, Any]]
 
-_PROBE = "turnstone"
 _INSTRUCTIONS = """\
 # Tools
 
@@ -29,19 +25,6 @@ To call a function, answer with its name and its arguments as JSON between tags:
 </tool_call>
 For several calls write one after the other. The results come between <tool_response> and \
 </tool_response>. Call a function only if its result is needed; otherwise answer in plain text."""
-
-
-class Generic(Hermes):
-    """Hermes's form, for a template that shows no tools: they stand in the messages."""
-
-    name = "generic"
-
-    def detect(self, clues: Clues) -> bool:
-        """Never: it is for templates in which no format is found."""
-        return False
-
-
-GENERIC = Generic()
 
 
 def generic_messages(
@@ -112,7 +95,4 @@ def _instructed(
 
 def _writes_system(template: ChatTemplate) -> bool:
     """Whether the template writes a system message; several refuse it, or leave it out."""
-    chat = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Begin."}]
-    with suppress(TemplateError):
-        return _PROBE in template.render(chat)
-    return False
+    return SYSTEM in (samples_of(template)["system"] or "")

@@ -136,11 +136,6 @@ class Reader:
             raise Malformed(f"expected {' or '.join(marks)}")
         return mark
 
-    def expect_end(self) -> Parse[None]:
-        """Raise Malformed if anything follows."""
-        if (yield from self.more()):
-            raise Malformed("more text follows")
-
     def until(self, *marks: str, limit: int | None = None) -> Parse[str]:
         """Read up to one of the marks, without the mark; return the text before it.
 

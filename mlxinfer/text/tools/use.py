@@ -8,8 +8,8 @@ from typing import Any
 from ...errors import InvalidRequestError, shown
 from ..reasoning import ReasoningFormat, answer_prefix
 from ..tokenizer import Tokenizer
-from .detect import require_template
 from .format import ToolFormat, ToolParser
+from .known import require_template
 from .lark import Lark
 from .schema import Toolbox
 
@@ -83,7 +83,7 @@ class ToolUse:
 
     def parser(self) -> ToolParser:
         """Return a parser that finds the calls of one answer."""
-        return ToolParser(self.format, self.tools)
+        return ToolParser(self.format, self.tools, must_call=self.must_call)
 
     def grammar(
         self, tokenizer: Tokenizer, reasoning: ReasoningFormat | None, prompt_ids: Sequence[int]

@@ -1,10 +1,12 @@
 """One value, JSON (RFC 8259) or a Python literal, read from arriving text and passed on as JSON.
 
-The output is passed on piece by piece. It is valid JSON where models are careless, too: line breaks
-and other control characters within strings are escaped. Text that is no value raises Malformed, and
-so does a Python expression that would have to be computed.
+JSON is passed on piece by piece, a Python literal once it is complete. The output is valid JSON
+even where models are careless: line breaks and other control characters within strings are escaped.
+Text that is no value raises Malformed, and so does a Python expression that would have to be
+computed.
 """
 
+import ast
 import json
 import math
 import re
@@ -23,19 +25,12 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _HALF = re.compile("[\ud800-\udfff]")
 LOST = "\\ufffd"  # as JSON spells what stands for a half of a surrogate pair
 _LITERALS = {"true": "boolean", "false": "boolean", "null": "null"}
-_PYTHON_WORD = re.compile(r"[-+.0-9A-Za-z_]+")
-_PYTHON_NUMBER = re.compile(
-    r"[-+]?(?:0[xX][0-9a-fA-F]+|0[oO][0-7]+|0[bB][01]+"
-    r"|(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)"
-)
-_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
-_PYTHON_LITERALS.update({value: value for value in ("true", "false", "null")})
 _QUOTES = ('"""', "'''", '"', "'")
 _UNQUOTED = {quote: re.compile(f"[^\\\\{quote}]+") for quote in "\"'"}
-_ESCAPES = dict(zip("\\'\"abfnrtv", "\\'\"\a\b\f\n\r\t\v", strict=True)) | {"\n": ""}
-_CODES = {"x": 2, "u": 4, "U": 8}
-_HEX_DIGIT = re.compile(r"[0-9A-Fa-f]")
-_OCTAL = re.compile(r"[0-7]")
+_CODE = re.compile(r"""[^"'()\[\]{},]+""")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_ESCAPES = frozenset("\\'\"abfnrtvxuU01234567\n")  # Python keeps the backslash before others
+_CONSTANTS = {"true": True, "false": False, "null": None}  # Python's, as JSON spells them
 
 
 def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Parse[str]:
@@ -177,163 +172,91 @@ def _goes_on(reader: Reader, emit: Emit, end: str) -> Parse[bool]:
 
 
 def python_to_json(text: str) -> str | None:
-    """Return the JSON of a text that is one literal, None for any other text."""
+    """Return the JSON of a text that is one Python literal, None for any other text."""
     reader = Reader()
     reader.feed(text.strip())
     reader.close()
     pieces: list[str] = []
     try:
-        for _ in copy_literal(reader, pieces.append):
-            raise AssertionError("a closed reader waits for nothing")
-        for _ in reader.expect_end():
+        for _ in copy_literal(reader, pieces.append, may_end=True):
             raise AssertionError("a closed reader waits for nothing")
     except Malformed:
         return None
-    return "".join(pieces)
+    return "".join(pieces) if reader.at_end else None
 
 
-def copy_literal(reader: Reader, emit: Emit, depth: int = 0) -> Parse[None]:
-    """Read a literal and pass it on as JSON."""
-    if depth > MAX_DEPTH:
-        raise Malformed(f"more than {MAX_DEPTH} lists and dicts within each other")
-    first = yield from reader.peek()
-    if first in ("[", "("):
-        yield from _copy_list(reader, emit, depth)
-    elif first == "{":
-        yield from _copy_dict(reader, emit, depth)
-    elif first in ("'", '"'):
-        yield from _copy_python_string(reader, emit)
-    else:
-        emit((yield from _python_word(reader)))
+def copy_literal(reader: Reader, emit: Emit, *, may_end: bool = False) -> Parse[None]:
+    """Read a Python literal up to a comma or a bracket that is not its own; pass it on as JSON.
 
-
-def _python_word(reader: Reader) -> Parse[str]:
-    """Read a number or a constant; return its JSON."""
-    word = yield from reader.whole_run(_PYTHON_WORD)
-    if word in _PYTHON_LITERALS:
-        return _PYTHON_LITERALS[word]
-    digits = word.replace("_", "")
-    if not _PYTHON_NUMBER.fullmatch(digits):
-        raise Malformed(f"{word!r} is no literal")
-    if re.fullmatch(r"[-+]?[0-9]+", digits):
-        return str(int(digits))
-    if digits.lstrip("+-")[1:2].lower() in ("x", "o", "b"):
-        return str(int(digits, 0))
-    value = float(digits)
-    if not math.isfinite(value):
-        raise Malformed(f"{word} is too large for a number")
-    return json.dumps(value)
-
-
-def _copy_list(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
-    end = "]" if reader.take() == "[" else ")"
-    emit("[")
-    first = True
-    while not (yield from _ended(reader, end)):
-        emit("" if first else ", ")
-        yield from copy_literal(reader, emit, depth + 1)
-        yield from _after_item(reader, end)
-        first = False
-    emit("]")
-
-
-def _copy_dict(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
-    reader.take()
-    emit("{")
-    first = True
-    while not (yield from _ended(reader, "}")):
-        emit("" if first else ", ")
-        yield from _copy_key(reader, emit)
-        yield from reader.space()
-        yield from reader.expect(":")
-        emit(": ")
-        yield from reader.space()
-        yield from copy_literal(reader, emit, depth + 1)
-        yield from _after_item(reader, "}")
-        first = False
-    emit("}")
-
-
-def _copy_key(reader: Reader, emit: Emit) -> Parse[None]:
-    if (yield from reader.peek()) in ("'", '"'):
-        yield from _copy_python_string(reader, emit)
-    else:
-        word = yield from _python_word(reader)
-        emit(f'"{word}"')
-
-
-def _ended(reader: Reader, end: str) -> Parse[bool]:
-    yield from reader.space()
-    return (yield from reader.accept(end)) is not None
-
-
-def _after_item(reader: Reader, end: str) -> Parse[None]:
-    """Read the comma after an item, unless the end follows."""
-    yield from reader.space()
-    if (yield from reader.peek()) != end:
-        yield from reader.expect(",")
+    With `may_end` it may also reach up to the end of the text.
+    """
+    pieces: list[str] = []
+    depth = 0
+    while True:
+        char = yield from reader.peek()
+        if char in ("'", '"'):
+            yield from _copy_python_string(reader, pieces.append)
+        elif piece := (yield from reader.run(_CODE)):
+            pieces.append(piece)
+        elif char in ("(", "[", "{"):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise Malformed(f"more than {MAX_DEPTH} lists and dicts within each other")
+            pieces.append(reader.take())
+        elif char and depth:
+            depth -= char != ","
+            pieces.append(reader.take())
+        else:
+            break
+    if depth or not (char or may_end):
+        raise Malformed("the text ended within a value")
+    emit(_json_of_literal("".join(pieces)))
 
 
 def _copy_python_string(reader: Reader, emit: Emit) -> Parse[None]:
+    """Read a string and pass it on in Python's syntax, with its control characters escaped."""
     quote = yield from reader.expect(*_QUOTES)
+    emit(quote)
     if quote in ('"', "'") and (yield from reader.accept(quote)):
-        emit('""')
+        emit(quote)
         return
-    emit('"')
-    while True:
+    while not (yield from reader.accept(quote)):
         piece = yield from reader.run(_UNQUOTED[quote[0]])
         if not piece:
             if not (yield from reader.more()):
                 raise Malformed("the text ended within a string")
-            if (yield from reader.accept(quote)):
-                break
             piece = reader.take()
-            if piece == "\\":
-                piece = yield from _python_escape(reader)
-        emit(json.dumps(piece, ensure_ascii=False)[1:-1])
-    emit('"')
+        if piece == "\\":
+            char = yield from reader.peek()
+            emit("\\" + reader.take() if char in _ESCAPES else "\\\\")
+        else:
+            emit(_CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", piece))
+    emit(quote)
 
 
-def _python_escape(reader: Reader) -> Parse[str]:
-    """Read what follows a backslash; return the character, or both where Python keeps both."""
-    if not (yield from reader.more()):
-        raise Malformed("the text ended within a string")
-    char = reader.take()
-    if char in _ESCAPES:
-        return _ESCAPES[char]
-    if char in _CODES:
-        code = int((yield from _digits(reader, _HEX_DIGIT, _CODES[char])), 16)
-        if char == "u" and 0xD800 <= code < 0xDC00:
-            return (yield from _low_half(reader, code))
-        return _character(code)
-    if _OCTAL.match(char):
-        return chr(int(char + (yield from _digits(reader, _OCTAL, 2, fewer=True)), 8))
-    return "\\" + char
+def _json_of_literal(text: str) -> str:
+    """Return the JSON of a Python literal; raise Malformed for any other text."""
+    try:
+        value = _value_of(ast.parse(text.strip(), mode="eval").body)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        raise Malformed("this is no Python literal") from None
+    # two halves of a surrogate pair are one character, and one half is none
+    return written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _low_half(reader: Reader, high: int) -> Parse[str]:
-    """Read the second \\u escape of a surrogate pair, as JSON spells characters past U+FFFF."""
-    yield from reader.expect("\\u")
-    low = int((yield from _digits(reader, _HEX_DIGIT, 4)), 16)
-    if not 0xDC00 <= low < 0xE000:
-        raise Malformed(f"\\u{high:04x}\\u{low:04x} is no character")
-    return chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
-
-
-def _digits(
-    reader: Reader, kind: re.Pattern[str], count: int, *, fewer: bool = False
-) -> Parse[str]:
-    digits = ""
-    while len(digits) < count:
-        if not kind.fullmatch((yield from reader.peek())):
-            if fewer:
-                break
-            raise Malformed("an escape without its digits")
-        digits += reader.take()
-    return digits
-
-
-def _character(code: int) -> str:
-    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise Malformed(f"\\U{code:08x} is no character")
-    return chr(code)
+def _value_of(node: ast.expr) -> object:
+    """Return the value of a literal; raise ValueError for an expression to be computed."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value_of(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {_value_of(k): _value_of(v) for k, v in zip(keys, values, strict=True) if k}
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=value)):
+            if type(value) in (int, float):
+                return -value if isinstance(sign, ast.USub) else value  # type: ignore[operator]
+    raise ValueError

@@ -1,69 +1,50 @@
-"""Reads the tool-call format off a chat template: renders conversations with calls, and compares.
+"""Reads the tool-call format off a chat template, from conversations that the template renders.
 
-The conversations have one call, or two, or a plain answer instead.
-What differs between their renderings is how the model writes its calls. Names, keys and values of
-the probes occur nowhere else, so their places show the marks around them. A format that was read
-off counts only if it reads the rendered calls back, names and arguments alike.
+The conversations of `samples.py` have one call, or two, or a plain answer instead. The difference
+between their renderings is how the model writes its calls. The places of names, keys and values
+show the marks around them. A format counts only if it reads the rendered calls back, names and
+arguments alike.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import TemplateError
 from ...outputs import TextPart, ToolCallDelta, joined_calls
-from ..chat import with_text_arguments
-from ..reasoning import ReasoningFormat
-from ..reasoning_marks import TAGS, detect_reasoning
-from ..template import ChatTemplate
+from ..reasoning_marks import TAGS
+from ..samples import (
+    ID_STYLES,
+    KEYS,
+    NAMES,
+    ONE,
+    PLAIN,
+    RESULT,
+    SHORT_IDS,
+    TOOLS,
+    TWO,
+    Call,
+    samples_of,
+)
 from ..tokenizer import Tokenizer
-from .format import ToolFormat, ToolParser
-from .schema import Toolbox
-from .template_format import (
+from .cores import (
     ARGUMENT_OBJECT,
-    COUNT,
-    ID,
     NAME,
     CallCore,
-    CallSyntax,
     NamedCore,
     ObjectCore,
     ParameterCore,
     PythonCore,
-    TemplateFormat,
-    first_word,
-    type_words,
+    are_type_words,
 )
+from .format import ToolFormat, ToolParser
+from .marks import COUNT, ID, first_word
+from .schema import Toolbox
+from .template_format import CallSyntax, TemplateFormat
 
-KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
-_PROPERTIES = {KEYS[0]: {"type": "string"}, KEYS[1]: {"type": "integer"}}
-_NAMES = ("probe_alpha", "probe_beta")
-Call = tuple[str, dict[str, Any]]
-ONE: list[Call] = [(_NAMES[0], {KEYS[0]: "kestrel", KEYS[1]: 7411})]
-TWO: list[Call] = [*ONE, (_NAMES[1], {KEYS[0]: "plover", KEYS[1]: 7523})]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A probe.",
-            "parameters": {"type": "object", "properties": _PROPERTIES, "required": []},
-        },
-    }
-    for name in _NAMES
-]
-_PLAIN = "turnstone"  # the plain answer
-_RESULT = "sandpiper"  # of a tool
-_USER = {"role": "user", "content": "Begin."}
 _UNIT = re.compile(r"<[^<>\s]{1,60}>|\[[A-Z_/]{2,40}\]|.", re.DOTALL)
-_DEADLINE_S = 1.0  # of one rendering: templates may be hostile
-_ID_STYLES: tuple[Callable[[str, int], str], ...] = (  # several templates check them
-    lambda name, index: f"probe000{index}",
-    lambda name, index: f"functions.{name}:{index}",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,38 +55,58 @@ class WrittenCalls:
         one: the text of ONE.
         two: the text of TWO; None: the template writes no two calls in one message.
         ids: the ids of the calls.
+        short_ids: the template refuses ids of more than nine letters and digits.
     """
 
     one: str
     two: str | None
     ids: tuple[str, ...]
+    short_ids: bool = False
+
+    def without_ids(self, text: str) -> str:
+        """Return a text with ID in the place of ids."""
+        return re.sub("|".join(map(re.escape, self.ids)), ID, text)
 
 
 def written_calls(tokenizer: Tokenizer) -> WrittenCalls | None:
     """Return how the tokenizer's chat template writes calls; None where it writes none.
 
     None too where it does not write the result of a call.
+
+    Raises:
+        TemplateError: the template does not end, see `samples_of`.
     """
-    own = tokenizer.template
-    assert own is not None
-    template = ChatTemplate(own.sources, variables=own.variables, deadline_s=_DEADLINE_S)
-    plain = _rendered(template, {"role": "assistant", "content": _PLAIN})
-    if plain is None or _PLAIN not in plain:
+    assert tokenizer.template is not None
+    samples = samples_of(tokenizer.template)
+    plain = samples["plain"]
+    if plain is None or PLAIN not in plain:
         return None
-    reasoning = detect_reasoning(tokenizer)
-    for style in _ID_STYLES:
-        one, two = (_call_text(template, tokenizer, reasoning, plain, c, style) for c in (ONE, TWO))
+    for place, style in enumerate(ID_STYLES):
+        one, two = (
+            _call_text(tokenizer, plain, samples[f"{key}{place}"]) for key in ("one", "two")
+        )
         if one is None or not _has(one, ONE):
             continue
-        result = {"role": "tool", "tool_call_id": style(_NAMES[0], 0), "name": _NAMES[0]}
-        whole = _rendered(template, _message(ONE, style), {**result, "content": _RESULT})
-        if whole is None or _RESULT not in whole:
+        if RESULT not in (samples[f"result{place}"] or ""):
             return None
         if two is not None and not _has(two, TWO):
             two = None
-        ids = tuple(style(name, index) for index, (name, _) in enumerate(TWO))
-        return WrittenCalls(one, two, ids)
+        ids = tuple(style(name, index) for index, name in enumerate(NAMES))
+        return WrittenCalls(one, two, ids, short_ids=place == SHORT_IDS)
     return None
+
+
+def _call_text(tokenizer: Tokenizer, plain: str, whole: str | None) -> str | None:
+    """Return what a rendering with calls has in the place of the plain answer."""
+    if whole is None:
+        return None
+    text = _difference(plain, whole).strip()
+    for start, end in TAGS:  # some templates write an empty thought
+        if text.startswith(start) and end in text:
+            text = text.partition(end)[2]
+    ends = [tokenizer.id_to_piece(i) for i in tokenizer.eos_token_ids]
+    text = next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
+    return text.strip()
 
 
 def reads_back(format: ToolFormat, written: WrittenCalls) -> bool:
@@ -121,54 +122,6 @@ def template_format(written: WrittenCalls) -> TemplateFormat | None:
         if found is not None and reads_back(found, written):
             return found
     return None
-
-
-# -- renderings ---------------------------------------------------------------------------------
-
-
-def _message(calls: Sequence[Call], style: Callable[[str, int], str]) -> dict[str, Any]:
-    made = [
-        {
-            "id": style(name, index),
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
-        for index, (name, arguments) in enumerate(calls)
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
-def _rendered(template: ChatTemplate, *messages: Mapping[str, Any]) -> str | None:
-    """Return the rendering of a conversation, None where the template refuses it."""
-    chat = [_USER, *messages]
-    for given in (chat, with_text_arguments([dict(message) for message in chat])):
-        with suppress(TemplateError):
-            return template.render(given, tools=TOOLS, add_generation_prompt=False)
-    return None
-
-
-def _call_text(
-    template: ChatTemplate,
-    tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
-    plain: str,
-    calls: Sequence[Call],
-    style: Callable[[str, int], str],
-) -> str | None:
-    """Return what a rendering with calls has in the place of the plain answer."""
-    whole = _rendered(template, _message(calls, style))
-    if whole is None:
-        return None
-    text = _difference(plain, whole).strip()
-    if reasoning is not None and reasoning.harmony:
-        splitter = reasoning.splitter()
-        return splitter.push(f" {text}")[1] + splitter.finish()[1]
-    for start, end in TAGS:  # some templates write an empty thought
-        if text.startswith(start) and end in text:
-            text = text.partition(end)[2]
-    ends = [tokenizer.id_to_piece(i) for i in tokenizer.eos_token_ids]
-    text = next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
-    return text.strip()
 
 
 def _difference(plain: str, whole: str) -> str:
@@ -265,13 +218,14 @@ def _spans(
             return None
         spans.append(span)
     (first, *_, last) = (*spans, spans[-1])
-    gap = text[first[1] : last[0]] if len(calls) > 1 else None
-    return [(text, span) for span in spans], _split(text[: first[0]], gap, text[last[1] :])
+    around = [text[: first[0]], text[first[1] : last[0]], text[last[1] :]]
+    head, gap, tail = (written.without_ids(each) for each in around)
+    return [(text, span) for span in spans], _split(head, gap if len(calls) > 1 else None, tail)
 
 
-def _built(syntax: CallSyntax, core: CallCore) -> TemplateFormat | None:
+def _built(syntax: CallSyntax, core: CallCore, written: WrittenCalls) -> TemplateFormat | None:
     with suppress(ValueError):
-        return TemplateFormat(syntax, core)
+        return TemplateFormat(syntax, core, short_ids=written.short_ids)
     return None
 
 
@@ -305,7 +259,7 @@ def _object(written: WrittenCalls) -> TemplateFormat | None:
         return None
     places, syntax = found
     patterns = [
-        _pattern(text[a:b], call, written.ids)
+        _pattern(text[a:b], call, written)
         for (text, (a, b)), call in zip(places, TWO, strict=False)
     ]
     if len(set(patterns)) > 1:  # a counter
@@ -317,18 +271,16 @@ def _object(written: WrittenCalls) -> TemplateFormat | None:
     pattern = patterns[0]
     if len(set(patterns)) > 1 or ARGUMENT_OBJECT not in pattern:
         pattern = f'{{"{name_key}": "{NAME}", "{key}": {ARGUMENT_OBJECT}}}'
-    return _built(syntax, ObjectCore(pattern, name_key, key))
+    return _built(syntax, ObjectCore(pattern, name_key, key), written)
 
 
-def _pattern(text: str, call: Call, ids: Sequence[str]) -> str:
+def _pattern(text: str, call: Call, written: WrittenCalls) -> str:
     """Return the text of a JSON object with its name, its arguments and its id replaced."""
     for span, value in _objects(text, 1):
         if value == call[1]:
             text = text[: span[0]] + ARGUMENT_OBJECT + text[span[1] :]
             break
-    for identity in ids:
-        text = text.replace(identity, ID)
-    return text.replace(call[0], NAME)
+    return written.without_ids(text).replace(call[0], NAME)
 
 
 def _named(written: WrittenCalls) -> TemplateFormat | None:
@@ -345,7 +297,7 @@ def _named(written: WrittenCalls) -> TemplateFormat | None:
     places, syntax = found
     pairs = zip(places, TWO, strict=False)
     after = [text[a + len(call[0]) : text.index("{", a)] for (text, (a, _)), call in pairs]
-    return _built(syntax, NamedCore(_counted(*after)))
+    return _built(syntax, NamedCore(_counted(*map(written.without_ids, after))), written)
 
 
 def _counted(one: str, two: str | None = None) -> str:
@@ -363,7 +315,7 @@ def _python(written: WrittenCalls) -> TemplateFormat | None:
         return None if found is None else found.span()
 
     found = _spans(written, find)
-    return None if found is None else _built(found[1], PythonCore())
+    return None if found is None else _built(found[1], PythonCore(), written)
 
 
 def _parameters(written: WrittenCalls) -> TemplateFormat | None:
@@ -372,10 +324,11 @@ def _parameters(written: WrittenCalls) -> TemplateFormat | None:
     if marks is None:
         return None
     after_name, begin, middle, end, types = marks
+    after_name = written.without_ids(after_name)
     if written.two is not None:
         at = written.two.index(TWO[1][0]) + len(TWO[1][0])
         other = written.two[at : written.two.index(KEYS[0], at)].removesuffix(begin)
-        after_name = _counted(after_name, other)
+        after_name = _counted(after_name, written.without_ids(other))
 
     def find(text: str, call: Call) -> Span | None:
         start = text.find(call[0])
@@ -391,7 +344,8 @@ def _parameters(written: WrittenCalls) -> TemplateFormat | None:
     words = tuple(word for word in (stops[0], first_word(stops[1])) if word)
     if not words or not all(map(first_word, (begin, middle[0], end))):
         return None
-    return _built(syntax, ParameterCore(after_name, begin, middle, end, words, types))
+    core = ParameterCore(after_name, begin, middle, end, words, types)
+    return _built(syntax, core, written)
 
 
 def _parameter_marks(
@@ -422,7 +376,7 @@ def _parameter_marks(
     while stop and middle[-stop].isalpha():
         stop -= 1
     string, number = middle[start : len(middle) - stop], other[start : len(other) - stop]
-    if not type_words(string, number):
+    if not are_type_words(string, number):
         return None
     middles = (middle[:start], middle[len(middle) - stop :])
     return after_name, begin, middles, end, (string, number)

@@ -1,0 +1,122 @@
+"""A few short conversations, as a chat template writes them.
+
+The conversations have a plain answer, one tool call, two, a tool's result, a thought or a system
+message. What differs between their renderings shows how the model writes calls (`tools/infer.py`)
+and marks its reasoning (`reasoning_marks.py`). The names, keys and values occur nowhere else.
+
+Templates come with checkpoints, and a hostile one may run for ever. So the renderings are made in a
+process with a deadline (`sample_process.py`), once for each template, before it renders anything
+else.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..errors import TemplateError
+from ..killable import EndedError, KillableProcess
+from .messages import with_text_arguments
+from .template import ChatTemplate
+
+KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
+NAMES = ("probe_alpha", "probe_beta")
+PLAIN, RESULT, THOUGHT, SYSTEM = "turnstone", "sandpiper", "sandpiper", "oystercatcher"
+Call = tuple[str, dict[str, Any]]
+ONE: list[Call] = [(NAMES[0], {KEYS[0]: "kestrel", KEYS[1]: 7411})]
+TWO: list[Call] = [*ONE, (NAMES[1], {KEYS[0]: "plover", KEYS[1]: 7523})]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A probe.",
+            "parameters": {
+                "type": "object",
+                "properties": {KEYS[0]: {"type": "string"}, KEYS[1]: {"type": "integer"}},
+                "required": [],
+            },
+        },
+    }
+    for name in NAMES
+]
+LONG_IDS, SHORT_IDS, COUNTED_IDS = range(3)  # in ID_STYLES
+ID_STYLES: tuple[Callable[[str, int], str], ...] = (  # several templates check the ids of calls
+    lambda name, index: f"call_probe{index:019}",
+    lambda name, index: f"probe000{index}",
+    lambda name, index: f"functions.{name}:{index}",
+)
+MAX_SECONDS = 10.0  # of all conversations together
+_USER = {"role": "user", "content": "Begin."}
+_GREETING = {"sources": {"default": ""}, "variables": {}}
+_process = KillableProcess("mlxinfer.text.sample_process", _GREETING, max_seconds=MAX_SECONDS)
+_samples: "weakref.WeakKeyDictionary[ChatTemplate, dict[str, str | None] | str]"
+_samples = weakref.WeakKeyDictionary()
+
+
+def samples_of(template: ChatTemplate) -> Mapping[str, str | None]:
+    """Return {conversation: rendering}; None stands for a conversation that the template refuses.
+
+    The keys are "plain", "thought" and "system", and "one", "two" and "result" followed by the
+    place of the ids in ID_STYLES.
+
+    Raises:
+        TemplateError: rendering took too much time or memory, now or before.
+    """
+    found = _samples.get(template)
+    if found is None:
+        try:
+            found = _process.ask({"sources": template.sources, "variables": template.variables})
+        except EndedError:
+            found = (
+                "The chat template was stopped: a few short conversations took more than "
+                f"{_process.max_seconds:g} s or {_process.max_bytes / 1e6:.0f} MB."
+            )
+        _samples[template] = found
+    if isinstance(found, str):
+        raise TemplateError(found)
+    return found
+
+
+def rendered_samples(template: ChatTemplate) -> dict[str, str | None]:
+    """Return what `samples_of` does, rendered here."""
+    return {key: _rendered(template, *chat) for key, chat in _conversations().items()}
+
+
+def _conversations() -> dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+    """Return {key: (messages, tools)}."""
+    answer = {"role": "assistant", "content": PLAIN}
+    chats: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+        "plain": ([_USER, answer], TOOLS),
+        "thought": ([_USER, {**answer, "reasoning_content": THOUGHT}], None),
+        "system": ([{"role": "system", "content": SYSTEM}, _USER], None),
+    }
+    for place, style in enumerate(ID_STYLES):
+        said = _message(ONE, style)
+        result = {"role": "tool", "tool_call_id": style(NAMES[0], 0), "name": NAMES[0]}
+        chats[f"one{place}"] = ([_USER, said], TOOLS)
+        chats[f"two{place}"] = ([_USER, _message(TWO, style)], TOOLS)
+        chats[f"result{place}"] = ([_USER, said, {**result, "content": RESULT}], TOOLS)
+    return chats
+
+
+def _message(calls: Sequence[Call], style: Callable[[str, int], str]) -> dict[str, Any]:
+    made = [
+        {
+            "id": style(name, index),
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _rendered(
+    template: ChatTemplate, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> str | None:
+    """Return the rendering of a conversation, None where the template refuses it."""
+    for given in (chat, with_text_arguments(chat)):
+        with suppress(TemplateError):
+            return template.render(given, tools=tools, add_generation_prompt=False)
+    return None

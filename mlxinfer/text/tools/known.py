@@ -1,0 +1,154 @@
+"""The formats that are written by hand, and which format a model uses.
+
+Reading a format off the template fails on these published templates: gpt-oss writes the header of a
+call in another order than its template; the values of Gemma 4 and FunctionGemma are no JSON; the
+template of LFM2 writes no calls; that of Kimi K2 fails on calls in jinja's sandbox. Hermes's form
+is for templates that ask for it and write no calls, as those of several fine-tuned models.
+"""
+
+import re
+
+from ...errors import InvalidRequestError, TemplateError
+from ..template import ChatTemplate
+from ..tokenizer import Tokenizer
+from .cores import (
+    ARGUMENT_OBJECT,
+    NAME,
+    NamedCore,
+    ObjectCore,
+    PythonCore,
+    read_arguments,
+)
+from .format import CallWriter, ToolFormat
+from .gemma import FUNCTION_GEMMA, GEMMA4
+from .infer import template_format, written_calls
+from .lark import Lark
+from .marks import COUNT
+from .reader import Malformed, Parse, Reader
+from .schema import Toolbox
+from .template_format import CallSyntax, TemplateFormat
+
+_RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.:/-]+)")
+
+
+class Harmony(ToolFormat):
+    """gpt-oss: a message to=functions.f in the commentary channel, its body the arguments.
+
+    The recipient may stand in the role or after the channel. HarmonySplitter passes such messages
+    on with their header, beginning with <|start|>. <|call|> ends the answer and is seldom part of
+    it. Source: OpenAI's description of the harmony response format (openai-harmony.md).
+    """
+
+    name = "harmony"
+    begins = ("<|start|>",)
+    ends = ("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
+        """Read one message; a message without a tool, or without JSON in its body, is text."""
+        header = yield from reader.until("<|message|>", limit=1024)
+        yield from reader.expect("<|message|>")
+        found = _RECIPIENT.search(header.replace("<|channel|>", " <|channel|>"))
+        if found is None:
+            raise Malformed("a message without a tool")
+        yield from read_arguments(reader, calls, found.group(1))
+        yield from reader.space()
+        if (yield from reader.accept("<|call|>", "<|end|>", "<|return|>")):
+            reader.commit()
+
+    def grammar(self, lark: Lark, tools: Toolbox, *, parallel: bool) -> str:
+        """One call, or several messages with one each; the prompt has begun the first message."""
+        options = [
+            f"{lark.text(f'<|channel|>commentary to=functions.{tool.name} ')} "
+            f"{lark.text('<|constrain|>json<|message|>')} {lark.parameters(tool)}"
+            for tool in tools
+        ]
+        between = "<|call|><|start|>assistant"
+        return lark.repeated(lark.one_of(options), between, parallel=parallel)
+
+
+def _hermes(name: str) -> TemplateFormat:
+    """Return the form of Hermes 2 and 3, the one that most models have seen."""
+    pattern = f'{{"name": "{NAME}", "arguments": {ARGUMENT_OBJECT}}}'
+    syntax = CallSyntax(("", ""), ("<tool_call>\n", "\n</tool_call>"), "\n")
+    return TemplateFormat(syntax, ObjectCore(pattern, "name", "arguments"), name)
+
+
+HARMONY = Harmony()
+KIMI = TemplateFormat(
+    CallSyntax(
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<|tool_call_begin|>functions.", "<|tool_call_end|>"),
+    ),
+    NamedCore(f":{COUNT}<|tool_call_argument_begin|>"),
+    "kimi",
+)
+LFM2 = TemplateFormat(
+    CallSyntax(("<|tool_call_start|>[", "]<|tool_call_end|>"), ("", ""), ", "), PythonCore(), "lfm2"
+)
+GENERIC = _hermes("generic")
+FORMATS: tuple[ToolFormat, ...] = (
+    HARMONY, GEMMA4, FUNCTION_GEMMA, KIMI, LFM2, _hermes("hermes")
+)  # fmt: skip
+_BY_NAME = {each.name: each for each in (*FORMATS, GENERIC)}
+
+
+def tool_format(name: str) -> ToolFormat:
+    """Return the format of this name.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    if name not in _BY_NAME:
+        names = ", ".join(sorted(_BY_NAME))
+        raise InvalidRequestError(
+            f"tool_format is {name!r}; expected auto, {names}.", param="tool_format"
+        )
+    return _BY_NAME[name]
+
+
+def detect_tools(tokenizer: Tokenizer, name: str = "auto") -> ToolFormat:
+    """Return the format in which the model writes calls.
+
+    Args:
+        tokenizer: of the model.
+        name: of a format, for models that "auto" does not recognise.
+
+    Raises:
+        InvalidRequestError: there is no format of this name.
+        TemplateError: the chat template does not end.
+    """
+    if name != "auto":
+        return tool_format(name)
+    template = tokenizer.template
+    if template is None or not template.reads("tools"):
+        return GENERIC
+    tokens = {token.content for token in tokenizer.added_tokens.values()}
+    if {"<|channel|>", "<|message|>", "<|call|>"} <= tokens:
+        return HARMONY
+    written = written_calls(tokenizer)
+    found = None if written is None else template_format(written)
+    if found is not None:
+        return found
+    if LFM2.begins[0] in tokens:
+        return LFM2
+    source = "\n".join(template.sources.values())
+    return next((f for f in FORMATS[1:] if f.begins[0] in source), GENERIC)
+
+
+def require_template(template: ChatTemplate | None, format: ToolFormat) -> None:
+    """Raise TemplateError unless tools can be presented to the model, in its template or as text.
+
+    Args:
+        template: of the model.
+        format: how it writes calls; a form that only a template can ask for needs one with tools.
+    """
+    if template is None:
+        raise TemplateError(
+            "The model has no chat template, which tools need; leave `tools` out, or use a model "
+            "made for chat."
+        )
+    if format is not GENERIC and not template.reads("tools"):
+        raise TemplateError(
+            f"The model's chat template does not know tools, so it cannot ask for calls in the "
+            f"form {format.name!r}; leave tool_format out for the generic form."
+        )

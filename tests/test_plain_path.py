@@ -19,7 +19,7 @@ FEATURES = (  # folders and files of the package
         "models/zoo/",
     ),
     *("cache/disk/", "cache/state.py", "cache/own.py", "cache/latent.py", "cache/joint.py"),
-    *("sampling/rejection.py", "sampling/penalties.py", "sampling/truncation.py"),
+    "sampling/rejection.py",
     "text/tools/",
 )
 MOST_FILES = 47

@@ -42,7 +42,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "fit": LEAVES | {"memory", "models"},
     "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
-    "app": {"errors", "history", "http_json"},  # HTTP, and the folder of the user's data
+    "app": {"errors", "history", "http_json", "memory"},  # HTTP, and the folder of the user's data
     "launchd": set(),
     "threads": set(),
     "killable": {"errors", "threads"},

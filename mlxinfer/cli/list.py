@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from .. import hub
-from ..hub.elsewhere import GGUFModel, models_elsewhere
+from ..hub.elsewhere import models_elsewhere
 from ..memory import human_bytes
 from ._options import json_option
 from ._output import emit_json, table
@@ -28,23 +28,17 @@ def command(folders: tuple[Path, ...], as_json: bool) -> None:
     Those of LM Studio, Ollama and other folders are found too. A model of another program is used
     by its path; one in the GGUF format is converted first.
     """
-    models = hub.list_models()
-    elsewhere = list(models_elsewhere(list(folders)))
-    models += [model for model in elsewhere if isinstance(model, hub.LocalModel)]
-    files = [model for model in elsewhere if isinstance(model, GGUFModel)]
+    found = [*hub.list_models(), *models_elsewhere(list(folders))]
+    models, files = ([m for m in found if m.gguf is gguf] for gguf in (False, True))
     if as_json:
-        gguf = [_gguf_as_dict(model) for model in files]
+        gguf = [{**_as_dict(model), "convert": _convert(model)} for model in files]
         emit_json(
             {"models": [_as_dict(model) for model in models], **({"gguf": gguf} if gguf else {})}
         )
         return
     rows = [
         (_short(model.name), human_bytes(model.size_bytes), _when(model.modified), _state(model))
-        for model in models
-    ]
-    rows += [
-        (model.name, human_bytes(model.size_bytes), _when(model.modified), f"GGUF, {model.source}")
-        for model in files
+        for model in [*models, *files]
     ]
     click.echo(table(rows, header=("NAME", "SIZE", "MODIFIED", "STATE")))
     if files:
@@ -52,9 +46,9 @@ def command(folders: tuple[Path, ...], as_json: bool) -> None:
         click.echo(f"  {_convert(files[0])}")
 
 
-def _convert(model: GGUFModel) -> str:
+def _convert(model: hub.LocalModel) -> str:
     out = model.name.rpartition("/")[2].removesuffix(".gguf").replace(":", "-")
-    return f"mlxinfer convert {shlex.quote(str(model.file))} {shlex.quote(out)}"
+    return f"mlxinfer convert {shlex.quote(str(model.path))} {shlex.quote(out)}"
 
 
 def _as_dict(model: hub.LocalModel) -> dict[str, object]:
@@ -63,25 +57,10 @@ def _as_dict(model: hub.LocalModel) -> dict[str, object]:
         "path": str(model.path),
         "size_bytes": model.size_bytes,
         "files": model.files,
-        "modified": _stamp(model.modified),
+        "modified": datetime.fromtimestamp(model.modified, UTC).isoformat(timespec="seconds"),
         "complete": model.complete,
         "source": model.source,
     }
-
-
-def _gguf_as_dict(model: GGUFModel) -> dict[str, object]:
-    return {
-        "name": model.name,
-        "path": str(model.file),
-        "size_bytes": model.size_bytes,
-        "modified": _stamp(model.modified),
-        "source": model.source,
-        "convert": _convert(model),
-    }
-
-
-def _stamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _when(seconds: float) -> str:
@@ -95,6 +74,8 @@ def _short(name: str) -> str:
 
 
 def _state(model: hub.LocalModel) -> str:
+    if model.gguf:
+        return f"GGUF, {model.source}"
     if not model.complete:
         local = model.source not in ("cache", "bundled")
         return "incomplete" if local else f"incomplete: mlxinfer pull {model.name}"

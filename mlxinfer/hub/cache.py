@@ -92,7 +92,8 @@ class LocalModel:
     files: int
     modified: float  # seconds since 1970
     complete: bool
-    source: str  # "bundled" or "cache"
+    source: str  # "bundled", "cache", "lm studio", "ollama" or "folder"
+    gguf: bool = False  # a file in the GGUF format, which is to be converted
 
 
 def bundled_models() -> Iterator[LocalModel]:

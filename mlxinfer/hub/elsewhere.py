@@ -6,7 +6,6 @@ A folder with config.json and safetensors runs as it is, by its path; GGUF files
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from .cache import LocalModel, missing_files, read_json
@@ -19,18 +18,7 @@ _LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # a part of a split fil
 DEPTH = 3  # levels below a folder of models at which one may lie: publisher/name/file
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFModel:
-    """A model in the GGUF format, which is to be converted."""
-
-    name: str  # as the other program calls it
-    file: Path
-    size_bytes: int
-    modified: float  # seconds since 1970
-    source: str  # "lm studio", "ollama" or "folder"
-
-
-def models_elsewhere(folders: "list[Path]") -> Iterator[LocalModel | GGUFModel]:
+def models_elsewhere(folders: list[Path]) -> Iterator[LocalModel]:
     """Yield the models of these folders, of MLXINFER_MODELS, of LM Studio and of Ollama."""
     named = [Path(each) for each in os.environ.get(FOLDERS, "").split(os.pathsep) if each]
     places = [(folder, "folder") for folder in [*folders, *named]]
@@ -45,7 +33,7 @@ def models_elsewhere(folders: "list[Path]") -> Iterator[LocalModel | GGUFModel]:
     yield from _ollama(Path(os.environ.get("OLLAMA_MODELS") or OLLAMA).expanduser())
 
 
-def _models_below(root: Path, source: str) -> Iterator[LocalModel | GGUFModel]:
+def _models_below(root: Path, source: str) -> Iterator[LocalModel]:
     for folder in _folders(root, DEPTH):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             files = [path for path in folder.iterdir() if path.is_file()]
@@ -76,7 +64,7 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
         yield from _folders(folder, depth - 1)
 
 
-def _ollama(root: Path) -> Iterator[GGUFModel]:
+def _ollama(root: Path) -> Iterator[LocalModel]:
     """Ollama's manifests name the blob with the weights: manifests/HOST/OWNER/NAME/TAG."""
     for manifest in sorted((root / "manifests").glob("*/*/*/*")):
         layers = read_json(manifest).get("layers")
@@ -88,6 +76,6 @@ def _ollama(root: Path) -> Iterator[GGUFModel]:
                 yield _gguf(f"{manifest.parent.name}:{manifest.name}", blob, "ollama")
 
 
-def _gguf(name: str, file: Path, source: str) -> GGUFModel:
+def _gguf(name: str, file: Path, source: str) -> LocalModel:
     found = file.stat()
-    return GGUFModel(name, file, found.st_size, found.st_mtime, source)
+    return LocalModel(name, file, found.st_size, 1, found.st_mtime, True, source, gguf=True)

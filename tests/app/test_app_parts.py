@@ -15,7 +15,7 @@ from mlxinfer.app import settings as stored
 from mlxinfer.app.client import Activity, Chat, Model, Transfer, checked_url, is_local, port_of
 from mlxinfer.app.controller import Phase, View
 from mlxinfer.app.instance import Instance
-from mlxinfer.app.menu import Action, Do, Entry, menu_of, size_text, state_text, transfer_text
+from mlxinfer.app.menu import Action, Do, Entry, menu_of, state_text, transfer_text
 from mlxinfer.app.platforms import (
     KEYS,
     MODIFIERS,
@@ -124,14 +124,6 @@ def test_a_problem_stands_on_top_in_one_line() -> None:
 )
 def test_the_state_is_said_in_one_line(view: View, text: str) -> None:
     assert state_text(view) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (4_620_000_000, "4.6 GB"), (3e15, "3000 TB")],
-)
-def test_sizes_are_as_people_count_them(size: int, text: str) -> None:
-    assert size_text(size) == text
 
 
 # -- settings -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Scripts of completion in the shells themselves, where they are installed."""
+"""The Tab key: the scripts, the words that they ask for, and the shells themselves."""
 
 import os
 import pty
@@ -8,8 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from mlxinfer.cli._commands import cli
 
 ASK = {
     "bash": (
@@ -74,3 +78,29 @@ def test_zsh_completes_the_name_of_a_model_at_the_tab_key(environment: dict[str,
         process.kill()
         process.wait()
         os.close(terminal)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_ask_the_command(shell: str, outcome: Any) -> None:
+    seen = outcome("completion", shell)
+    assert seen.code == 0
+    assert f"_MLXINFER_COMPLETE={shell}_complete" in seen.out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("mlxinfer run -m de", ["demo", "demo-draft"]),
+        ("mlxinfer show demo-", ["demo-draft"]),
+        ("mlxinfer sug", ["suggest"]),
+        ("mlxinfer run --no-thi", ["--no-think"]),
+    ],
+)
+def test_tab_completes_models_commands_and_options(
+    words: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    asked["_MLXINFER_COMPLETE"] = "bash_complete"
+    seen = CliRunner().invoke(cli, [], prog_name="mlxinfer", env=asked)
+    assert [line.partition(",")[2] for line in seen.output.splitlines()] == expected

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from mlxinfer.configfile import read_config_file
+
+SERVE = ("port", "host", "max-memory", "ttl")  # options of the file that init writes
+
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -60,3 +64,19 @@ def test_mistakes_are_wrong_usage(file: Path, outcome: Any, text: str, said: str
     ended = outcome("config", "show")
     assert ended.code == 2
     assert said in ended.err
+
+
+def test_config_init_writes_a_file_that_holds(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = tmp_path / "new" / "config.toml"
+    monkeypatch.setenv("MLXINFER_CONFIG", str(place))
+    assert outcome("config", "init").out.strip() == str(place)
+    assert list(read_config_file(place).models) == ["demo"]
+    assert outcome("config", "init").code == 2
+    place.write_text("changed")
+    assert outcome("config", "init", "--force").code == 0
+    plain = place.read_text()
+    options = [line.removeprefix("# ") for line in plain.splitlines() if " = " in line]
+    place.write_text("\n".join(["[serve]", *[o for o in options if o.startswith(SERVE)]]))
+    assert outcome("config", "show").code == 0

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ..memory import human_bytes
 from .client import Model, Transfer, is_local
 from .controller import Phase, View
 
@@ -126,26 +127,15 @@ def transfer_text(transfer: Transfer) -> str:
         return transfer.state
     share = f"{100 * transfer.done / transfer.total:.0f} %"
     if transfer.kind == "download":
-        share += f", {size_text(transfer.done)} of {size_text(transfer.total)}"
+        share += f", {human_bytes(transfer.done)} of {human_bytes(transfer.total)}"
     return share if transfer.state == "running" else f"{transfer.state}, {share}"
-
-
-def size_text(num_bytes: int) -> str:
-    """Bytes as people count them: "4.6 GB"."""
-    value = float(num_bytes)
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        del units[0]
-    whole = value >= 99.5 or units[0] == "B"
-    return f"{value:.0f} {units[0]}" if whole else f"{value:.1f} {units[0]}"
 
 
 def model_text(model: Model) -> str:
     """A model with its state: "chat: loaded, 4.6 GB, pinned"."""
     parts = [model.state if not model.failure else f"failed: {shortened(model.failure, 60)}"]
     if model.weights_bytes:
-        parts.append(size_text(model.weights_bytes))
+        parts.append(human_bytes(model.weights_bytes))
     if model.pinned:
         parts.append("pinned")
     return f"{model.name}: {', '.join(parts)}"

@@ -1,0 +1,75 @@
+"""`mlxinfer suggest` and `mlxinfer list`: models to have, and those on this disk."""
+
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxinfer.cli.suggest import TASKS, suggestions
+
+
+def test_suggestions_fit_the_memory_and_say_how_to_get_them(outcome: Any) -> None:
+    found = json.loads(outcome("suggest", "--memory", "24GB", "--json").out)
+    sizes = [model["weights_bytes"] for model in found["models"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(size < found["limit_bytes"] for size in sizes)
+    assert found["models"][0]["get"] == f"mlxinfer pull {found['models'][0]['name']}"
+    larger = json.loads(outcome("suggest", "--memory", "96GB", "--json").out)["models"]
+    assert len(larger) > len(found["models"])
+    code = json.loads(outcome("suggest", "--memory", "96GB", "--for", "code", "--json").out)
+    assert {"code"} == {"code"}.intersection(*[model["tasks"] for model in code["models"]])
+    assert outcome("suggest", "--memory", "100MB").code == 1
+
+
+def test_the_table_of_suggestions_has_sources_and_known_tasks() -> None:
+    for each in suggestions():
+        assert each.source.startswith("https://huggingface.co/")
+        assert set(each.tasks) <= set(TASKS)
+        assert each.bytes_at(8192) > each.bytes
+
+
+def gguf(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3))
+    return path
+
+
+def test_models_of_lm_studio_ollama_and_other_folders_are_listed(
+    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("HOME", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    studio, own = tmp_path / ".lmstudio/models/mlx-community/Tiny", tmp_path / "disk/Other"
+    for folder in (studio, own):
+        folder.mkdir(parents=True)
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            (folder / file).write_text("{}")
+    gguf(tmp_path / ".lmstudio/models/org/Big/big-00001-of-00002.gguf")
+    gguf(tmp_path / ".lmstudio/models/org/Big/big-00002-of-00002.gguf")
+    blob = gguf(tmp_path / ".ollama/models/blobs/sha256-ab")
+    manifest = tmp_path / ".ollama/models/manifests/registry.ollama.ai/library/llama/8b"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:ab"}
+    manifest.write_text(json.dumps({"layers": [{"mediaType": "other"}, layer]}))
+    seen = json.loads(outcome("list", "--folder", str(tmp_path / "disk"), "--json").out)
+    found = {m["name"]: m["source"] for m in seen["models"] if m["source"] != "bundled"}
+    assert found == {str(own): "folder", str(studio): "lm studio"}
+    assert [m["name"] for m in seen["gguf"]] == ["org/Big/big-00001-of-00002.gguf", "llama:8b"]
+    assert seen["gguf"][1]["convert"] == f"mlxinfer convert {blob} llama-8b"
+    shown = outcome("list").out
+    assert "~/.lmstudio/models/mlx-community/Tiny" in shown
+    assert "GGUF, ollama" in shown
+    monkeypatch.setenv("MLXINFER_MODELS", os.pathsep.join([str(tmp_path / "disk"), "/none"]))
+    assert "~/disk/Other" in outcome("list").out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no sh")
+def test_a_blob_of_ollama_is_read_as_gguf(outcome: Any, tmp_path: Path) -> None:
+    seen = outcome("convert", str(gguf(tmp_path / "sha256-ab")), str(tmp_path / "out"), "--dry-run")
+    assert seen.code == 1
+    assert "GGUF" in seen.err or "truncated" in seen.err
+    assert "is a file; expected" not in seen.err

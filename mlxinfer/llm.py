@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 class TextOptions(TypedDict, total=False):
-    """What LLM.stream takes beside SamplingValues, documented at LLM.generate."""
+    """Keyword arguments of LLM.stream without SamplingValues."""
 
     response_format: ResponseFormat | None
     adapter: str | None
 
 
 class ChatOptions(TextOptions, total=False):
-    """What LLM.chat takes beside SamplingValues, documented there."""
+    """Keyword arguments of LLM.chat without SamplingValues."""
 
     tools: Sequence[Message] | None
     tool_choice: str | Message
@@ -67,15 +67,15 @@ class LLM:
     """A language model and the engine that runs it, or the server that has it.
 
     Args:
-        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id; or
-            the address of a server, such as "http://studio.local:8080", which has the model and
-            its engine: the arguments of an engine are then the server's.
+        model: "demo" (bundled), a folder with a checkpoint, or a Hugging Face repository id. Or the
+            address of a server, such as "http://studio.local:8080": the model and its engine are
+            then the server's, and options of an engine are refused.
         progress: whether bars show downloads, loading and batches; None: in a notebook and where
             stderr is a terminal.
-        api_key: of a server; None: MLXINFER_API_KEY.
-        served_model: which of a server's models; None: its first.
-        tool_format: how the model writes tool calls, such as "hermes"; "auto": as its chat
-            template and its tokens show.
+        api_key: for a server; None: the environment variable MLXINFER_API_KEY.
+        served_model: name of one of the server's models; None: its first.
+        tool_format: the form of the model's tool calls, such as "hermes"; "auto": it is read off
+            the chat template and the tokens.
         options: of the engine, see below.
 
     Attributes:
@@ -161,7 +161,7 @@ class LLM:
                 {"type": "grammar", "grammar": ...} (Lark, as llguidance has it).
             adapter: name of a loaded adapter (`load_adapter`), for all, or a list with one for
                 each; None: the model itself.
-            sampling: fields of SamplingParams, such as max_tokens=20: they go before params.
+            sampling: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Returns:
             A Result, or Results, a list of them in the order of the prompts.
@@ -250,7 +250,7 @@ class LLM:
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
             adapter: name of a loaded adapter; None: the model itself.
-            options: fields of SamplingParams too, such as max_tokens=20: they go before params.
+                options: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Raises:
             TemplateError: the model has no chat template, or it refused these messages.
@@ -310,8 +310,7 @@ class LLM:
         return self._session.chat_params
 
     def heat(self, result: Result) -> "Heat":
-        """The tokens of an answer, which a notebook shows on a ground that is hot where one was
-        improbable.
+        """The tokens of an answer. A notebook shows improbable ones on a hot ground.
 
         Raises:
             InvalidRequestError: the answer has no log-probabilities: ask with logprobs=3.
@@ -619,7 +618,7 @@ def connect(
 
 
 def _deltas(answers: RunningAnswers) -> Iterator[Delta]:
-    """What each step adds to the one answer; leaving the loop ends the request."""
+    """The deltas of the one answer; leaving the loop ends the request."""
     for steps in answers:
         for step in steps:
             yield step.delta

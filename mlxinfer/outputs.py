@@ -1,4 +1,4 @@
-"""What a generation gives back: the parts of an answer as they come, and its result. Plain data."""
+"""Answers as plain data: their parts as they come, and their results."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -82,7 +82,7 @@ def merged(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 
 def joined_calls(pieces: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """Return the calls of these pieces; broken calls, which are text too, are left out."""
+    """Return the calls of these pieces. Broken calls are left out: their text follows as text."""
     by_index: dict[int, list[ToolCallDelta]] = {}
     for piece in pieces:
         by_index.setdefault(piece.index, []).append(piece)
@@ -136,7 +136,7 @@ class Timing:
     prompt_tokens_per_s: float | None = None  # computed prompt tokens over prefill
     tokens_per_s: float | None = None  # answer tokens after the first, over decode
     drafted: int = 0  # tokens that were proposed, and verified several in a step
-    accepted: int = 0  # of these, tokens of the answer
+    accepted: int = 0  # drafted tokens that became part of the answer
 
     @classmethod
     def measure(
@@ -158,7 +158,7 @@ class Timing:
             computed_tokens: prompt tokens that were not found in the cache.
             answer_tokens: tokens generated.
             drafted: tokens proposed for the answer.
-            accepted: of these, tokens that are part of it.
+            accepted: drafted tokens that became part of the answer.
         """
         prefill_s = first_token_s - started_s
         decode_s = finished_s - first_token_s
@@ -301,7 +301,7 @@ class Facts(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one step added to an answer; the last one of a stream carries the Result."""
+    """The addition of one step to an answer; the last one of a stream carries the Result."""
 
     parts: Sequence[Part] = ()  # text, reasoning and pieces of tool calls, as they came
     token_ids: Sequence[int] = ()

@@ -1,1 +1,1 @@
-"""What notebooks and terminals show of answers and models. Imports nothing heavy."""
+"""Answers and models as notebooks and terminals show them. Imports nothing heavy."""

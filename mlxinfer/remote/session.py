@@ -1,6 +1,6 @@
-"""A model behind a server as LLM sees it: the methods of `session.Session`, over HTTP.
+"""A model behind a server: the interface of a session, over HTTP.
 
-What only an engine in this process has (its tokenizer, logits, pinned prefixes) is refused by name.
+The parts of an engine in this process (tokenizer, logits, pinned prefixes) are refused by name.
 """
 
 import base64
@@ -33,7 +33,7 @@ PARALLEL = 64  # requests of one batch at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteInfo:
-    """What a server says of a model."""
+    """The facts of a model that its server tells."""
 
     name: str
     url: str
@@ -45,7 +45,7 @@ class RemoteInfo:
         return f"at {self.url}"
 
 
-_REASONS = {  # why a server's model lacks what an engine in this process has
+_REASONS = {  # why a server's model has no such part
     "pin": "a server keeps prefixes for all its clients by their use",
     "logits": "a server gives tokens, not logits",
     "chat_params": "the server has them, and uses them",
@@ -104,7 +104,7 @@ class RemoteSession(ModelSession):
     # -- what it knows --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the server says of the model and its memory."""
+        """The server's facts about the model and its memory."""
         found = self._exchange("/admin/models", None)
         models = [each for each in found["models"] if each["name"] == self.info.name]
         return dict(models[0]) if models else {}

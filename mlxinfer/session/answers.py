@@ -1,8 +1,7 @@
 """The answers to one or several inputs: token events of the engine in, steps and results out.
 
 A caller that leaves early, by an error, Ctrl-C, a cancelled task or a closed generator, ends its
-requests. It does so by one call in C, which a signal handler cannot interrupt before it has taken
-effect.
+requests. One call in C does it: no signal handler can interrupt the call before it has an effect.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ class PromptProgress(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What one event of the engine added to one answer."""
+    """The addition of one event of the engine to one answer."""
 
     index: int  # of the answer: inputs in their order, n answers each
     delta: Delta
@@ -73,7 +72,7 @@ class AnswerWatcher(Protocol):
         ...
 
     def close(self) -> None:
-        """No more is read of these answers. May be called twice."""
+        """Nothing more of these answers is read. May be called twice."""
         ...
 
 
@@ -567,7 +566,7 @@ class Answers:
 
 
 def _step(index: int, answer: Answer, event: TokenEvent) -> Step:
-    """What an event adds to an answer; raises its error."""
+    """Add an event to an answer; raises the event's error."""
     delta = answer.push(event)
     progress = None
     if event.prompt_tokens:

@@ -1,4 +1,4 @@
-"""What LLM asks of a model, wherever the model runs: in this process or behind a server."""
+"""The interface of an open model for LLM: the model may run here or behind a server."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path

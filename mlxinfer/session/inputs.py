@@ -43,7 +43,7 @@ class EncodedPrompt:
 
 
 class InputReader(Protocol[T_co]):
-    """Makes something of inputs: RequestBuilder a prompt, RemoteForm the body of a request."""
+    """Reads inputs: RequestBuilder makes prompts of them, RemoteForm bodies of requests."""
 
     def conversation(self, given: "ChatInput", max_context: int | None) -> T_co:
         """Read a conversation."""
@@ -56,7 +56,7 @@ class InputReader(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input(ABC):
-    """What conversations and texts have in common. Checked when built.
+    """The fields that conversations and texts share. Checked when built.
 
     Attributes:
         params: how tokens are chosen; None: a conversation takes the model's own values
@@ -96,7 +96,7 @@ class Input(ABC):
 
     @abstractmethod
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
-        """What `reader` makes of this kind of input.
+        """Let `reader` read this kind of input.
 
         Args:
             reader: of the model.
@@ -169,7 +169,7 @@ class ChatInput(Input):
         return chat_params
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
-        """What `reader` makes of a conversation."""
+        """Let `reader` read a conversation."""
         return reader.conversation(self, max_context)
 
 
@@ -195,12 +195,12 @@ class TextInput(Input):
     reasons: bool = True
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
-        """What `reader` makes of a text."""
+        """Let `reader` read a text."""
         return reader.text(self, max_context)
 
 
 class PoolingReader(Protocol[T_co]):
-    """Makes something of the inputs of models that pool."""
+    """Reads the inputs of models that pool."""
 
     def embed(self, given: "EmbedInput") -> T_co:
         """Read texts that vectors are asked for."""
@@ -212,11 +212,11 @@ class PoolingReader(Protocol[T_co]):
 
 
 class PoolingInput(ABC):
-    """What a model that pools is asked for."""
+    """An input of a model that pools."""
 
     @abstractmethod
     def read_by(self, reader: PoolingReader[T]) -> T:
-        """What `reader` makes of this kind of input."""
+        """Let `reader` read this kind of input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class EmbedInput(PoolingInput):
         return [texts] if isinstance(texts, str) or is_ids else texts
 
     def read_by(self, reader: PoolingReader[T]) -> T:
-        """What `reader` makes of texts."""
+        """Let `reader` read texts."""
         return reader.embed(self)
 
 
@@ -288,7 +288,7 @@ class ScoreInput(PoolingInput):
         return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
 
     def read_by(self, reader: PoolingReader[T]) -> T:
-        """What `reader` makes of pairs."""
+        """Let `reader` read pairs."""
         return reader.score(self)
 
 

@@ -368,7 +368,7 @@ def help_of(name: str) -> str:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, which is made if need be: a cache that could never hold anything is refused."""
+    """The folder, made if need be. A folder that cannot be written is refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = "" if os.access(folder, os.W_OK) else "it is not writable"

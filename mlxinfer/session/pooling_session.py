@@ -99,7 +99,7 @@ class PoolingSession(ModelSession):
 
     @property
     def limits(self) -> PoolingLimits:
-        """What requests must fit into."""
+        """The limits that requests must fit into."""
         limits: PoolingLimits = self.engine.limits
         return limits
 
@@ -162,7 +162,7 @@ class PoolingSession(ModelSession):
         rows: Sequence[TokenRow],
         finish: "Callable[[Vectors], Vectors]" = lambda vectors: vectors,
     ) -> "Pooled":
-        """What the model gives for rows, (N, d) float32, after `finish`."""
+        """The output of the model for rows, (N, d) float32, after `finish`."""
         return Pooled(self.engine, self.request(rows), finish, owner=self)
 
     def score_rows(
@@ -227,7 +227,7 @@ class PoolingSession(ModelSession):
         return similarity(self.pooling.similarity, one, other)
 
     def prompt(self, name: str | None, text: str | None) -> str:
-        """What stands before texts: the one given, or the model's own of this name.
+        """The prompt before texts: the given one, or the model's own of this name.
 
         Raises:
             InvalidRequestError: both are given, or the model has none of this name.
@@ -421,7 +421,7 @@ def _loop_maker(
     described: list[ModelInfo],
     watch: Watch | None,
 ) -> "Callable[[Any], EngineLoop]":
-    """What loads the model on the engine's thread; its facts go to `described`."""
+    """A function that loads the model on the engine's thread; its facts go to `described`."""
 
     def make(emit: Any) -> "EngineLoop":
         from ..pooling.loop import PoolingLoop

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 
 FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
-MAX_BREAKERS = 256  # of which the tokens are remembered
-LAST_TURNS = 4  # of a prompt: the states of recurrent layers are kept at their ends
+MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
+LAST_TURNS = 4  # turns of a prompt at whose ends states of recurrent layers are kept
 
 
 class RequestBuilder:
@@ -396,7 +396,7 @@ def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """The content, and the arguments of calls, which templates write as JSON."""
+    """The content, and the calls: templates write their arguments as JSON."""
     if isinstance(message.get("content"), str):
         yield message["content"]
     if calls := message.get("tool_calls"):

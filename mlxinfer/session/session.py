@@ -1,4 +1,4 @@
-"""A loaded model that is ready for requests: what LLM and the server have in common."""
+"""A loaded model that is ready for inputs. LLM, the command line and the server use it."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ CANARY_TOKEN = 0  # what a model is tried with
 
 
 class Session(ModelSession):
-    """A model, its engine and the way in and out: requests are built, run and read here.
+    """A model with its engine: inputs in, answers out.
 
     Args:
         name: of the model, for people.
@@ -125,7 +125,7 @@ class Session(ModelSession):
 
     @property
     def limits(self) -> "EngineLimits":
-        """What requests must fit into."""
+        """The limits that requests must fit into."""
         limits: EngineLimits = self.engine.limits
         return limits
 

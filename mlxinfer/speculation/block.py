@@ -15,8 +15,10 @@ import mlx.core as mx
 from ..config import EngineConfig
 from ..engine.batch import Batch, Proposal, Sequence
 from ..models.dflash import BlockDraft, KeysValues
-from .estimates import Key
+from .controller import Key
+from .draft import keys_within
 from .heads import FOLLOW_AT, HeldStates
+from .source import Source
 
 NAME = "dflash"
 PRIORS = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
@@ -54,7 +56,7 @@ class Context:
         return [array for keys_values in self._room for array in keys_values]
 
 
-class BlockProposer:
+class BlockProposer(Source):
     """Runs a block draft for all sequences of a step at once.
 
     Args:
@@ -65,13 +67,13 @@ class BlockProposer:
     """
 
     name = NAME
-    is_free = False
 
     def __init__(
         self, draft: BlockDraft, config: EngineConfig, *, vocab_size: int, cost: float
     ) -> None:
         self.taps: Seq[int] = draft.taps
         self.cost = cost
+        self.priors = {(NAME, place): chance for place, chance in enumerate(PRIORS)}
         self._draft = draft
         self._vocab_size = vocab_size
         self._max_context = config.max_context
@@ -80,14 +82,6 @@ class BlockProposer:
         self._held: dict[Sequence, HeldStates] = {}
         self._contexts: OrderedDict[Sequence, Context] = OrderedDict()  # last used last
         self._num_steps = 0
-
-    @property
-    def priors(self) -> dict[Key, float]:
-        """Chances by the position in the block."""
-        return {(NAME, place): chance for place, chance in enumerate(PRIORS)}
-
-    def begin_step(self) -> None:
-        """Nothing to do."""
 
     def take(self, batch: Batch, hidden: mx.array) -> None:
         """Keep the hidden states (T, taps * hidden) of a step, and follow where many wait."""
@@ -108,11 +102,10 @@ class BlockProposer:
         held = self._held.setdefault(sequence, HeldStates(start))
         held.put(start, [(hidden, row + i) for i in range(count)])
 
-    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         """Keys of as many proposals as a block has, where the context has room."""
-        room = self._max_context - sequence.num_known - sequence.num_pending - 1
-        most = min(depth, room, self._draft.block_size - 1, len(PRIORS))
-        return [(NAME, place) for place in range(most)]
+        most = min(depth, self._draft.block_size - 1, len(PRIORS))
+        return keys_within(NAME, sequences, most, self._max_context)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """The most probable tokens of one pass."""

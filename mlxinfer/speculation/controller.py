@@ -1,19 +1,31 @@
 """How many proposals of each sequence a step verifies: as many as give most tokens a second.
 
-Speculation loses where a step of more rows costs more than the proposals that hold are worth: with
-small models, mixtures of experts, many requests at once, or text that cannot be foreseen. So the
-time of steps and the acceptance are measured, and nothing is proposed where that loses.
+Speculation loses where the rows that it adds to a step cost more than the accepted proposals are
+worth: with small models, mixtures of experts, many requests at once, or text that cannot be
+foreseen. So the controller measures the time of steps and the share of proposals that hold, and
+proposes nothing where that loses. Before anything is measured it goes by the chances that sources
+state, and by a published curve of step times.
 """
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .estimates import StepTimes, bucket_of
+from ..engine.batch import Sequence
+
+Key = tuple[str, int]  # source, and what its proposals differ by: match length, or position
+
+DECAY = 0.98  # of the weight of earlier trials, at each trial: the last 50 count
+SEQUENCE_DECAY = 0.9
+PRIOR_WEIGHT = 4.0  # trials that the prior counts as
+SEQUENCE_WEIGHT = 2.0
+CERTAIN = 0.995
 
 WARM_UP = 4  # plain steps that are measured before the first proposals
 LOOK_BACK = 16  # steps with proposals that must not be slower than plain ones, together
@@ -23,25 +35,31 @@ MARGIN = 1.02  # by which a step with proposals must promise more
 PROBES = 2
 WORTH_A_PROBE = 0.3  # chance of a proposal
 KEPT = 9  # measurements of which the median counts
+FEWEST = 2  # measurements that count at all
+
+# Seconds of a quantised matrix product with 1 to 8 rows over those with one: 5120 x 17408, 4 bits,
+# groups of 64, in MLX (mini-sglang-mlx, README: 0.602 to 1.268 ms). The last slope goes on.
+CURVE = (1.0, 0.98, 1.07, 1.26, 1.47, 1.69, 1.89, 2.11)
+SLOPE = 0.21  # of each row beyond
+EXTRA = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+PLAIN = 0  # extra rows of a step without proposals
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What could be proposed for a sequence: how likely proposals hold, and what they cost."""
 
-    chances: Seq[float]  # that the next proposal holds, those before it given; by position
+    chances: Seq[float]  # that a proposal holds if those before it do; by position
     cost: float = 0.0  # of making a proposal, in plain steps, as long as it was not measured
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
+class MeasuredStep(NamedTuple):
     """A step that was read: its proposals, its tokens, and how long it took."""
 
     num_sequences: int  # that got tokens
     num_proposals: int
     num_tokens: int  # of their answers
     seconds: float | None  # since the step before it was read; None: not timed
-    draft_s: float = 0.0  # of these, for making proposals
+    draft_s: float = 0.0  # part of these, for making proposals
     depth: int = 0  # the most proposals of one sequence that had a cost
 
 
@@ -57,7 +75,7 @@ class Policy(Protocol):
 
         Args:
             outlooks: of these sequences.
-            num_sequences: all that decode in the step, or in those that take turns.
+            num_sequences: all that decode in the step, or in the steps that take turns.
             share: of them that decode in the step.
         """
         ...
@@ -67,8 +85,7 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class FixedDepth:
+class FixedDepth(NamedTuple):
     """The same number of proposals always: for measurements and tests."""
 
     depth: int
@@ -82,8 +99,180 @@ class FixedDepth:
         return [min(self.depth, len(outlook.chances)) for outlook in outlooks]
 
     def observe(self, step: MeasuredStep) -> bool:
-        """Ignored: the depth is fixed."""
+        """Learn nothing: the depth is fixed."""
         return False
+
+
+# -- how likely proposals hold ----------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Trials:
+    """Proposals that held, of those tried; both decayed."""
+
+    held: float
+    tried: float
+
+    def add(self, held: float, tried: float, decay: float) -> None:
+        """Count one more trial, or what was expected of one."""
+        self.held = self.held * decay + held
+        self.tried = self.tried * decay + tried
+
+
+class Acceptance:
+    """Chances that the next proposal holds if those before it did.
+
+    The chance of a proposal is that of its key, over all sequences, times how much better or worse
+    than expected the last proposals of the sequence were.
+
+    Args:
+        priors: chances by key before anything was measured.
+    """
+
+    def __init__(self, priors: Mapping[Key, float]) -> None:
+        self._priors = priors
+        self._by_key: dict[Key, Trials] = {}
+        self._by_sequence: dict[Hashable, Trials] = {}
+
+    def chance(self, sequence: Sequence, key: Key) -> float:
+        """The chance of one proposal, in [0, 1)."""
+        own = self._by_sequence.get(sequence)
+        factor = 1.0
+        if own is not None:
+            factor = (own.held + SEQUENCE_WEIGHT) / (own.tried + SEQUENCE_WEIGHT)
+        return min(self._of_key(key) * factor, CERTAIN)
+
+    def observe(self, sequence: Sequence, key: Key, held: bool) -> None:
+        """Count a proposal that was tried: those before it had held."""
+        expected = self._of_key(key)
+        own = self._by_sequence.setdefault(sequence, Trials(0.0, 0.0))
+        own.add(float(held), expected, SEQUENCE_DECAY)
+        trials = self._by_key.get(key)
+        if trials is None:
+            trials = self._by_key[key] = self._prior(key)
+        trials.add(float(held), 1.0, DECAY)
+
+    def renew(self, source: str) -> None:
+        """Forget what was measured of a source, so that it is tried again."""
+        self._by_key = {key: trials for key, trials in self._by_key.items() if key[0] != source}
+        self._by_sequence.clear()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._by_sequence.pop(sequence, None)
+
+    def measured(self) -> dict[Key, float]:
+        """Chances by key, of those that were tried."""
+        return {key: self._of_key(key) for key in sorted(self._by_key)}
+
+    def _of_key(self, key: Key) -> float:
+        trials = self._by_key.get(key) or self._prior(key)
+        return trials.held / trials.tried
+
+    def _prior(self, key: Key) -> Trials:
+        return Trials(self._priors[key] * PRIOR_WEIGHT, PRIOR_WEIGHT)
+
+
+# -- how long steps take ----------------------------------------------------------------------
+
+
+def relative_cost(rows: int) -> float:
+    """The time of a step of so many rows, in steps of one row."""
+    if rows <= len(CURVE):
+        return CURVE[max(rows, 1) - 1]
+    return CURVE[-1] + SLOPE * (rows - len(CURVE))
+
+
+@lru_cache(maxsize=4096)
+def bucket_of(num_sequences: int) -> int:
+    """Batch sizes of steps that are measured together: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..."""
+    if num_sequences <= 4:
+        return num_sequences
+    half = 1 << ((num_sequences - 1).bit_length() - 2)
+    return -(-num_sequences // half) * half
+
+
+def _low_median(times: Seq[float]) -> float:
+    """The lower one of two: a first step that compiles something counts for little."""
+    return sorted(times)[(len(times) - 1) // 2]
+
+
+class StepTimes:
+    """Seconds of steps, by batch size and by rows beyond one a sequence.
+
+    Between two numbers of rows that were measured, and beyond, every row costs the same. Before any
+    were measured with a batch size, a row costs what it does with another batch size; before
+    anything was, times are relative to a step of one row, by the published curve.
+    """
+
+    def __init__(self) -> None:
+        # Bucket of the batch size -> extra rows -> the last seconds.
+        self._cells: dict[int, dict[int, deque[float]]] = defaultdict(
+            lambda: {extra: deque(maxlen=KEPT) for extra in (PLAIN, *EXTRA)}
+        )
+
+    def add(self, num_sequences: int, extra: int, seconds: float) -> None:
+        """Count a step; without `extra` rows it is a plain one."""
+        cell = next((most for most in EXTRA if extra <= most), EXTRA[-1]) if extra else PLAIN
+        self._cells[bucket_of(num_sequences)][cell].append(seconds)
+
+    def is_measured(self, num_sequences: int) -> bool:
+        """Whether any steps with proposals were, with this batch size."""
+        return any(self._measured(bucket_of(num_sequences)).keys() - {PLAIN})
+
+    def seconds(self, num_sequences: int, extra: int) -> float:
+        """The time of a step: as measured, or by the nearest ones that were."""
+        return float(self.table(num_sequences, extra)[extra])
+
+    def table(self, num_sequences: int, most: int) -> NDArray[np.float64]:
+        """(most + 1,) seconds of steps with 0 to `most` rows more."""
+        extra = np.arange(most + 1)
+        known = self._measured(bucket_of(num_sequences))
+        if PLAIN not in known:
+            known[PLAIN] = self._plain_elsewhere(num_sequences)
+        last = max(known)
+        each_s = self._row_elsewhere()
+        if last != PLAIN:
+            each_s = max(known[last] - known[PLAIN], 0.0) / last
+        if each_s is None:
+            curve = np.array([relative_cost(num_sequences + i) for i in extra.tolist()])
+            return known[PLAIN] * curve / curve[0]
+        rows = sorted(known)
+        found = np.interp(extra, rows, [known[i] for i in rows])
+        return found + each_s * np.maximum(extra - last, 0)
+
+    def _measured(self, bucket: int) -> dict[int, float]:
+        """Extra rows -> seconds, of a batch size.
+
+        Fewer rows never take longer: where they seem to, the machine was busier then.
+        """
+        found, least_s = {}, np.inf
+        for extra, times in reversed(self._cells[bucket].items()):
+            if len(times) >= FEWEST:
+                found[extra] = least_s = min(_low_median(times), least_s)
+        return found
+
+    def _plain_elsewhere(self, num_sequences: int) -> float:
+        """The time of a plain step, by that of the nearest batch size and the curve."""
+        plains = {size: cells[PLAIN] for size, cells in self._cells.items()}
+        plains = {size: times for size, times in plains.items() if len(times) >= FEWEST}
+        if not plains:
+            return relative_cost(num_sequences)
+        near = min(plains, key=lambda size: abs(size - num_sequences))
+        return _low_median(plains[near]) * relative_cost(num_sequences) / relative_cost(near)
+
+    def _row_elsewhere(self) -> float | None:
+        """The time of one row more, from steps of the batch size that was measured most."""
+        found: dict[int, float] = {}
+        for size in list(self._cells):
+            known = self._measured(size)
+            most = max(known, default=PLAIN)
+            if most != PLAIN and PLAIN in known:
+                found[most] = max(known[most] - known[PLAIN], 0.0) / most
+        return found[max(found)] if found else None
+
+
+# -- the choice -------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -98,6 +287,9 @@ class Regime:
     recent: deque[tuple[float, float]] = field(  # (seconds, those of plain steps for the tokens)
         default_factory=lambda: deque(maxlen=LOOK_BACK)
     )
+    draft_s: deque[float] = field(  # seconds of one more proposal for each sequence
+        default_factory=lambda: deque(maxlen=KEPT)
+    )
 
     def rest(self) -> None:
         """Go on with plain steps, twice as many as last time."""
@@ -105,15 +297,6 @@ class Regime:
         self.next_rest = min(2 * self.next_rest, LONGEST_REST)
         self.probes = 1
         self.recent.clear()
-
-
-def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:
-    """(R, most) chance that a proposal and all before it hold; 0 where there is none."""
-    chances = np.zeros((len(outlooks), most))
-    for row, outlook in enumerate(outlooks):
-        some = outlook.chances[:most]
-        chances[row, : len(some)] = some
-    return np.asarray(np.cumprod(chances, axis=1), dtype=np.float64)
 
 
 class Controller:
@@ -129,12 +312,11 @@ class Controller:
     def __init__(self, *, max_depth: int) -> None:
         self.times = StepTimes()
         self._max_depth = max_depth
-        self._regimes: dict[int, Regime] = {}
-        self._draft: dict[int, deque[float]] = {}  # by batch size: seconds of one more proposal
+        self._regimes: dict[int, Regime] = defaultdict(Regime)  # by `bucket_of` the batch size
 
     def is_open(self, num_sequences: int) -> bool:
         """Not while it measures plain steps or rests."""
-        return bool(self._max_depth) and not self._regime(num_sequences).blocked
+        return self._max_depth > 0 and not self._regimes[bucket_of(num_sequences)].blocked
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
         """The depths that give most tokens a second, if steps that take turns do alike.
@@ -142,12 +324,14 @@ class Controller:
         For each depth that costly proposals may have, the likeliest are added as long as that pays.
         """
         depths = [0] * len(outlooks)
-        regime = self._regime(num_sequences)
+        regime = self._regimes[bucket_of(num_sequences)]
         if not self.is_open(num_sequences):
             return depths
         most = self._max_depth if self.times.is_measured(num_sequences) else 1
         plain_s = self.times.seconds(num_sequences, 0)
-        each_s = self._each_s(num_sequences, max(o.cost for o in outlooks) * plain_s)
+        each_s = max(o.cost for o in outlooks) * plain_s
+        if regime.draft_s:
+            each_s = _low_median(regime.draft_s)
         gains = _expected_tokens(outlooks, most)
         rows = np.rint(np.arange(1, gains.size + 1) / share).astype(int)  # of a turn of all
         times_s = self.times.table(num_sequences, int(rows[-1]))[rows]
@@ -170,47 +354,43 @@ class Controller:
 
     def observe(self, step: MeasuredStep) -> bool:
         """Learn from a step."""
-        regime = self._regime(step.num_sequences)
+        regime = self._regimes[bucket_of(step.num_sequences)]
         if step.seconds is not None:
             self.times.add(step.num_sequences, step.num_proposals, step.seconds - step.draft_s)
-        if not step.num_proposals:
-            return self._observe_plain(regime)
+        if step.num_proposals:
+            self._check_gain(regime, step)
+            return False
+        regime.blocked = max(regime.blocked - 1, 0)
+        regime.until_trial -= 1
+        if not regime.until_trial:
+            regime.rest()  # until the trial after this one
+            return True
+        return False
+
+    def _check_gain(self, regime: Regime, step: MeasuredStep) -> None:
+        """Rest where the last steps with proposals lost; now and then measure plain ones again."""
         if step.depth:
-            each_s = self._draft.setdefault(bucket_of(step.num_sequences), deque(maxlen=KEPT))
-            each_s.append(step.draft_s / step.depth)
+            regime.draft_s.append(step.draft_s / step.depth)
         if step.seconds is not None:
             plain_s = self.times.seconds(step.num_sequences, 0)
             regime.recent.append((step.seconds, plain_s * step.num_tokens / step.num_sequences))
-        self._check_gain(regime)
+        if len(regime.recent) == LOOK_BACK:
+            took_s, plain_s = map(sum, zip(*regime.recent, strict=True))
+            if took_s > plain_s:
+                regime.rest()
+                regime.blocked = regime.until_trial
+            else:
+                regime.until_trial = regime.next_rest = FIRST_REST
         regime.probes = max(regime.probes - 1, 0)
         regime.since_recheck += 1
         if regime.since_recheck >= RECHECK:
             regime.since_recheck, regime.blocked = 0, WARM_UP
-        return False
 
-    def _check_gain(self, regime: Regime) -> None:
-        """Rest where the last steps with proposals lost."""
-        if len(regime.recent) < LOOK_BACK:
-            return
-        took_s, plain_s = map(sum, zip(*regime.recent, strict=True))
-        if took_s > plain_s:
-            regime.rest()
-            regime.blocked = regime.until_trial
-        else:
-            regime.until_trial = regime.next_rest = FIRST_REST
 
-    def _observe_plain(self, regime: Regime) -> bool:
-        regime.blocked = max(regime.blocked - 1, 0)
-        regime.until_trial -= 1
-        if regime.until_trial:
-            return False
-        regime.rest()  # until the trial after this one
-        return True
-
-    def _each_s(self, num_sequences: int, default_s: float) -> float:
-        """Seconds of one more proposal for each sequence."""
-        measured = self._draft.get(bucket_of(num_sequences))
-        return sorted(measured)[(len(measured) - 1) // 2] if measured else default_s
-
-    def _regime(self, num_sequences: int) -> Regime:
-        return self._regimes.setdefault(bucket_of(num_sequences), Regime())
+def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:
+    """(R, most) chance that a proposal and all before it hold; 0 where there is none."""
+    chances = np.zeros((len(outlooks), most))
+    for row, outlook in enumerate(outlooks):
+        some = outlook.chances[:most]
+        chances[row, : len(some)] = some
+    return np.asarray(np.cumprod(chances, axis=1), dtype=np.float64)

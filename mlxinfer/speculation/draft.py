@@ -38,7 +38,8 @@ from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
-from .estimates import Key
+from .controller import Key
+from .source import Source
 
 NAME = "draft"
 PRIOR = 0.7  # chance that a proposal holds
@@ -56,7 +57,7 @@ class Counterpart:
     offset: int = 0  # tokens at the beginning of the model's sequence that are left out
 
 
-class DraftProposer:
+class DraftProposer(Source):
     """Runs a draft model for all sequences of a step at once.
 
     Args:
@@ -74,8 +75,6 @@ class DraftProposer:
     """
 
     name = NAME
-    is_free = False
-    taps: Seq[int] = ()
 
     def __init__(
         self,
@@ -88,6 +87,7 @@ class DraftProposer:
         rejects: bool = False,
     ) -> None:
         self.cost = cost
+        self.priors = {(self.name, place): PRIOR for place in range(MAX_DEPTH)}
         self._recurs = any(isinstance(spec, StateSpec) for spec in model.cache_specs)
         self._states: dict[Sequence, tuple[Block, int]] = {}  # of own sequences, without proposals
         self._model = model
@@ -103,21 +103,9 @@ class DraftProposer:
         self._admitted: list[Sequence] = []
         self._num_steps = 0
 
-    @property
-    def priors(self) -> dict[Key, float]:
-        """The same for every position after the known tokens."""
-        return {(self.name, place): PRIOR for place in range(MAX_DEPTH)}
-
-    def begin_step(self) -> None:
-        """Nothing to do."""
-
-    def take(self, batch: Batch, hidden: mx.array) -> None:
-        """It reads no hidden states."""
-
-    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         """Keys of as many proposals as the draft's context has room for."""
-        room = self._max_context - sequence.num_known - sequence.num_pending - 1
-        return [(self.name, place) for place in range(min(depth, room))]
+        return keys_within(self.name, sequences, depth, self._max_context)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """Follow the sequences, then draw token after token, all of a sequence's in order."""
@@ -391,6 +379,18 @@ class DraftProposer:
             self._loop.scheduler.kv_manager.wrote(segment.sequence)
         batch.sampling = sampling_rows(batch.decodes, batch.ragged)
         batch.num_tokens = row
+
+
+def keys_within(
+    name: str, sequences: Seq[Sequence], depth: int, max_context: int
+) -> dict[Sequence, list[Key]]:
+    """Keys by position, of as many proposals as a context has room for."""
+    rooms = {s: max_context - s.num_known - s.num_pending - 1 for s in sequences}
+    return {
+        sequence: [(name, place) for place in range(min(depth, room))]
+        for sequence, room in rooms.items()
+        if room > 0
+    }
 
 
 def _segment(own: Sequence, count: int) -> Segment:

@@ -88,10 +88,10 @@ class HeadProposer(DraftProposer):
         kernels: Chooser = choose_none,
         rejects: bool = False,
     ) -> None:
+        self.name = name
         super().__init__(
             head, config, vocab_size=vocab_size, cost=cost, kernels=kernels, rejects=rejects
         )
-        self.name = name
         self.taps = head.taps
         self._head = head
         self._held: dict[Sequence, HeldStates] = {}

@@ -1,7 +1,8 @@
-"""N-gram proposals: what followed the last tokens where they stood before. No model, no weights.
+"""Proposals that need no network: tokens that a grammar forces, and n-grams.
 
-Searched are the prompt and the answer themselves (prompt lookup: Saxena, "Prompt lookup decoding",
-2023), and the answers that this engine gave before, those of the same owner and namespace alone.
+An n-gram proposes the tokens that followed the last ones where they stood before. It looks in the
+prompt and the answer themselves (prompt lookup: Saxena, "Prompt lookup decoding", 2023), and in
+answers that this engine gave before to the same owner in the same namespace.
 """
 
 from collections import OrderedDict
@@ -11,57 +12,192 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..engine.batch import Batch, Proposal, Sequence
-from .estimates import Key
-from .source import Score
+from ..engine.batch import Proposal, Sequence
+from ..sampling.tokens import Ints, TokenBuffer
+from .controller import Key
+from .source import Source
 
-Ids = NDArray[np.int32]
+FORCED = "forced"
+CERTAINTY = 0.99  # that a forced token holds
+NGRAM = "ngram"
 MIN_MATCH = 2  # tokens that must agree
 MAX_MATCH = 16  # tokens that are compared in a search
-SEARCHED = 1 << 15  # of the newest tokens of one text
+SEARCHED = 1 << 15  # newest tokens of one text
 KEPT = 1 << 15  # tokens of answers of one namespace
 NAMESPACES = 32  # with answers kept, the ones used last
 END = -1  # of an answer among others
 # Chance that the next token agrees, by the least number of tokens before it that did.
 PRIORS = {2: 0.25, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
-NAME = "ngram"
 
 
-class GrowingText:
-    """Token ids that only grow, in one array."""
+class ForcedProposer(Source):
+    """Proposes the text that a grammar forces.
 
-    __slots__ = ("_room", "length")
+    The model may spell the text with other tokens, so the proposals are verified like any others.
+    """
+
+    name = FORCED
 
     def __init__(self) -> None:
-        self._room: Ids = np.empty(256, dtype=np.int32)
-        self.length = 0
+        self.priors = {(FORCED, 0): CERTAINTY}
+        self._found: dict[Sequence, tuple[int, list[int]]] = {}  # tokens known then; tokens forced
 
-    def extend(self, token_ids: Seq[int]) -> None:
-        """Append tokens."""
-        stop = self.length + len(token_ids)
-        if stop > len(self._room):
-            room = np.empty(2 * stop, dtype=np.int32)
-            room[: self.length] = self._room[: self.length]
-            self._room = room
-        self._room[self.length : stop] = token_ids
-        self.length = stop
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
+        """Keys of the tokens that are forced after those in flight."""
+        found: dict[Sequence, list[Key]] = {}
+        for sequence in sequences:
+            if sequence.request.grammar is not None:
+                count = len(self._forced(sequence)) - sequence.num_pending
+                if count > 0:
+                    found[sequence] = [(FORCED, 0)] * min(count, depth)
+        return found
 
-    def keep_last(self, count: int) -> None:
-        """Drop all but the newest tokens. What was read before stays as it was."""
-        last = self._room[max(self.length - count, 0) : self.length]
-        self._room = np.empty(max(2 * count, len(last)), dtype=np.int32)
-        self._room[: len(last)] = last
-        self.length = len(last)
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
+        """The forced tokens."""
+        return [Proposal(self._forced(s)[:n]) for s, n in zip(sequences, depths, strict=True)]
 
-    @property
-    def ids(self) -> Ids:
-        """(n,) the tokens."""
-        return self._room[: self.length]
+    def end(self, sequence: Sequence) -> None:
+        """Forget the sequence."""
+        self._found.pop(sequence, None)
+
+    def _forced(self, sequence: Sequence) -> list[int]:
+        """Tokens that must come after the known ones; worked out once for each position."""
+        grammar = sequence.request.grammar
+        if grammar is None or sequence.finished:
+            return []
+        known = sequence.num_known
+        place, forced = self._found.get(sequence, (-1, []))
+        if place != known:
+            forced = grammar.forced()
+            self._found[sequence] = known, forced
+        return forced
 
 
-def find_longest(text: Ids, suffix: Ids) -> tuple[int, int]:
+@dataclass(slots=True)
+class Followed:
+    """The tokens of a sequence as far as they were read, and a match of the newest ones.
+
+    A match is a place in a text before which the same tokens stand as at the sequence's end.
+    """
+
+    text: TokenBuffer = field(default_factory=TokenBuffer)
+    length: int = 0  # tokens that agree; 0: there is no match
+    place: int = 0  # of the token in the matched text that may come next
+    other: Ints | None = None  # the matched text, as it was searched; None: the sequence's own
+
+    def guess(self, count: int) -> list[int]:
+        """Up to `count` tokens after the match. A match in the own text may repeat itself."""
+        source = self.text.ids if self.other is None else self.other
+        guess: list[int] = source[self.place : self.place + count].tolist()
+        if self.other is not None:
+            return guess[: guess.index(END)] if END in guess else guess
+        for i in range(len(guess), count):
+            guess.append(guess[self.place + i - len(source)])
+        return guess
+
+
+class NgramProposer(Source):
+    """Proposes what followed before. Each guess is scored as tokens come, proposed or not.
+
+    Args:
+        searches: for sequences without a match in one step, at most; others have their turn later.
+    """
+
+    name = NGRAM
+    is_free = True
+
+    def __init__(self, *, searches: int = 8) -> None:
+        self.priors = {(NGRAM, length): chance for length, chance in PRIORS.items()}
+        self._searches = searches
+        self._followed: dict[Sequence, Followed] = {}
+        self._answers: OrderedDict[Hashable, TokenBuffer] = OrderedDict()
+
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
+        """Keys by the number of tokens that agree; tokens in flight count as guessed."""
+        found: dict[Sequence, list[Key]] = {}
+        for sequence, followed in self._follow(sequences).items():
+            if followed.length:
+                skipped = sequence.num_pending
+                count = len(followed.guess(skipped + depth)) - skipped
+                keys = [_key(followed.length + skipped + i) for i in range(count)]
+                if keys:
+                    found[sequence] = keys
+        return found
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
+        """The tokens that followed the match of each sequence."""
+        followed = self._follow(sequences)
+        pairs = zip(sequences, depths, strict=True)
+        return [Proposal(followed[s].guess(n) if followed[s].length else ()) for s, n in pairs]
+
+    def end(self, sequence: Sequence) -> None:
+        """Keep the answer for later requests of the same owner and namespace."""
+        self._followed.pop(sequence, None)
+        answer = sequence.token_ids[sequence.num_prompt :]
+        if len(answer) <= MIN_MATCH or not sequence.request.params.speculate:
+            return
+        name = _namespace(sequence)
+        if name not in self._answers:
+            self._answers[name] = TokenBuffer(last=KEPT)
+        self._answers.move_to_end(name)
+        self._answers[name].extend([*answer, END])
+        if len(self._answers) > NAMESPACES:
+            self._answers.popitem(last=False)
+
+    def stats(self) -> dict[str, Any]:
+        """How much text is kept."""
+        return {"tokens_kept": sum(len(text) for text in self._answers.values())}
+
+    def _follow(self, sequences: Seq[Sequence]) -> dict[Sequence, Followed]:
+        """Read new tokens, score what was guessed of them, and search where there is no match."""
+        found, left = {}, self._searches
+        for sequence in sequences:
+            followed = self._followed.get(sequence)
+            if followed is None:
+                followed = self._followed[sequence] = Followed()
+            found[sequence] = followed
+            num_read = len(followed.text)
+            if num_read < sequence.num_known:
+                new = sequence.token_ids[num_read:]
+                followed.text.extend(new)
+                if followed.length:
+                    self._check(sequence, followed, new)
+            if not followed.length and left > 0:
+                left -= 1
+                self._search(sequence, followed)
+        return found
+
+    def _check(self, sequence: Sequence, followed: Followed, new: list[int]) -> None:
+        """Go on along a match as far as it agrees with the new tokens."""
+        source = followed.text.ids if followed.other is None else followed.other
+        for token_id in new:
+            expected = int(source[followed.place])
+            self.score(sequence, _key(followed.length), expected == token_id)
+            followed.place, followed.length = followed.place + 1, followed.length + 1
+            if expected != token_id or source[followed.place] == END:
+                followed.length = 0
+                return
+
+    def _search(self, sequence: Sequence, followed: Followed) -> None:
+        """Find the longest match in the sequence's own text, else in answers before it."""
+        text = followed.text.ids
+        if len(text) <= MIN_MATCH:
+            return
+        suffix, first = text[-MAX_MATCH:], max(len(text) - SEARCHED, 0)
+        place, length = find_longest(text[first:-1], suffix)
+        place, other = first + place, None
+        kept = self._answers.get(_namespace(sequence)) if self._answers else None
+        if kept is not None:
+            answers = kept.ids[-SEARCHED:]
+            there, longer = find_longest(answers[:-1], suffix)
+            if longer > length and answers[there] != END:
+                place, length, other = there, longer, answers
+        if length >= MIN_MATCH:
+            followed.length, followed.place, followed.other = length, place, other
+
+
+def find_longest(text: Ints, suffix: Ints) -> tuple[int, int]:
     """Where the longest end of `suffix` stands in `text` for the last time.
 
     Returns:
@@ -80,157 +216,9 @@ def find_longest(text: Ids, suffix: Ids) -> tuple[int, int]:
     return int(places[-1]), length
 
 
-@dataclass(slots=True)
-class Match:
-    """A place in a text before which the same tokens stand as at a sequence's end."""
-
-    other: Ids | None  # the text, as it was when it was searched; None: the sequence's own
-    place: int  # of the token that may come next
-    length: int  # tokens that agree
-
-
-@dataclass(slots=True)
-class Followed:
-    """A sequence's tokens as far as they were read, and what they match."""
-
-    text: GrowingText = field(default_factory=GrowingText)
-    match: Match | None = None
-
-
-class NgramProposer:
-    """Proposes what followed before. Each guess is scored as tokens come, proposed or not.
-
-    Args:
-        score: takes the scores.
-        searches: for sequences without a match in one step, at most; others have their turn later.
-    """
-
-    name = NAME
-    taps: Seq[int] = ()
-    is_free = True
-
-    def __init__(self, score: Score, *, searches: int = 8) -> None:
-        self._score = score
-        self._searches = searches
-        self._left = searches
-        self._followed: dict[Sequence, Followed] = {}
-        self._answers: OrderedDict[Hashable, GrowingText] = OrderedDict()
-
-    @property
-    def priors(self) -> dict[Key, float]:
-        """Chances by match length."""
-        return {(NAME, length): chance for length, chance in PRIORS.items()}
-
-    @property
-    def cost(self) -> float:
-        """Nothing: a look-up costs next to nothing."""
-        return 0.0
-
-    def begin_step(self) -> None:
-        """Allow as many searches again."""
-        self._left = self._searches
-
-    def take(self, batch: Batch, hidden: Any) -> None:
-        """It reads no hidden states."""
-
-    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
-        """Keys by the number of tokens that agree; tokens in flight count as guessed."""
-        followed = self._follow(sequence)
-        match = followed.match
-        if match is None:
-            return []
-        skipped = sequence.num_pending
-        count = len(_guess(followed, match, skipped + depth)) - skipped
-        return [_key(match.length + skipped + i) for i in range(count)]
-
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
-        """What followed the match of each sequence."""
-        return [Proposal(self._propose(s, n)) for s, n in zip(sequences, depths, strict=True)]
-
-    def _propose(self, sequence: Sequence, depth: int) -> list[int]:
-        followed = self._follow(sequence)
-        return [] if followed.match is None else _guess(followed, followed.match, depth)
-
-    def end(self, sequence: Sequence) -> None:
-        """Keep the answer for later requests of the same owner and namespace."""
-        self._followed.pop(sequence, None)
-        answer = sequence.token_ids[sequence.num_prompt :]
-        if len(answer) <= MIN_MATCH or not sequence.request.params.speculate:
-            return
-        kept = self._answers.setdefault(_namespace(sequence), GrowingText())
-        self._answers.move_to_end(_namespace(sequence))
-        kept.extend([*answer, END])
-        if kept.length > 2 * KEPT:
-            kept.keep_last(KEPT)
-        if len(self._answers) > NAMESPACES:
-            self._answers.popitem(last=False)
-
-    def stats(self) -> dict[str, Any]:
-        """How much text is kept."""
-        return {"tokens_kept": sum(text.length for text in self._answers.values())}
-
-    def _follow(self, sequence: Sequence) -> Followed:
-        """Read the new tokens of a sequence, score what was guessed of them, search anew."""
-        followed = self._followed.get(sequence)
-        if followed is None:
-            followed = self._followed[sequence] = Followed()
-        text = followed.text
-        if text.length < sequence.num_known:
-            new = sequence.token_ids[text.length :]
-            text.extend(new)
-            for token_id in new if followed.match is not None else ():
-                self._check(sequence, followed, token_id)
-        if followed.match is None and self._left > 0 and text.length > MIN_MATCH:
-            self._left -= 1
-            followed.match = self._search(sequence, followed)
-        return followed
-
-    def _check(self, sequence: Sequence, followed: Followed, token_id: int) -> None:
-        """Go on along a match, or give it up."""
-        match = followed.match
-        if match is None:
-            return
-        expected = int(_source(followed, match)[match.place])
-        self._score(sequence, _key(match.length), expected == token_id)
-        match.place, match.length = match.place + 1, match.length + 1
-        if expected != token_id or _source(followed, match)[match.place] == END:
-            followed.match = None
-
-    def _search(self, sequence: Sequence, followed: Followed) -> Match | None:
-        """The longest match in the sequence's own text, else in answers before it."""
-        text = followed.text.ids
-        suffix = text[-MAX_MATCH:]
-        first = max(len(text) - SEARCHED, 0)
-        place, length = find_longest(text[first:-1], suffix)
-        best = Match(None, first + place, length)
-        kept = self._answers.get(_namespace(sequence))
-        if kept is not None:
-            found = kept.ids[-SEARCHED:]
-            place, length = find_longest(found[:-1], suffix)
-            if length > best.length and found[place] != END:
-                best = Match(found, place, length)
-        return best if best.length >= MIN_MATCH else None
-
-
-def _source(followed: Followed, match: Match) -> Ids:
-    """The text of a match; a sequence's own goes on growing."""
-    return followed.text.ids if match.other is None else match.other
-
-
-def _guess(followed: Followed, match: Match, count: int) -> list[int]:
-    """Up to `count` tokens after a match. What reaches the text's own end repeats itself."""
-    source = _source(followed, match)
-    guess: list[int] = source[match.place : match.place + count].tolist()
-    if match.other is not None:
-        return guess[: guess.index(END)] if END in guess else guess
-    for i in range(len(guess), count):
-        guess.append(guess[match.place + i - len(source)])
-    return guess
-
-
 def _key(length: int) -> Key:
     """The key of a guess after so many tokens that agree."""
-    return NAME, max(least for least in PRIORS if least <= length)
+    return NGRAM, max(least for least in PRIORS if least <= length)
 
 
 def _namespace(sequence: Sequence) -> Hashable:

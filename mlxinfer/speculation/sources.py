@@ -21,34 +21,27 @@ from .block import BlockProposer
 from .controller import Controller, FixedDepth, Policy
 from .draft import DraftProposer
 from .heads import HeadProposer
-from .ngram import NgramProposer
+from .ngram import ForcedProposer, NgramProposer
 from .options import MAX_PROPOSALS, SpeculationOptions, kind_of
-from .source import ForcedProposer, Score, Source
+from .source import Source
 from .speculation import Speculation
 
 Network = LanguageModel | DraftHead | BlockDraft
 
 
 @dataclass(frozen=True, slots=True)
-class Drafter:
+class Draft:
     """A network that proposes tokens."""
 
     kind: str  # "draft", "mtp", "eagle" or "dflash"
     network: Network
     num_bytes: int  # of its weights, and of tables that were read for it
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A network that proposes tokens, and the sizes of its cache."""
-
-    drafter: Drafter
-    config: EngineConfig
+    config: EngineConfig | None = None  # the sizes of its cache, see `share_budget`
 
 
 def load_network(
     options: SpeculationOptions, folder: Path, model: LanguageModel, *, dtype: str
-) -> Drafter | None:
+) -> Draft | None:
     """What the options name; None: no network proposes.
 
     Args:
@@ -75,7 +68,7 @@ def load_network(
     if kind == "draft":
         assert options.draft is not None
         network = load(options.draft, dtype=dtype)
-        return Drafter(kind, network, network.num_bytes)
+        return Draft(kind, network, network.num_bytes)
     if not isinstance(model, Model | StageModel):
         raise InvalidRequestError(
             f"speculate={kind!r} reads hidden states, which mlx-lm's definition of this model does "
@@ -90,17 +83,17 @@ def load_network(
         assert options.draft is not None
         load_head = load_eagle if kind == "eagle" else load_dflash
         head = load_head(options.draft, tables)
-    return Drafter(kind, head, head.num_bytes + num_bytes)
+    return Draft(kind, head, head.num_bytes + num_bytes)
 
 
 def share_budget(
-    config: EngineConfig, budget: int, model: LanguageModel, drafter: Drafter
+    config: EngineConfig, budget: int, model: LanguageModel, draft: Draft
 ) -> tuple[EngineConfig, Draft]:
     """The config of a model's engine and the draft, which share a budget of so many bytes.
 
     The draft's KV cache is for as many tokens as the model's, as they are computed.
     """
-    network, absent = drafter.network, absent_layers(model)
+    network, absent = draft.network, absent_layers(model)
     own = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
     ours = _bytes_per_token(own, model.activation_dtype)
     its = _bytes_per_token(network.cache_specs, network.activation_dtype)
@@ -112,7 +105,7 @@ def share_budget(
         disk=None,
     )
     rest = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
-    return rest, Draft(drafter, draft_config)
+    return rest, replace(draft, config=draft_config)
 
 
 def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
@@ -132,16 +125,12 @@ def make_speculation(
         model: that tokens are proposed for, where a draft does it.
         draft: what `load_network` found, if anything.
     """
-    rejects = options.acceptance == "rejection"
 
-    def sources(score: Score) -> list[Source]:
-        made: list[Source] = [ForcedProposer()]
-        if options.method in ("auto", "ngram"):
-            made.append(NgramProposer(score))
-        if model is not None and draft is not None:
-            made.append(_draft_source(model, draft, rejects=rejects))
-        return made
-
+    sources: list[Source] = [ForcedProposer()]
+    if options.method in ("auto", "ngram"):
+        sources.append(NgramProposer())
+    if model is not None and draft is not None:
+        sources.append(_draft_source(model, draft, rejects=options.acceptance == "rejection"))
     policy: Policy = Controller(max_depth=options.depth)
     if options.fixed:
         policy = FixedDepth(options.depth)
@@ -150,7 +139,8 @@ def make_speculation(
 
 def _draft_source(model: LanguageModel, draft: Draft, *, rejects: bool) -> Source:
     """What runs a network for proposals."""
-    network, config = draft.drafter.network, draft.config
+    network, config = draft.network, draft.config
+    assert config is not None, "no sizes"
     vocab_size = model.config.vocab_size
     step_bytes = model.all_bytes if isinstance(model, StageModel) else model.num_bytes
     if isinstance(network, BlockDraft):
@@ -160,7 +150,7 @@ def _draft_source(model: LanguageModel, draft: Draft, *, rejects: bool) -> Sourc
         return HeadProposer(
             network,
             config,
-            name=draft.drafter.kind,
+            name=draft.kind,
             vocab_size=vocab_size,
             cost=network.bytes_read / step_bytes,
             kernels=choose_on_this_machine(),

@@ -3,20 +3,19 @@
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..engine.batch import Batch, CommitResult, Proposal, Sequence
+from ..engine.batch import Batch, CommitResult, Proposal, Segment, Sequence
 from ..engine.scheduler import Proposer
-from .controller import MeasuredStep, Outlook, Policy
-from .estimates import Acceptance, Key
+from .controller import Acceptance, Key, MeasuredStep, Outlook, Policy
 from .source import Source
 
 log = logging.getLogger("mlxinfer.speculation")
 LOOKED_AT = 2  # sequences of a step, as long as nothing is proposed
+TOTALS = ("drafts", "drafted", "accepted", "switched_off")
 
 
 @dataclass(slots=True)
@@ -30,9 +29,17 @@ class SourceCounts:
     last_error: str | None = None  # why
     accepted_at: list[int] = field(default_factory=list)  # by position
 
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the proposals of one sequence in one step."""
+        self.num_drafts += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.accepted_at += [0] * (num_drafted - len(self.accepted_at))
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
 
-@dataclass(slots=True)
-class Plan:
+
+class Plan(NamedTuple):
     """What a source is to propose for a sequence."""
 
     source: Source
@@ -40,32 +47,16 @@ class Plan:
     draft_s: float = 0.0  # seconds for all proposals of the step
 
 
-@dataclass(slots=True)
-class ReadStep:
-    """A steady decode step that was read."""
-
-    read_s: float
-    num_sequences: int
-    num_proposals: int
-    num_tokens: int
-    draft_s: float  # for making its proposals
-    depth: int  # the most proposals of one sequence that had a cost
-
-    def measured(self, num_sequences: int) -> MeasuredStep:
-        """This step as one of so many sequences that was not timed."""
-        counts = self.num_proposals, self.num_tokens
-        return MeasuredStep(num_sequences, *counts, None, self.draft_s, self.depth)
-
-
 class Speculation(Proposer):
     """Proposes tokens from several sources, as many as a policy finds worth it.
 
-    For each sequence the source counts that promises most. One that raises an error is switched off
-    for the requests of that step, and the error is logged: no request fails for a proposal.
+    For each sequence the source counts that promises most. A source that raises an error is
+    switched off for the requests of that step, and the error is logged: no request fails for a
+    proposal.
 
     Args:
-        make_sources: the sources, given what takes the scores of free ones.
-        policy: says how many.
+        sources: at least one.
+        policy: says how many proposals a step verifies.
         max_depth: proposals of one sequence, at most.
         method: what was asked for, for `stats`.
         clock: seconds.
@@ -73,32 +64,31 @@ class Speculation(Proposer):
 
     def __init__(
         self,
-        make_sources: Callable[[Callable[[Sequence, Key, bool], None]], Seq[Source]],
+        sources: Seq[Source],
         policy: Policy,
         *,
         max_depth: int,
         method: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sources = list(make_sources(self._score))
+        self._sources = sources
         self._policy = policy
         self._max_depth = max_depth
         self._method = method
-        self.taps = next((source.taps for source in self._sources if source.taps), ())
         self._clock = clock
-        priors: dict[Key, float] = {}
-        for source in self._sources:
-            priors |= source.priors
+        self.taps = next((source.taps for source in sources if source.taps), ())
+        priors = {key: chance for source in sources for key, chance in source.priors.items()}
         self._acceptance = Acceptance(priors)
-        self._counts = {source.name: SourceCounts() for source in self._sources}
+        for source in sources:
+            source.score = self._acceptance.observe
+        self._counts = {source.name: SourceCounts() for source in sources}
         self._off: dict[Sequence, set[str]] = {}  # sources that failed for a sequence
         self._planned: dict[Sequence, Plan] = {}  # of the steps in flight
         self._known: set[Sequence] = set()
-        self._turn: deque[ReadStep] = deque()  # the last steps, in which each sequence was once
-        self._begun_s: float | None = None  # when the step before these was read
+        self._read_s: dict[Sequence, float] = {}  # first of a step's rows -> when it was read last
         self._num_plain = 0  # steps that were read since one was foreseen to have proposals
         self._num_decoding = 0  # in the step that is planned, and in those beside it
-        self._draft_s = 0.0
+        self._draft_s = 0.0  # seconds for making the proposals of the last step that has some
         self._hopeful: set[Sequence] = set()  # of steps in which one was worth it
         self._next_look = 0
 
@@ -115,12 +105,15 @@ class Speculation(Proposer):
         if not sequences or not self._policy.is_open(num_decoding):
             self._hopeful.difference_update(sequences)
             return 0
-        for source in self._sources:
-            source.begin_step()
-        few = sequences if self._hopeful.intersection(sequences) else self._next_few(sequences)
-        depth = self._foreseen(few, len(sequences))
+        few = sequences
+        if len(sequences) > LOOKED_AT and not self._hopeful.intersection(sequences):
+            first = self._next_look % len(sequences)
+            self._next_look = first + LOOKED_AT
+            few = sequences[first : first + LOOKED_AT]
+        plans = self._plans(few)
+        depth = max(self._choose(plans, len(sequences)), default=0) if plans else 0
         if depth and few is not sequences:
-            depth = self._foreseen(sequences, len(sequences))
+            depth = max(self._choose(self._plans(sequences), len(sequences)), default=0)
         if depth:
             self._hopeful.update(sequences)
             self._num_plain = 0
@@ -128,35 +121,19 @@ class Speculation(Proposer):
             self._hopeful.difference_update(sequences)
         return depth
 
-    def _next_few(self, sequences: Seq[Sequence]) -> Seq[Sequence]:
-        """Some of the sequences, others each time."""
-        if len(sequences) <= LOOKED_AT:
-            return sequences
-        first = self._next_look % len(sequences)
-        self._next_look = first + LOOKED_AT
-        return sequences[first : first + LOOKED_AT]
-
-    def _foreseen(self, sequences: Seq[Sequence], num_sequences: int) -> int:
-        """The most proposals that one of these, of so many in the step, is to have."""
-        plans = self._plans([s for s in sequences if self._may_have(s)])
-        return max(self._choose(plans, num_sequences), default=0) if plans else 0
-
     def propose(self, sequences: Seq[Sequence], depth: int) -> list[Proposal]:
         """Proposals of each sequence from its most promising source."""
-        rows = [s for s in sequences if self._may_have(s)]
-        plans = self._plans(rows)
-        if not plans:
-            return [Proposal(())] * len(sequences)
-        self._draft_s = 0.0
-        depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
+        plans = self._plans(sequences)
         found: dict[Sequence, Proposal] = {}
-        for source in self._sources:
-            some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
-            if some:
-                found |= self._ask(source, some, [min(depths[s], depth) for s in some])
+        if plans:
+            depths = dict(zip(plans, self._choose(plans, len(sequences)), strict=True))
+            self._draft_s = 0.0
+            for source in self._sources:
+                some = [s for s, plan in plans.items() if plan.source is source and depths[s]]
+                if some:
+                    found |= self._ask(source, some, [min(depths[s], depth) for s in some])
         for sequence in found:
-            plans[sequence].draft_s = self._draft_s
-            self._planned[sequence] = plans[sequence]
+            self._planned[sequence] = plans[sequence]._replace(draft_s=self._draft_s)
         return [found.get(s, Proposal(())) for s in sequences]
 
     def take(self, batch: Batch, hidden: Any) -> None:
@@ -172,13 +149,14 @@ class Speculation(Proposer):
 
     def observe(self, batch: Batch, result: CommitResult) -> None:
         """Score the proposals of a step, and let the policy know what the step took."""
-        accepted = self._score_planned(batch, result)
-        self._measure(batch, result, sum(len(s.proposals) for s in batch.short), accepted)
-        for sequence in batch.sampling.sequences:
-            self._planned.pop(sequence, None)
-            if sequence.finished and sequence in self._known:
-                self._end(sequence)
-        if batch.admitted:  # then what was aborted is swept out, too
+        drafted: list[Segment] = []
+        if batch.sampling.proposals is not None:
+            drafted = [segment for segment in batch.short if segment.proposals]
+            self._count(batch, result, drafted)
+        self._measure(batch, result, drafted)
+        for segment in drafted:
+            self._planned.pop(segment.sequence, None)
+        if batch.admitted or result.finished or result.failed or result.discarded:
             for sequence in [s for s in self._known if s.finished]:
                 self._end(sequence)
 
@@ -201,7 +179,7 @@ class Speculation(Proposer):
         return {
             "method": self._method,
             "max_draft": self._max_depth,
-            **{name: sum(s[name] for s in sources.values()) for name in _TOTALS},
+            **{name: sum(s[name] for s in sources.values()) for name in TOTALS},
             "accepted_at": [
                 sum(some[i] for some in positions if i < len(some)) for i in range(self._max_depth)
             ],
@@ -211,35 +189,29 @@ class Speculation(Proposer):
 
     # -- what to propose ------------------------------------------------------------------------
 
-    def _may_have(self, sequence: Sequence) -> bool:
-        """Whether it decodes, and its request wants proposals."""
-        return sequence.request.params.speculate and sequence.num_computed >= sequence.num_prompt
-
     def _plans(self, sequences: Seq[Sequence]) -> dict[Sequence, Plan]:
-        """The most promising source of each sequence that has any."""
-        plans = {s: self._plan(s) for s in sequences}
-        return {s: plan for s, plan in plans.items() if plan is not None}
-
-    def _plan(self, sequence: Sequence) -> Plan | None:
-        best, best_tokens = None, 0.0
-        off = self._off.get(sequence, ())
+        """The most promising source of each sequence that decodes and wants proposals."""
+        rows = [
+            s for s in sequences if s.request.params.speculate and s.num_computed >= s.num_prompt
+        ]
+        best: dict[Sequence, tuple[float, Plan]] = {}  # with the tokens that it promises
         for source in self._sources:
-            keys = [] if source.name in off else self._outlook(source, sequence)
-            tokens, chance = 0.0, 1.0
-            for key in keys:
-                chance *= self._acceptance.chance(sequence, key)
-                tokens += chance
-            if tokens > best_tokens:
-                best, best_tokens = Plan(source, keys), tokens
-        return best
-
-    def _outlook(self, source: Source, sequence: Sequence) -> list[Key]:
-        """What a source could propose; nothing where it fails."""
-        try:
-            return source.outlook(sequence, self._max_depth)
-        except Exception:  # the fault boundary of a source, as in `_ask`
-            self._switch_off(source, [sequence])
-            return []
+            on = rows
+            if self._off:
+                on = [s for s in rows if source.name not in self._off.get(s, ())]
+            try:
+                outlook = source.outlook(on, self._max_depth) if on else {}
+            except Exception:  # the fault boundary of a source, as in `_ask`
+                self._switch_off(source, on)
+                continue
+            for sequence, keys in outlook.items():
+                tokens, chance = 0.0, 1.0
+                for key in keys:
+                    chance *= self._acceptance.chance(sequence, key)
+                    tokens += chance
+                if sequence not in best or tokens > best[sequence][0]:
+                    best[sequence] = tokens, Plan(source, keys)
+        return {sequence: plan for sequence, (_, plan) in best.items()} if best else {}
 
     def _choose(self, plans: dict[Sequence, Plan], num_sequences: int) -> list[int]:
         chance = self._acceptance.chance
@@ -253,7 +225,7 @@ class Speculation(Proposer):
     def _ask(
         self, source: Source, sequences: list[Sequence], depths: list[int]
     ) -> dict[Sequence, Proposal]:
-        """What a source proposes; nothing where it fails."""
+        """The proposals of a source; none where it fails."""
         began_s = self._clock()
         try:
             proposed = source.propose(sequences, depths)
@@ -264,7 +236,7 @@ class Speculation(Proposer):
             self._draft_s += self._clock() - began_s
         return {s: found for s, found in zip(sequences, proposed, strict=True) if found.token_ids}
 
-    def _switch_off(self, source: Source, sequences: list[Sequence]) -> None:
+    def _switch_off(self, source: Source, sequences: Seq[Sequence]) -> None:
         names = ", ".join(sequence.request.id for sequence in sequences)
         log.exception("no more proposals by %s for the requests %s", source.name, names)
         error, counts = sys.exception(), self._counts[source.name]
@@ -275,97 +247,69 @@ class Speculation(Proposer):
 
     # -- what came of it ------------------------------------------------------------------------
 
-    def _score_planned(self, batch: Batch, result: CommitResult) -> dict[Sequence, int]:
-        """Count accepted proposals by sequence, and score those of costly sources."""
+    def _count(self, batch: Batch, result: CommitResult, drafted: Seq[Segment]) -> None:
+        """Count accepted proposals, and score those of costly sources."""
         sampling, gone = batch.sampling, set(result.discarded)
-        accepted = {s.sequence: 0 for s in batch.short if s.proposals}
-        if sampling.proposals is None:
-            return accepted
+        assert sampling.proposals is not None
+        accepted = {segment.sequence: 0 for segment in drafted}
         for row, count in enumerate(sampling.proposals.counts.tolist()):
             if count and row not in gone:
                 accepted[sampling.sequences[row]] += 1
-        for segment in batch.short:
-            plan = self._planned.get(segment.sequence) if segment.proposals else None
-            if plan is not None:
-                self._score_plan(segment.sequence, plan, len(segment.proposals), accepted)
-        return accepted
+        for segment in drafted:
+            sequence, num_drafted = segment.sequence, len(segment.proposals)
+            plan, held = self._planned.get(sequence), accepted[sequence]
+            if plan is None:
+                continue
+            self._counts[plan.source.name].add(num_drafted, held)
+            if not plan.source.is_free:  # else it scores its own guesses
+                tried = held if sequence.finished else min(held + 1, num_drafted)
+                for place in range(tried):
+                    self._acceptance.observe(sequence, plan.keys[place], place < held)
 
-    def _score_plan(
-        self, sequence: Sequence, plan: Plan, num_drafted: int, accepted: dict[Sequence, int]
-    ) -> None:
-        held, counts = accepted[sequence], self._counts[plan.source.name]
-        counts.num_drafts += 1
-        counts.num_drafted += num_drafted
-        counts.num_accepted += held
-        counts.accepted_at += [0] * (num_drafted - len(counts.accepted_at))
-        for place in range(held):
-            counts.accepted_at[place] += 1
-        if plan.source.is_free:  # it scores its own guesses
-            return
-        tried = held if sequence.finished else min(held + 1, num_drafted)
-        for place in range(tried):
-            self._score(sequence, plan.keys[place], place < held)
+    def _measure(self, batch: Batch, result: CommitResult, drafted: Seq[Segment]) -> None:
+        """Let the policy know how long a decode step took, and how many tokens it gave.
 
-    def _score(self, sequence: Sequence, key: Key, held: bool) -> None:
-        self._acceptance.observe(sequence, key, held)
-
-    def _measure(
-        self, batch: Batch, result: CommitResult, num_proposals: int, accepted: dict[Sequence, int]
-    ) -> None:
-        """Let the policy know how long steady decode steps took, and what they gave.
-
-        Steps that take turns count together, until each sequence was in one of them.
+        A step that takes turns with others counts as one of all rows: its numbers are scaled to
+        all that decode, and its time is the time since its own rows were read last.
         """
-        planned = {s: self._planned[s] for s in accepted if s in self._planned}
-        costly = {s for s, plan in planned.items() if plan.source.cost}
-        step = ReadStep(
-            self._clock(),
-            len(batch.sampling) - num_proposals,
-            num_proposals,
-            len(batch.sampling) - len(result.discarded),
-            max([plan.draft_s for plan in planned.values()], default=0.0),
-            max([len(s.proposals) for s in batch.short if s.sequence in costly], default=0),
-        )
-        steady = bool(batch.num_tokens) and not batch.long and not batch.begins_answers
-        if not steady:
-            self._turn.clear()
-            self._begun_s = None
-        if step.num_sequences:
-            num_decoding = max(batch.num_decoding, step.num_sequences)
-            measured = self._turn_with(step, num_decoding) if steady else None
-            if self._policy.observe(measured or step.measured(num_decoding)):
-                for source in [source for source in self._sources if not source.is_free]:
-                    self._acceptance.renew(source.name)
+        num_proposals = sum([len(segment.proposals) for segment in drafted]) if drafted else 0
+        num_sequences = len(batch.sampling.sequences) - num_proposals
+        if not num_sequences:
+            return
+        num_decoding = max(batch.num_decoding, num_sequences)
+        turns, seconds = num_decoding / num_sequences, None  # steps until all rows had one
+        steady = batch.num_tokens > 0 and not batch.long and not batch.begins_answers
+        if steady:
+            first, now_s = batch.sampling.sequences[0], self._clock()
+            before_s, self._read_s[first] = self._read_s.get(first), now_s
+            # A plain step that was foreseen to have proposals was not launched ahead.
+            if before_s is not None and (num_proposals or self._num_plain >= turns):
+                seconds = now_s - before_s
+        else:
+            self._read_s.clear()
         self._num_plain = self._num_plain + 1 if steady and not num_proposals else 0
-
-    def _turn_with(self, step: ReadStep, num_decoding: int) -> MeasuredStep | None:
-        """The last steps as one of all sequences; None: not all are timed, or were alike."""
-        turn = self._turn
-        turn.append(step)
-        while sum([s.num_sequences for s in turn]) - turn[0].num_sequences >= num_decoding:
-            self._begun_s = turn.popleft().read_s
-        num_sequences = sum([s.num_sequences for s in turn])
-        num_proposals = sum([s.num_proposals for s in turn])
-        is_plain = self._num_plain >= len(turn)
-        if self._begun_s is None or num_sequences < num_decoding or not (num_proposals or is_plain):
-            return None
-        return MeasuredStep(
-            num_sequences,
-            num_proposals,
-            sum([s.num_tokens for s in turn]),
-            step.read_s - self._begun_s,
-            sum([s.draft_s for s in turn]),
-            max([s.depth for s in turn]),
+        if seconds is None:
+            turns = 1
+        plans = [(s, self._planned[s.sequence]) for s in drafted if s.sequence in self._planned]
+        step = MeasuredStep(
+            num_decoding,
+            round(num_proposals * turns),
+            round((len(batch.sampling.sequences) - len(result.discarded)) * turns),
+            seconds,
+            max([plan.draft_s for _, plan in plans], default=0.0) * turns,
+            max([len(s.proposals) for s, plan in plans if plan.source.cost], default=0),
         )
+        if self._policy.observe(step):
+            for source in self._sources:
+                if not source.is_free:
+                    self._acceptance.renew(source.name)
 
     def _end(self, sequence: Sequence) -> None:
         """Drop the state of a sequence in all sources."""
         self._known.discard(sequence)
         self._off.pop(sequence, None)
         self._planned.pop(sequence, None)
+        self._read_s.pop(sequence, None)
         self._acceptance.forget(sequence)
         for source in self._sources:
             source.end(sequence)
-
-
-_TOTALS = ("drafts", "drafted", "accepted", "switched_off")

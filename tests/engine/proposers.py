@@ -28,8 +28,8 @@ from mlxinfer.speculation.block import BlockProposer
 from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy
 from mlxinfer.speculation.draft import DraftProposer
 from mlxinfer.speculation.heads import HeadProposer
-from mlxinfer.speculation.ngram import NgramProposer
-from mlxinfer.speculation.source import ForcedProposer, Score, Source
+from mlxinfer.speculation.ngram import ForcedProposer, NgramProposer
+from mlxinfer.speculation.source import Source
 from mlxinfer.speculation.speculation import Speculation
 
 DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4", "lfm2-v4")
@@ -169,22 +169,19 @@ def some_proposer(
     if not isinstance(model, Model) and names[-1] in ("head", "block"):
         names = ("ngram",)
 
-    def sources(score: Score) -> list[Source]:
-        made: list[Source] = []
-        for name in names:
-            if name == "ngram":
-                made.append(NgramProposer(score, searches=rng.choice([1, 8])))
-            elif name == "head":
-                assert isinstance(model, Model)
-                made.append(head_of(model, rng, answers))
-            elif name == "block":
-                assert isinstance(model, Model)
-                draft, vocab_size = block_draft_of(model), model.config.vocab_size
-                made.append(BlockProposer(draft, config(), vocab_size=vocab_size, cost=0.1))
-            else:
-                made.append(draft_of(model, rng, answers) if name == "draft" else ForcedProposer())
-        return made
-
+    made: list[Source] = []
+    for name in names:
+        if name == "ngram":
+            made.append(NgramProposer(searches=rng.choice([1, 8])))
+        elif name == "head":
+            assert isinstance(model, Model)
+            made.append(head_of(model, rng, answers))
+        elif name == "block":
+            assert isinstance(model, Model)
+            draft, vocab_size = block_draft_of(model), model.config.vocab_size
+            made.append(BlockProposer(draft, config(), vocab_size=vocab_size, cost=0.1))
+        else:
+            made.append(draft_of(model, rng, answers) if name == "draft" else ForcedProposer())
     depth = rng.choice([1, 4, 7])
     policy: Policy = Controller(max_depth=depth) if rng.random() < 0.2 else RandomDepths(rng)
-    return Speculation(sources, policy, max_depth=depth)
+    return Speculation(made, policy, max_depth=depth)

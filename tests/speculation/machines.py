@@ -11,8 +11,16 @@ from dataclasses import dataclass
 
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.batch import Sequence
-from mlxinfer.speculation.controller import Controller, FixedDepth, MeasuredStep, Outlook, Policy
-from mlxinfer.speculation.estimates import Acceptance, Key, relative_cost
+from mlxinfer.speculation.controller import (
+    Acceptance,
+    Controller,
+    FixedDepth,
+    Key,
+    MeasuredStep,
+    Outlook,
+    Policy,
+    relative_cost,
+)
 
 DEPTH = 7
 

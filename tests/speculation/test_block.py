@@ -48,7 +48,7 @@ def with_block(
 ) -> tuple[Speculation, Recording]:
     draft = load_dflash(dflash_checkpoint(folder, tiny_config(CASE), taps=TAPS, **changes), model())
     source = Recording(draft, config(kv_budget_bytes=budget), vocab_size=96, cost=0.1)
-    return Speculation(lambda _: [source], FixedDepth(5), max_depth=5), source
+    return Speculation([source], FixedDepth(5), max_depth=5), source
 
 
 def reference(folder: Path, ids: Seq[int], count: int, *, window: int, causal: bool) -> list[int]:

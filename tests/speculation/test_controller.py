@@ -23,8 +23,10 @@ from mlxinfer.speculation.controller import (
     FixedDepth,
     MeasuredStep,
     Outlook,
+    StepTimes,
+    bucket_of,
+    relative_cost,
 )
-from mlxinfer.speculation.estimates import StepTimes, bucket_of, relative_cost
 
 TOKENS = 1000
 LOSING = [machine for machine in MACHINES if not machine.gains]

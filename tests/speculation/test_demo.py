@@ -60,9 +60,7 @@ def test_a_text_repeated_with_one_change_takes_less_than_a_quarter_of_the_steps(
     text = HELD_OUT.read_text()[:800]
     place = text.index(" ", 400)
     changed = tokenizer.encode(f"{text[:place]} indeed{text[place:]}")
-    speculation = Speculation(
-        lambda score: [NgramProposer(score)], FixedDepth(7), max_depth=7, method="ngram"
-    )
+    speculation = Speculation([NgramProposer()], FixedDepth(7), max_depth=7, method="ngram")
     harness = Harness(load(folder), proposer=speculation)
     prompt_ids = tokenizer.encode(f"Repeat this text with one change:\n{text}")
     params = SamplingParams(max_tokens=len(changed))

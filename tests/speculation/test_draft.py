@@ -33,7 +33,7 @@ def with_draft(
     """A draft that always proposes; the sizes are of its own cache."""
     vocab_size = model().config.vocab_size
     return Speculation(
-        lambda _: [
+        [
             DraftProposer(
                 draft,
                 config(**{"num_pages": 400, **sizes}),
@@ -205,7 +205,7 @@ def test_recurrent_drafts_go_back_to_their_state_before_what_was_rejected(
     """All that follows a rejection holds again, in little room too."""
     both = tiny_model(case, quantized=True)
     source = Spoiling(both, config(**sizes), vocab_size=both.config.vocab_size, cost=0.1)
-    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4)
+    speculation = Speculation([source], FixedDepth(4), max_depth=4)
     harness = Harness(both, proposer=speculation)
     rows = [(prompt(20, 0), GREEDY), (prompt(57, 1), DRAWN), (prompt(94, 2), GREEDY)]
     for i, (ids, params) in enumerate(rows):
@@ -274,7 +274,7 @@ def test_a_draft_with_a_window_follows_after_a_rest(case: str) -> None:
     source = DraftProposer(
         draft, config(num_pages=400, kv=KVOptions(window=24)), vocab_size=96, cost=0.1
     )
-    speculation = Speculation(lambda _: [source], Resting(1), max_depth=1)
+    speculation = Speculation([source], Resting(1), max_depth=1)
     harness = Harness(draft, proposer=speculation, kv=KVOptions(window=24))
     for i in range(2):
         harness.add(str(i), prompt(7, i), replace(GREEDY, max_tokens=300))

@@ -41,7 +41,7 @@ def params(seed: int) -> SamplingParams:
 def test_requests_with_and_without_speculation_take_turns(kind: str) -> None:
     """Those without get the tokens of the plain run, those with its distribution (chi-square)."""
     model, source = model_and_source(kind)
-    speculation = Speculation(lambda _: [source], FixedDepth(3), max_depth=3)
+    speculation = Speculation([source], FixedDepth(3), max_depth=3)
     harness = Harness(model, proposer=speculation, max_batch=1)
     for seed in range(NUM_REQUESTS):
         harness.add(str(seed), PROMPT, params(seed))

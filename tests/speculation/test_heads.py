@@ -55,7 +55,7 @@ def speculation_of(
     source = HeadProposer(
         head, config(**sizes), name="mtp", vocab_size=model.config.vocab_size, cost=0.1
     )
-    return Speculation(lambda _: [source], FixedDepth(depth), max_depth=depth), source
+    return Speculation([source], FixedDepth(depth), max_depth=depth), source
 
 
 @pytest.mark.parametrize("case", MTP_CASES)
@@ -135,7 +135,7 @@ def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:
     source = HeadProposer(
         head, config(num_pages=400), name="mtp", vocab_size=vocab_size, cost=0.1, rejects=True
     )
-    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4)
+    speculation = Speculation([source], FixedDepth(4), max_depth=4)
     harness = Harness(model, proposer=speculation)
     harness.add("greedy", prompt(30), GREEDY)
     harness.add("drawn", prompt(40, 1), DRAWN)
@@ -157,7 +157,7 @@ def test_a_head_that_fails_is_switched_off_for_the_requests_of_the_step(
 ) -> None:
     model, head = with_head("qwen3_5_text-v4", right=True)
     source = Breaking(head, config(num_pages=400), name="mtp", vocab_size=96, cost=0.1)
-    speculation = Speculation(lambda _: [source], FixedDepth(4), max_depth=4)
+    speculation = Speculation([source], FixedDepth(4), max_depth=4)
     harness = Harness(model, proposer=speculation)
     with caplog.at_level(logging.ERROR, "mlxinfer.speculation"):
         harness.add("a", prompt(30), GREEDY)

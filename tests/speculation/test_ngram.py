@@ -10,7 +10,7 @@ from speculation.following import following
 
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.speculation import ngram
-from mlxinfer.speculation.estimates import Key
+from mlxinfer.speculation.controller import Key
 from mlxinfer.speculation.ngram import MIN_MATCH, NgramProposer, find_longest
 
 texts = st.lists(st.integers(0, 3), min_size=3, max_size=60)
@@ -26,12 +26,17 @@ class Scores:
         self.held.append((key, held))
 
 
+def with_scores(scores: Scores) -> NgramProposer:
+    source = NgramProposer()
+    source.score = scores
+    return source
+
+
 def proposer() -> NgramProposer:
-    return NgramProposer(Scores())
+    return with_scores(Scores())
 
 
 def proposed(source: NgramProposer, sequence: Sequence, depth: int = 4) -> list[int]:
-    source.begin_step()
     return list(source.propose([sequence], [depth])[0].token_ids)
 
 
@@ -88,11 +93,11 @@ def test_following_token_by_token_equals_beginning_anew_where_a_match_goes_on(
     while sequence.num_known < len(text):
         sequence.token_ids += text[sequence.num_known :][: rng.randint(1, 5)]
         tokens = proposed(source, sequence)
-        match = source._followed[sequence].match
+        match = source._followed[sequence]
         if not tokens:
             assert longest_by_hand(sequence.token_ids[:-1], sequence.token_ids[-16:]) < MIN_MATCH
             continue
-        assert match is not None
+        assert match.length
         place, ids = match.place, sequence.token_ids
         assert ids[place - MIN_MATCH : place] == ids[-MIN_MATCH:]
         assert tokens[0] == ids[place]
@@ -102,7 +107,7 @@ def test_following_token_by_token_equals_beginning_anew_where_a_match_goes_on(
 def test_guesses_are_scored_by_what_came(data: st.DataObject) -> None:
     text = data.draw(texts)
     scores = Scores()
-    source = NgramProposer(scores)
+    source = with_scores(scores)
     sequence = following(text[:2])
     expected = []
     for token_id in text[2:]:
@@ -116,11 +121,10 @@ def test_guesses_are_scored_by_what_came(data: st.DataObject) -> None:
 def test_tokens_in_flight_are_taken_as_guessed() -> None:
     source = proposer()
     sequence = following([5, 6, 7, 8, 9, 5, 6])
-    source.begin_step()
-    keys = source.outlook(sequence, 2)
+    keys = source.outlook([sequence], 2)[sequence]
     sequence.num_pending = 1
-    assert len(source.outlook(sequence, 2)) == 2
-    assert source.outlook(sequence, 2)[0][1] >= keys[0][1]
+    assert len(source.outlook([sequence], 2)[sequence]) == 2
+    assert source.outlook([sequence], 2)[sequence][0][1] >= keys[0][1]
 
 
 @pytest.mark.parametrize(
@@ -178,10 +182,9 @@ def test_a_search_goes_back_so_far_only(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_searches_of_one_step_are_bounded() -> None:
-    source = NgramProposer(Scores(), searches=2)
+    source = NgramProposer(searches=2)
     rows = [following([5, 6, 7, 5, 6]) for _ in range(5)]
-    source.begin_step()
-    found = [ids for ids, _ in source.propose(rows, [1] * 5)]
+    found = [list(ids) for ids, _ in source.propose(rows, [1] * 5)]
     assert found == [[7], [7], [], [], []]
-    source.begin_step()
-    assert [ids for ids, _ in source.propose(rows, [1] * 5)] == [[7], [7], [7], [7], []]
+    found = [list(ids) for ids, _ in source.propose(rows, [1] * 5)]
+    assert found == [[7], [7], [7], [7], []]

@@ -20,33 +20,37 @@ from mlxinfer.engine.batch import (
     sampling_rows,
 )
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.speculation.controller import WARM_UP, Controller, FixedDepth, MeasuredStep
-from mlxinfer.speculation.estimates import Acceptance, Key
-from mlxinfer.speculation.ngram import NgramProposer
+from mlxinfer.speculation.controller import (
+    WARM_UP,
+    Acceptance,
+    Controller,
+    FixedDepth,
+    Key,
+    MeasuredStep,
+)
+from mlxinfer.speculation.ngram import ForcedProposer, NgramProposer
 from mlxinfer.speculation.options import SpeculationOptions
-from mlxinfer.speculation.source import ForcedProposer, Score, Source
+from mlxinfer.speculation.source import Source
 from mlxinfer.speculation.speculation import Speculation
 
 GREEDY = SamplingParams(max_tokens=120)
 
 
 def ngrams(depth: int = 4) -> Speculation:
-    return Speculation(
-        lambda score: [NgramProposer(score)], FixedDepth(depth), max_depth=depth, method="ngram"
-    )
+    return Speculation([NgramProposer()], FixedDepth(depth), max_depth=depth, method="ngram")
 
 
 class Breaking(NgramProposer):
     """Raises an error where it is asked."""
 
-    def __init__(self, score: Score, where: str) -> None:
-        super().__init__(score)
+    def __init__(self, where: str) -> None:
+        super().__init__()
         self._where = where
 
-    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         if self._where == "outlook":
             raise ValueError("broken")
-        return super().outlook(sequence, depth)
+        return super().outlook(sequences, depth)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         raise ValueError("broken")
@@ -90,9 +94,7 @@ def test_a_source_that_fails_is_switched_off_for_the_request(
     where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("qwen3-v4", quantized=True)
-    speculation = Speculation(
-        lambda score: [Breaking(score, where)], FixedDepth(4), max_depth=4, method="ngram"
-    )
+    speculation = Speculation([Breaking(where)], FixedDepth(4), max_depth=4, method="ngram")
     harness = Harness(model, proposer=speculation)
     with caplog.at_level(logging.ERROR, "mlxinfer.speculation"):
         harness.add("a", prompt(20), GREEDY)
@@ -119,9 +121,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended() -> None:
 
 def test_steps_launch_ahead_where_nothing_repeats() -> None:
     """N-grams are looked up beside the step in flight, and only a likely one makes it wait."""
-    speculation = Speculation(
-        lambda score: [NgramProposer(score)], Controller(max_depth=7), max_depth=7
-    )
+    speculation = Speculation([NgramProposer()], Controller(max_depth=7), max_depth=7)
     harness = Harness(tiny_model("qwen3-v4", quantized=True), proposer=speculation)
     harness.add("a", prompt(20), SamplingParams(max_tokens=40, temperature=3.0, seed=1))
     harness.turn(10)
@@ -135,28 +135,22 @@ class Counting(NgramProposer):
 
     asked = 0
 
-    def outlook(self, sequence: Sequence, depth: int) -> list[Key]:
-        self.asked += 1
-        return super().outlook(sequence, depth)
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
+        self.asked += len(sequences)
+        return super().outlook(sequences, depth)
 
 
 def test_a_step_without_proposals_looks_at_two_sequences_and_at_none_while_closed() -> None:
-    sources: list[Counting] = []
-
-    def make(score: Score) -> list[Source]:
-        sources.append(Counting(score))
-        return [sources[0]]
-
-    policy = Controller(max_depth=4)
-    speculation = Speculation(make, policy, max_depth=4)
+    source, policy = Counting(), Controller(max_depth=4)
+    speculation = Speculation([source], policy, max_depth=4)
     rows = [following(range(100 + i, 130 + i), [99]) for i in range(64)]
     assert speculation.depth(rows, len(rows)) == 0
-    assert sources[0].asked == 0  # plain steps are measured before anything else
+    assert source.asked == 0  # plain steps are measured before anything else
     for _ in range(WARM_UP):
         policy.observe(MeasuredStep(64, 0, 64, 0.01))
     for step in range(1, 40):
         assert speculation.depth(rows, len(rows)) == 0
-        assert sources[0].asked == 2 * step
+        assert source.asked == 2 * step
 
 
 class Recording(Controller):
@@ -174,7 +168,7 @@ class Recording(Controller):
 def test_micro_batches_count_as_a_step_of_all_that_decode() -> None:
     """A turn of all, so that steps with proposals are compared with steps without."""
     policy, times = Recording(), iter([1.0, 1.5, 2.25, 2.5])
-    speculation = Speculation(lambda score: [], policy, max_depth=4, clock=lambda: next(times))
+    speculation = Speculation([], policy, max_depth=4, clock=lambda: next(times))
     rows = [following([3, 4, 5], [6]) for _ in range(5)]
     for some in (rows[:3], rows[3:], rows[:3], rows[3:]):
         decodes = DecodeBatch.of(some)
@@ -210,7 +204,7 @@ class Forcing(FakeGrammar):
 def test_forced_tokens_of_a_grammar_are_proposed_and_all_hold() -> None:
     model = tiny_model("qwen3-v4", quantized=True)
     sources: list[Source] = [ForcedProposer()]
-    speculation = Speculation(lambda _: sources, FixedDepth(7), max_depth=7)
+    speculation = Speculation(sources, FixedDepth(7), max_depth=7)
     harness = Harness(model, proposer=speculation)
     harness.add("a", prompt(20), GREEDY, grammar=Forcing(3, length=60))
     outcome = harness.drain()["a"]

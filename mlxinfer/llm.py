@@ -250,7 +250,7 @@ class LLM:
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
             adapter: name of a loaded adapter; None: the model itself.
-                options: fields of SamplingParams, such as max_tokens=20; they replace those of params.
+            options: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Raises:
             TemplateError: the model has no chat template, or it refused these messages.

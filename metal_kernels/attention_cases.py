@@ -201,7 +201,6 @@ _SHARED_FILES = (
 )
 PAGED_FILES = (
     *("paged_attention.metal", "tiled_attention.metal", "paged_attention_kernel.py"),
-    "paged_attention_passes.py",
     *_SHARED_FILES,
 )
 PAGED_ATTENTION = Kind(

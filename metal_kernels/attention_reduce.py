@@ -4,6 +4,8 @@ T = query tokens of all sequences, H = KV heads, R = query rows of a sequence an
 V = value dim.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TypedDict
 
@@ -11,18 +13,49 @@ import mlx.core as mx
 
 from .attention_shape import LANES
 from .launch import Launch, MetalKernel
+from .stored import KVFormat
 
 NO_FIGURES = "static_cast<device float*>(nullptr)"  # in a body; never written
 REDUCERS = 8  # SIMD groups that share the items of a query head
 
 
-def includes(*, plain: bool) -> tuple[str, ...]:
-    """The files that attention kernels have in common; `plain`: no plane is stored in codes."""
+def includes(formats: Sequence[KVFormat] = ()) -> tuple[str, ...]:
+    """The files that attention kernels have in common, for vectors stored in these formats."""
     return (
         "attention_fragments.h",
-        *(() if plain else ("stored_codes.h",)),
+        *(("stored_codes.h",) if any(fmt.bits for fmt in formats) else ()),
         *("attention_softmax.h", "paged_spans.h", "attention_outputs.h"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention, the same for all layers of a step with the same sizes.
+
+    Attributes:
+        attend, reduce: its launches; `reduce` is None unless a sequence is split.
+        shared: inputs that do not differ between layers: a plan's numbers first.
+    """
+
+    attend: Launch
+    reduce: Launch | None
+    shared: list[mx.array]
+
+    def __call__(
+        self, queries: mx.array, arrays: Sequence[mx.array], sink_logits: mx.array | None = None
+    ) -> list[mx.array]:
+        """Outputs (T, heads * V); and log-sum-exps (T, heads) float32, where they are asked for.
+
+        Args:
+            queries: (T, heads, D).
+            arrays: `arrays_of` the layer's keys and values.
+            sink_logits: (heads,), where the attention was made for such.
+        """
+        logits = [] if sink_logits is None else [sink_logits]
+        results = self.attend([queries, *arrays, *self.shared, *logits])
+        if self.reduce is None:
+            return results
+        return self.reduce([*results, self.shared[0], *logits])
 
 
 class Sizes(TypedDict):
@@ -91,7 +124,7 @@ def _kernel(sinks: bool, log_sums: bool) -> MetalKernel:
         name="attention_reduce",
         inputs=("partials", "figures", "plan", *sink_names(sinks=sinks)),
         outputs=("outputs", "log_sum_exp") if log_sums else ("outputs",),
-        includes=includes(plain=True),
+        includes=includes(),
         body=f"""
   threadgroup float found[REDUCERS];
   threadgroup float slices[REDUCERS * ROUND_CHUNKS * 32];

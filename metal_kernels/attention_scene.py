@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from .attention_plan import AttentionPlan, AttentionPlanner, page_table
 from .kv_write import stored
-from .stored import share_tails
+from .stored import FORMATS, KVFormat
 from .variants import Variant
 
 PAGE = 16
@@ -20,11 +20,12 @@ Ints = NDArray[np.int32]
 class Plane:
     """Keys or values: one array of each part, as `Stored`."""
 
+    fmt: KVFormat
     pages: list[mx.array]
     tails: list[mx.array]
+    vector_dim: int
     tail_head: int = 0
     first: int = 0
-    vector_dim: int = 0
 
     @property
     def tail_heads(self) -> int:
@@ -72,8 +73,7 @@ def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
 
 def in_one_vector(whole: Plane, key_dim: int, vector_dim: int) -> tuple[Plane, Plane]:
     """Keys, the last numbers of vectors, and values, the first ones."""
-    keys = replace(whole, first=vector_dim - key_dim, vector_dim=vector_dim)
-    return keys, replace(whole, vector_dim=vector_dim)
+    return replace(whole, first=vector_dim - key_dim), whole
 
 
 def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool) -> Scene:
@@ -98,8 +98,8 @@ def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool
     def plane(dim: int, bits: int) -> Plane:
         shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
         vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
-        pages, tails = (stored(v, bits or None, dtype) for v in vectors)
-        return Plane(pages, tails)
+        pages, tails = (stored(v, FORMATS[bits], dtype) for v in vectors)
+        return Plane(FORMATS[bits], pages, tails, dim)
 
     shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
     # Of latent attention keys are whole vectors.
@@ -111,7 +111,7 @@ def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool
         dims = key_dim, variant.number("value_dim")
         bits = variant.number("key_bits"), variant.number("value_bits")
         values = plane(dims[1], bits[1])
-        if share_tails(dims, bits):
+        if dims[0] == dims[1] and bits[0] == bits[1]:
             keys, values = in_shared_tails(keys, values)
     queries = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
     return Scene(queries, keys, values, starts, sealed, tables)

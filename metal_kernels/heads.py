@@ -10,10 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from .launch import MIN_NUMBERS
-from .stored import share_tails
+from .stored import PLAIN, KVFormat, group_size
 
 MAX_DIM = 512
-MAX_GROUP = 64
 HADAMARD_ORDERS = (28, 20, 12, 1)
 
 
@@ -27,8 +26,8 @@ class Form:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    key_bits: int | None
-    value_bits: int | None
+    key_format: KVFormat
+    value_format: KVFormat
     has_norm: bool
     num_turning: int  # leading dims of a head
     traditional: bool
@@ -66,9 +65,9 @@ class Heads:
 
     Args:
         num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
-        key_bits, value_bits: 8, 4, or None: as they are.
-        rotate: spread queries and keys by a Hadamard matrix (D as `hadamard_order` knows); with
-            `joint` values too, all in blocks of so many numbers.
+        key_format, value_format: how they are stored. Keys of a format that rotates are multiplied
+            by a Hadamard matrix (D as `hadamard_order` knows), and queries too; with `joint` values
+            too, all in blocks of so many numbers.
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
         norm_eps: added to the mean square.
         norms_values: values are divided by their root mean square.
@@ -86,9 +85,8 @@ class Heads:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        key_bits: int | None = None,
-        value_bits: int | None = None,
-        rotate: bool = False,
+        key_format: KVFormat = PLAIN,
+        value_format: KVFormat = PLAIN,
         norm_weight: mx.array | None = None,
         norm_eps: float = 0.0,
         norms_values: bool = False,
@@ -99,26 +97,26 @@ class Heads:
     ) -> None:
         assert head_dim % 8 == 0, head_dim
         assert head_dim <= MAX_DIM, head_dim
-        assert {key_bits, value_bits} <= {None, 4, 8}
+        rotates = key_format.rotates
         self.norm_weight, self.norm_eps = norm_weight, norm_eps
         self.frequencies, self.magnitude = frequencies, magnitude
         self.form = form_of(
             num_heads,
             num_kv_heads,
             head_dim,
-            key_bits,
-            value_bits,
+            key_format,
+            value_format,
             has_norm=norm_weight is not None,
             num_turning=0 if frequencies is None else 2 * len(frequencies),
             traditional=traditional,
-            hadamard_order=hadamard_order(joint or head_dim) if rotate else 0,
-            joined=not joint and share_tails((head_dim, head_dim), (key_bits, value_bits)),
+            hadamard_order=hadamard_order(joint or head_dim) if rotates else 0,
+            joined=not joint and key_format == value_format,
             norms_values=norms_values,
             joint=joint,
         )
-        assert not joint or has_joint(head_dim, joint, (key_bits, value_bits)), self.form
+        assert not joint or has_joint(head_dim, joint, (key_format, value_format)), self.form
         assert self.form.num_turning <= head_dim
-        assert self.form.hadamard_order or not rotate, head_dim
+        assert self.form.hadamard_order or not rotates, head_dim
         self.constants = self._constants()  # as kv_write.metal reads them
         mx.eval(self.constants)
 
@@ -138,18 +136,13 @@ class Heads:
         return mx.pad(numbers, (0, max(MIN_NUMBERS - len(numbers), 0)))
 
 
-def has_joint(dim: int, joint: int, bits: tuple[int | None, int | None]) -> bool:
+def has_joint(dim: int, joint: int, formats: tuple[KVFormat, KVFormat]) -> bool:
     """Whether there is a kernel for vectors of a value, and `joint` numbers of its key behind it.
 
     Lanes hold equally many numbers, blocks are whole, and so are groups of codes of either part.
     """
-    group = 1 if bits[0] is None else group_size(dim + joint)
-    return bits[0] == bits[1] and not any((dim % 32, dim % joint, dim % group, joint % group))
-
-
-def group_size(dim: int) -> int:
-    """Numbers of a vector that share a scale: as many as divide it, up to 64 and in steps of 8."""
-    return max(g for g in range(8, MAX_GROUP + 1, 8) if dim % g == 0)
+    group = group_size(dim + joint) if formats[0].bits else 1
+    return formats[0] == formats[1] and not any((dim % 32, dim % joint, dim % group, joint % group))
 
 
 def hadamard_order(dim: int) -> int:

@@ -18,14 +18,12 @@ from functools import cache, lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .heads import Form, Heads, group_size
+from .heads import Form, Heads
 from .launch import Launch, MetalKernel, TemplateValue
-from .stored import PARTS
+from .stored import KVFormat, part_names
 
 LANES = 32
 HEADS_AT_ONCE = 8  # SIMD-groups of a threadgroup
-MAX_FLOAT16 = 65_504.0  # larger scales and biases would be infinite
-QUANTISED_PARTS = 2  # codes; scales and biases
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 
@@ -84,9 +82,8 @@ class KVWrite:
     def of(qkv: mx.array, positions: mx.array, heads: Heads) -> "KVWrite":
         """For arrays of these sizes; arguments as for `kv_write`."""
         form = heads.form
-        key_parts = 1 if form.key_bits is None else QUANTISED_PARTS
         launch = _launch(form, qkv.shape, positions.shape, qkv.dtype)
-        return KVWrite(launch, None if form.in_one else key_parts)
+        return KVWrite(launch, None if form.in_one else len(form.key_format.names))
 
     def __call__(
         self, qkv: mx.array, positions: mx.array, heads: Heads
@@ -153,9 +150,9 @@ def stored_in_mlx(
         both = (
             mx.concatenate([values, keys], -1) if form.joint else mx.concatenate([keys, values], 1)
         )
-        pair = [stored(both, form.key_bits, dtype)]
+        pair = [stored(both, form.key_format, dtype)]
     else:
-        pair = [stored(keys, form.key_bits, dtype), stored(values, form.value_bits, dtype)]
+        pair = [stored(keys, form.key_format, dtype), stored(values, form.value_format, dtype)]
     return Written(queries.astype(dtype), pair)
 
 
@@ -166,20 +163,10 @@ def _spread(x: mx.array, block: int) -> mx.array:
     return mx.hadamard_transform(mx.unflatten(x, -1, (-1, block))).flatten(-2)
 
 
-def stored(vectors: mx.array, bits: int | None, dtype: mx.Dtype) -> list[mx.array]:
-    """(T, K, D) -> what is stored of it: as they are, or codes, and scales and biases."""
-    if bits is None:
-        return [vectors.astype(dtype)]
-    levels = float(2**bits - 1)
-    grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, group_size(vectors.shape[-1])))
-    grouped = mx.clip(grouped, -MAX_FLOAT16, MAX_FLOAT16)
-    low, high = grouped.min(axis=-1, keepdims=True), grouped.max(axis=-1, keepdims=True)
-    scales, biases = ((high - low) / levels).astype(mx.float16), low.astype(mx.float16)
-    step = mx.maximum(scales.astype(mx.float32), 1e-8)
-    codes = mx.clip(mx.round((grouped - biases) / step), 0, levels).astype(mx.uint8).flatten(-2)
-    if bits == 4:
-        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return [codes, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
+def stored(vectors: mx.array, fmt: KVFormat, dtype: mx.Dtype) -> list[mx.array]:
+    """(T, K, D) float32 -> the parts of what is stored of it in a model of `dtype`."""
+    kinds = fmt.parts(vectors.shape[-1], dtype)
+    return [part.astype(kind) for part, (_, kind) in zip(fmt.encode(vectors), kinds, strict=True)]
 
 
 def template_of(form: Form, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
@@ -207,9 +194,9 @@ def _launch(
     """Norm, rope and storing of projections (T, width) in a layer of this form."""
     num_tokens = _checked(form, shape, positions_shape)
     num_vectors = num_tokens * (form.num_heads + 2 * form.num_kv_heads)
-    parts = _parts(form.stored_dim, form.key_bits, dtype)
+    parts = form.key_format.parts(form.stored_dim, dtype)
     if not form.in_one:
-        parts += _parts(form.head_dim, form.value_bits, dtype)
+        parts = [*parts, *form.value_format.parts(form.head_dim, dtype)]
     return Launch(
         _kernel(form),
         template=template_of(form, dtype),
@@ -223,32 +210,19 @@ def _launch(
     )
 
 
-def _parts(dim: int, bits: int | None, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-    """(width, dtype) of what is stored of a vector."""
-    if bits is None:
-        return [(dim, dtype)]
-    return [(dim * bits // 8, mx.uint8), (2 * (dim // group_size(dim)), mx.float16)]
-
-
 def stored_outputs(form: Form) -> tuple[list[str], list[str]]:
     """Names of the arrays that are written, and what writes keys and values to them, in Metal."""
-    of_keys, of_values = (
-        f"{form.head_dim}, 0, {form.head_dim}",
-        f"{form.head_dim}, 0, {form.head_dim}",
-    )
+    formats, stored_dim, dim = (form.key_format, form.value_format), form.stored_dim, form.head_dim
+    places = [(dim, 0, dim), (dim, 0, dim)]
     if form.joint:
-        of_keys = f"{form.stored_dim}, {form.head_dim}, {form.joint}"
-        of_values = f"{form.stored_dim}, 0, {form.head_dim}"
+        places = [(stored_dim, dim, form.joint), (stored_dim, 0, dim)]
     names = ("stored", "stored") if form.in_one else ("keys", "values")
     outputs: dict[str, None] = {}
     made: list[str] = []
-    formats = (form.key_bits, form.value_bits)
-    for name, bits, where in zip(names, formats, (of_keys, of_values), strict=True):
-        parts = [name] if bits is None else [f"{name}_{part}" for part in PARTS]
-        group = group_size(form.stored_dim)
-        kind = f"Plain<{where}, T>" if bits is None else f"Affine<{where}, {group}, {bits}>"
+    for name, fmt, place in zip(names, formats, places, strict=True):
+        parts = part_names(name, fmt)
         outputs.update(dict.fromkeys(parts))
-        made.append(f"{kind}{{{', '.join(parts)}}}")
+        made.append(f"{fmt.writer(*place)}{{{', '.join(parts)}}}")
     return list(outputs), made
 
 

@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 
 from .heads import Heads
-from .kv_write import QUANTISED_PARTS, Written, kv_write, kv_write_twin, stored_in_mlx
+from .kv_write import Written, kv_write, kv_write_twin, stored_in_mlx
 from .launch import MIN_NUMBERS
-from .stored import decoded
+from .stored import FORMATS
 from .tail_write import put, write_tails, write_tails_twin
 from .variants import Case, Kind, Value, Variant, dtype_name
 
@@ -23,8 +23,8 @@ def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
         num_heads=heads.form.num_heads,
         num_kv_heads=heads.form.num_kv_heads,
         head_dim=heads.form.head_dim,
-        key_bits=heads.form.key_bits or 0,
-        value_bits=heads.form.value_bits or 0,
+        key_bits=heads.form.key_format.bits,
+        value_bits=heads.form.value_format.bits,
         rotate=heads.form.hadamard_order > 0,
         norm=heads.norm_weight is not None,
         norms_values=heads.form.norms_values,
@@ -89,9 +89,8 @@ def _heads(variant: Variant) -> Heads:
         num_heads=variant.number("num_heads"),
         num_kv_heads=variant.number("num_kv_heads"),
         head_dim=variant.number("head_dim"),
-        key_bits=variant.number("key_bits") or None,
-        value_bits=variant.number("value_bits") or None,
-        rotate=bool(variant["rotate"]),
+        key_format=FORMATS[variant.number("key_bits")],
+        value_format=FORMATS[variant.number("value_bits")],
         norm_weight=mx.array(weight.astype(np.float32)) if variant["norm"] else None,
         norm_eps=1e-6,
         norms_values=bool(variant["norms_values"]),
@@ -112,12 +111,13 @@ def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
 
 def _seen(written: Written, heads: Heads) -> list[mx.array]:
     """Queries, keys and values as attention sees them."""
-    if heads.form.joint:
-        return [written.queries, decoded(written.stored[0], heads.form.stored_dim)]
+    form = heads.form
+    if form.joint:
+        return [written.queries, form.key_format.decode(written.stored[0], mx.float32)]
     return [
         written.queries,
-        decoded(written.keys, heads.form.head_dim),
-        decoded(written.values, heads.form.head_dim),
+        form.key_format.decode(written.keys, mx.float32),
+        form.value_format.decode(written.values, mx.float32),
     ]
 
 
@@ -161,9 +161,12 @@ def _tail_case(variant: Variant) -> Case:
 def _seen_tails(written: list[mx.array], call: TailCall) -> list[mx.array]:
     """Queries, and tails as attention sees them."""
     queries, *tails = written
-    parts = 1 if len(tails) == 1 or call[2].form.key_bits is None else QUANTISED_PARTS
-    pairs = [tails[:parts], tails[parts:]] if len(tails) > parts else [tails]
-    return [queries, *[decoded(pair, call[2].form.stored_dim) for pair in pairs]]
+    form = call[2].form
+    parts = len(form.key_format.names)
+    found = [queries, form.key_format.decode(tails[:parts], mx.float32)]
+    if not form.in_one:
+        found.append(form.value_format.decode(tails[parts:], mx.float32))
+    return found
 
 
 def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:

@@ -5,41 +5,41 @@ too. T = query tokens of all sequences, D = numbers of a key, V = numbers of the
 Source: DeepSeek-V2, arXiv:2405.04434, with the projections absorbed into queries and outputs.
 """
 
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
 from .attention_plan import AttentionPlan
-from .attention_reduce import includes, output_sizes, partial_sizes, reduction
+from .attention_reduce import Attention, includes, output_sizes, partial_sizes, reduction
 from .attention_shape import LANES
 from .launch import Launch, MetalKernel
 from .paged_attention_gather import paged_attention_gathered
-from .paged_attention_passes import DTYPES
-from .stored import Stored, decoded, is_plain, part_names, plane_text, stored_bits
+from .paged_attention_kernel import DTYPES, MAX_PASSES
+from .stored import FORMATS, PLAIN, KVFormat, Stored, part_names, plane_text
 
 DIMS = ((576, 512),)
+KINDS = (PLAIN, FORMATS[8])  # formats of latents
 TEAM_ROWS = 16  # query rows of a threadgroup
 THREADS = 8 * LANES
 
 
 @cache
-def _kernel(plain: bool) -> MetalKernel:
+def _kernel(fmt: KVFormat) -> MetalKernel:
     return MetalKernel(
         name="mla_attention",
         inputs=(
             "queries",
-            *part_names("tail", plain=plain),
-            *part_names("latent", plain=plain),
+            *part_names("tail", fmt),
+            *part_names("latent", fmt),
             *("plan", "pages", "scale"),
         ),
         outputs=("outputs", "figures"),
-        includes=includes(plain=plain),
+        includes=includes([fmt]),
         body=f"""
   constexpr int PARTIAL = TEAM * SCORES;
   threadgroup float scores[PARTIAL];
   mla_attention<KEY_DIM, VALUE_DIM, SPLIT, true>(
-      queries, plane_of<BITS, KEY_DIM, 0>({plane_text("tail", "latent", plain=plain)}),
+      queries, plane_of<BITS, KEY_DIM, 0>({plane_text("tail", "latent", fmt)}),
       StepPlan{{plan}}, pages, scale, queries_shape[1], latent_codes_shape[1],
       outputs, figures, scores,
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
@@ -67,40 +67,57 @@ def mla_attention_on_metal(
     Raises:
         ValueError: no kernel has these sizes; `mla_attention_gathered` takes any.
     """
+    attention = mla_attention(queries, latents, plan, scale=scale, value_dim=value_dim)
+    outputs, sums = attention(queries, [*latents.tails, *latents.pages])
+    return [outputs.reshape(*queries.shape[:2], value_dim), sums]
+
+
+def mla_attention(
+    queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int
+) -> Attention:
+    """The attention for arrays of these sizes; arguments as of `mla_attention_on_metal`."""
     assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
-    rows, factor = (len(queries), queries.shape[1]), mx.array(scale, dtype=mx.float32)
-    attend = _attend(queries, latents, plan, value_dim)
-    results = attend([queries, *latents.tails, *latents.pages, plan.numbers, plan.pages, factor])
-    if plan.is_split:
-        places = plan.num_seqs * plan.max_queries
-        reduce = reduction(rows, places, value_dim, queries.dtype, sinks=False, log_sums=True)
-        results = reduce([*results, plan.numbers])
-    return [results[0].reshape(*rows, value_dim), results[1]]
+    places = plan.num_seqs * plan.max_queries if plan.is_split else 0
+    sizes = tuple(queries.shape), value_dim, queries.dtype
+    passes = _passes(*sizes, latents.fmt, plan.num_items, plan.max_queries, places)
+    return Attention(*passes, [plan.numbers, plan.pages, mx.array(scale, dtype=mx.float32)])
 
 
-def _attend(queries: mx.array, latents: Stored, plan: AttentionPlan, value_dim: int) -> Launch:
-    """The first pass."""
-    num_tokens, num_heads, dim = queries.shape
-    bits = stored_bits(latents, dim)
-    _check(queries.dtype, (dim, value_dim), bits)
-    num_rows = plan.max_queries * num_heads
-    if plan.is_split:
-        sizes = partial_sizes(plan.num_items, 1, num_rows, value_dim)
+@lru_cache(MAX_PASSES)
+def _passes(
+    shape: tuple[int, int, int],
+    value_dim: int,
+    dtype: mx.Dtype,
+    fmt: KVFormat,
+    num_items: int,
+    max_queries: int,
+    places: int,
+) -> tuple[Launch, Launch | None]:
+    """The launches; `places`: queries that all sequences may have, 0: none is split."""
+    num_tokens, num_heads, dim = shape
+    _check(dtype, (dim, value_dim), fmt)
+    num_rows = max_queries * num_heads
+    if places:
+        sizes = partial_sizes(num_items, 1, num_rows, value_dim)
     else:
-        sizes = output_sizes((num_tokens, num_heads), value_dim, queries.dtype, log_sums=True)
-    return Launch(
-        _kernel(is_plain(latents)),
+        sizes = output_sizes((num_tokens, num_heads), value_dim, dtype, log_sums=True)
+    attend = Launch(
+        _kernel(fmt),
         template=[
-            ("T", queries.dtype),
-            ("BITS", bits),
+            ("T", dtype),
+            ("BITS", fmt.bits),
             ("KEY_DIM", dim),
             ("VALUE_DIM", value_dim),
-            ("SPLIT", plan.is_split),
+            ("SPLIT", places > 0),
         ],
-        grid=(plan.num_items * THREADS, row_blocks(num_rows), 1),
+        grid=(num_items * THREADS, row_blocks(num_rows), 1),
         threadgroup=(THREADS, 1, 1),
         **sizes,
     )
+    if not places:
+        return attend, None
+    how = {"sinks": False, "log_sums": True}
+    return attend, reduction(shape[:2], places, value_dim, dtype, **how)
 
 
 def row_blocks(num_rows: int) -> int:
@@ -108,34 +125,19 @@ def row_blocks(num_rows: int) -> int:
     return -(-num_rows // TEAM_ROWS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    pages: list[mx.array]
-    tails: list[mx.array]
-    tail_head: int = 0
-    tail_heads: int = 1
-    first: int = 0
-    vector_dim: int = 0
-
-
 def mla_attention_gathered(
     queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
 ) -> list[mx.array]:
     """The plain-MLX twin, as `mla_attention_on_metal`; simple rather than fast."""
-    dim = queries.shape[-1]
-    values = _Plain(
-        [decoded(latents.pages, dim)[..., :value_dim]],
-        [decoded(latents.tails, dim)[..., :value_dim]],
-    )
     return paged_attention_gathered(
-        queries, latents, values, plan, scale=scale, value_dim=value_dim, log_sums=True
+        queries, latents, latents, plan, scale=scale, value_dim=value_dim, log_sums=True
     )
 
 
-def _check(dtype: mx.Dtype, dims: tuple[int, int], bits: int) -> None:
+def _check(dtype: mx.Dtype, dims: tuple[int, int], fmt: KVFormat) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"queries are {dtype}; the kernel takes floats of 16 or 32 bits")
     if dims not in DIMS:
         raise ValueError(f"latent dims {dims}; the kernel has {DIMS}")
-    if bits not in (0, 8):
-        raise ValueError(f"latents of {bits} bits; the kernel takes plain ones and 8 bits")
+    if fmt not in KINDS:
+        raise ValueError(f"latents of {fmt.bits} bits; the kernel takes plain ones and 8 bits")

@@ -24,10 +24,7 @@ def gathered_attention(
     tail_keys: mx.array,
     tail_values: mx.array,
     tail_mask: mx.array,
-    *,
-    scale: float,
-    sinks: mx.array | None = None,
-    soft_cap: float | None = None,
+    softmax: Softmax,
 ) -> mx.array:
     """Attention of B sequences over their gathered pages and their tails, in plain MLX.
 
@@ -37,13 +34,12 @@ def gathered_attention(
         mask: additive (B, 1, 1 or Q, N) of the pages; None: all of them are visible.
         tail_keys, tail_values: (B, H, R, D).
         tail_mask: (B, 1, Q, R) additive.
-        scale: multiplies the scores.
-        sinks: (H * G,) logits that join each softmax without a value.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay as they are.
+        softmax: of the layer.
 
     Returns:
         (B, Q, H * G, D)
     """
+    scale, sinks, soft_cap = softmax
     by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale, soft_cap)
     sink_column = None
     if sinks is not None:

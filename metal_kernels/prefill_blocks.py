@@ -19,6 +19,7 @@ from .launch import MIN_NUMBERS
 from .paged_attention_kernel import paged_attention_on_metal
 from .prefill_attention import tile_queries
 from .prefill_plan import Chunks
+from .stored import PLAIN, KVFormat
 
 EXPANDED_BYTES = 64 << 20  # of the keys and values of a block
 LEAST_KEYS = 512  # of a block
@@ -33,9 +34,10 @@ class OnePiece:
     pages: list[mx.array]
     tails: list[mx.array]
     tail_heads: int
+    vector_dim: int
+    fmt: KVFormat = PLAIN
     tail_head: int = 0
     first: int = 0
-    vector_dim: int = 0
 
 
 def attend_in_tiles(
@@ -108,7 +110,7 @@ def _plan(
 
 def _one(vectors: mx.array) -> OnePiece:
     heads, _, dim = vectors.shape
-    return OnePiece([vectors], [_no_tail(heads * 2 * BLOCK, dim, vectors.dtype)], heads)
+    return OnePiece([vectors], [_no_tail(heads * 2 * BLOCK, dim, vectors.dtype)], heads, dim)
 
 
 @lru_cache(8)

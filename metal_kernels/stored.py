@@ -1,20 +1,155 @@
-"""Keys or values of a layer as kernels take them: pages and tails of each part. Knows no step."""
+"""Formats of stored key and value vectors, and the arrays of a layer as kernels take them.
+
+A vector is encoded by itself, the moment it is written: what it becomes never depends on
+scheduling. Leading axes are free everywhere; the last one is the vector (`dim` numbers) or a part
+of what is stored of it. Knows no step.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import mlx.core as mx
 
-PARTS = ("codes", "groups")
+MAX_FLOAT16 = 65_504.0  # scales and biases of larger numbers would be infinite
+MAX_GROUP = 64
+
+
+class KVFormat(Protocol):
+    """A way to store vectors."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number, as kernels are compiled for; 0: numbers stay as they are."""
+        ...
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys are multiplied by a Hadamard matrix before they are stored.
+
+        Queries are multiplied with the same matrix: scores stay the same, and outliers of single
+        channels are spread over all.
+        """
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each part of a vector, which arrays of kernels end in."""
+        ...
+
+    def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+        """(width, dtype) of each part of a vector of `dim` numbers of `dtype`."""
+        ...
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """(..., dim) -> the parts (..., width)."""
+        ...
+
+    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The parts (..., width) -> (..., dim) in `dtype`."""
+        ...
+
+    def writer(self, dim: int, first: int, count: int) -> str:
+        """The type in kv_write.metal that stores `count` numbers from `first` on of `dim`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Vectors as they are, in the activation dtype."""
+
+    bits: ClassVar = 0
+    rotates: ClassVar = False
+    names: ClassVar = ("codes",)
+
+    def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+        """One part: the vector."""
+        return [(dim, dtype)]
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """The vectors, the only part."""
+        return [vectors]
+
+    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The only part."""
+        return parts[0] if parts[0].dtype == dtype else parts[0].astype(dtype)
+
+    def writer(self, dim: int, first: int, count: int) -> str:
+        """As of `KVFormat`."""
+        return f"Plain<{dim}, {first}, {count}, T>"
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """Codes of 8 or 4 bits; a group of numbers shares a float16 scale and a float16 bias.
+
+    Scale and bias of a group lie side by side: kernels read both at once.
+
+    x is stored as round((x - bias) / scale). Two 4-bit codes share a byte, the even one low. Groups
+    are as large as divide the vector, up to 64 and in steps of 8, so that every head dim fits.
+    """
+
+    bits: int
+
+    names: ClassVar = ("codes", "groups")
+
+    @property
+    def rotates(self) -> bool:
+        """As of `KVFormat`: with so few codes an outlier takes the precision of its whole group."""
+        return self.bits == 4
+
+    def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+        """Codes; scales and biases."""
+        return [(dim * self.bits // 8, mx.uint8), (2 * (dim // group_size(dim)), mx.float16)]
+
+    def encode(self, vectors: mx.array) -> list[mx.array]:
+        """(..., dim) -> codes (..., dim * bits / 8), scales and biases (..., 2 * dim / group)."""
+        levels = float(2**self.bits - 1)
+        group = group_size(vectors.shape[-1])
+        grouped = mx.unflatten(vectors.astype(mx.float32), -1, (-1, group))
+        grouped = mx.clip(grouped, -MAX_FLOAT16, MAX_FLOAT16)
+        low = grouped.min(axis=-1, keepdims=True)
+        high = grouped.max(axis=-1, keepdims=True)
+        scales = ((high - low) / levels).astype(mx.float16)
+        biases = low.astype(mx.float16)
+        step = mx.maximum(scales.astype(mx.float32), 1e-8)  # a constant group: all codes 0
+        codes = mx.clip(mx.round((grouped - biases) / step), 0, levels).astype(mx.uint8)
+        codes = codes.flatten(-2)
+        if self.bits == 4:
+            codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+        return [codes, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
+
+    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """Codes, scales and biases -> (..., dim)."""
+        codes, of_groups = parts
+        if self.bits == 4:
+            codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
+        scales, biases = mx.split(mx.unflatten(of_groups, -1, (-1, 2)), 2, axis=-1)
+        grouped = mx.unflatten(codes, -1, (scales.shape[-2], -1)).astype(mx.float32)
+        return (grouped * scales + biases).flatten(-2).astype(dtype)
+
+    def writer(self, dim: int, first: int, count: int) -> str:
+        """As of `KVFormat`."""
+        return f"Affine<{dim}, {first}, {count}, {group_size(dim)}, {self.bits}>"
+
+
+def group_size(dim: int) -> int:
+    """Numbers of a vector that share a scale: as many as divide it, up to 64 and in steps of 8."""
+    return max(g for g in range(8, MAX_GROUP + 1, 8) if dim % g == 0)
+
+
+PLAIN = Plain()
+FORMATS: dict[int | None, KVFormat] = {None: PLAIN, 0: PLAIN, 8: Affine(8), 4: Affine(4)}
+"""By bits of a number, as users ask for them; None and 0: numbers stay as they are."""
 
 
 class Stored(Protocol):
-    """Keys or values of a layer: one array for each part of a vector.
+    """Keys or values of a layer: one array for each part of a vector."""
 
-    Plain vectors have one part. Quantised ones have two: codes uint8 (two of 4 bits share a byte,
-    the even one low), and of each group of numbers a scale and a bias, float16. A group is the
-    largest multiple of 8 up to 64 that divides the vector.
-    """
+    @property
+    def fmt(self) -> KVFormat:
+        """The format of the vectors."""
+        ...
 
     @property
     def pages(self) -> Sequence[mx.array]:
@@ -36,7 +171,7 @@ class Stored(Protocol):
 
     @property
     def vector_dim(self) -> int:
-        """Numbers of a stored vector, where `first` is not 0 or others follow; else 0 or all."""
+        """Numbers of a stored vector, of which keys or values may be a part."""
         ...
 
     @property
@@ -50,45 +185,18 @@ class Stored(Protocol):
         ...
 
 
-def stored_bits(stored: Stored, dim: int) -> int:
-    """Bits of a number of vectors of `dim`; 0: plain."""
-    return 0 if is_plain(stored) else stored.pages[0].shape[-1] * 8 // dim
-
-
-def share_tails(dims: tuple[int, int], bits: tuple[int | None, int | None]) -> bool:
-    """Keys and values, of these sizes and bits, are stored alike, and so side by side in tails."""
-    return dims[0] == dims[1] and bits[0] == bits[1]
-
-
-def is_plain(stored: Stored) -> bool:
-    """Vectors are as they are: one part."""
-    return len(stored.pages) == 1
-
-
-def part_names(kind: str, *, plain: bool) -> list[str]:
+def part_names(kind: str, fmt: KVFormat) -> list[str]:
     """Names of the arrays of all parts in a kernel."""
-    return [f"{kind}_{part}" for part in (PARTS[:1] if plain else PARTS)]
+    return [f"{kind}_{name}" for name in fmt.names]
 
 
-def plane_text(tails: str, pages: str, *, plain: bool) -> str:
+def plane_text(tails: str, pages: str, fmt: KVFormat) -> str:
     """What a kernel's body hands to `plane_of`; plain vectors have no groups, none are read."""
-    pairs = zip(part_names(tails, plain=plain), part_names(pages, plain=plain), strict=True)
-    return ", ".join([name for pair in pairs for name in pair] * (len(PARTS) if plain else 1))
+    pairs = list(zip(part_names(tails, fmt), part_names(pages, fmt), strict=True))
+    return ", ".join([name for pair in (*pairs, pairs[-1])[:2] for name in pair])
 
 
 def numbers_of(stored: Stored, parts: Sequence[mx.array], dim: int) -> mx.array:
     """(..., dim) float32 of parts (..., width) of stored vectors: the keys or the values alone."""
-    vectors = decoded(parts, stored.vector_dim or dim)
+    vectors = stored.fmt.decode(parts, mx.float32)
     return vectors[..., stored.first : stored.first + dim]
-
-
-def decoded(parts: Sequence[mx.array], dim: int) -> mx.array:
-    """(..., dim) float32 of the parts (..., width)."""
-    if len(parts) == 1:
-        return parts[0].astype(mx.float32)
-    codes, of_groups = parts
-    if codes.shape[-1] < dim:
-        codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
-    scales, biases = mx.split(mx.unflatten(of_groups, -1, (-1, 2)), 2, axis=-1)
-    grouped = mx.unflatten(codes, -1, (scales.shape[-2], -1)).astype(mx.float32)
-    return (grouped * scales + biases).flatten(-2)

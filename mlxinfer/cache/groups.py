@@ -47,11 +47,23 @@ class AttentionWindow:
         parts = [(0, min(self.sinks, stop)), (lowest, stop)]
         return [(start, end) for start, end in parts if start < end]
 
-    def sees(self, queries: NDArray[np.int32], keys: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether each query position sees each key position; arrays that broadcast."""
+    def sees(
+        self,
+        queries: NDArray[np.int32],
+        keys: NDArray[np.int32],
+        spans: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
+    ) -> NDArray[np.bool_]:
+        """Whether each query position sees each key position; arrays that broadcast.
+
+        Args:
+            queries, keys: positions.
+            spans: [from, to) that each query sees besides, with the axes of `queries`; None: none.
+        """
         visible = keys <= queries
         if self.size is not None:
             visible &= (keys >= self.lowest_of(queries)) | (keys < self.sinks)
+        if spans is not None:
+            visible |= (keys >= spans[0]) & (keys < spans[1])
         return visible
 
     def kept_pages(self, page_size: int) -> int:

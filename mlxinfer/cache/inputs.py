@@ -63,6 +63,11 @@ class Segments:
     def __len__(self) -> int:
         return len(self.tables)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments, which stand one after another in the flat list."""
+        return len(self.rows) if self.width == 1 else int(self.counts.sum())
+
     def memoised(self, what: Hashable, work_out: Callable[[], T]) -> T:
         """Compute once what follows from all but `starts`; `advance` keeps it."""
         if what not in self._memo:
@@ -139,22 +144,50 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class StepSegments:
-    """All new tokens of one step."""
+class StepMetadata:
+    """All new tokens of one step: where they lie, and what each of them sees.
 
-    short: list[Segments]  # first in the flat list: what goes to tails
-    long: Sequence[QuerySegment]  # prefill chunks, which go to pages
-    positions: Ints  # (T,) each token's place in its own sequence, in flat order
-    verified: Sequence[int] = ()  # tails with proposals in the step: a commit says which stay
+    A token sees [begin, end) of its own sequence. `end` is one past its own position, and `begin`
+    follows from the window of a layer group. A token of a span, such as a picture, sees all of
+    that span besides. The tokens of a span are computed in one step.
+
+    Attributes:
+        short: segments of few tokens, first in the flat list: their tokens go to tails.
+        long: prefill chunks: their tokens go to pages.
+        positions: (T,) each token's place in its own sequence, in flat order.
+        verified: tails with proposals in the step: a commit says which stay.
+        spans: (T, 2) positions [from, to) of the span of each token. None: every token is alone.
+        rope_positions: (T,), or (3, T) with M-RoPE, by which keys and queries are turned. None:
+            `positions`.
+    """
+
+    short: list[Segments]
+    long: Sequence[QuerySegment]
+    positions: Ints
+    verified: Sequence[int] = ()
+    spans: Ints | None = None
+    rope_positions: Ints | None = None
+
+    @property
+    def turning(self) -> Ints:
+        """(T,) or (3, T) positions by which keys and queries are turned."""
+        return self.positions if self.rope_positions is None else self.rope_positions
+
+    def spans_of(self, first: int, count: int) -> Ints | None:
+        """(n, 2) spans of `count` tokens from row `first` on; None: none sees a later token."""
+        if self.spans is None:
+            return None
+        own, rows = self.spans[first : first + count], slice(first, first + count)
+        return own if (own[:, 1] > self.positions[rows] + 1).any() else None
 
 
-def step_segments(
+def step_metadata(
     short: Sequence[QuerySegment],
     long: Sequence[QuerySegment],
     single: Segments | None = None,
     *,
     verified: Sequence[int] = (),
-) -> StepSegments:
+) -> StepMetadata:
     """Read the segments of a step.
 
     Args:
@@ -164,7 +197,7 @@ def step_segments(
         verified: tails of segments that end with proposals.
     """
     if single is not None and not short and not long:  # most steps
-        return StepSegments([single], long, single.starts)
+        return StepMetadata([single], long, single.starts)
     # Single tokens together, and the few wider segments together: padding stays small.
     ones = [segment for segment in short if segment.num_tokens == 1]
     wide = [segment for segment in short if segment.num_tokens > 1]
@@ -176,7 +209,7 @@ def step_segments(
     parts = [segments.tokens()[2] for segments in together]
     parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
     positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return StepSegments(together, long, positions, verified)
+    return StepMetadata(together, long, positions, verified)
 
 
 def ints(values: list[int]) -> Ints:

@@ -10,24 +10,33 @@ attend to the stored vectors; their first r numbers are the values too. A prefil
 arithmetic where queries are many, and suits fused attention.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from ..config import KVOptions
 from ..core import LatentSpec
-from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
-from ..metal_kernels.mla_attention import mla_attention_on_metal, row_blocks
+from ..errors import InvalidRequestError
+from ..metal_kernels.attention_plan import AttentionPlan
+from ..metal_kernels.attention_reduce import Attention
+from ..metal_kernels.mla_attention import mla_attention, row_blocks
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.prefill_blocks import attend_in_tiles
-from .chunk_attention import ChunkPlan, cut_runs
-from .formats import PLAIN, Bits, KVFormat, make_format
-from .groups import AttentionWindow
-from .inputs import Segments
-from .pool import PagePool, Runs, Stored
-from .step import GroupPlan, Part, write_step
+from ..metal_kernels.stored import PLAIN, KVFormat
+from .attention import attend_rows
+from .inputs import Ints
+from .keys_values import rotatable
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored
+from .plain import Chunk, cut_runs
+
+MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
+
+Index = tuple[mx.array, mx.array, mx.array]
+"""Of the T tokens of a step: queries (T, Hi, di) and keys (T, di), both position-encoded, and
+between them weights (T, Hi)."""
 
 
 class LatentProjection(Protocol):
@@ -51,78 +60,100 @@ class LatentProjection(Protocol):
         ...
 
 
-class LatentPool(PagePool):
-    """Pages and tails of one latent attention layer: one plane under one head, or `more` of them.
+class LatentLayer(PagedLayer):
+    """One latent attention layer: one plane under one head, or `more` of them.
 
     With 4 bits the latent part, not the rotary one, is multiplied by a Hadamard matrix before it is
     stored: outliers of single channels are spread over all. The matrix is its own inverse, as
-    `lay_out` allows powers of two only.
+    `check` allows powers of two only.
     """
+
+    spec: LatentSpec
 
     def __init__(
         self,
         spec: LatentSpec,
-        *,
-        page_size: int,
-        num_pages: int,
-        num_slots: int,
+        formats: Formats,
         dtype: mx.Dtype,
-        bits: Bits = PLAIN,
-        more: Sequence[KVFormat] = (),
+        more: Sequence[tuple[KVFormat, int]] = (),
     ) -> None:
-        super().__init__(
-            [make_format(spec.latent_dim + spec.rope_dim, dtype, bits[0]), *more],
-            heads=1,
-            joined=False,
-            page_size=page_size,
-            num_pages=num_pages,
-            num_slots=num_slots,
-        )
+        kinds = [(formats[0], spec.latent_dim + spec.rope_dim), *more]
+        super().__init__(spec, formats, dtype, kinds, heads=1)
         self.latent_dim = spec.latent_dim
-        self.form = (spec.latent_dim, spec.rope_dim, bits)
-        self._rotates = bits[0] == 4
-        self.keys = self.planes[0]
-        self.values = self.keys.cut(0, spec.latent_dim)
+        self.form = (spec.latent_dim, spec.rope_dim, formats)
+
+    @classmethod
+    def of(cls, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> "LatentLayer":
+        """With an index or without, as the spec says."""
+        return (RankedLayer if spec.index_dim else LatentLayer)(spec, formats, dtype)
+
+    @staticmethod
+    def windowed(spec: LatentSpec, options: KVOptions) -> LatentSpec:
+        """A layer's own window stands where it is the smaller one."""
+        own, asked = spec.window, options.window
+        if asked is None or (own is not None and own <= asked):
+            return spec
+        if spec.index_dim:
+            raise InvalidRequestError(
+                f"kv_window is {asked}, and this model chooses the tokens that it sees by itself, "
+                "among all. Leave kv_window out.",
+                param="kv_window",
+            )
+        return replace(spec, window=asked, sinks=options.sinks)
+
+    @staticmethod
+    def check(spec: LatentSpec, formats: Formats, *, key_bias: bool) -> None:
+        """Raise InvalidRequestError where the layer cannot be stored in these formats.
+
+        One vector holds keys and values; rotating it back takes a matrix that is its own inverse.
+        """
+        if formats[0].rotates and key_bias:
+            raise InvalidRequestError(KEY_BIAS, param="kv_bits")
+        fmt, dim = formats[0], spec.latent_dim
+        if fmt != formats[1]:
+            asked = tuple(each.bits or None for each in formats)
+            raise InvalidRequestError(
+                f"kv_bits is {asked}, and this model keeps keys and values in one latent vector; "
+                "give one number, kv_bits=8 or kv_bits=4.",
+                param="kv_bits",
+            )
+        if (dim + spec.rope_dim) % 8:
+            raise InvalidRequestError(
+                f"kv_bits needs latent vectors of a multiple of 8 numbers; this model has "
+                f"{dim + spec.rope_dim}. Leave kv_bits out.",
+                param="kv_bits",
+            )
+        if fmt.rotates and (dim & (dim - 1) or not rotatable(dim)):
+            raise InvalidRequestError(
+                f"kv_bits=4 rotates latent vectors, which {dim} numbers do not allow (a "
+                "power of two would); use kv_bits=8.",
+                param="kv_bits",
+            )
+
+    @property
+    def group_key(self) -> GroupKey:
+        """As of `PagedLayer`."""
+        return True, self.spec.window or 0, self.spec.sinks, False
+
+    def views(self) -> tuple[Plane, Plane]:
+        """Keys are whole vectors, and values the latent part of them."""
+        return self.planes[0], self.planes[0].cut(0, self.latent_dim)
 
     def rotate(self, latents: mx.array) -> mx.array:
         """(..., r) to or from the basis in which latents are stored."""
-        return mx.hadamard_transform(latents) if self._rotates else latents
-
-    def step(self, plan: GroupPlan, *, tiles: bool) -> "LatentStep":
-        """The layer's cache during one step; `tiles` as of `LatentStep`."""
-        return LatentStep(self, plan, tiles=tiles)
+        return mx.hadamard_transform(latents) if self.formats[0].rotates else latents
 
     def encode(self, latents: mx.array, k_rope: mx.array) -> Stored:
         """What is stored of latents (T, r) and rotary keys (T, dr)."""
         vectors = mx.concatenate([self.rotate(latents), k_rope], axis=-1)
-        return [self.keys.fmt.encode(vectors[:, None])]
-
-    def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Vectors (B, 1, 2 * P, r + dr) and values (B, 1, 2 * P, r) of the tails `slots` (B,)."""
-        vectors = self.keys.fmt.decode([part[slots] for part in self.keys.own_tails()])
-        return vectors, vectors[..., : self.latent_dim]
+        return [self.formats[0].encode(vectors[:, None])]
 
     def read_runs(self, runs: Runs, after: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Latents (S, r) and rotary keys (S, dr) of several runs, read not before `after`."""
         vectors = self.keys.read_runs(runs, after)[0]
         return self.rotate(vectors[:, : self.latent_dim]), vectors[:, self.latent_dim :]
 
-
-class LatentStep:
-    """One latent attention layer's cache during one step.
-
-    Args:
-        pool: of the layer.
-        plan: of the step.
-        tiles: prefill chunks that see everything attend through the kernel for prompts.
-    """
-
-    __slots__ = ("_pool", "_tiles", "plan")
-
-    def __init__(self, pool: LatentPool, plan: GroupPlan, *, tiles: bool = False) -> None:
-        self._pool = pool
-        self._tiles = tiles
-        self.plan = plan  # of the current step
+    # -- a step ---------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -147,25 +178,24 @@ class LatentStep:
         Returns:
             (T, H, dv).
         """
-        write_step(self._pool, self.plan, self._pool.encode(latent, k_rope))
+        self.prepared.write(self, self.encode(latent, k_rope))
         return self._read(q_nope, q_rope, projection, scale)
 
     def _read(
         self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float
     ) -> mx.array:
         """Attend over what is stored."""
-        outputs = []
-        if self.plan.short:
-            own = slice(None, self.plan.num_short)
+        prepared, outputs = self.prepared, []
+        if prepared.short:
+            own = slice(None, prepared.num_short)
             outputs.append(self._absorbed(q_nope[own], q_rope[own], projection, scale))
-        for chunk in self.plan.long:
+        for chunk in prepared.chunks:
             queries = mx.concatenate([q_nope[chunk.rows], q_rope[chunk.rows]], axis=-1)
             outputs.append(self._expanded(chunk, queries, projection, scale))
-        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return joined if self.plan.order is None else joined[self.plan.order]
+        return prepared.joined(outputs)
 
     def _expanded(
-        self, chunk: ChunkPlan, queries: mx.array, projection: LatentProjection, scale: float
+        self, chunk: Chunk, queries: mx.array, projection: LatentProjection, scale: float
     ) -> mx.array:
         """Outputs (n, H, dv) of queries (n, H, dn + dr) of a chunk.
 
@@ -173,104 +203,151 @@ class LatentStep:
         """
 
         def read(start: int, stop: int, after: mx.array | None) -> tuple[mx.array, mx.array]:
-            runs = cut_runs(chunk.reads, start, stop)
-            latents, rotary = self._pool.read_runs(runs, after)
+            latents, rotary = self.read_runs(cut_runs(chunk.reads, start, stop), after)
             keys, values = (part.swapaxes(0, 1) for part in projection.expand(latents))
             shared = mx.broadcast_to(rotary, (len(keys), *rotary.shape))
             return mx.concatenate([keys, shared], axis=-1), values
 
         num_values = projection.value_dim
-        if self._tiles and chunk.window.size is None:
+        if self.kernels.prefill and chunk.sees_all_before:
             return attend_in_tiles(queries, read, chunk.start, num_values, scale=scale)
         dims = queries.shape[-1], num_values
-        return chunk.attend_to(queries, read, dims, scale=scale)
+        found = chunk.attend_to(queries.swapaxes(0, 1), read, dims, Softmax(scale))
+        return found.swapaxes(0, 1)
 
     def _absorbed(
         self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float
     ) -> mx.array:
-        """Outputs (N, H, dv) of the rows of short segments, in the order of the plan's parts."""
-        pool, num_heads = self._pool, q_nope.shape[1]
-        absorbed = pool.rotate(projection.absorb(q_nope))
+        """Outputs (N, H, dv) of the rows of short segments, in the order of their parts."""
+        absorbed = self.rotate(projection.absorb(q_nope))
         queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (N, H, r + dr)
-        softmax = Softmax(scale)
-        parts = [part.attend(pool, queries, softmax) for part in self.plan.short]
+        softmax, short = Softmax(scale), self.prepared.short
+        parts = [attend_rows(part, self, queries, softmax) for part in short]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        sums = mx.unflatten(joined, 1, (num_heads, pool.latent_dim))
-        return projection.value(pool.rotate(sums))
+        sums = mx.unflatten(joined, 1, (q_nope.shape[1], self.latent_dim))
+        return projection.value(self.rotate(sums))
+
+    def plan_heads(self, num_heads: int, width: int) -> int:
+        """As of `PagedLayer`: threadgroups that share a sequence's query rows."""
+        return row_blocks(width * num_heads)
+
+    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> Attention:
+        """As of `PagedLayer`."""
+        dim = self.latent_dim
+        return mla_attention(queries, self.keys, plan, scale=softmax.scale, value_dim=dim)
+
+    def kernel_arrays(self) -> list[mx.array]:
+        """As of `PagedLayer`."""
+        return [*self.keys.tails, *self.keys.pages]
 
 
-@dataclass(frozen=True, slots=True)
-class LatentKernelPlan:
-    """Segments of at most 8 tokens that attend together through the `mla_attention` kernel."""
+class RankedLayer(LatentLayer):
+    """Latent attention to the tokens that an indexer ranks highest: DeepSeek Sparse Attention.
 
-    rows: slice | None  # of the short rows of the step; None: all
-    segments: Segments
-    pages: mx.array  # (B, max_pages)
-    window: AttentionWindow
-    page_size: int
-    _plans: dict[int, AttentionPlan] = field(default_factory=dict)  # by the number of heads
+    n = queries of one sequence, S = its tokens, Hi = heads of the indexer, di = numbers of an index
+    key. A token ranks by the sum over heads of weight * max(query · key, 0). Of equal ranks the
+    earlier token counts: references leave that to their top-k: its order among equals is not
+    defined, and here it must not depend on how a step was cut.
+    Source: DeepSeek-V3.2, arXiv 2512.02556.
+
+    Index keys lie in a plane of their own, in the activations' dtype: fewer bits would choose other
+    tokens. Where no sequence is longer than the number of tokens that one sees, all are seen.
+    """
+
+    def __init__(self, spec: LatentSpec, formats: Formats, dtype: mx.Dtype) -> None:
+        super().__init__(spec, formats, dtype, [(PLAIN, spec.index_dim)])
+        self.num_ranked = spec.num_ranked
 
     def attend(
         self,
-        pool: PagePool,
-        queries: mx.array,
-        softmax: Softmax,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        latent: mx.array,
+        k_rope: mx.array,
+        *,
+        projection: LatentProjection,
+        scale: float,
+        index: Index | None = None,
     ) -> mx.array:
-        """Queries (N, H, r + dr) of all short rows -> those of these segments, (N', H * r)."""
-        assert isinstance(pool, LatentPool)
-        own = queries if self.rows is None else queries[self.rows]
-        plan = self._plan(own.shape[1])
-        outputs, _ = mla_attention_on_metal(
-            own, pool.keys, plan, scale=softmax.scale, value_dim=pool.latent_dim
-        )
-        return outputs.flatten(1)
+        """As of `LatentLayer`; index: of the same tokens."""
+        assert index is not None
+        prepared = self.prepared
+        prepared.write(self, [*self.encode(latent, k_rope), PLAIN.encode(index[2][:, None])])
+        if int(prepared.metadata.positions.max()) < self.num_ranked:
+            return self._read(q_nope, q_rope, projection, scale)
+        assert prepared.metadata.spans is None, "ranks are of earlier tokens"
+        absorbed = self.rotate(projection.absorb(q_nope))
+        queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (T, H, r + dr)
+        return projection.value(self.rotate(self._attend_ranked(queries, index, scale)))
 
-    def _plan(self, num_heads: int) -> AttentionPlan:
-        if num_heads not in self._plans:
-            planner = self.segments.memoised(
-                ("latent attention", num_heads, self.window), lambda: self._planner(num_heads)
-            )
-            self._plans[num_heads] = planner(self.segments.starts, self.pages)
-        return self._plans[num_heads]
+    def _attend_ranked(self, queries: mx.array, index: Index, scale: float) -> mx.array:
+        """Queries (T, H, r + dr) of latent vectors -> weighted sums of latents (T, H, r)."""
+        outputs: list[mx.array] = []
+        rankers, weights, _ = index
+        for rows, start, *places in self._sequences():
+            vectors, keys = (self._read_whole(plane, *places) for plane in self.planes)  # (S, ...)
+            values = vectors[None, None, :, : self.latent_dim]
+            heads = max(queries.shape[1], rankers.shape[1])
+            block = max(1, MOST_SCORES // (heads * len(vectors)))
+            for first in range(rows.start, rows.stop, block):
+                own = slice(first, min(first + block, rows.stop))
+                some = queries[own].swapaxes(0, 1)[None]  # (1, H, n, r + dr)
+                if outputs:
+                    some = mx.depends(some, outputs[-1])  # one block's scores at a time
+                position = start + first - rows.start
+                seen = ranked(rankers[own], weights[own], keys, position, self.num_ranked)
+                found = mx.fast.scaled_dot_product_attention(
+                    some, vectors[None, None], values, scale=scale, mask=seen
+                )
+                outputs.append(found[0].swapaxes(0, 1))
+        return mx.concatenate(outputs)
 
-    def _planner(self, num_heads: int) -> AttentionPlanner:
-        return AttentionPlanner(
-            counts=self.segments.counts,
-            sealed=self.segments.sealed,
-            slots=self.segments.slots,
-            page_size=self.page_size,
-            kv_heads=row_blocks(self.segments.width * num_heads),
-            window=self.window.size,
-            sinks=self.window.sinks,
-        )
+    def _sequences(self) -> Iterator[tuple[slice, int, Runs, int, Ints]]:
+        """The sequences of a step in flat order, and where all of their tokens lie.
+
+        Yields rows, position of the first, page slots, the slot of a tail, and offsets in it.
+        """
+        prepared, nothing = self.prepared, np.zeros(0, np.int32)
+        for short in prepared.metadata.short:
+            numbers = (short.rows, short.starts, short.counts, short.sealed, short.slots)
+            parts = zip(*(each.tolist() for each in numbers), short.tables, strict=True)
+            for row, start, count, sealed, slot, tables in parts:
+                tail = np.arange(sealed, start + count, dtype=np.int32) % (2 * self.page_size)
+                runs = tables[prepared.number].runs(0, sealed)
+                yield slice(row, row + count), start, runs, slot, tail
+        for chunk in prepared.chunks:
+            yield chunk.rows, chunk.start, chunk.reads, 0, nothing
+
+    def _read_whole(self, plane: Plane, runs: Runs, slot: int, tail: Ints) -> mx.array:
+        """(S, D) of all tokens of a sequence, in order."""
+        parts = [plane.read_runs(runs)] if runs else []
+        if len(tail):
+            vectors = plane.decode([part[slot] for part in plane.own_tails()])
+            parts.append(vectors[:, mx.array(tail)])
+        return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1))[0]
 
 
-class LatentKernelPlanner:
-    """Plans the short segments of a group of latent attention layers for the kernel.
+def ranked(
+    queries: mx.array, weights: mx.array, keys: mx.array, position: int, count: int
+) -> mx.array:
+    """(n, S) whether a token is among the `count` best of those up to the query's own.
 
     Args:
-        group: the layer group.
-        window: which positions a token sees.
-        page_size: tokens a page.
+        queries: (n, Hi, di), the first at `position`.
+        weights: (n, Hi).
+        keys: (S, di) from position 0 on.
+        position: of the first query.
+        count: tokens that are seen.
     """
-
-    def __init__(self, group: int, window: AttentionWindow, page_size: int) -> None:
-        self._group = group
-        self._window = window
-        self._page_size = page_size
-
-    def __call__(self, short: Segments, num_rows: int) -> Sequence[Part]:
-        """Plan short segments that stand one after another in the flat list."""
-        count, first = int(short.counts.sum()), int(short.rows[0])
-        rows = first + np.arange(count, dtype=np.int32)
-        own = None if count == num_rows else slice(first, first + count)
-        plan = LatentKernelPlan(own, short, self._pages(short), self._window, self._page_size)
-        return [(rows, plan)]
-
-    def _pages(self, short: Segments) -> mx.array:
-        def table() -> mx.array:
-            return page_table(short.sealed_pages(self._group))
-
-        if self._window.size is None:
-            return short.memoised(("pages", self._group), table)
-        return table()
+    places = mx.arange(len(keys))
+    visible = places <= position + mx.arange(len(queries))[:, None]  # (n, S)
+    if len(keys) <= count:
+        return visible
+    scores = queries.astype(mx.float32) @ keys.astype(mx.float32).T  # (n, Hi, S)
+    ranks = (weights.astype(mx.float32)[:, None] @ mx.maximum(scores, 0.0))[:, 0]
+    ranks = mx.where(visible, ranks, -mx.inf)
+    lowest = mx.min(mx.topk(ranks, count, axis=-1), axis=-1, keepdims=True)
+    above = ranks > lowest
+    equal = (ranks == lowest) & visible
+    room = count - mx.sum(above, axis=-1, keepdims=True)
+    return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))

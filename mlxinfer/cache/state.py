@@ -9,16 +9,19 @@ batch gathers nothing. A snapshot is a block of one state, shared rather than co
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import mlx.core as mx
 import numpy as np
 
+from ..config import KVOptions
 from ..core import StateSpec
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
-from .inputs import Ints, Segments, StepSegments
+from .groups import StateGroup
+from .inputs import CacheWork, Ints, Segments, StepMetadata
+from .paged import Formats, TailPlace
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 # (inputs of a part, states before it) -> outputs, and states after the tokens that count
@@ -46,14 +49,6 @@ class Block:
     def arrays(self) -> Arrays:
         """All arrays."""
         return [array for some in self.layers for array in some]
-
-
-@dataclass(slots=True)
-class Undo:
-    """What one layer of a part needs to be replayed."""
-
-    inputs: Arrays
-    advance: Advance
 
 
 class Places:
@@ -157,7 +152,8 @@ class Part:
     before: Places  # the old states
     new: Block  # filled by the layers
     verified: Sequence[int] = ()  # slots with proposals at the end of their tokens
-    undo: dict[int, Undo] = field(default_factory=dict)  # by layer
+    # By layer: what goes over the tokens again, and how.
+    undo: dict[int, tuple[Arrays, Advance]] = field(default_factory=dict)
 
 
 class StatePart:
@@ -196,22 +192,54 @@ class StatePart:
             assert state.dtype == _dtype(dtype), (state.dtype, dtype)
         self._part.new.layers[self._layer] = states
         if self.rows.shape[1] > 1:
-            self._part.undo[self._layer] = Undo(inputs, advance)
+            self._part.undo[self._layer] = inputs, advance
 
 
-class StateStep:
-    """One recurrent layer's cache during one step.
+class StateLayer:
+    """One recurrent layer's cache.
+
+    Args:
+        spec: what the layer keeps of a sequence.
 
     Attributes:
-        parts: cover all rows of the step: those of one token, the short ones of several, and each
-            prefill chunk by itself.
+        parts: of the current step. They cover all of its rows: those of one token, the short ones
+            of several, and each prefill chunk by itself.
     """
 
-    __slots__ = ("_plan", "parts")
+    __slots__ = ("_plan", "formats", "parts", "spec", "state_bytes")
 
-    def __init__(self, plan: list[Part], layer: int, spec: StateSpec) -> None:
+    is_paged = False
+    token_bytes = 0  # nothing is kept of each token
+    subtracts_bias = False
+
+    def __init__(self, spec: StateSpec, formats: Formats) -> None:
+        self.spec, self.formats = spec, formats
+        self.state_bytes = state_bytes(spec)
+        self._plan: list[Part] = []
+        self.parts: list[StatePart] = []
+
+    @classmethod
+    def of(cls, spec: StateSpec, formats: Formats, dtype: mx.Dtype) -> "StateLayer":
+        """A state has dtypes of its own."""
+        return cls(spec, formats)
+
+    @staticmethod
+    def windowed(spec: StateSpec, options: KVOptions) -> StateSpec:
+        """A state has no window."""
+        return spec
+
+    @staticmethod
+    def check(spec: StateSpec, formats: Formats, *, key_bias: bool) -> None:
+        """A state suits all formats of keys and values: it has neither."""
+
+    def make_group(self, layers: "Sequence[StateLayer]", snapshot_bytes: int) -> "RecurrentGroup":
+        """The group of all recurrent layers, with so many bytes for snapshots."""
+        return RecurrentGroup(layers, snapshot_bytes)
+
+    def begin_step(self, plan: list[Part], layer: int) -> None:
+        """Take the parts of a step; `layer`: place among the layers of the group."""
         self._plan = plan
-        self.parts = [StatePart(part, layer, spec) for part in plan]
+        self.parts = [StatePart(part, layer, self.spec) for part in plan]
 
     def join(self, outputs: Sequence[mx.array]) -> mx.array:
         """Outputs (B, L, D) of each part -> (T, D)."""
@@ -222,16 +250,18 @@ class StateStep:
         return flat[0] if len(flat) == 1 else mx.concatenate(flat)
 
 
-class StatePool:
+class RecurrentGroup(StateGroup):
     """States of running sequences, by slot, and snapshots, by number.
 
     Args:
-        specs: of each state layer.
+        layers: recurrent ones, those that this rank has.
+        snapshot_bytes: that all snapshots may take.
     """
 
-    def __init__(self, specs: Sequence[StateSpec]) -> None:
-        self.specs = specs
-        self.num_bytes = sum(state_bytes(spec) for spec in specs)
+    def __init__(self, layers: Sequence[StateLayer], snapshot_bytes: int) -> None:
+        num_bytes = sum(layer.state_bytes for layer in layers)
+        super().__init__(num_bytes, max(snapshot_bytes, 0) // max(num_bytes, 1))
+        self.layers = layers
         self.reset()
 
     def reset(self) -> None:
@@ -251,29 +281,30 @@ class StatePool:
 
     # -- a step ---------------------------------------------------------------------------------
 
-    def begin_step(self, segments: StepSegments) -> list[StateStep]:
-        """What each layer sees of a step, until the next one begins."""
-        groups = [*segments.short]
-        groups += [Segments.of([segment]) for segment in segments.long]
+    def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
+        """Let each layer see a step, until the next one begins."""
+        groups = [*metadata.short]
+        groups += [Segments.of([segment]) for segment in metadata.long]
         self._keep_apart({slot for group in groups for slot in group.slots.tolist()})
         plan = [self._part(group) for group in groups]
-        num_short = len(segments.short)
-        if segments.verified:
+        num_short = len(metadata.short)
+        if metadata.verified:
             parts = [part for part in plan[:num_short] if part.rows.shape[1] > 1]
             for part in parts:
-                part.verified = segments.verified
+                part.verified = metadata.verified
             self._undoable.append(parts)
         self._outputs = [part.new for part in plan]
-        return [StateStep(plan, layer, spec) for layer, spec in enumerate(self.specs)]
+        for number, layer in enumerate(self.layers):
+            layer.begin_step(plan, number)
 
-    def outputs(self) -> Arrays:
+    def step_outputs(self) -> Arrays:
         """The new states of the last step, to be evaluated with it."""
         return [array for block in self._outputs for array in block.arrays()]
 
     def _part(self, group: Segments) -> Part:
         slots: list[int] = group.slots.tolist()
         rows, unpad = group.memoised("state rows", lambda: _padded_rows(group))
-        new = Block([[] for _ in self.specs], len(slots))
+        new = Block([[] for _ in self.layers], len(slots))
         part = Part(
             slots=slots,
             rows=rows,
@@ -303,7 +334,7 @@ class StatePool:
             if slot not in slots and block.size > 1 and not is_whole and block not in undoable:
                 self._states[slot] = block.row(row), 0
 
-    def commit(self, num_kept: Mapping[int, int]) -> None:
+    def take_back(self, num_kept: Mapping[int, int]) -> None:
         """Go back to fewer tokens of the oldest step that verifies and was not committed.
 
         Args:
@@ -322,15 +353,29 @@ class StatePool:
         if kept == counts:
             return part.new
         before = part.before.counting(kept, part.rows.shape[1])
-        layers = [
-            part.undo[i].advance(part.undo[i].inputs, StatesBefore(before, i, spec))[1]
-            for i, spec in enumerate(self.specs)
-        ]
+        layers = []
+        for i, layer in enumerate(self.layers):
+            inputs, advance = part.undo[i]
+            layers.append(advance(inputs, StatesBefore(before, i, layer.spec))[1])
         return Block(layers, len(kept))
 
     # -- between steps --------------------------------------------------------------------------
 
-    def save(self, slot: int, snapshot: int) -> None:
+    def before_step(self, work: CacheWork) -> None:
+        """Take the snapshots that are due."""
+        for slot, snapshot in work.save:
+            self._save(slot, snapshot)
+
+    def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
+        """Let sequences leave, and others go on from snapshots."""
+        for slot in work.leave:  # the next sequences there begin with zeros
+            self._states.pop(slot, None)
+        for snapshot, slot in work.resume:
+            self._states[slot] = self._snapshots[snapshot], 0
+        for snapshot in work.drop:
+            self._snapshots.pop(snapshot, None)
+
+    def _save(self, slot: int, snapshot: int) -> None:
         """Keep the state of a slot as a snapshot.
 
         Where its proposals are being verified it is being given up: the first token alone counts.
@@ -340,10 +385,6 @@ class StatePool:
             block = self._replayed(part, {slot: 1} if slot in part.verified else {})
         self._snapshots[snapshot] = block.row(row)
 
-    def restore(self, snapshot: int, slot: int) -> None:
-        """Let a slot go on from a snapshot."""
-        self._states[slot] = self._snapshots[snapshot], 0
-
     def held(self, slot: int) -> tuple[Block, int]:
         """Where the state of a slot lies: a value, which later steps do not change."""
         return self._states[slot]
@@ -352,35 +393,30 @@ class StatePool:
         """Let a slot go on from a state that `held` gave."""
         self._states[slot] = state
 
-    def leave(self, slots: Iterable[int]) -> None:
-        """Forget the states of slots; the next sequences there begin with zeros."""
-        for slot in slots:
-            self._states.pop(slot, None)
-
-    def drop(self, snapshots: Iterable[int]) -> None:
-        """Forget snapshots."""
+    def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
+        """Snapshots as bytes: each array of each layer in order."""
+        found = []
         for snapshot in snapshots:
-            self._snapshots.pop(snapshot, None)
+            arrays = self._snapshots[snapshot].arrays()
+            mx.eval(arrays)
+            found.append(b"".join(np.array(array.view(mx.uint8)).tobytes() for array in arrays))
+        return found
 
-    def read(self, snapshot: int) -> bytes:
-        """A snapshot as bytes: each array of each layer in order."""
-        arrays = self._snapshots[snapshot].arrays()
-        mx.eval(arrays)
-        return b"".join(np.array(array.view(mx.uint8)).tobytes() for array in arrays)
-
-    def load(self, snapshot: int, payload: bytes | memoryview) -> None:
-        """Make a snapshot of bytes that `read` gave."""
-        assert len(payload) == self.num_bytes, "a payload of another format"
-        layers, start = [], 0
-        for spec in self.specs:
-            arrays = []
-            for shape, dtype in spec.shapes:
-                stop = start + prod(shape) * _dtype(dtype).size
-                part = mx.array(np.frombuffer(payload[start:stop], dtype=np.uint8))
-                arrays.append(part.view(_dtype(dtype)).reshape(1, *shape))
-                start = stop
-            layers.append(arrays)
-        self._snapshots[snapshot] = Block(layers, 1)
+    def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
+        """Make snapshots of bytes that `read_out` gave."""
+        for snapshot, payload in zip(snapshots, payloads, strict=True):
+            assert len(payload) == self.num_bytes, "a payload of another format"
+            layers, start = [], 0
+            for layer in self.layers:
+                arrays = []
+                for shape, name in layer.spec.shapes:
+                    dtype = _dtype(name)
+                    stop = start + prod(shape) * dtype.size
+                    part = mx.array(np.frombuffer(payload[start:stop], dtype=np.uint8))
+                    arrays.append(part.view(dtype).reshape(1, *shape))
+                    start = stop
+                layers.append(arrays)
+            self._snapshots[snapshot] = Block(layers, 1)
 
 
 def state_bytes(spec: StateSpec) -> int:

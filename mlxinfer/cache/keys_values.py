@@ -1,0 +1,295 @@
+"""Attention layers that keep keys and values of each token, apart or in one vector.
+
+T = tokens, H = KV heads, D = numbers of a key, V = numbers of a value.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import mlx.core as mx
+import numpy as np
+
+from ..config import KVOptions
+from ..core import KVSpec
+from ..errors import InvalidRequestError
+from ..metal_kernels.attention_plan import AttentionPlan
+from ..metal_kernels.attention_reduce import Attention
+from ..metal_kernels.heads import Heads
+from ..metal_kernels.kv_write import KVWrite
+from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.paged_attention_kernel import arrays_of, paged_attention
+from ..metal_kernels.stored import Affine
+from ..metal_kernels.tail_write import write_tails
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Stored
+
+ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
+
+KeyBias = Callable[[mx.array, mx.array], mx.array]
+"""`bias(positions, heads)`, both (N,): what it adds to these heads of keys there, (N, D) float32.
+
+With the rotary turn that keys have.
+"""
+
+
+def rotatable(dim: int) -> bool:
+    """Whether mx.hadamard_transform may be given `dim`: others corrupt memory without an error."""
+    return dim in ROTATABLE
+
+
+@dataclass(frozen=True)
+class LessBias(Affine):
+    """Rotated keys less what a bias adds to them, and for each its position and head.
+
+    A key is R(p) (W x + b). Where b is a hundred times as large as W x, as in Qwen 2.5, codes of
+    few bits hold little else. Its part of a score, q · R(p) b, needs no codes: R(p) b follows from
+    the position, is subtracted before the rest is encoded, and added where that is decoded.
+
+    Attributes:
+        num_heads: of keys.
+        bias: see `KeyBias`.
+    """
+
+    num_heads: int
+    bias: KeyBias
+
+    names: ClassVar = (*Affine.names, "places")
+
+    def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+        """As of `Affine`, and position * num_heads + head."""
+        return [*super().parts(dim, dtype), (1, mx.int32)]
+
+    def encode_at(self, keys: mx.array, positions: mx.array) -> list[mx.array]:
+        """Keys (T, H, D) in the rotated basis, of tokens at `positions` (T,), to the parts."""
+        places = positions[:, None, None] * self.num_heads + mx.arange(self.num_heads)[:, None]
+        return [*self.encode(keys.astype(mx.float32) - self._added(places)), places]
+
+    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The parts (..., width) -> keys (..., D)."""
+        *rest, places = parts
+        return (super().decode(rest, mx.float32) + self._added(places)).astype(dtype)
+
+    def _added(self, places: mx.array) -> mx.array:
+        """Places (..., 1) -> (..., D) in the rotated basis."""
+        flat = places.flatten()
+        added = mx.hadamard_transform(self.bias(flat // self.num_heads, flat % self.num_heads))
+        return mx.unflatten(added, 0, places.shape[:-1])
+
+
+def _no_bias(positions: mx.array, heads: mx.array) -> mx.array:
+    """Stand for a bias that is not known yet: it is not called."""
+    raise AssertionError("the bias of the layer is set before its arrays are made")
+
+
+class KeyValueLayer(PagedLayer):
+    """Keys and values of one attention layer, each in vectors of their own.
+
+    Keys of 4 bits are rotated by a Hadamard matrix before they are stored, and queries with them.
+
+    Attributes:
+        subtracts_bias: keys are stored as `LessBias` stores them: where few bits hold them.
+    """
+
+    spec: KVSpec
+    _less_bias: LessBias
+
+    def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:
+        keys, values = formats
+        assert not keys.rotates or rotatable(spec.key_dim), "refused before a cache is built"
+        self.subtracts_bias = spec.key_bias and keys.rotates
+        if self.subtracts_bias:
+            keys = self._less_bias = LessBias(keys.bits, spec.num_kv_heads, _no_bias)
+        joined = spec.key_dim == spec.value_dim and keys == values
+        kinds = [(keys, spec.key_dim), (values, spec.value_dim)]
+        super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
+        self.form = (spec.num_kv_heads, spec.key_dim, spec.value_dim, formats)
+        self.chunked = spec.chunked
+
+    @classmethod
+    def of(cls, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> "KeyValueLayer":
+        """Keys and values in one vector where one format can hold both, else apart."""
+        turning, dim, fmt = spec.turning, spec.value_dim, formats[0]
+        blocks = turning & (turning - 1) == 0 and turning >= 2 and dim % turning == 0
+        in_one = fmt == formats[1] and (not fmt.bits or turning % 8 == 0)
+        if turning and in_one and (blocks or not fmt.rotates):
+            return JointLayer(spec, formats, dtype)
+        return KeyValueLayer(replace(spec, turning=0), formats, dtype)
+
+    @staticmethod
+    def windowed(spec: KVSpec, options: KVOptions) -> KVSpec:
+        """A layer's own window stands where it is the smaller one, and so do its chunks."""
+        own, asked = spec.window, options.window
+        if spec.chunked or asked is None or (own is not None and own <= asked):
+            return spec
+        return replace(spec, window=asked, sinks=options.sinks)
+
+    @staticmethod
+    def check(spec: KVSpec, formats: Formats, *, key_bias: bool) -> None:
+        """Raise InvalidRequestError where the layer cannot be stored in these formats.
+
+        `key_bias`: the model adds biases to its keys.
+        """
+        if formats[0].rotates and key_bias and not spec.key_bias:
+            raise InvalidRequestError(KEY_BIAS, param="kv_bits")
+        if spec.key_dim % 8 or spec.value_dim % 8:
+            raise InvalidRequestError(
+                f"kv_bits needs head dims that are multiples of 8; this model has {spec.key_dim} "
+                f"and {spec.value_dim}. Leave kv_bits out.",
+                param="kv_bits",
+            )
+        if formats[0].rotates and not rotatable(spec.key_dim):
+            raise InvalidRequestError(
+                f"kv_bits=4 rotates keys, which a head dim of {spec.key_dim} does not allow; use "
+                "kv_bits=8 or kv_bits=(8, 4).",
+                param="kv_bits",
+            )
+
+    @property
+    def group_key(self) -> GroupKey:
+        """As of `PagedLayer`."""
+        return False, self.spec.window or 0, self.spec.sinks, self.chunked
+
+    def set_bias(self, bias: KeyBias) -> None:
+        """Set the bias of a layer that subtracts it."""
+        self._less_bias = replace(self._less_bias, bias=bias)
+        self._kinds = [(self._less_bias, self.spec.key_dim), self._kinds[1]]
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @property
+    def heads(self) -> Heads | None:
+        """Settings of the kernel that writes heads; None: the layer norms and turns them."""
+        return None if self.prepared.place.positions is None else self.kernels.heads
+
+    def attend_heads(self, qkv: mx.array, softmax: Softmax) -> mx.array:
+        """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
+        prepared, heads, place = self.prepared, self.kernels.heads, self.prepared.place
+        assert heads is not None
+        assert place.positions is not None
+        if self.kernels.tails and place.is_decode:
+            marks = place.marks(self.num_slots)
+            queries, *tails = write_tails(qkv, place.positions, heads, *marks, self.tail_parts())
+            self.replace_tails(tails)
+        else:
+            write = KVWrite.of(qkv, place.positions, heads)
+            queries, stored = write(qkv, place.positions, heads)
+            prepared.write(self, stored)
+        return self.restored(prepared.attend(self, queries, softmax))
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, softmax: Softmax
+    ) -> mx.array:
+        """Store keys and values, then attend over all that each token may see.
+
+        Written first, since a view taken before a write would make the write a copy.
+        """
+        self.prepared.write(self, self.encode(keys, values))
+        return self.attend_again(queries, softmax)
+
+    def attend_again(self, queries: mx.array, softmax: Softmax) -> mx.array:
+        """Other queries (T, heads, D) over what this step has stored."""
+        return self.restored(self.prepared.attend(self, self.rotate(queries), softmax))
+
+    def encode(self, keys: mx.array, values: mx.array) -> Stored:
+        """What is stored of keys and values (T, H, D)."""
+        key_format, value_format = self.formats
+        keys = self.rotate(keys)
+        if not self.subtracts_bias:
+            return [key_format.encode(keys), value_format.encode(values)]
+        positions = self.prepared.place.positions
+        assert positions is not None
+        stored = self._less_bias.encode_at(keys, positions[: len(keys)])
+        return [stored, value_format.encode(values)]
+
+    def rotate(self, heads: mx.array) -> mx.array:
+        """Queries or keys (T, H, D) in the basis of stored keys."""
+        return mx.hadamard_transform(heads) if self.formats[0].rotates else heads
+
+    def restored(self, outputs: mx.array) -> mx.array:
+        """Outputs of attention over stored values (T, heads * V), in the basis of the values."""
+        return outputs
+
+    def plan_heads(self, num_heads: int, width: int) -> int:
+        """As of `PagedLayer`: the KV heads."""
+        return self._heads
+
+    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> Attention:
+        """As of `PagedLayer`."""
+        return paged_attention(
+            queries,
+            self.keys,
+            self.values,
+            plan,
+            scale=softmax.scale,
+            sinks=softmax.sinks is not None,
+            soft_cap=softmax.soft_cap,
+            value_dim=self.values.dim,
+        )
+
+    def kernel_arrays(self) -> list[mx.array]:
+        """As of `PagedLayer`."""
+        return arrays_of(self.keys, self.values)
+
+
+class JointLayer(KeyValueLayer):
+    """Key and value in one vector a token and head: one plane.
+
+    D = numbers of a key and of a value, t = numbers of a key that turn.
+
+    Where a layer takes its keys for values too (the layers of Gemma 4 that see everything), a key
+    is its value but for the numbers that turn with its position: pairs (i, i + D / 2), i < t / 2.
+    Then a vector holds the value's numbers at the places that turn (t), its other numbers (D - t),
+    and the key's numbers that turn (t). Its first D numbers are the value and its last D the key,
+    each with its numbers in an order of its own, which queries are given and outputs are brought
+    back from. At D 512 and t 128 that is 640 numbers in place of 1,024, and nothing is computed
+    anew when it is read.
+
+    With 4 bits blocks of t numbers are multiplied by a Hadamard matrix before they are stored:
+    outliers of single channels are spread over all of a block. The matrix is its own inverse, as
+    `KeyValueLayer.of` allows powers of two only.
+    """
+
+    def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:
+        dim, turning = spec.value_dim, spec.turning
+        assert spec.key_dim == dim > turning > 0
+        self.subtracts_bias = False
+        self.chunked = spec.chunked
+        kinds = [(formats[0], spec.joint_dim)]
+        PagedLayer.__init__(self, spec, formats, dtype, kinds, heads=spec.num_kv_heads)
+        self.form = ("joint", spec.num_kv_heads, dim, turning, formats)
+        self._block = turning if formats[0].rotates else 0
+        self._dim, self._turning = dim, turning
+        turns = np.arange(dim) % (dim // 2) < turning // 2
+        turning_places, others = np.flatnonzero(turns), np.flatnonzero(~turns)
+        value_order = np.concatenate([turning_places, others])
+        self._value_order = mx.array(value_order)
+        self._turning_places = mx.array(turning_places)
+        self._key_order = mx.array(np.concatenate([others, turning_places]))
+        self._places = mx.array(np.argsort(value_order))  # of values as they are
+
+    def views(self) -> tuple[Plane, Plane]:
+        """Keys are the last D numbers of a vector, and values the first."""
+        return self.planes[0].cut(self._turning, self._dim), self.planes[0].cut(0, self._dim)
+
+    def encode(self, keys: mx.array, values: mx.array) -> Stored:
+        """What is stored of keys and values (T, H, D)."""
+        parts = [
+            mx.take(values, self._value_order, axis=-1),
+            mx.take(keys, self._turning_places, axis=-1),
+        ]
+        return [self.formats[0].encode(self._spread(mx.concatenate(parts, axis=-1)))]
+
+    def rotate(self, heads: mx.array) -> mx.array:
+        """Queries (T, heads, D) in the order and the basis of stored keys."""
+        return self._spread(mx.take(heads, self._key_order, axis=-1))
+
+    def restored(self, outputs: mx.array) -> mx.array:
+        """Sums of stored values (T, heads * D) in the order and the basis of values."""
+        by_head = self._spread(mx.unflatten(outputs, -1, (-1, self._dim)))
+        return mx.flatten(mx.take(by_head, self._places, axis=-1), -2)
+
+    def _spread(self, vectors: mx.array) -> mx.array:
+        """To or from the basis in which vectors are stored."""
+        if not self._block:
+            return vectors
+        return mx.hadamard_transform(mx.unflatten(vectors, -1, (-1, self._block))).flatten(-2)

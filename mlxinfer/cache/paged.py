@@ -1,0 +1,464 @@
+"""Pages and tails of one layer that keeps vectors of each token. Knows slots; no sequences.
+
+H = KV heads, W = width of a stored part, P = page_size, N = tokens.
+
+A tail is a ring of two pages per running sequence, (H, 2 * P, W): position p lies at p % (2 * P).
+A decode step writes tails only; while an earlier step is in flight that copies them, which is
+kilobytes a sequence where the pages would be gigabytes. Where keys and values are stored alike they
+share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are
+one array of vectors, (num_slots * H * 2 * P, W).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from ..core import PagedSpec
+from ..metal_kernels.attention_plan import AttentionPlan
+from ..metal_kernels.attention_reduce import Attention
+from ..metal_kernels.heads import Heads
+from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.stored import KVFormat
+from ..metal_kernels.variants import ReadyFor
+from .inputs import Ints, StepMetadata
+
+if TYPE_CHECKING:
+    from .attention import Prepared
+
+MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
+PIECE = 2048  # tokens that are decoded together
+
+Runs = Sequence[tuple[int, int]]  # [from, to) ranges of page slots
+Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
+Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
+Formats = tuple[KVFormat, KVFormat]  # of keys and values
+KEY_BIAS = (
+    "kv_bits=4 stores keys in 4 bits, and this model adds biases to its keys that cannot be told "
+    "apart from the rest, and may be too large for 4 bits beside it; use kv_bits=8 or "
+    "kv_bits=(8, 4)."
+)
+GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """The Metal kernels that one layer may use; by default none.
+
+    Attributes:
+        attention: whether segments of up to so many tokens have a kernel now.
+        prefill: prefill chunks attend through a kernel.
+        heads: norm, rope and storage format in one kernel; None: the layer does them.
+        tails: decode steps write to tails in the kernel that does `heads`.
+    """
+
+    attention: ReadyFor | None = None
+    prefill: bool = False
+    heads: Heads | None = None
+    tails: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TailPlace:
+    """Where tokens of a step go in tails, the same for all layers: N of T tokens.
+
+    Attributes:
+        rows: (N,) their rows in the flat list; None: all, in order.
+        slots, offsets: (N,) the tail of each, and its place in it.
+        ring: tokens of a tail.
+        is_decode: the step has one token of each of some sequences, and no others.
+        positions: (max(T, 8),) by which all tokens are turned, zeros at the end. None: no layer
+            writes by positions, or they are not whole numbers of one axis.
+    """
+
+    rows: mx.array | None
+    slots: Ints
+    offsets: Ints
+    ring: int
+    is_decode: bool = False
+    positions: mx.array | None = None
+    _rows: dict[int, mx.array] = field(default_factory=dict)  # by number of heads
+    _marks: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by that of slots
+
+    @staticmethod
+    def of(metadata: StepMetadata, page_size: int, *, by_position: bool) -> "TailPlace":
+        """Read where the tokens of a step go; `by_position`: a layer writes by positions."""
+        rows, slots, positions = _tail_tokens(metadata, page_size)
+        is_decode = not metadata.long and max([s.width for s in metadata.short], default=1) == 1
+        turning = metadata.turning
+        return TailPlace(
+            rows=None if len(rows) == len(metadata.positions) else mx.array(rows),
+            slots=slots,
+            offsets=positions % (2 * page_size),
+            ring=2 * page_size,
+            is_decode=is_decode,
+            positions=padded(turning) if by_position and turning.ndim == 1 else None,
+        )
+
+    def rows_of(self, heads: int) -> mx.array:
+        """(N * heads, 1): every vector of the tokens among those of all tails of so many heads.
+
+        One index for a vector costs the host a third of what one for each axis costs.
+        """
+        if heads not in self._rows:
+            first = self.slots * np.int32(heads * self.ring) + self.offsets  # (N,) of head 0
+            steps = np.arange(0, heads * self.ring, self.ring, dtype=np.int32)
+            self._rows[heads] = mx.array((first[:, None] + steps).reshape(-1, 1))
+        return self._rows[heads]
+
+    def marks(self, num_slots: int) -> tuple[mx.array, mx.array]:
+        """slot * ring + offset of each token, (N,) or 8; and (num_slots, ring) int32, 1 there."""
+        if num_slots not in self._marks:
+            found = self.slots * np.int32(self.ring) + self.offsets
+            taken = np.zeros((num_slots, self.ring), np.int32)
+            taken.ravel()[found] = 1
+            self._marks[num_slots] = padded(found), mx.array(taken)
+        return self._marks[num_slots]
+
+
+def padded(numbers: Ints) -> mx.array:
+    """(N,) -> (max(N, 8),), zeros at the end."""
+    if len(numbers) >= MIN_NUMBERS:
+        return mx.array(numbers)
+    longer = np.zeros(MIN_NUMBERS, np.int32)
+    longer[: len(numbers)] = numbers
+    return mx.array(longer)
+
+
+def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, Ints]:
+    """Flat rows, slots and positions (N,) of the tokens that go to tails.
+
+    Of a prefill chunk these are the tokens of its last, not yet full page.
+    """
+    if len(metadata.short) == 1 and not metadata.long:
+        return metadata.short[0].tokens()
+    parts = [segments.tokens() for segments in metadata.short]
+    for s in metadata.long:
+        rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
+        step = np.arange(-rest, 0, dtype=np.int32)
+        parts.append((s.row + s.num_tokens + step, np.full_like(step, s.slot), s.stop + step))
+    rows, slots, positions = zip(*parts, strict=True)
+    return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
+
+
+class Plane:
+    """Vectors of one kind in one format, such as the keys of a layer: an array for each part.
+
+    Args:
+        fmt, dim: of the stored vectors.
+        dtype: of decoded vectors.
+        num_tokens: of all pages.
+        tails: of the plane, or of keys and values together.
+        tail_shape: heads and tokens of one tail.
+        own: the plane's heads among those of the tails.
+
+    Attributes:
+        first, dim: the numbers of a vector that are read: all, or those of a `cut`.
+    """
+
+    __slots__ = (
+        *("_tail_shape", "dim", "dtype", "first", "fmt", "own", "pages", "tail_head"),
+        *("tail_heads", "tails", "vector_dim"),
+    )
+
+    def __init__(
+        self,
+        fmt: KVFormat,
+        dim: int,
+        dtype: mx.Dtype,
+        *,
+        num_tokens: int,
+        tails: Tails,
+        tail_shape: tuple[int, int],
+        own: slice,
+    ) -> None:
+        self.fmt, self.dtype = fmt, dtype
+        self.first, self.dim, self.vector_dim = 0, dim, dim
+        self.tails = tails
+        self.tail_heads, self.tail_head = tail_shape[0], int(own.start)
+        self.own = own
+        self._tail_shape = tail_shape
+        heads = own.stop - self.tail_head
+        self.pages = [
+            mx.zeros((heads, num_tokens, width), kind) for width, kind in fmt.parts(dim, dtype)
+        ]
+
+    def cut(self, first: int, dim: int) -> "Plane":
+        """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
+        part = copy(self)
+        part.first, part.dim = first, dim
+        return part
+
+    def decode(self, parts: list[mx.array]) -> mx.array:
+        """Parts (..., W) -> the numbers that are read of each vector, (..., dim)."""
+        vectors = self.fmt.decode(parts, self.dtype) if self.fmt.bits else parts[0]
+        if self.dim == self.vector_dim:
+            return vectors
+        return vectors[..., self.first : self.first + self.dim]
+
+    def own_tails(self) -> list[mx.array]:
+        """Views (num_slots, H, 2 * P, W) of each part; not to be kept."""
+        return [mx.unflatten(part, 0, (-1, *self._tail_shape))[:, self.own] for part in self.tails]
+
+    def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
+        """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
+        for start, stop in runs:
+            end = row + stop - start
+            for pages, part in zip(self.pages, parts, strict=True):
+                pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
+            row = end
+
+    def copy_out(self, start: int, stop: int) -> list[mx.array]:
+        """The stored parts (H, N, W) of one run of pages, as copies of their own."""
+        return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
+
+    def copy_in(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
+        """Store parts (H, N, W) in the pages from page slot `start` on, and in a tail."""
+        for i, (pages, part) in enumerate(zip(self.pages, parts, strict=True)):
+            count = part.shape[1]
+            pages[:, start : start + count] = part
+            tails = mx.unflatten(self.tails[i], 0, (-1, *self._tail_shape))
+            assert slot < len(tails), "MLX would write nowhere, and say nothing"
+            tails[slot, self.own, offset : offset + count] = part
+            self.tails[i] = tails.flatten(0, 2)
+
+    def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
+        """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""
+        if len(runs) == 1:
+            start, stop = runs[0]
+            return self._decoded([pages[:, start:stop] for pages in self.pages], after)
+        sources = self.pages if after is None else mx.depends(self.pages, [after])
+        joined = [
+            mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
+            for pages in sources
+        ]
+        return self._decoded(joined, after)
+
+    def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
+        """(H, N, D), a piece after the other: decoding takes several times what it gives."""
+        count = parts[0].shape[1]
+        if not self.fmt.bits or (count <= PIECE and after is None):
+            return self.decode(parts)
+        pieces = []
+        for start in range(0, count, PIECE):
+            piece = [part[:, start : start + PIECE] for part in parts]
+            after = self.decode(piece if after is None else mx.depends(piece, [after]))
+            pieces.append(after)
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+
+    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
+        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
+        # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
+        parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
+        return mx.flatten(self.decode(parts), 2, 3)  # from (H, B, n, P, D)
+
+    def grow_pages(self, extra_tokens: int) -> None:
+        """Make room, one array at a time so that only one is ever there twice."""
+        for i, pages in enumerate(self.pages):
+            self.pages[i] = extended(pages, axis=1, extra=extra_tokens)
+            del pages
+            mx.eval(self.pages[i])
+
+
+def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
+    """The array with `extra` zeros at the end of an axis.
+
+    Padding writes the new array alone, where a concatenation would make the zeros first.
+    """
+    return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])
+
+
+def vector_bytes(fmt: KVFormat, dim: int, dtype: mx.Dtype) -> int:
+    """Bytes of one stored vector, scales and biases included."""
+    return sum(width * kind.size for width, kind in fmt.parts(dim, dtype))
+
+
+class PagedLayer(ABC):
+    """One layer that keeps vectors of each token, in one plane or several.
+
+    It knows its bytes from the beginning; `allocate` makes its arrays.
+
+    Args:
+        spec: what the layer keeps.
+        formats: of keys and values.
+        dtype: of activations.
+        kinds: format and numbers of the vectors of each plane.
+        heads: of each plane.
+        joined: two planes of one format share their tails.
+
+    Attributes:
+        form: what kernels are compiled for; layers of one form share them.
+        keys, values: the planes as attention reads them.
+        prepared: the current step, as the layer's group prepared it.
+        token_bytes: that are kept of one token.
+        kernels: that the layer may use.
+        subtracts_bias: what a bias adds to keys is not stored, see `KeyValueLayer`.
+    """
+
+    is_paged = True
+    state_bytes = 0  # of a sequence as a whole
+    subtracts_bias = False
+    form: Hashable
+    keys: Plane
+    values: Plane
+    prepared: "Prepared"
+
+    def __init__(
+        self,
+        spec: PagedSpec,
+        formats: Formats,
+        dtype: mx.Dtype,
+        kinds: Sequence[tuple[KVFormat, int]],
+        *,
+        heads: int,
+        joined: bool = False,
+    ) -> None:
+        self.spec, self.formats, self.dtype = spec, formats, dtype
+        self.kernels = LayerKernels()
+        self.num_slots = self.num_pages = self.page_size = 0
+        self.planes: list[Plane] = []
+        self._kinds, self._heads, self._joined = kinds, heads, joined
+        self._tail_heads = 2 * heads if joined else heads
+        self.token_bytes = heads * sum(vector_bytes(fmt, dim, dtype) for fmt, dim in kinds)
+
+    @property
+    def group_key(self) -> GroupKey:
+        """Layers with the same key keep the same positions, and share page tables."""
+        return False, self.spec.window or 0, self.spec.sinks, False
+
+    def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
+        """Make empty pages and tails."""
+        self.page_size, self.num_pages, self.num_slots = page_size, num_pages, num_slots
+        heads, kinds = self._heads, self._kinds
+        self._tail_rows = self._tail_heads * 2 * page_size  # of a slot
+        self._tails = [
+            [
+                mx.zeros((num_slots * self._tail_rows, width), kind)
+                for width, kind in fmt.parts(dim, self.dtype)
+            ]
+            for fmt, dim in (kinds[:1] if self._joined else kinds)
+        ]
+        self._tail_parts = [  # (list, its plane, place in it): one loop, once a layer and step
+            (tails, which, i) for which, tails in enumerate(self._tails) for i in range(len(tails))
+        ]
+        self.planes = []
+        for i, (fmt, dim) in enumerate(kinds):
+            first = i * heads if self._joined else 0
+            plane = Plane(
+                fmt,
+                dim,
+                self.dtype,
+                num_tokens=num_pages * page_size,
+                tails=self._tails[0 if self._joined else i],
+                tail_shape=(self._tail_heads, 2 * page_size),
+                own=slice(first, first + heads),
+            )
+            self.planes.append(plane)
+        self.keys, self.values = self.views()
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the layer writes by the positions of tokens."""
+        return self.subtracts_bias or self.kernels.heads is not None
+
+    def views(self) -> tuple[Plane, Plane]:
+        """The planes as attention reads keys and values."""
+        return self.planes[0], self.planes[1]
+
+    @abstractmethod
+    def plan_heads(self, num_heads: int, width: int) -> int:
+        """KV heads for which a kernel's threadgroups are planned.
+
+        Args:
+            num_heads: of queries.
+            width: query tokens of the longest segment.
+        """
+
+    @abstractmethod
+    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> Attention:
+        """The launches of the Metal kernel for queries (N, heads, D)."""
+
+    @abstractmethod
+    def kernel_arrays(self) -> list[mx.array]:
+        """The arrays that the kernel reads."""
+
+    def arrays(self) -> list[mx.array]:
+        """Everything held, for evaluation and accounting."""
+        pages = [part for plane in self.planes for part in plane.pages]
+        return [*pages, *[part for tails in self._tails for part in tails]]
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of all tails: what a step copies while another is in flight."""
+        return sum(part.nbytes for tails in self._tails for part in tails)
+
+    def write_pages(self, runs: Runs, row: int, stored: Stored) -> None:
+        """Store rows `row`, `row + 1`, ... in the slots of `runs`."""
+        if len(stored) < len(self.planes):
+            stored = [[part[:, plane.own] for part in stored[0]] for plane in self.planes]
+        for plane, parts in zip(self.planes, stored, strict=True):
+            plane.write_pages(runs, row, parts)
+
+    def write_tails(self, place: TailPlace, stored: Stored) -> None:
+        """Store N tokens in tails."""
+        if self._joined and len(stored) == 2:
+            pairs = zip(*stored, strict=True)
+            stored = [[mx.concatenate([*pair], axis=1) for pair in pairs]]
+        rows = place.rows_of(self._tail_heads)
+        for tails, which, i in self._tail_parts:
+            tails[i] = mx.put_along_axis(tails[i], rows, stored[which][i].flatten(0, 1), 0)
+
+    def tail_parts(self) -> list[mx.array]:
+        """The parts of tails: of keys and values together, or of keys and then of values."""
+        return [tails[i] for tails, _, i in self._tail_parts]
+
+    def replace_tails(self, parts: Sequence[mx.array]) -> None:
+        """Take other arrays for `tail_parts`."""
+        for (tails, _, i), part in zip(self._tail_parts, parts, strict=True):
+            tails[i] = part
+
+    def clear_tails(self, slots: list[int]) -> None:
+        """Zeros in the tails `slots` (N,), which have a new owner."""
+        assert max(slots) < self.num_slots, "MLX checks no index"
+        for tails, _, i in self._tail_parts:
+            of_slots = mx.unflatten(tails[i], 0, (-1, self._tail_rows))
+            of_slots[mx.array(slots)] = 0
+            tails[i] = mx.flatten(of_slots, 0, 1)
+
+    def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
+        """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
+        shape = (-1, self._tail_heads, 2 * self.page_size)
+        parts = [
+            [mx.unflatten(part, 0, shape)[slots] for part in tails] for tails in self._tails[:2]
+        ]
+        if self._joined:
+            pairs = [mx.split(part, 2, axis=1) for part in parts[0]]
+            parts = [[pair[which] for pair in pairs] for which in range(2)]
+        return self.keys.decode(parts[0]), self.values.decode(parts[-1])
+
+    def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
+        """Copy tail tokens (`slots`, `offsets`) to the page slots `targets`; all (N,)."""
+        for plane in self.planes:
+            taken = [tails[slots, :, offsets] for tails in plane.own_tails()]  # (N, H, W)
+            for pages, part in zip(plane.pages, taken, strict=True):
+                pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
+
+    def grow_pages(self, num_pages: int) -> None:
+        """Make room for `num_pages`."""
+        extra = (num_pages - self.num_pages) * self.page_size
+        for plane in self.planes:
+            plane.grow_pages(extra)
+        self.num_pages = num_pages
+
+    def grow_tails(self, num_slots: int) -> None:
+        """Make room for `num_slots` running sequences."""
+        extra = (num_slots - self.num_slots) * self._tail_rows
+        for tails in self._tails:
+            # In place: planes hold the same lists.
+            tails[:] = [extended(part, axis=0, extra=extra) for part in tails]
+            mx.eval(tails)
+        self.num_slots = num_slots

@@ -5,7 +5,7 @@ scheduling. Leading axes are free everywhere; the last one is the vector (`dim` 
 of what is stored of it. Knows no step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -15,7 +15,7 @@ MAX_FLOAT16 = 65_504.0  # scales and biases of larger numbers would be infinite
 MAX_GROUP = 64
 
 
-class KVFormat(Protocol):
+class KVFormat(Hashable, Protocol):
     """A way to store vectors."""
 
     @property
@@ -60,7 +60,7 @@ class Plain:
 
     bits: ClassVar = 0
     rotates: ClassVar = False
-    names: ClassVar = ("codes",)
+    names: ClassVar[tuple[str, ...]] = ("codes",)
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """One part: the vector."""
@@ -91,7 +91,7 @@ class Affine:
 
     bits: int
 
-    names: ClassVar = ("codes", "groups")
+    names: ClassVar[tuple[str, ...]] = ("codes", "groups")
 
     @property
     def rotates(self) -> bool:

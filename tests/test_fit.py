@@ -11,7 +11,8 @@ import pytest
 from models.published import PUBLISHED
 
 from mlxinfer import LLM, InsufficientMemoryError, hub
-from mlxinfer.cache.formats import token_bytes
+from mlxinfer.cache.layout import lay_out
+from mlxinfer.config import KVOptions
 from mlxinfer.convert.formats import floor_bits
 from mlxinfer.fit import (
     ENOUGH_CONTEXT,
@@ -256,8 +257,9 @@ def test_index_keys_count_as_they_are_stored(bits: int) -> None:
     """A cache of fewer bits leaves those of DeepSeek V3.2 in 16."""
     model = normalise(PUBLISHED["DeepSeek-V3.2"].config)
     stored = (None, None) if bits == 16 else (bits, bits)
-    layers = range(model.num_layers)
-    of_token = sum(token_bytes(model.cache_spec(i), mx.bfloat16, stored) for i in layers)
+    specs = [model.cache_spec(i) for i in range(model.num_layers)]
+    layers = lay_out(specs, KVOptions(bits=stored), dtype=mx.bfloat16, key_bias=False)
+    of_token = sum(layer.token_bytes for layer in layers)
     assert kv_bytes(model, 1000, bits) == 1000 * of_token
 
 

@@ -51,13 +51,14 @@ class AttentionWindow:
         self,
         queries: NDArray[np.int32],
         keys: NDArray[np.int32],
-        spans: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None,
+        spans: NDArray[np.int32] | None = None,
     ) -> NDArray[np.bool_]:
         """Whether each query position sees each key position; arrays that broadcast.
 
         Args:
             queries, keys: positions.
-            spans: [from, to) that each query sees besides, with the axes of `queries`; None: none.
+            spans: (2, ...) positions from, and up to, that each query sees besides, with the axes
+                of `queries`; None: none.
         """
         visible = keys <= queries
         if self.size is not None:

@@ -156,7 +156,7 @@ class StepMetadata:
         long: prefill chunks: their tokens go to pages.
         positions: (T,) each token's place in its own sequence, in flat order.
         verified: tails with proposals in the step: a commit says which stay.
-        spans: (T, 2) positions [from, to) of the span of each token. None: every token is alone.
+        spans: (2, T) positions from, and up to, of the span of each token. None: each is alone.
         rope_positions: (T,), or (3, T) with M-RoPE, by which keys and queries are turned. None:
             `positions`.
     """
@@ -174,11 +174,13 @@ class StepMetadata:
         return self.positions if self.rope_positions is None else self.rope_positions
 
     def spans_of(self, first: int, count: int) -> Ints | None:
-        """(n, 2) spans of `count` tokens from row `first` on; None: none sees a later token."""
+        """(2, n) spans of `count` tokens from row `first` on; None: none sees a later token."""
         if self.spans is None:
             return None
-        own, rows = self.spans[first : first + count], slice(first, first + count)
-        return own if (own[:, 1] > self.positions[rows] + 1).any() else None
+        rows = slice(first, first + count)
+        return (
+            self.spans[:, rows] if (self.spans[1, rows] > self.positions[rows] + 1).any() else None
+        )
 
 
 def step_metadata(

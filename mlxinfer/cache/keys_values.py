@@ -3,9 +3,9 @@
 T = tokens, H = KV heads, D = numbers of a key, V = numbers of a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -13,23 +13,24 @@ import numpy as np
 from ..config import KVOptions
 from ..core import KVSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_plan import AttentionPlan
+from ..metal_kernels.attention_cases import paged_variant
+from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
 from ..metal_kernels.attention_reduce import Attention
-from ..metal_kernels.heads import Heads
+from ..metal_kernels.attention_shape import threadgroup_shape
+from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.kv_write import KVWrite
 from ..metal_kernels.paged_attention import Softmax
-from ..metal_kernels.paged_attention_kernel import arrays_of, paged_attention
+from ..metal_kernels.paged_attention_kernel import MAX_ROWS, arrays_of, has_dims, paged_attention
+from ..metal_kernels.prefill_attention import tile_queries
+from ..metal_kernels.prefill_cases import prefill_variant
 from ..metal_kernels.stored import Affine
 from ..metal_kernels.tail_write import write_tails
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Stored
+from ..metal_kernels.variants import Variant
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer
+from .plain import is_fused
+from .planes import Plane, Stored
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
-
-KeyBias = Callable[[mx.array, mx.array], mx.array]
-"""`bias(positions, heads)`, both (N,): what it adds to these heads of keys there, (N, D) float32.
-
-With the rotary turn that keys have.
-"""
 
 
 def rotatable(dim: int) -> bool:
@@ -47,13 +48,13 @@ class LessBias(Affine):
 
     Attributes:
         num_heads: of keys.
-        bias: see `KeyBias`.
+        layer: says what the bias adds.
     """
 
     num_heads: int
-    bias: KeyBias
+    layer: PagedLayer
 
-    names: ClassVar = (*Affine.names, "places")
+    names: ClassVar[tuple[str, ...]] = (*Affine.names, "places")
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """As of `Affine`, and position * num_heads + head."""
@@ -72,13 +73,8 @@ class LessBias(Affine):
     def _added(self, places: mx.array) -> mx.array:
         """Places (..., 1) -> (..., D) in the rotated basis."""
         flat = places.flatten()
-        added = mx.hadamard_transform(self.bias(flat // self.num_heads, flat % self.num_heads))
-        return mx.unflatten(added, 0, places.shape[:-1])
-
-
-def _no_bias(positions: mx.array, heads: mx.array) -> mx.array:
-    """Stand for a bias that is not known yet: it is not called."""
-    raise AssertionError("the bias of the layer is set before its arrays are made")
+        added = self.layer.bias(flat // self.num_heads, flat % self.num_heads)
+        return mx.unflatten(mx.hadamard_transform(added), 0, places.shape[:-1])
 
 
 class KeyValueLayer(PagedLayer):
@@ -98,7 +94,7 @@ class KeyValueLayer(PagedLayer):
         assert not keys.rotates or rotatable(spec.key_dim), "refused before a cache is built"
         self.subtracts_bias = spec.key_bias and keys.rotates
         if self.subtracts_bias:
-            keys = self._less_bias = LessBias(keys.bits, spec.num_kv_heads, _no_bias)
+            keys = self._less_bias = LessBias(keys.bits, spec.num_kv_heads, self)
         joined = spec.key_dim == spec.value_dim and keys == values
         kinds = [(keys, spec.key_dim), (values, spec.value_dim)]
         super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
@@ -144,29 +140,29 @@ class KeyValueLayer(PagedLayer):
                 param="kv_bits",
             )
 
+    def take_from(self, mixer: Any) -> None:
+        """As of `PagedLayer`: the bias of keys."""
+        if self.subtracts_bias:
+            self.bias = mixer.turned_bias
+
     @property
     def group_key(self) -> GroupKey:
         """As of `PagedLayer`."""
         return False, self.spec.window or 0, self.spec.sinks, self.chunked
-
-    def set_bias(self, bias: KeyBias) -> None:
-        """Set the bias of a layer that subtracts it."""
-        self._less_bias = replace(self._less_bias, bias=bias)
-        self._kinds = [(self._less_bias, self.spec.key_dim), self._kinds[1]]
 
     # -- a step ---------------------------------------------------------------------------------
 
     @property
     def heads(self) -> Heads | None:
         """Settings of the kernel that writes heads; None: the layer norms and turns them."""
-        return None if self.prepared.place.positions is None else self.kernels.heads
+        return None if self.prepared.place.positions is None else self.write_heads
 
     def attend_heads(self, qkv: mx.array, softmax: Softmax) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
-        prepared, heads, place = self.prepared, self.kernels.heads, self.prepared.place
+        prepared, heads, place = self.prepared, self.write_heads, self.prepared.place
         assert heads is not None
         assert place.positions is not None
-        if self.kernels.tails and place.is_decode:
+        if self.writes_tails and place.is_decode:
             marks = place.marks(self.num_slots)
             queries, *tails = write_tails(qkv, place.positions, heads, *marks, self.tail_parts())
             self.replace_tails(tails)
@@ -208,6 +204,74 @@ class KeyValueLayer(PagedLayer):
     def restored(self, outputs: mx.array) -> mx.array:
         """Outputs of attention over stored values (T, heads * V), in the basis of the values."""
         return outputs
+
+    # -- kernels --------------------------------------------------------------------------------
+
+    def attention_variants(self, mixer: Any) -> dict[int, Variant]:
+        """As of `PagedLayer`.
+
+        Numbers that share a threadgroup share the compiled kernel, and so the variant.
+        """
+        if self.subtracts_bias or self.chunked or not self._has_dims:
+            return {}
+        group, sizes = mixer.num_heads // self.spec.num_kv_heads, self._dims
+        shapes = {
+            count: threadgroup_shape(group * count, **sizes, itemsize=self.dtype.size)
+            for count in range(1, MAX_QUERIES + 1)
+            if group * count <= MAX_ROWS
+        }
+        most = {shape: count for count, shape in shapes.items()}
+        how = self._sizes(mixer)
+        return {
+            count: paged_variant(self.dtype, **how, queries=most[shape])
+            for count, shape in shapes.items()
+        }
+
+    def prefill_variant(self, mixer: Any) -> Variant | None:
+        """As of `PagedLayer`: attention in tiles, where MLX has none that is fused.
+
+        Codes count: MLX's attention takes them decoded, a whole context at once.
+        """
+        group = mixer.num_heads // self.spec.num_kv_heads
+        has_kernel = self._has_dims and tile_queries(group, **self._dims)
+        plain = not any(fmt.bits for fmt in self.formats)
+        fused = plain and self.spec.window is None and is_fused(*self._dims.values())
+        if self.subtracts_bias or fused or not has_kernel:
+            return None
+        return prefill_variant(self.dtype, **self._sizes(mixer))
+
+    def heads_of(self, mixer: Any) -> Heads | None:
+        """As of `PagedLayer`."""
+        dim, joint = self.spec.key_dim, self.spec.turning
+        if self.subtracts_bias or mixer.make_heads is None:
+            return None
+        if dim != self.spec.value_dim or dim % 8 or dim > MAX_DIM:
+            return None
+        if joint and not has_joint(dim, joint, self.formats):
+            return None
+        heads: Heads = mixer.make_heads(*self.formats, joint)
+        return heads
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        return {"key_dim": self.spec.key_dim, "value_dim": self.spec.value_dim}
+
+    @property
+    def _has_dims(self) -> bool:
+        """Whether kernels have heads of these sizes."""
+        dims = self.spec.key_dim, self.spec.value_dim
+        return has_dims(self.dtype, dims, self.spec.joint_dim)
+
+    def _sizes(self, mixer: Any) -> dict[str, Any]:
+        """What variants of kernels of the layer have in common."""
+        return {
+            **self._dims,
+            "group": mixer.num_heads // self.spec.num_kv_heads,
+            "key_bits": self.formats[0].bits,
+            "value_bits": self.formats[1].bits,
+            "sink_logits": mixer.sinks is not None,
+            "joint_dim": self.spec.joint_dim,
+        }
 
     def plan_heads(self, num_heads: int, width: int) -> int:
         """As of `PagedLayer`: the KV heads."""

@@ -6,16 +6,19 @@ states (`state.RecurrentGroup`) or caches that a model keeps by itself (`own.Own
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from .budget import MAX_BARE_PAGES, check_memory, page_counts
 from .groups import ENDLESS, AttentionWindow
 from .inputs import CacheWork, Spill, StepMetadata
-from .layout import LayerCache
+from .layout import LayerCache, paged_of, sequence_layers
 from .page_group import LayerGroup
-from .paged import GroupKey, TailPlace
+from .paged import GroupKey, PagedLayer
 from .pages import PageAllocator
+from .planes import TailPlace
+from .state import SequenceGroup
 
 MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
 SNAPSHOT_SHARE = 4  # snapshots of states take one part in so many of what is left
@@ -35,6 +38,8 @@ class KVCache:
             kept.
 
     Attributes:
+        layers: of the whole model: the same objects serve all steps.
+        paged: layers that have pages, here.
         groups: those of pages.
         state_group: what is kept of whole sequences; None: nothing is.
 
@@ -58,7 +63,7 @@ class KVCache:
         self.bytes_copied = 0  # tails copied because a step was in flight
         self._fixed = num_pages is not None
         here = [layer for i, layer in enumerate(layers) if i not in absent]
-        paged = [layer for layer in here if layer.is_paged]
+        self.paged = paged = paged_of(here)
         page_bytes = [layer.token_bytes * page_size for layer in paged]
         # A running sequence has tails, a state, and another one while a step makes it.
         running_bytes = 2 * (sum(page_bytes) + sum(layer.state_bytes for layer in here))
@@ -67,16 +72,17 @@ class KVCache:
         # While tails of a layer grow they are there twice, and that counts too.
         growing = 2 * max(page_bytes, default=0)
         room = budget_bytes - self.max_batch * (running_bytes + growing)
-        self.state_group = None
-        whole = [layer for layer in layers if not layer.is_paged]
-        if whole:  # on some rank
-            own = [layer for layer in here if not layer.is_paged]
-            self.state_group = whole[0].make_group(own, room // SNAPSHOT_SHARE)
+        self.state_group: SequenceGroup | None = None
+        of_sequences = sequence_layers(layers)
+        if of_sequences:  # on some rank
+            make_group = of_sequences[0].make_group
+            self.state_group = make_group(sequence_layers(here), room // SNAPSHOT_SHARE)
             room -= self.state_group.max_snapshots * self.state_group.num_bytes
         self.groups = self._page_groups(paged, prefill_chunk, room, num_pages)
         self._paged_budget = room
         self._reserved = 0  # bytes of the budget that are left to something else
-        self._all = [*self.groups, *([] if self.state_group is None else [self.state_group])]
+        states = [] if self.state_group is None else [self.state_group]
+        self._all: list[LayerGroup | SequenceGroup] = [*self.groups, *states]
         self._by_position = any(layer.by_position for layer in paged)
         if self._fixed:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
@@ -84,7 +90,7 @@ class KVCache:
 
     def _page_groups(
         self,
-        paged: Sequence[LayerCache],
+        paged: Sequence[PagedLayer],
         prefill_chunk: int,
         budget_bytes: int,
         num_pages: int | None,
@@ -94,11 +100,10 @@ class KVCache:
         Where no layer has pages, a group of no layers counts what lies elsewhere, and makes the
         prefix tree.
         """
-        members: dict[GroupKey, list[LayerCache]] = {}
-        for layer in self.layers:
-            if layer.is_paged:
-                own = members.setdefault(layer.group_key, [])
-                own += [layer] if layer in paged else []
+        members: dict[GroupKey, list[PagedLayer]] = {}
+        for layer in paged_of(self.layers):
+            own = members.setdefault(layer.group_key, [])
+            own += [layer] if layer in paged else []
         found = sorted(members.items(), key=lambda item: item[0])
         windows = [AttentionWindow(key[1] or None, *key[2:]) for key, _ in found]
         groups = [own for _, own in found]
@@ -256,12 +261,11 @@ class KVCache:
             spilled += zip(some, payloads, strict=True)
         return spilled
 
-    def begin_step(self, metadata: StepMetadata) -> Sequence[LayerCache]:
-        """Let the layers see a step, until the next one begins; the same layers in every step."""
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Let the layers see a step, until the next one begins."""
         place = TailPlace.of(metadata, self.page_size, by_position=self._by_position)
         for group in self._all:
             group.begin_step(metadata, place)
-        return self.layers
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """Take back rejected tokens of the oldest step that verifies and was not committed.
@@ -271,6 +275,16 @@ class KVCache:
         """
         if self.state_group is not None:
             self.state_group.take_back(num_kept)
+
+    def held(self, slot: int) -> Any:
+        """The state of the sequence in a slot: a value, which later steps do not change."""
+        assert self.state_group is not None
+        return self.state_group.held(slot)
+
+    def put_back(self, slot: int, state: Any) -> None:
+        """Let a slot go on from a state that `held` gave."""
+        assert self.state_group is not None
+        self.state_group.put_back(slot, state)
 
     def step_outputs(self) -> list[mx.array]:
         """Arrays that the last step makes and no later layer reads, to be evaluated with it."""

@@ -12,7 +12,7 @@ arithmetic where queries are many, and suits fused attention.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -20,17 +20,21 @@ import numpy as np
 from ..config import KVOptions
 from ..core import LatentSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_plan import AttentionPlan
+from ..metal_kernels.attention_cases import mla_variant
+from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
 from ..metal_kernels.attention_reduce import Attention
-from ..metal_kernels.mla_attention import mla_attention, row_blocks
+from ..metal_kernels.mla_attention import DIMS, KINDS, mla_attention, row_blocks
 from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.paged_attention_kernel import DTYPES, has_dims
 from ..metal_kernels.prefill_blocks import attend_in_tiles
+from ..metal_kernels.prefill_cases import prefill_variant
 from ..metal_kernels.stored import PLAIN, KVFormat
-from .attention import attend_rows
+from ..metal_kernels.variants import Variant
 from .inputs import Ints
 from .keys_values import rotatable
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, attend_rows
 from .plain import Chunk, cut_runs
+from .planes import Plane, Runs, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
@@ -41,6 +45,11 @@ between them weights (T, Hi)."""
 
 class LatentProjection(Protocol):
     """The up-projections of one latent attention layer; N and S count tokens."""
+
+    @property
+    def key_dim(self) -> int:
+        """dn, the numbers of a key without its rotary part."""
+        ...
 
     @property
     def value_dim(self) -> int:
@@ -209,7 +218,7 @@ class LatentLayer(PagedLayer):
             return mx.concatenate([keys, shared], axis=-1), values
 
         num_values = projection.value_dim
-        if self.kernels.prefill and chunk.sees_all_before:
+        if self.tiles and chunk.sees_all_before:
             return attend_in_tiles(queries, read, chunk.start, num_values, scale=scale)
         dims = queries.shape[-1], num_values
         found = chunk.attend_to(queries.swapaxes(0, 1), read, dims, Softmax(scale))
@@ -226,6 +235,28 @@ class LatentLayer(PagedLayer):
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         sums = mx.unflatten(joined, 1, (q_nope.shape[1], self.latent_dim))
         return projection.value(self.rotate(sums))
+
+    # -- kernels --------------------------------------------------------------------------------
+
+    def attention_variants(self, mixer: Any) -> dict[int, Variant]:
+        """As of `PagedLayer`: one of tokens that decode, one of tokens under verification."""
+        dims, fmt = (self.spec.latent_dim + self.spec.rope_dim, self.latent_dim), self.formats[0]
+        if dims not in DIMS or self.dtype not in DTYPES or fmt not in KINDS:
+            return {}
+        how = {"num_heads": mixer.num_heads, "bits": fmt.bits}
+        several = mla_variant(self.dtype, queries=MAX_QUERIES, **how)
+        one = mla_variant(self.dtype, **how)
+        return {1: one, **dict.fromkeys(range(2, MAX_QUERIES + 1), several)}
+
+    def prefill_variant(self, mixer: Any) -> Variant | None:
+        """As of `PagedLayer`: over expanded latents, block by block."""
+        projection: LatentProjection = mixer.projection
+        dims = projection.key_dim + self.spec.rope_dim, projection.value_dim
+        if self.spec.window is not None or not has_dims(self.dtype, dims):
+            return None
+        return prefill_variant(
+            self.dtype, key_dim=dims[0], value_dim=dims[1], group=1, log_sums=True
+        )
 
     def plan_heads(self, num_heads: int, width: int) -> int:
         """As of `PagedLayer`: threadgroups that share a sequence's query rows."""
@@ -284,7 +315,7 @@ class RankedLayer(LatentLayer):
         """Queries (T, H, r + dr) of latent vectors -> weighted sums of latents (T, H, r)."""
         outputs: list[mx.array] = []
         rankers, weights, _ = index
-        for rows, start, *places in self._sequences():
+        for rows, start, places in self._sequences():
             vectors, keys = (self._read_whole(plane, *places) for plane in self.planes)  # (S, ...)
             values = vectors[None, None, :, : self.latent_dim]
             heads = max(queries.shape[1], rankers.shape[1])
@@ -302,7 +333,7 @@ class RankedLayer(LatentLayer):
                 outputs.append(found[0].swapaxes(0, 1))
         return mx.concatenate(outputs)
 
-    def _sequences(self) -> Iterator[tuple[slice, int, Runs, int, Ints]]:
+    def _sequences(self) -> Iterator[tuple[slice, int, tuple[Runs, int, Ints]]]:
         """The sequences of a step in flat order, and where all of their tokens lie.
 
         Yields rows, position of the first, page slots, the slot of a tail, and offsets in it.
@@ -314,9 +345,9 @@ class RankedLayer(LatentLayer):
             for row, start, count, sealed, slot, tables in parts:
                 tail = np.arange(sealed, start + count, dtype=np.int32) % (2 * self.page_size)
                 runs = tables[prepared.number].runs(0, sealed)
-                yield slice(row, row + count), start, runs, slot, tail
+                yield slice(row, row + count), start, (runs, slot, tail)
         for chunk in prepared.chunks:
-            yield chunk.rows, chunk.start, chunk.reads, 0, nothing
+            yield chunk.rows, chunk.start, (chunk.reads, 0, nothing)
 
     def _read_whole(self, plane: Plane, runs: Runs, slot: int, tail: Ints) -> mx.array:
         """(S, D) of all tokens of a sequence, in order."""

@@ -4,20 +4,24 @@ A spec names its class in `LAYERS`; nothing else tells kinds of layers apart.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..config import KVOptions
 from ..core import CacheSpec, KVSpec, LatentSpec, OwnCacheSpec, StateSpec
+from ..metal_kernels.heads import Heads
+from ..metal_kernels.kv_write_cases import kv_write_variant, tail_write_variant
 from ..metal_kernels.stored import FORMATS, PLAIN
+from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
 from .own import OwnLayer
-from .paged import Formats
-from .state import StateLayer
+from .paged import Formats, PagedLayer
+from .state import SequenceLayer, StateLayer
 
-LayerCache = KeyValueLayer | LatentLayer | StateLayer | OwnLayer
+LayerCache = PagedLayer | SequenceLayer
 
 LAYERS: dict[type, Any] = {
     KVSpec: KeyValueLayer,
@@ -25,6 +29,57 @@ LAYERS: dict[type, Any] = {
     StateSpec: StateLayer,
     OwnCacheSpec: OwnLayer,
 }
+
+
+def paged_of(layers: Sequence[LayerCache]) -> list[PagedLayer]:
+    """The layers that have pages."""
+    return [cast(PagedLayer, layer) for layer in layers if layer.is_paged]
+
+
+def sequence_layers(layers: Sequence[LayerCache]) -> list[SequenceLayer]:
+    """The layers that keep one thing of each sequence."""
+    return [cast(SequenceLayer, layer) for layer in layers if not layer.is_paged]
+
+
+def kernel_uses(pairs: Sequence[tuple[LayerCache, Any]]) -> list[KernelUse]:
+    """The Metal kernels of layers, each with its mixer; layers of the same kernel share its use."""
+    short: dict[tuple[tuple[int, Variant], ...], list[PagedLayer]] = {}
+    uses = []
+    mixers = [mixer for layer, mixer in pairs if layer.is_paged]
+    for layer, mixer in zip(paged_of([layer for layer, _ in pairs]), mixers, strict=True):
+        by_count = tuple(layer.attention_variants(mixer).items())
+        if by_count:
+            short.setdefault(by_count, []).append(layer)
+        prefill, heads = layer.prefill_variant(mixer), layer.heads_of(mixer)
+        if prefill is not None:
+            uses.append(KernelUse({ANY_ROWS: [prefill]}, partial(_install_tiles, layer)))
+        if heads is not None:
+            variants = kv_write_variant(heads, layer.dtype), tail_write_variant(heads, layer.dtype)
+            for kernel, variant in zip((_install_heads, _install_tails), variants, strict=True):
+                uses.append(KernelUse({ANY_ROWS: [variant]}, partial(kernel, layer, heads)))
+    for each, own in short.items():
+        by_rows = {count: [variant] for count, variant in each}
+        uses.append(KernelUse(by_rows, partial(_install_attention, own)))
+    return uses
+
+
+def _install_attention(layers: Sequence[PagedLayer], ready: ReadyFor) -> None:
+    for layer in layers:
+        layer.ready = ready
+
+
+def _install_tiles(layer: PagedLayer, ready: ReadyFor) -> None:
+    layer.tiles = ready(1)
+
+
+def _install_heads(layer: PagedLayer, heads: Heads, ready: ReadyFor) -> None:
+    layer.write_heads = heads if ready(1) else None
+
+
+def _install_tails(layer: PagedLayer, heads: Heads, ready: ReadyFor) -> None:
+    layer.writes_tails = ready(1)
+
+
 NOT_QUANTISED: Formats = (PLAIN, PLAIN)
 
 

@@ -15,11 +15,11 @@ from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.prefill_attention import tiled
 from ..metal_kernels.prefill_plan import Chunks
 from ..metal_kernels.variants import ReadyFor
-from .attention import Part, Prepared
 from .groups import PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
-from .paged import PagedLayer, TailPlace
+from .paged import PagedLayer, Part, Prepared
 from .plain import PlainAttention, chunks_of
+from .planes import TailPlace
 
 PlanFor = Callable[[PagedLayer, mx.array], AttentionPlan]  # of a layer and its queries
 
@@ -57,14 +57,11 @@ class MetalAttention:
 
     Args:
         plain: for other segments.
-        ready: of all layers of the group: options before each step, since kernels may become ready
-            later. None: some layer has no kernel for short segments.
+        ready: of all layers of the group; asked in each step, since kernels may become ready later.
         tiles: some layer has a kernel for prefill chunks, over pages alone.
     """
 
-    def __init__(
-        self, plain: PlainAttention, ready: Sequence[ReadyFor] | None, *, tiles: bool
-    ) -> None:
+    def __init__(self, plain: PlainAttention, ready: Sequence[ReadyFor], *, tiles: bool) -> None:
         self._plain = plain
         self._ready = ready
         self._tiles = tiles
@@ -86,8 +83,7 @@ class MetalAttention:
 
     def _has_kernel(self, segments: Segments, metadata: StepMetadata) -> bool:
         """Whether all layers have a kernel for short segments."""
-        spans = metadata.spans_of(int(segments.rows[0]), segments.num_tokens)
-        if self._ready is None or spans is not None:
+        if metadata.spans_of(int(segments.rows[0]), segments.num_tokens) is not None:
             return False
         missing = [ready for ready in self._ready if not ready(segments.width)]  # asks for them all
         return not missing

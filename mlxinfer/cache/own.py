@@ -12,9 +12,10 @@ import mlx.core as mx
 from ..config import KVOptions
 from ..core import OwnCacheSpec
 from ..errors import InvalidRequestError
-from .groups import StateGroup
 from .inputs import CacheWork, StepMetadata
-from .paged import Formats, TailPlace
+from .paged import Formats
+from .planes import TailPlace
+from .state import SequenceGroup, SequenceLayer
 
 
 class OwnCache(Protocol):
@@ -55,18 +56,12 @@ class OwnPart:
         self._caches[self._slot] = cache
 
 
-class OwnLayer:
+class OwnLayer(SequenceLayer):
     """What the model sees of a step: one object stands for all of its layers.
 
     Attributes:
         parts: in the order of the flat list, which they cover.
-        token_bytes: that the model keeps of each token; nothing of it lies in pages.
     """
-
-    __slots__ = ("formats", "parts", "spec", "state_bytes", "token_bytes")
-
-    is_paged = False
-    subtracts_bias = False
 
     def __init__(self, spec: OwnCacheSpec, formats: Formats, dtype: mx.Dtype) -> None:
         self.spec, self.formats = spec, formats
@@ -92,7 +87,7 @@ class OwnLayer:
         raise _not_paged("kv_bits")
 
     def make_group(self, layers: "Sequence[OwnLayer]", snapshot_bytes: int) -> "OwnCacheGroup":
-        """The group of the model's caches, which has no snapshots."""
+        """As of `SequenceLayer`: it has no snapshots."""
         return OwnCacheGroup(layers)
 
 
@@ -104,7 +99,7 @@ def _not_paged(asked: str) -> InvalidRequestError:
     )
 
 
-class OwnCacheGroup(StateGroup):
+class OwnCacheGroup(SequenceGroup):
     """The caches of all running sequences."""
 
     def __init__(self, layers: Sequence[OwnLayer]) -> None:
@@ -156,10 +151,3 @@ class OwnCacheGroup(StateGroup):
         """Forget the caches of sequences that leave."""
         for slot in work.leave:
             self._caches.pop(slot, None)
-
-    def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
-        """Nothing: there are no snapshots."""
-        return []
-
-    def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
-        """Nothing: there are no snapshots."""

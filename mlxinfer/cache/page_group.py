@@ -12,12 +12,14 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 
+from ..metal_kernels.variants import never
 from .budget import FIRST_PAGES, growth_threshold, layers_to_grow
 from .groups import PageGroup
 from .inputs import CacheWork, StepMetadata, seal_index
 from .metal import MetalAttention
-from .paged import PagedLayer, Plane, TailPlace
+from .paged import PagedLayer
 from .plain import PlainAttention
+from .planes import Plane, TailPlace
 
 FIRST_SLOTS = 4
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
@@ -52,13 +54,10 @@ class LayerGroup(PageGroup):
             max([layer.spec.numbers * layer.dtype.size for layer in self.layers], default=1)
         )
         self._attention = plain
-        kernels = [layer.kernels for layer in self.layers]
-        ready = [each.attention for each in kernels if each.attention is not None]
-        tiles = any(each.prefill for each in kernels)
-        if ready or tiles:
-            missing = len(ready) < len(kernels)
-            asked = None if missing else list(dict.fromkeys(ready))
-            self._attention = MetalAttention(plain, asked, tiles=tiles)
+        ready = list(dict.fromkeys(layer.ready for layer in self.layers)) or [never]
+        tiles = any(layer.tiles for layer in self.layers)
+        if tiles or never not in ready:
+            self._attention = MetalAttention(plain, ready, tiles=tiles)
 
     # -- arrays ---------------------------------------------------------------------------------
 

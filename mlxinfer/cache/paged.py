@@ -1,19 +1,15 @@
-"""Pages and tails of one layer that keeps vectors of each token. Knows slots; no sequences.
+"""Layers that keep vectors of each token in pages and tails, and what a step prepares for them.
 
-H = KV heads, W = width of a stored part, P = page_size, N = tokens.
+An attention backend has `prepare(metadata, group, number, place) -> Prepared`, once a step and
+group. There are two: `plain.PlainAttention` in MLX's own operations, and `metal.MetalAttention`
+with kernels.
 
-A tail is a ring of two pages per running sequence, (H, 2 * P, W): position p lies at p % (2 * P).
-A decode step writes tails only; while an earlier step is in flight that copies them, which is
-kilobytes a sequence where the pages would be gigabytes. Where keys and values are stored alike they
-share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are
-one array of vectors, (num_slots * H * 2 * P, W).
+H = KV heads, W = width of a stored part, P = page_size, N = tokens, T = tokens of a step.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -24,19 +20,16 @@ from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import KVFormat
-from ..metal_kernels.variants import ReadyFor
+from ..metal_kernels.variants import ReadyFor, Variant, never
 from .inputs import Ints, StepMetadata
+from .planes import Plane, Runs, Stored, TailPlace, extended, vector_bytes
 
-if TYPE_CHECKING:
-    from .attention import Prepared
-
-MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
-PIECE = 2048  # tokens that are decoded together
-
-Runs = Sequence[tuple[int, int]]  # [from, to) ranges of page slots
-Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
-Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
 Formats = tuple[KVFormat, KVFormat]  # of keys and values
+KeyBias = Callable[[mx.array, mx.array], mx.array]
+"""`bias(positions, heads)`, both (N,): what it adds to these heads of keys there, (N, D) float32.
+
+With the rotary turn that keys have.
+"""
 KEY_BIAS = (
     "kv_bits=4 stores keys in 4 bits, and this model adds biases to its keys that cannot be told "
     "apart from the rest, and may be too large for 4 bits beside it; use kv_bits=8 or "
@@ -45,236 +38,93 @@ KEY_BIAS = (
 GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKernels:
-    """The Metal kernels that one layer may use; by default none.
+class Part(Protocol):
+    """Some rows of a step that attend together."""
 
-    Attributes:
-        attention: whether segments of up to so many tokens have a kernel now.
-        prefill: prefill chunks attend through a kernel.
-        heads: norm, rope and storage format in one kernel; None: the layer does them.
-        tails: decode steps write to tails in the kernel that does `heads`.
-    """
+    @property
+    def rows(self) -> slice | mx.array | None:
+        """Which rows of the flat list the queries are; None: all, in order."""
+        ...
 
-    attention: ReadyFor | None = None
-    prefill: bool = False
-    heads: Heads | None = None
-    tails: bool = False
+    def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
+        """Queries (N, heads, D) of `rows` -> what these rows see, (T', heads * V)."""
+        ...
 
 
-@dataclass(frozen=True, slots=True)
-class TailPlace:
-    """Where tokens of a step go in tails, the same for all layers: N of T tokens.
-
-    Attributes:
-        rows: (N,) their rows in the flat list; None: all, in order.
-        slots, offsets: (N,) the tail of each, and its place in it.
-        ring: tokens of a tail.
-        is_decode: the step has one token of each of some sequences, and no others.
-        positions: (max(T, 8),) by which all tokens are turned, zeros at the end. None: no layer
-            writes by positions, or they are not whole numbers of one axis.
-    """
-
-    rows: mx.array | None
-    slots: Ints
-    offsets: Ints
-    ring: int
-    is_decode: bool = False
-    positions: mx.array | None = None
-    _rows: dict[int, mx.array] = field(default_factory=dict)  # by number of heads
-    _marks: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by that of slots
-
-    @staticmethod
-    def of(metadata: StepMetadata, page_size: int, *, by_position: bool) -> "TailPlace":
-        """Read where the tokens of a step go; `by_position`: a layer writes by positions."""
-        rows, slots, positions = _tail_tokens(metadata, page_size)
-        is_decode = not metadata.long and max([s.width for s in metadata.short], default=1) == 1
-        turning = metadata.turning
-        return TailPlace(
-            rows=None if len(rows) == len(metadata.positions) else mx.array(rows),
-            slots=slots,
-            offsets=positions % (2 * page_size),
-            ring=2 * page_size,
-            is_decode=is_decode,
-            positions=padded(turning) if by_position and turning.ndim == 1 else None,
-        )
-
-    def rows_of(self, heads: int) -> mx.array:
-        """(N * heads, 1): every vector of the tokens among those of all tails of so many heads.
-
-        One index for a vector costs the host a third of what one for each axis costs.
-        """
-        if heads not in self._rows:
-            first = self.slots * np.int32(heads * self.ring) + self.offsets  # (N,) of head 0
-            steps = np.arange(0, heads * self.ring, self.ring, dtype=np.int32)
-            self._rows[heads] = mx.array((first[:, None] + steps).reshape(-1, 1))
-        return self._rows[heads]
-
-    def marks(self, num_slots: int) -> tuple[mx.array, mx.array]:
-        """slot * ring + offset of each token, (N,) or 8; and (num_slots, ring) int32, 1 there."""
-        if num_slots not in self._marks:
-            found = self.slots * np.int32(self.ring) + self.offsets
-            taken = np.zeros((num_slots, self.ring), np.int32)
-            taken.ravel()[found] = 1
-            self._marks[num_slots] = padded(found), mx.array(taken)
-        return self._marks[num_slots]
-
-
-def padded(numbers: Ints) -> mx.array:
-    """(N,) -> (max(N, 8),), zeros at the end."""
-    if len(numbers) >= MIN_NUMBERS:
-        return mx.array(numbers)
-    longer = np.zeros(MIN_NUMBERS, np.int32)
-    longer[: len(numbers)] = numbers
-    return mx.array(longer)
-
-
-def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, Ints]:
-    """Flat rows, slots and positions (N,) of the tokens that go to tails.
-
-    Of a prefill chunk these are the tokens of its last, not yet full page.
-    """
-    if len(metadata.short) == 1 and not metadata.long:
-        return metadata.short[0].tokens()
-    parts = [segments.tokens() for segments in metadata.short]
-    for s in metadata.long:
-        rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
-        step = np.arange(-rest, 0, dtype=np.int32)
-        parts.append((s.row + s.num_tokens + step, np.full_like(step, s.slot), s.stop + step))
-    rows, slots, positions = zip(*parts, strict=True)
-    return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
-
-
-class Plane:
-    """Vectors of one kind in one format, such as the keys of a layer: an array for each part.
+class Prepared:
+    """All that the layers of a group share in one step.
 
     Args:
-        fmt, dim: of the stored vectors.
-        dtype: of decoded vectors.
-        num_tokens: of all pages.
-        tails: of the plane, or of keys and values together.
-        tail_shape: heads and tokens of one tail.
-        own: the plane's heads among those of the tails.
-
-    Attributes:
-        first, dim: the numbers of a vector that are read: all, or those of a `cut`.
+        metadata: of the step.
+        number: which of the page tables is the group's.
+        place: where tokens go in tails.
+        short: rows of each part of short segments in the flat list, and how they attend.
+        chunks: prefill chunks (`plain.Chunk`), which come last in the flat list.
+        tiles: the same chunks through a kernel, for layers that have one.
     """
 
-    __slots__ = (
-        *("_tail_shape", "dim", "dtype", "first", "fmt", "own", "pages", "tail_head"),
-        *("tail_heads", "tails", "vector_dim"),
-    )
+    __slots__ = ("_order", "_parts", "_tiled", "chunks", "metadata", "number", "place", "short")
 
     def __init__(
         self,
-        fmt: KVFormat,
-        dim: int,
-        dtype: mx.Dtype,
-        *,
-        num_tokens: int,
-        tails: Tails,
-        tail_shape: tuple[int, int],
-        own: slice,
+        metadata: StepMetadata,
+        number: int,
+        place: TailPlace,
+        short: Sequence[tuple[Ints, Part]],
+        chunks: Sequence[Any],
+        tiles: Part | None = None,
     ) -> None:
-        self.fmt, self.dtype = fmt, dtype
-        self.first, self.dim, self.vector_dim = 0, dim, dim
-        self.tails = tails
-        self.tail_heads, self.tail_head = tail_shape[0], int(own.start)
-        self.own = own
-        self._tail_shape = tail_shape
-        heads = own.stop - self.tail_head
-        self.pages = [
-            mx.zeros((heads, num_tokens, width), kind) for width, kind in fmt.parts(dim, dtype)
-        ]
+        self.metadata, self.number, self.place = metadata, number, place
+        self.short = [part for _, part in short]
+        self.chunks = chunks
+        self._parts: list[Part] = [*self.short, *chunks]
+        self._tiled = self._parts if tiles is None else [*self.short, tiles]
+        self._order = _order([rows for rows, _ in short], len(metadata.positions))
 
-    def cut(self, first: int, dim: int) -> "Plane":
-        """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
-        part = copy(self)
-        part.first, part.dim = first, dim
-        return part
+    @property
+    def num_short(self) -> int:
+        """Rows of short segments, which come first in the flat list."""
+        chunks = self.metadata.long
+        return chunks[0].row if chunks else len(self.metadata.positions)
 
-    def decode(self, parts: list[mx.array]) -> mx.array:
-        """Parts (..., W) -> the numbers that are read of each vector, (..., dim)."""
-        vectors = self.fmt.decode(parts, self.dtype) if self.fmt.bits else parts[0]
-        if self.dim == self.vector_dim:
-            return vectors
-        return vectors[..., self.first : self.first + self.dim]
+    def write(self, layer: "PagedLayer", stored: Stored) -> None:
+        """Write the parts (T, heads, W) of the step's tokens: chunks to pages, others to tails."""
+        for chunk in self.chunks:
+            layer.write_pages(chunk.writes, chunk.rows.start, stored)
+        place = self.place
+        if len(place.slots):
+            if place.rows is not None:
+                stored = [[part[place.rows] for part in parts] for parts in stored]
+            layer.write_tails(place, stored)
 
-    def own_tails(self) -> list[mx.array]:
-        """Views (num_slots, H, 2 * P, W) of each part; not to be kept."""
-        return [mx.unflatten(part, 0, (-1, *self._tail_shape))[:, self.own] for part in self.tails]
+    def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
+        """Queries (T, heads, D) of all rows over what is stored, (T, heads * V)."""
+        parts = self._tiled if layer.tiles else self._parts
+        if len(parts) == 1:
+            return attend_rows(parts[0], layer, queries, softmax)
+        return self.joined([attend_rows(part, layer, queries, softmax) for part in parts])
 
-    def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
-        """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
-        for start, stop in runs:
-            end = row + stop - start
-            for pages, part in zip(self.pages, parts, strict=True):
-                pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
-            row = end
-
-    def copy_out(self, start: int, stop: int) -> list[mx.array]:
-        """The stored parts (H, N, W) of one run of pages, as copies of their own."""
-        return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
-
-    def copy_in(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
-        """Store parts (H, N, W) in the pages from page slot `start` on, and in a tail."""
-        for i, (pages, part) in enumerate(zip(self.pages, parts, strict=True)):
-            count = part.shape[1]
-            pages[:, start : start + count] = part
-            tails = mx.unflatten(self.tails[i], 0, (-1, *self._tail_shape))
-            assert slot < len(tails), "MLX would write nowhere, and say nothing"
-            tails[slot, self.own, offset : offset + count] = part
-            self.tails[i] = tails.flatten(0, 2)
-
-    def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
-        """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""
-        if len(runs) == 1:
-            start, stop = runs[0]
-            return self._decoded([pages[:, start:stop] for pages in self.pages], after)
-        sources = self.pages if after is None else mx.depends(self.pages, [after])
-        joined = [
-            mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
-            for pages in sources
-        ]
-        return self._decoded(joined, after)
-
-    def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
-        """(H, N, D), a piece after the other: decoding takes several times what it gives."""
-        count = parts[0].shape[1]
-        if not self.fmt.bits or (count <= PIECE and after is None):
-            return self.decode(parts)
-        pieces = []
-        for start in range(0, count, PIECE):
-            piece = [part[:, start : start + PIECE] for part in parts]
-            after = self.decode(piece if after is None else mx.depends(piece, [after]))
-            pieces.append(after)
-        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-
-    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
-        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
-        # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
-        parts = [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
-        return mx.flatten(self.decode(parts), 2, 3)  # from (H, B, n, P, D)
-
-    def grow_pages(self, extra_tokens: int) -> None:
-        """Make room, one array at a time so that only one is ever there twice."""
-        for i, pages in enumerate(self.pages):
-            self.pages[i] = extended(pages, axis=1, extra=extra_tokens)
-            del pages
-            mx.eval(self.pages[i])
+    def joined(self, outputs: Sequence[mx.array]) -> mx.array:
+        """Outputs of all parts, (T, ...) in flat order."""
+        joined = outputs[0] if len(outputs) == 1 else mx.concatenate([*outputs])
+        return joined if self._order is None else joined[self._order]
 
 
-def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
-    """The array with `extra` zeros at the end of an axis.
-
-    Padding writes the new array alone, where a concatenation would make the zeros first.
-    """
-    return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])
+def attend_rows(part: Part, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
+    """What the rows of one part see, (T', heads * V); queries (T, heads, D) of all rows."""
+    return part.attend(layer, queries if part.rows is None else queries[part.rows], softmax)
 
 
-def vector_bytes(fmt: KVFormat, dim: int, dtype: mx.Dtype) -> int:
-    """Bytes of one stored vector, scales and biases included."""
-    return sum(width * kind.size for width, kind in fmt.parts(dim, dtype))
+def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
+    """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
+    if len(parts) < 2:
+        return None
+    rows = np.concatenate(parts)
+    if (np.diff(rows) > 0).all():
+        return None
+    order = np.arange(num_rows, dtype=np.int32)
+    order[rows] = np.arange(len(rows), dtype=np.int32)
+    return mx.array(order)
 
 
 class PagedLayer(ABC):
@@ -295,8 +145,12 @@ class PagedLayer(ABC):
         keys, values: the planes as attention reads them.
         prepared: the current step, as the layer's group prepared it.
         token_bytes: that are kept of one token.
-        kernels: that the layer may use.
+        ready: for how many query tokens of a sequence the attention kernel may be used.
+        tiles: prefill chunks attend through a kernel.
+        write_heads: norm, rope and storage format in one kernel; None: the mixer does them.
+        writes_tails: decode steps write to tails in the kernel of `write_heads`.
         subtracts_bias: what a bias adds to keys is not stored, see `KeyValueLayer`.
+        bias: of keys; set where it is subtracted.
     """
 
     is_paged = True
@@ -305,7 +159,8 @@ class PagedLayer(ABC):
     form: Hashable
     keys: Plane
     values: Plane
-    prepared: "Prepared"
+    prepared: Prepared
+    bias: KeyBias
 
     def __init__(
         self,
@@ -318,12 +173,18 @@ class PagedLayer(ABC):
         joined: bool = False,
     ) -> None:
         self.spec, self.formats, self.dtype = spec, formats, dtype
-        self.kernels = LayerKernels()
+        self.ready: ReadyFor = never
+        self.tiles = self.writes_tails = False
+        self.write_heads: Heads | None = None
         self.num_slots = self.num_pages = self.page_size = 0
         self.planes: list[Plane] = []
         self._kinds, self._heads, self._joined = kinds, heads, joined
         self._tail_heads = 2 * heads if joined else heads
         self.token_bytes = heads * sum(vector_bytes(fmt, dim, dtype) for fmt, dim in kinds)
+
+    def take_from(self, mixer: Any) -> None:
+        """Take what storing needs of the layer's mixer; by default nothing."""
+        return
 
     @property
     def group_key(self) -> GroupKey:
@@ -363,11 +224,26 @@ class PagedLayer(ABC):
     @property
     def by_position(self) -> bool:
         """Whether the layer writes by the positions of tokens."""
-        return self.subtracts_bias or self.kernels.heads is not None
+        return self.subtracts_bias or self.write_heads is not None
 
     def views(self) -> tuple[Plane, Plane]:
         """The planes as attention reads keys and values."""
         return self.planes[0], self.planes[1]
+
+    @abstractmethod
+    def attention_variants(self, mixer: Any) -> dict[int, Variant]:
+        """The kernel for short segments, by query tokens; numbers without one are left out.
+
+        `mixer`: of the layer.
+        """
+
+    @abstractmethod
+    def prefill_variant(self, mixer: Any) -> Variant | None:
+        """The kernel for prefill chunks; None: there is none, or MLX's fused attention serves."""
+
+    def heads_of(self, mixer: Any) -> Heads | None:
+        """What one kernel does to the mixer's projection; None: there is no such kernel."""
+        return None
 
     @abstractmethod
     def plan_heads(self, num_heads: int, width: int) -> int:

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import Softmax, capped, gathered_attention
-from .attention import Part, Prepared
 from .groups import AttentionWindow, PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
-from .paged import PagedLayer, Runs, TailPlace
+from .paged import PagedLayer, Part, Prepared
+from .planes import Runs, TailPlace
 
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
 QUERY_BLOCK = 128
@@ -191,7 +191,7 @@ def gathered_part(
     )
     positions = segments.starts[:, None] + step  # (B, Q)
     whole = positions.size == len(metadata.positions) and unpad is None
-    spans = None if metadata.spans is None else metadata.spans[segments.rows[:, None] + step]
+    spans = None if metadata.spans is None else metadata.spans[:, segments.rows[:, None] + step]
     part = Gathered(
         None if whole else rows,
         positions.shape,
@@ -236,7 +236,7 @@ def _tail_mask(
 
     Args:
         begins: rows of `_ring_masks`, less the positions.
-        spans: (B, Q, 2) of the queries; None: they see no later token.
+        spans: (2, B, Q) of the queries; None: they see no later token.
     """
     window, size = group.window, group.page_size
     sees_tail = window.size is None or (window.size >= 2 * size and not window.chunked)
@@ -245,7 +245,7 @@ def _tail_mask(
     # Ring slot j holds the one position p >= sealed with p % R == j.
     sealed, places = segments.sealed[:, None], np.arange(2 * size, dtype=np.int32)
     held = sealed + (places - sealed) % (2 * size)  # (B, R)
-    also = None if spans is None else (spans[..., :1], spans[..., 1:])
+    also = None if spans is None else spans[..., None]
     return mx.array(additive(window.sees(positions[..., None], held[:, None], also))[:, None])
 
 
@@ -353,7 +353,7 @@ class Chunk:
         start: position of the first token.
         ranges: positions of `reads`, in order.
         window: of the group.
-        spans: (n, 2) positions that each token sees besides; None: none sees a later token.
+        spans: (2, n) positions from, and up to, that each token sees besides; None: it sees none.
     """
 
     rows: slice
@@ -423,7 +423,12 @@ class Chunk:
             (heads, n, V).
         """
         scale, sinks, soft_cap = softmax
-        if self.sees_all_before and soft_cap is None and _is_fused(dims):
+        if (
+            self.sees_all_before
+            and soft_cap is None
+            and mx.metal.is_available()
+            and is_fused(*dims)
+        ):
             keys, values = read(0, self.num_keys, None)
             found = mx.fast.scaled_dot_product_attention(
                 queries[None], keys[None], values[None], scale=scale, mask="causal", sinks=sinks
@@ -484,7 +489,7 @@ class Chunk:
     def _visible(self, place: slice, keys: Ints) -> NDArray[np.bool_]:
         """(queries, keys) which of some queries see which keys (S,), by position."""
         queries = np.arange(self.start + place.start, self.start + place.stop, dtype=np.int32)
-        spans = None if self.spans is None else (self.spans[place, :1], self.spans[place, 1:])
+        spans = None if self.spans is None else self.spans[:, place, None]
         return self.window.sees(queries[:, None], keys[None], spans)
 
     def _seen(self, place: slice, keys: Ints) -> mx.array | bool:
@@ -517,9 +522,9 @@ class Chunk:
         return blocks
 
 
-def _is_fused(dims: tuple[int, int]) -> bool:
-    """Whether MLX attends to keys and values of these dims without materialising scores."""
-    return mx.metal.is_available() and dims[0] == dims[1] and dims[0] in FUSED_DIMS
+def is_fused(key_dim: int, value_dim: int) -> bool:
+    """Whether MLX on Metal attends to keys and values of these dims without keeping scores."""
+    return key_dim == value_dim and key_dim in FUSED_DIMS
 
 
 def cut_runs(runs: Runs, start: int, stop: int) -> list[tuple[int, int]]:

@@ -8,20 +8,23 @@ together in one `Block`, which the next step of the same sequences takes as it i
 batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from ..config import KVOptions
-from ..core import StateSpec
+from ..core import OwnCacheSpec, StateSpec
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
 from .groups import StateGroup
 from .inputs import CacheWork, Ints, Segments, StepMetadata
-from .paged import Formats, TailPlace
+from .paged import Formats
+from .planes import TailPlace
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 # (inputs of a part, states before it) -> outputs, and states after the tokens that count
@@ -195,22 +198,100 @@ class StatePart:
             self._part.undo[self._layer] = inputs, advance
 
 
-class StateLayer:
+class SequenceLayer(ABC):
+    """A layer, or a whole model, that keeps one thing of each sequence.
+
+    Attributes:
+        state_bytes: that are kept of a sequence, whatever its length.
+        token_bytes: that are kept besides of each token; nothing of it lies in pages.
+    """
+
+    is_paged = False
+    spec: StateSpec | OwnCacheSpec
+    formats: Formats
+    state_bytes: int
+    token_bytes: int = 0
+
+    def take_from(self, mixer: Any) -> None:
+        """Take what storing needs of the layer's mixer: nothing."""
+        return
+
+    @abstractmethod
+    def make_group(self, layers: Sequence[Any], snapshot_bytes: int) -> "SequenceGroup":
+        """The group of all such layers.
+
+        Args:
+            layers: those that this rank has, of the same class.
+            snapshot_bytes: that all snapshots may take.
+        """
+
+
+class SequenceGroup(StateGroup, ABC):
+    """A state group with its arrays."""
+
+    @property
+    @abstractmethod
+    def bytes_allocated(self) -> int:
+        """Bytes of all arrays."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what is kept of all sequences."""
+
+    @abstractmethod
+    def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
+        """Let the layers see a step, until the next one begins."""
+
+    @abstractmethod
+    def before_step(self, work: CacheWork) -> None:
+        """Take the snapshots that are due."""
+
+    @abstractmethod
+    def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
+        """Let sequences leave, and others go on from snapshots."""
+
+    @abstractmethod
+    def take_back(self, num_kept: Mapping[int, int]) -> None:
+        """Go back to fewer tokens of the oldest step that verifies and was not committed.
+
+        Args:
+            num_kept: of slots in short parts, the tokens that count.
+        """
+
+    @abstractmethod
+    def step_outputs(self) -> Arrays:
+        """Arrays that the last step made and no later layer reads, to be evaluated with it."""
+
+    def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
+        """Snapshots as bytes; by default there are none."""
+        return []
+
+    def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
+        """Make snapshots of bytes that `read_out` gave; by default there are none."""
+        return
+
+    def held(self, slot: int) -> Any:
+        """What is kept of the sequence in a slot: a value, which later steps do not change."""
+        raise AssertionError("the model keeps caches of its own")
+
+    def put_back(self, slot: int, state: Any) -> None:
+        """Let a slot go on from what `held` gave."""
+        raise AssertionError("the model keeps caches of its own")
+
+
+class StateLayer(SequenceLayer):
     """One recurrent layer's cache.
 
     Args:
         spec: what the layer keeps of a sequence.
+        formats: of keys and values elsewhere in the model.
 
     Attributes:
         parts: of the current step. They cover all of its rows: those of one token, the short ones
             of several, and each prefill chunk by itself.
     """
 
-    __slots__ = ("_plan", "formats", "parts", "spec", "state_bytes")
-
-    is_paged = False
-    token_bytes = 0  # nothing is kept of each token
-    subtracts_bias = False
+    spec: StateSpec
 
     def __init__(self, spec: StateSpec, formats: Formats) -> None:
         self.spec, self.formats = spec, formats
@@ -233,10 +314,10 @@ class StateLayer:
         """A state suits all formats of keys and values: it has neither."""
 
     def make_group(self, layers: "Sequence[StateLayer]", snapshot_bytes: int) -> "RecurrentGroup":
-        """The group of all recurrent layers, with so many bytes for snapshots."""
+        """As of `SequenceLayer`."""
         return RecurrentGroup(layers, snapshot_bytes)
 
-    def begin_step(self, plan: list[Part], layer: int) -> None:
+    def take(self, plan: list[Part], layer: int) -> None:
         """Take the parts of a step; `layer`: place among the layers of the group."""
         self._plan = plan
         self.parts = [StatePart(part, layer, self.spec) for part in plan]
@@ -250,7 +331,7 @@ class StateLayer:
         return flat[0] if len(flat) == 1 else mx.concatenate(flat)
 
 
-class RecurrentGroup(StateGroup):
+class RecurrentGroup(SequenceGroup):
     """States of running sequences, by slot, and snapshots, by number.
 
     Args:
@@ -295,7 +376,7 @@ class RecurrentGroup(StateGroup):
             self._undoable.append(parts)
         self._outputs = [part.new for part in plan]
         for number, layer in enumerate(self.layers):
-            layer.begin_step(plan, number)
+            layer.take(plan, number)
 
     def step_outputs(self) -> Arrays:
         """The new states of the last step, to be evaluated with it."""
@@ -335,11 +416,7 @@ class RecurrentGroup(StateGroup):
                 self._states[slot] = block.row(row), 0
 
     def take_back(self, num_kept: Mapping[int, int]) -> None:
-        """Go back to fewer tokens of the oldest step that verifies and was not committed.
-
-        Args:
-            num_kept: of slots in short parts, the tokens that count.
-        """
+        """As of `SequenceGroup`."""
         for part in self._undoable.popleft():
             block = self._replayed(part, num_kept)
             for row, slot in enumerate(part.slots):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.inputs import CacheWork, Ints, Segments, StepSegments, ints, step_segments
+from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints, step_metadata
 from ..cache.pages import PageTable
 from ..cache.prefix import Lease
 from ..core import FinishReason, Request
@@ -334,11 +334,11 @@ class Batch:
         return self.decodes.sequences + [segment.sequence for segment in self.ragged]
 
     @property
-    def segments(self) -> StepSegments:
+    def segments(self) -> StepMetadata:
         """The tokens of the step as the KV cache sees them."""
         single = self.decodes.segments if self.decodes.sequences else None
         verified = [segment.slot for segment in self.short if segment.proposals]
-        return step_segments(self.short, self.long, single, verified=verified)
+        return step_metadata(self.short, self.long, single, verified=verified)
 
     def known_ids(self) -> Ints:
         """(T,) token ids; an id that the host does not know yet has no meaning."""

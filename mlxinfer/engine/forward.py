@@ -12,17 +12,16 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..cache.disk import namespace_key
-from ..cache.formats import Bits, lay_out, stored_less_bias
-from ..cache.inputs import CacheWork, Ints, Spill, StepSegments
+from ..cache.inputs import CacheWork, Ints, Spill, StepMetadata
 from ..cache.kv import KVCache
+from ..cache.layout import LayerCache, kernel_uses, lay_out
 from ..config import EngineConfig
-from ..core import CacheSpec, KVSpec
 from ..errors import RanksFailedError
 from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Step, Taps
+from ..metal_kernels.variants import KernelUse
 from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
-from .attention_kernels import AttentionKernels
 from .kernels import Chooser, Kernels
 from .pagestore import OtherDisks
 
@@ -31,7 +30,7 @@ from .pagestore import OtherDisks
 class StepInputs:
     """What a step computes: tokens, where they belong, and what is done to the cache before it."""
 
-    segments: StepSegments
+    segments: StepMetadata
     follows: bool  # its ids are the tokens of the step before, in order: the next two are None
     known_ids: Ints | None  # (T,) ids as far as the host knows them
     pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
@@ -178,6 +177,7 @@ class Forward:
     ) -> None:
         self.model = model
         self.cache = cache
+        self._caches = dict(zip(model.mixers, cache.layers, strict=True))
         self._taps = tuple(taps)
         self._link = link
 
@@ -194,7 +194,7 @@ class Forward:
             in_flight.wait()
             runs_ahead = False
         if step.is_barrier:  # what was written and not read since would keep all of its prompt
-            mx.eval([pool.arrays() for pool in cache.pools])
+            mx.eval([layer.arrays() for layer in cache.paged])
         cache.make_room(step.num_slots)
         return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
 
@@ -208,10 +208,11 @@ class Forward:
         """
         ids = self._ids(step, tokens)
         taps = Taps(self._taps) if self._taps else None
-        caches, adapters = self.cache.begin_step(step.segments), step.adapters
+        self.cache.begin_step(step.segments)
+        adapters = step.adapters
         seen = Step(
-            mx.array(step.segments.positions),
-            dict(zip(self.model.mixers, caches, strict=True)),
+            mx.array(step.segments.turning),
+            self._caches,
             rope_variants=step.rope_variants,
             adapters=adapters,
             taps=taps,
@@ -247,48 +248,50 @@ class Forward:
         return mx.where(mx.array(step.pending >= 0), sampled, known)
 
 
-Layout = tuple[list[CacheSpec], list[Bits]]  # what each layer keeps, and in which format
-
-
 def absent_layers(model: LanguageModel) -> set[int]:
     """Which of `cache_specs` are of other ranks, and take no memory here."""
     return {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
 
 
-def make_cache(
-    model: LanguageModel, config: EngineConfig, layout: Layout, kernels: AttentionKernels
-) -> KVCache:
-    """The KV cache of a model, as an engine of this config has it."""
-    specs, bits = layout
+def cache_layers(model: LanguageModel, config: EngineConfig) -> list[LayerCache]:
+    """The layers of a model's cache, without arrays. Raises InvalidRequestError."""
+    key_bias, dtype = model.config.qkv_bias, model.activation_dtype
+    layers = lay_out(model.cache_specs, config.kv, dtype=dtype, key_bias=key_bias)
+    for layer, mixer in _present(model, layers):
+        layer.take_from(mixer)
+    return layers
+
+
+def attention_kernels(model: LanguageModel, layers: Sequence[LayerCache]) -> list[KernelUse]:
+    """The kernels for the attention of a model's layers."""
+    return kernel_uses(_present(model, layers))
+
+
+def _present(model: LanguageModel, layers: Sequence[LayerCache]) -> list[tuple[LayerCache, Any]]:
+    """Layers of the cache that this rank has, each with its mixer."""
     absent = absent_layers(model)
+    pairs = zip(layers, model.mixers, strict=True)
+    return [pair for i, pair in enumerate(pairs) if i not in absent]
+
+
+def make_cache(model: LanguageModel, config: EngineConfig, layers: Sequence[LayerCache]) -> KVCache:
+    """The KV cache of a model, as an engine of this config has it."""
     return KVCache(
-        specs,
-        bits=bits,
-        dtype=model.activation_dtype,
+        layers,
         page_size=config.page_size,
         max_batch=config.max_batch,
         prefill_chunk=config.prefill_chunk,
         budget_bytes=config.kv_budget_bytes,
         num_pages=config.num_pages,
-        kernel_layers=kernels.attention,
-        prefill_layers=frozenset(kernels.prefill),
-        heads=kernels.heads,
-        tail_layers=kernels.tails,
-        key_biases={
-            i: mixer.turned_bias
-            for i, (mixer, spec) in enumerate(zip(model.mixers, specs, strict=True))
-            if isinstance(spec, KVSpec) and stored_less_bias(spec, bits[i]) and i not in absent
-        },
-        absent=absent,
+        absent=absent_layers(model),
     )
 
 
 def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
     """The KV cache of a rank without a loop, which runs the steps that rank 0 sends."""
-    layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
-    attention = AttentionKernels(model.mixers, *layout, model.activation_dtype)
-    Kernels([*model.kernels(), *attention.kernels()], chooser)
-    return make_cache(model, config, layout, attention)
+    layers = cache_layers(model, config)
+    Kernels([*model.kernels(), *attention_kernels(model, layers)], chooser)
+    return make_cache(model, config, layers)
 
 
 def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
@@ -302,6 +305,6 @@ def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
     return namespace_key(
         identity,
         f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
-        f"{cache.dtype} {cache.page_size} {cache.specs} {cache.bits}",
+        f"{cache.page_size} {cache.identity}",
         *([form] if form else []),
     )

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.formats import lay_out
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs
 from ..errors import InvalidRequestError, RanksFailedError
@@ -17,9 +16,14 @@ from ..metal_kernels.sample import SamplingKernels
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable
-from .attention_kernels import AttentionKernels
 from .batch import Batch, CommitResult, SamplingRows, Sequence
-from .forward import Followers, disk_namespace, make_cache
+from .forward import (
+    Followers,
+    attention_kernels,
+    cache_layers,
+    disk_namespace,
+    make_cache,
+)
 from .grammar_masks import GrammarMasks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
@@ -68,12 +72,11 @@ class Loop:
             raise InvalidRequestError(
                 f"Speculation does not go with this model: {model.lacks['speculation']}."
             )
-        self._layout = lay_out(model.cache_specs, config.kv, key_bias=model.config.qkv_bias)
-        dtype = model.activation_dtype
-        self._attention = AttentionKernels(model.mixers, *self._layout, dtype)
-        self._sampling = SamplingKernels(model.config.vocab_size, dtype)
+        self._layers = cache_layers(model, config)
+        self._sampling = SamplingKernels(model.config.vocab_size, model.activation_dtype)
+        attention = attention_kernels(model, self._layers)
         self.kernels = Kernels(
-            [*model.kernels(), *self._attention.kernels(), *self._sampling.kernels()],
+            [*model.kernels(), *attention, *self._sampling.kernels()],
             kernels,
             when_idle=kernels_when_idle,
         )
@@ -91,7 +94,7 @@ class Loop:
     def assemble(self) -> None:
         """A fresh cache, scheduler and runner around the model."""
         config = self.config
-        self.cache = make_cache(self.model, config, self._layout, self._attention)
+        self.cache = make_cache(self.model, config, self._layers)
         taps = () if self._proposer is None else self._proposer.taps
         if self._followers is not None:
             self._followers.assembled(self.cache, config, taps)

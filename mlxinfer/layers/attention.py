@@ -8,14 +8,15 @@ import mlx.core as mx
 from ..core import CacheSpec, KVSpec
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import Softmax
+from ..metal_kernels.stored import KVFormat
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .linear import Projection
 from .norm import Norm
 from .rope import QueryScale, RopeSpec, inverse_frequencies
 from .step import Rope, Step
 
-# From bits of keys and of values, and numbers of a key that a joint vector has; 0: it has none.
-HeadsMaker = Callable[[int | None, int | None, int], Heads]
+# From formats of keys and of values, and numbers of a key that a joint vector has; 0: it has none.
+HeadsMaker = Callable[[KVFormat, KVFormat, int], Heads]
 
 
 class Mixer(Protocol):
@@ -111,14 +112,13 @@ def heads_maker(
         # Where whole heads turn the attention scale has the factor, see scale_factor.
         magnitude = 1.0 if rope.dims == head_dim else rope.attention_factor
 
-    def make(key_bits: int | None, value_bits: int | None, joint: int) -> Heads:
+    def make(key_format: KVFormat, value_format: KVFormat, joint: int) -> Heads:
         return Heads(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            key_bits=key_bits,
-            value_bits=value_bits,
-            rotate=key_bits == 4,
+            key_format=key_format,
+            value_format=value_format,
             norm_weight=norm_weight,
             norm_eps=norm_eps,
             norms_values=norms_values,

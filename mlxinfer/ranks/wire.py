@@ -22,7 +22,7 @@ from ..cache.inputs import (
     PartialCopy,
     Segments,
     Spill,
-    StepSegments,
+    StepMetadata,
 )
 from ..cache.pages import PageTable
 from ..engine.forward import StepInputs
@@ -82,6 +82,8 @@ class StepMessage(msgspec.Struct, array_like=True, tag="step"):
     long: list[tuple[list[int], int, int, int, int, int]]
     positions: bytes
     verified: list[int]
+    spans: list[bytes] | None
+    rope_positions: list[bytes] | None
     follows: bool
     known_ids: bytes | None
     pending: bytes | None
@@ -157,6 +159,8 @@ class Writer:
             long,
             _bytes(segments.positions),
             [*segments.verified],
+            _lines(segments.spans),
+            _lines(segments.rope_positions),
             step.follows,
             None if step.known_ids is None else _bytes(step.known_ids),
             None if step.pending is None else _bytes(step.pending),
@@ -249,7 +253,14 @@ class Reader:
         self._short = short
         long = [LongSegment(self._of(numbers), *rest) for numbers, *rest in message.long]
         step = StepInputs(
-            segments=StepSegments(short, long, _ints(message.positions), message.verified),
+            segments=StepMetadata(
+                short,
+                long,
+                _ints(message.positions),
+                message.verified,
+                _table(message.spans),
+                _table(message.rope_positions),
+            ),
             follows=message.follows,
             known_ids=None if message.known_ids is None else _ints(message.known_ids),
             pending=None if message.pending is None else _ints(message.pending),
@@ -355,6 +366,7 @@ def _scalars(step: StepInputs) -> list[object]:
     return [
         [step.follows, step.is_barrier, step.num_slots, step.num_rows],
         [*step.segments.verified],
+        [_lines(step.segments.spans), _lines(step.segments.rope_positions)],
         [step.new_slots, step.prompt_rows],
         [(s.row, s.start, s.num_tokens, s.sealed, s.slot) for s in step.segments.long],
         [part.width for part in step.segments.short],
@@ -368,6 +380,19 @@ def _scalars(step: StepInputs) -> list[object]:
 
 def _bytes(array: Ints) -> bytes:
     return np.ascontiguousarray(array, dtype="<i4").tobytes()
+
+
+def _lines(array: Ints | None) -> list[bytes] | None:
+    """An array (T,) or (n, T), row by row."""
+    return None if array is None else [_bytes(row) for row in np.atleast_2d(array)]
+
+
+def _table(lines: list[bytes] | None) -> Ints | None:
+    """The array of `_lines`."""
+    if lines is None:
+        return None
+    rows = np.stack([_ints(line) for line in lines])
+    return rows[0] if len(rows) == 1 else rows
 
 
 def _ints(data: bytes) -> Ints:

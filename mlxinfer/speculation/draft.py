@@ -20,7 +20,6 @@ import mlx.core as mx
 
 from ..cache.inputs import Move, ints
 from ..cache.pages import OutOfPages
-from ..cache.state import Block
 from ..config import EngineConfig
 from ..core import Request, SamplingParams, StateSpec, TokenEvent
 from ..engine.batch import (
@@ -89,7 +88,7 @@ class DraftProposer(Source):
         self.cost = cost
         self.priors = {(self.name, place): PRIOR for place in range(MAX_DEPTH)}
         self._recurs = any(isinstance(spec, StateSpec) for spec in model.cache_specs)
-        self._states: dict[Sequence, tuple[Block, int]] = {}  # of own sequences, without proposals
+        self._states: dict[Sequence, Any] = {}  # of own sequences, without proposals
         self._model = model
         self._vocab_size = vocab_size
         self._max_context = config.max_context
@@ -188,7 +187,7 @@ class DraftProposer(Source):
     def _forget_drawn(self, own: Sequence, start: int, num_kept: int) -> None:
         """Go back to `num_kept` tokens after the first `start`."""
         if own.num_computed > start and self._recurs:
-            self._loop.cache.states.put_back(own.slot, self._states[own])
+            self._loop.cache.put_back(own.slot, self._states[own])
             num_kept = 0
         own.num_computed = min(own.num_computed, start + num_kept)
 
@@ -295,7 +294,7 @@ class DraftProposer(Source):
             previous = self._launch(batch, previous)
             for own in batch.sampling.sequences if self._recurs else ():
                 if own.num_pending == 1:  # the next steps are of proposals
-                    self._states[own] = self._loop.cache.states.held(own.slot)
+                    self._states[own] = self._loop.cache.held(own.slot)
             launched.append(previous)
         self._num_steps += len(launched)
         for step in launched:

@@ -18,12 +18,11 @@ import mlx.core as mx
 
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table
-from mlxinfer.cache.formats import lay_out
-from mlxinfer.cache.inputs import Segments, ints, step_segments
+from mlxinfer.cache.inputs import Segments, StepMetadata, ints
 from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.layout import kernel_uses, lay_out
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
-from mlxinfer.engine.attention_kernels import AttentionKernels
 from mlxinfer.engine.kernels import Kernels
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
@@ -41,22 +40,17 @@ Graph = Callable[[mx.array], mx.array]  # (B,) tokens -> logits, lazy; each call
 def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     """Steps of a bfloat16 model with all its kernels; to be made and called under `as_on_metal`."""
     model = load(folder, dtype="bfloat16")
-    specs, stored = lay_out(model.cache_specs, KVOptions(bits=(bits, bits)), key_bias=False)
-    kernels = AttentionKernels(model.mixers, specs, stored, model.activation_dtype)
-    Kernels([*model.kernels(), *kernels.kernels()], frozenset)
+    dtype, options = model.activation_dtype, KVOptions(bits=(bits, bits))
+    layers = lay_out(model.cache_specs, options, dtype=dtype, key_bias=False)
+    pairs = list(zip(layers, model.mixers, strict=True))
+    Kernels([*model.kernels(), *kernel_uses(pairs)], frozenset)
     cache = KVCache(
-        specs,
-        bits=stored,
-        dtype=model.activation_dtype,
+        layers,
         page_size=PAGE,
         max_batch=requests,
         prefill_chunk=64,
         budget_bytes=1 << 30,
         num_pages=SEQUENCE_PAGES * requests,
-        kernel_layers=kernels.attention,
-        prefill_layers=frozenset(kernels.prefill),
-        heads=kernels.heads,
-        tail_layers=kernels.tails,
     )
     cache.make_room(requests)
     rows = range(requests)
@@ -75,9 +69,10 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
 
     def step(ids: mx.array) -> mx.array:
         nonlocal spans
-        found = step_segments([], [], spans)
+        found = StepMetadata([spans], [], spans.starts)
         spans = spans.advance()
-        caches = dict(zip(model.mixers, cache.begin_step(found), strict=True))
+        cache.begin_step(found)
+        caches = dict(zip(model.mixers, cache.layers, strict=True))
         return model.logits(model(ids, Step(mx.array(found.positions), caches)))
 
     return step

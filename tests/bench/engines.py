@@ -369,7 +369,7 @@ class OurEngine:
     @property
     def tail_bytes(self) -> int:
         """Of all tails, used or not."""
-        return sum(pool.tail_bytes for pool in self.loop.cache.pools)
+        return sum(pool.tail_bytes for pool in self.loop.cache.paged)
 
     @property
     def launched(self) -> Work:

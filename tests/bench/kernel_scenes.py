@@ -10,12 +10,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxinfer.cache.formats import make_format
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from mlxinfer.metal_kernels.attention_scene import Plane, in_one_vector, in_shared_tails
 from mlxinfer.metal_kernels.prefill_attention import tile_queries
 from mlxinfer.metal_kernels.prefill_plan import Chunks
-from mlxinfer.metal_kernels.stored import share_tails
+from mlxinfer.metal_kernels.stored import FORMATS
 
 Ints = NDArray[np.int32]
 
@@ -101,7 +100,7 @@ def build(scene: Scene) -> Inputs:
     keys, values = planes[0], planes[-1]
     if scene.turning:
         keys, values = in_one_vector(keys, scene.key_dim, *dims)
-    elif share_tails((scene.key_dim, scene.value_dim), scene.bits):
+    elif scene.key_dim == scene.value_dim and scene.bits[0] == scene.bits[1]:
         keys, values = in_shared_tails(keys, values)
     return Inputs(queries, keys, values, plan, int(in_pages.sum() + in_tails.sum()))
 
@@ -189,7 +188,7 @@ def _plane(
     in_pages: NDArray[np.bool_],
     in_tails: NDArray[np.bool_],
 ) -> Plane:
-    fmt = make_format(dim, scene.dtype, bits)
+    fmt = FORMATS[bits]
     pages, tails = (
         fmt.encode(
             mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(scene.dtype),
@@ -203,4 +202,4 @@ def _plane(
     for parts, where in zip((pages, tails), hidden, strict=True):
         parts[-1] = mx.where(where, mx.array(float("nan"), parts[-1].dtype), parts[-1])
     mx.eval(pages, tails)
-    return Plane(pages, tails)
+    return Plane(fmt, pages, tails, dim)

@@ -5,38 +5,38 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import Bits, layer_of
 
-from mlxinfer.cache import chunk_attention
-from mlxinfer.cache.chunk_attention import ChunkPlan
-from mlxinfer.cache.formats import PLAIN, Bits
+from mlxinfer.cache import plain
 from mlxinfer.cache.groups import AttentionWindow
-from mlxinfer.cache.pool import LayerPool
+from mlxinfer.cache.keys_values import KeyValueLayer
+from mlxinfer.cache.plain import Chunk
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
+PLAIN: Bits = (None, None)
 
 
-def chunk(start: int, count: int, window: AttentionWindow, runs: Sequence[int]) -> ChunkPlan:
-    """Tokens [start, start + count) with keys in pool slots from `runs` on, 200 at a time."""
+def chunk(start: int, count: int, window: AttentionWindow, runs: Sequence[int]) -> Chunk:
+    """Tokens [start, start + count) with keys in layer slots from `runs` on, 200 at a time."""
     ranges = window.ranges(start, start + count)
     positions = np.concatenate([np.arange(*part) for part in ranges])
     reads = [
         (runs[i // 200], runs[i // 200] + min(200, len(positions) - i))
         for i in range(0, len(positions), 200)
     ]
-    return ChunkPlan(slice(0, count), [], reads, start, ranges, window)
+    return Chunk(slice(0, count), [], reads, start, ranges, window)
 
 
-def filled_pool(num_tokens: int, bits: Bits = PLAIN, dim: int = DIM) -> LayerPool:
+def filled_layer(num_tokens: int, bits: Bits = PLAIN, dim: int = DIM) -> KeyValueLayer:
     spec = KVSpec(KV_HEADS, dim, dim)
-    sizes = {"page_size": 16, "num_pages": num_tokens // 16, "num_slots": 1}
-    pool = LayerPool(spec, **sizes, dtype=mx.float32, bits=bits)
+    layer: KeyValueLayer = layer_of(spec, bits, num_pages=num_tokens // 16, num_slots=1)
     vectors = mx.random.normal((num_tokens, KV_HEADS, dim), key=mx.random.key(1))
-    for plane in pool.planes:
+    for plane in layer.planes:
         plane.write_pages([(0, num_tokens)], 0, plane.fmt.encode(vectors))
-    mx.eval(pool.arrays())
-    return pool
+    mx.eval(layer.arrays())
+    return layer
 
 
 @pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(size=150, sinks=7)])
@@ -45,20 +45,20 @@ def filled_pool(num_tokens: int, bits: Bits = PLAIN, dim: int = DIM) -> LayerPoo
 def test_blocks_of_keys_change_nothing(
     window: AttentionWindow, bits: Bits, sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = filled_pool(2_000, bits)
+    layer = filled_layer(2_000, bits)
     plan = chunk(555, 300, window, [1_000, 400, 0, 1_400, 800])
     queries = mx.random.normal((300, HEADS, DIM), key=mx.random.key(2))
     softmax = Softmax(0.2, mx.linspace(-1, 1, HEADS) if sinks else None)
-    whole = plan.attend(pool, queries, softmax)
-    monkeypatch.setattr(chunk_attention, "KEY_BLOCK", 64)
-    found = plan.attend(pool, queries, softmax)
+    whole = plan.attend(layer, queries, softmax)
+    monkeypatch.setattr(plain, "KEY_BLOCK", 64)
+    found = plan.attend(layer, queries, softmax)
     assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("bits", [PLAIN, (8, 8)])
 def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
     dim, count = 128, 128
-    pool = filled_pool(9_600, bits, dim)
+    layer = filled_layer(9_600, bits, dim)
     queries = mx.random.normal((count, HEADS, dim), key=mx.random.key(2))
     mx.eval(queries)
 
@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_the_context(bits: Bits) -> None:
         plan = chunk(start, count, AttentionWindow(), [i * 200 for i in range(48)])
         held = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(plan.attend(pool, queries, Softmax(0.1)))
+        mx.eval(plan.attend(layer, queries, Softmax(0.1)))
         return mx.get_peak_memory() - held
 
     # MLX gives memory back when it likes: one may be a fifth off, and growth would be 2.25 times.

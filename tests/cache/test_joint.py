@@ -1,42 +1,25 @@
 """Keys and values in one vector attend as they do in vectors of their own, in every format."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import PAGE, Bits, Tokens, layer_of, prepare
 
-from mlxinfer.cache.formats import Bits, lay_out, token_bytes
-from mlxinfer.cache.groups import AttentionWindow
-from mlxinfer.cache.inputs import QuerySegment, step_segments
-from mlxinfer.cache.joint import JointPool
+from mlxinfer.cache.inputs import QuerySegment, step_metadata
+from mlxinfer.cache.keys_values import JointLayer, KeyValueLayer
+from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.cache.plain_attention import PlainPlanner
-from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.step import StepKV, plan_group
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
-PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
+HEADS, GROUP, DIM = 2, 3, 64
 SPEC = KVSpec(HEADS, DIM, DIM, turning=16)
 LENGTHS, QUERIES = (37, 50, 5), (1, 20, 3)
 PAGES = ([6, 1, 4], [0, 3, 8, 9, 10], [5])
-
-
-@dataclass
-class Tokens:
-    row: int
-    start: int
-    num_tokens: int
-    sealed: int
-    slot: int
-    tables: list[PageTable]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
 
 
 def vectors(count: int, heads: int, seed: int) -> mx.array:
@@ -52,23 +35,22 @@ def keys_and_values(count: int, seed: int) -> tuple[mx.array, mx.array]:
 
 
 def step(
-    pool: LayerPool | JointPool, short: list[QuerySegment], long: list[QuerySegment], seed: int
+    layer: KeyValueLayer, short: list[QuerySegment], long: list[QuerySegment], seed: int
 ) -> mx.array:
-    segments = step_segments(short, long)
-    planner = PlainPlanner(0, AttentionWindow(), PAGE, token_bytes=1 << 20)
-    plan = plan_group(segments, group=0, window=AttentionWindow(), page_size=PAGE, planner=planner)
-    count = len(segments.positions)
+    metadata = step_metadata(short, long)
+    prepare(layer, metadata)
+    count = len(metadata.positions)
     queries = vectors(count, HEADS * GROUP, seed + 2)
-    outputs = StepKV(pool, plan).attend(queries, *keys_and_values(count, seed), Softmax(0.125))
-    mx.eval(outputs, pool.arrays())
+    outputs = layer.attend(queries, *keys_and_values(count, seed), Softmax(0.125))
+    mx.eval(outputs, layer.arrays())
     return outputs
 
 
-def attended(pool: LayerPool | JointPool) -> list[mx.array]:
+def attended(layer: KeyValueLayer) -> list[mx.array]:
     """What prompts see, then a step of one token, a chunk and three tokens."""
     tables = [PageTable(PAGE, pages=list(pages)) for pages in PAGES]
     found = [
-        step(pool, [], [Tokens(0, 0, length, 0, slot, [table])], seed=slot)
+        step(layer, [], [Tokens(0, 0, length, 0, slot, [table])], seed=slot)
         for slot, (table, length) in enumerate(zip(tables, LENGTHS, strict=True))
     ]
     segments = [
@@ -77,23 +59,19 @@ def attended(pool: LayerPool | JointPool) -> list[mx.array]:
             zip(tables, (0, 4, 1), LENGTHS, QUERIES, strict=True)
         )
     ]
-    return [*found, step(pool, [segments[0], segments[2]], [segments[1]], seed=9)]
+    return [*found, step(layer, [segments[0], segments[2]], [segments[1]], seed=9)]
 
 
-def num_bytes(pool: LayerPool | JointPool) -> int:
-    return sum(array.nbytes for array in pool.arrays())
+def num_bytes(layer: KeyValueLayer) -> int:
+    return sum(array.nbytes for array in layer.arrays())
 
 
 @pytest.mark.parametrize("bits", [(None, None), (8, 8), (4, 4)])
 def test_attends_as_keys_and_values_apart(bits: Bits) -> None:
-    sizes: dict[str, Any] = {
-        "page_size": PAGE,
-        "num_pages": 11,
-        "num_slots": 3,
-        "dtype": mx.float32,
-    }
-    joint = JointPool(SPEC, **sizes, bits=bits)
-    apart = LayerPool(replace(SPEC, turning=0), **sizes, bits=bits)
+    sizes: dict[str, Any] = {"num_pages": 11, "num_slots": 3}
+    joint = layer_of(SPEC, bits, **sizes)
+    assert isinstance(joint, JointLayer)
+    apart = layer_of(replace(SPEC, turning=0), bits, **sizes)
     worst = {None: 1e-5, 8: 0.01, 4: 0.15}[bits[0]]  # of the mean: codes are of other groups
     for ours, theirs in zip(attended(joint), attended(apart), strict=True):
         off = np.abs(np.array(ours) - np.array(theirs))
@@ -104,8 +82,10 @@ def test_attends_as_keys_and_values_apart(bits: Bits) -> None:
 
 def test_a_token_takes_80_numbers_of_128() -> None:
     assert SPEC.numbers == HEADS * 80
-    assert token_bytes(SPEC, mx.bfloat16, (None, None)) == HEADS * 80 * 2
-    assert token_bytes(SPEC, mx.bfloat16, (8, 8)) == HEADS * (80 + 2 * 2 * 2)
+    for bits, num_bytes in ((None, 80 * 2), (8, 80 + 2 * 2 * 2)):
+        options = KVOptions(bits=(bits, bits))
+        [layer] = lay_out([SPEC], options, dtype=mx.bfloat16, key_bias=False)
+        assert layer.token_bytes == HEADS * num_bytes
 
 
 @pytest.mark.parametrize(
@@ -120,5 +100,6 @@ def test_a_token_takes_80_numbers_of_128() -> None:
     ],
 )
 def test_one_format_holds_both_or_they_are_apart(bits: Bits, turning: int, kept: bool) -> None:
-    [spec], _ = lay_out([replace(SPEC, turning=turning)], KVOptions(bits=bits), key_bias=False)
-    assert spec == replace(SPEC, turning=turning if kept else 0)
+    specs = [replace(SPEC, turning=turning)]
+    [layer] = lay_out(specs, KVOptions(bits=bits), dtype=mx.float16, key_bias=False)
+    assert layer.spec == replace(SPEC, turning=turning if kept else 0)

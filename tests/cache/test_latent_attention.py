@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import PAGE, Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.formats import lay_out, make_format
-from mlxinfer.cache.inputs import Move, StepSegments, step_segments
+from mlxinfer.cache.inputs import CacheWork, Move, StepMetadata, step_metadata
 from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.core import LatentSpec
 from mlxinfer.errors import InvalidRequestError
 
-R, DR, DN, DV, HEADS, PAGE = 32, 8, 12, 10, 3, 16
+R, DR, DN, DV, HEADS = 32, 8, 12, 10, 3
 SCALE = 0.3
 
 
@@ -38,9 +39,7 @@ class Projection:
         values = rng.normal(size=(HEADS, DV, R)) * R**-0.5
         return cls(mx.array(keys.astype(np.float32)), mx.array(values.astype(np.float32)))
 
-    @property
-    def value_dim(self) -> int:
-        return DV
+    key_dim, value_dim = DN, DV
 
     def absorb(self, q_nope: mx.array) -> mx.array:
         return (q_nope[:, :, None] @ self.keys)[:, :, 0]
@@ -51,22 +50,6 @@ class Projection:
     def expand(self, latents: mx.array) -> tuple[mx.array, mx.array]:
         each = latents[:, None, :, None]
         return (self.keys @ each)[..., 0], (self.values @ each)[..., 0]
-
-
-@dataclass
-class Tokens:
-    """New tokens of one sequence, as the cache sees them."""
-
-    row: int
-    start: int
-    num_tokens: int
-    sealed: int
-    slot: int
-    tables: list[PageTable]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
 
 
 @dataclass
@@ -82,17 +65,16 @@ class World:
     """A cache of one latent layer, its sequences, and the reference."""
 
     def __init__(self, options: KVOptions, seed: int) -> None:
-        specs, bits = lay_out([LatentSpec(R, DR)], options, key_bias=False)
-        self.spec, self.bits = specs[0], bits[0]
+        specs = [LatentSpec(R, DR)]
+        layers = lay_out(specs, options, dtype=mx.float32, key_bias=False)
+        self.spec, self.fmt = layers[0].spec, layers[0].formats[0]
         self.cache = KVCache(
-            specs,
-            dtype=mx.float32,
+            layers,
             page_size=PAGE,
             max_batch=4,
             prefill_chunk=64,
             budget_bytes=1 << 24,
             num_pages=60,
-            bits=bits,
         )
         self.rng = np.random.default_rng(seed)
         self.projection = Projection.random(self.rng)
@@ -118,7 +100,7 @@ class World:
                 moves.append(Move([sequence.table], sequence.slot, sequence.num_sealed, last))
                 sequence.num_sealed = full
         self.cache.make_room(4)
-        self.cache.seal(moves)
+        self.cache.carry_out(CacheWork(seal=moves))
         row, order = 0, []
         chunks = [(s, n) for s, n in zip(self.sequences, counts, strict=True) if n]
         for sequence, count in sorted(chunks, key=lambda c: (c[1] > 8, c[1] > 1)):
@@ -131,19 +113,20 @@ class World:
             if count > 8:
                 sequence.num_sealed = sequence.num_computed - sequence.num_computed % PAGE
         if row:
-            self._attend(step_segments(short, long), [*short, *long], order, row)
+            self._attend(step_metadata(short, long), [*short, *long], order, row)
 
     def _attend(
-        self, segments: StepSegments, parts: list[Tokens], order: list[Running], num_rows: int
+        self, segments: StepMetadata, parts: list[Tokens], order: list[Running], num_rows: int
     ) -> None:
         draw = self.rng.normal
         q_nope = draw(size=(num_rows, HEADS, DN)).astype(np.float32)
         q_rope = draw(size=(num_rows, HEADS, DR)).astype(np.float32)
         latent = draw(size=(num_rows, R)).astype(np.float32)
         k_rope = draw(size=(num_rows, DR)).astype(np.float32)
-        (step,) = self.cache.begin_step(segments)
+        self.cache.begin_step(segments)
+        (layer,) = self.cache.paged
         arrays = [mx.array(a) for a in (q_nope, q_rope, latent, k_rope)]
-        found = np.array(step.attend(*arrays, projection=self.projection, scale=SCALE))  # type: ignore[call-arg, union-attr]
+        found = np.array(layer.attend(*arrays, projection=self.projection, scale=SCALE))
         assert found.shape == (num_rows, HEADS, DV)
         stored = np.array(self._stored(arrays[2], arrays[3]))
         for tokens, sequence in zip(parts, order, strict=True):
@@ -154,10 +137,9 @@ class World:
 
     def _stored(self, latent: mx.array, k_rope: mx.array) -> mx.array:
         """What comes back of vectors: only the latent part is rotated, and back again."""
-        rotates = self.bits[0] == 4
-        fmt = make_format(R + DR, mx.float32, self.bits[0])
+        rotates, fmt = self.fmt.rotates, self.fmt
         rotated = mx.hadamard_transform(latent) if rotates else latent
-        vectors = fmt.decode(fmt.encode(mx.concatenate([rotated, k_rope], axis=-1)))
+        vectors = fmt.decode(fmt.encode(mx.concatenate([rotated, k_rope], axis=-1)), mx.float32)
         back = mx.hadamard_transform(vectors[:, :R]) if rotates else vectors[:, :R]
         return mx.concatenate([back, vectors[:, R:]], axis=-1)
 
@@ -221,4 +203,4 @@ def test_formats_that_a_latent_cannot_have_are_refused(
     spec: LatentSpec, bits: tuple[int | None, int | None], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        lay_out([spec], KVOptions(bits=bits), key_bias=False)
+        lay_out([spec], KVOptions(bits=bits), dtype=mx.float32, key_bias=False)

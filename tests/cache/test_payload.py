@@ -3,11 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import Bits
 
-from mlxinfer.cache import payload as payload_module
-from mlxinfer.cache.formats import Bits
+from mlxinfer.cache import page_group
 from mlxinfer.cache.kv import KVCache
-from mlxinfer.cache.payload import read_pages, write_pages
+from mlxinfer.cache.layout import lay_out
+from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec
 
 PAGE = 4
@@ -17,17 +18,15 @@ SPECS = [KVSpec(2, 24, 16), KVSpec(1, 24, 24, window=6), KVSpec(2, 24, 16)]
 def noisy_cache(dtype: mx.Dtype, bits: Bits, seed: int = 0) -> KVCache:
     """Pools of random bytes: also what no step would write (NaN) must come back."""
     cache = KVCache(
-        SPECS,
-        dtype=dtype,
+        lay_out(SPECS, KVOptions(bits=bits), dtype=dtype, key_bias=False),
         page_size=PAGE,
         max_batch=2,
         prefill_chunk=8,
         budget_bytes=1 << 20,
         num_pages=9,
-        bits=[bits] * len(SPECS),
     )
     random = np.random.default_rng(seed)
-    for plane in (p for g in range(len(cache.groups)) for p in cache.planes(g)):
+    for plane in (plane for group in cache.groups for plane in group.planes):
         plane.pages = [
             mx.array(random.integers(0, 256, array.nbytes, np.uint8))
             .view(array.dtype)
@@ -41,7 +40,7 @@ def page_parts(cache: KVCache, group: int, page: int) -> list[bytes]:
     """What a page holds, part by part, read without any of the code that is tested."""
     return [
         np.array(array.view(mx.uint8))[:, page * PAGE : (page + 1) * PAGE].tobytes()
-        for plane in cache.planes(group)
+        for plane in cache.groups[group].planes
         for array in plane.pages
     ]
 
@@ -60,14 +59,14 @@ def page_parts(cache: KVCache, group: int, page: int) -> list[bytes]:
 def test_pages_move_between_caches_bit_for_bit(
     dtype: mx.Dtype, bits: Bits, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(payload_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(page_group, "CHUNK_BYTES", chunk_bytes)
     source, target = noisy_cache(dtype, bits), noisy_cache(dtype, bits, seed=1)
     for group in range(len(source.groups)):
         taken, placed, other = [5, 0, 7, 6], [2, 3, 8, 0], 4
         before = page_parts(target, group, other)
-        payloads = read_pages(source.planes(group), taken, PAGE)
+        payloads = source.groups[group].read_out(taken)
         assert {len(p) for p in payloads} == {source.groups[group].page_bytes}
-        write_pages(target.planes(group), placed, PAGE, payloads)
+        target.groups[group].load(placed, payloads)
         for page, payload, place in zip(taken, payloads, placed, strict=True):
             assert b"".join(page_parts(source, group, page)) == payload
             assert page_parts(target, group, place) == page_parts(source, group, page)
@@ -76,5 +75,5 @@ def test_pages_move_between_caches_bit_for_bit(
 
 def test_nothing_is_read_or_written_where_nothing_is_asked_for() -> None:
     cache = noisy_cache(mx.float32, (None, None))
-    assert read_pages(cache.planes(0), [], PAGE) == []
-    write_pages(cache.planes(0), [], PAGE, [])
+    assert cache.groups[0].read_out([]) == []
+    cache.groups[0].load([], [])

@@ -3,41 +3,29 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import PAGE, Bits, fill, layer_of, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache import plain_attention
-from mlxinfer.cache.formats import Bits
+from mlxinfer.cache import plain
 from mlxinfer.cache.groups import AttentionWindow
-from mlxinfer.cache.inputs import Segments, StepSegments
+from mlxinfer.cache.inputs import Segments, StepMetadata
+from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.cache.plain_attention import HIDDEN, PlainPlanner
-from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.step import StepKV, plan_group
+from mlxinfer.cache.plain import HIDDEN, PlainAttention
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax, gathered_attention
 
-PAGE, HEADS, GROUP, DIM = 16, 2, 3, 32
+HEADS, GROUP, DIM = 2, 3, 32
 NUM_PAGES = 80
 
 
-def filled_pool(window: AttentionWindow, bits: Bits, num_slots: int) -> LayerPool:
-    """A pool with noise in its pages and tails."""
-    rng = np.random.default_rng(5)
+def filled_layer(window: AttentionWindow, bits: Bits, num_slots: int) -> KeyValueLayer:
+    """A layer with noise in its pages and tails."""
     spec = KVSpec(HEADS, DIM, DIM, window.size, window.sinks)
-    pool = LayerPool(
-        spec,
-        page_size=PAGE,
-        num_pages=NUM_PAGES,
-        num_slots=num_slots,
-        dtype=mx.float32,
-        bits=bits,
-    )
-    for plane in (pool.keys, pool.values):
-        for arrays in (plane.pages, plane.tails):
-            noise = rng.standard_normal((*arrays[0].shape[:-1], DIM), dtype=np.float32)
-            arrays[:] = plane.fmt.encode(mx.array(noise))
-    return pool
+    layer: KeyValueLayer = layer_of(spec, bits, num_pages=NUM_PAGES, num_slots=num_slots)
+    fill(layer, seed=5)
+    return layer
 
 
 def spans_of(
@@ -69,23 +57,15 @@ def spans_of(
     )
 
 
-def attend(spans: Segments, pool: LayerPool, window: AttentionWindow, limit: int) -> mx.array:
+def attend(spans: Segments, layer: KeyValueLayer, window: AttentionWindow, limit: int) -> mx.array:
     """What one step's attention gives, in flat order, if `limit` pages may be gathered together."""
     token_bytes = 2 * HEADS * DIM * 4
-    planner = PlainPlanner(0, window, PAGE, token_bytes=token_bytes)
     positions = spans.tokens()[2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_attention, "BLOCK_BYTES", limit * PAGE * token_bytes)
-        plan = plan_group(
-            StepSegments([spans], [], positions),
-            group=0,
-            window=window,
-            page_size=PAGE,
-            planner=planner,
-            positions=None,
-        )
+        patch.setattr(plain, "BLOCK_BYTES", limit * PAGE * token_bytes)
+        prepare(layer, StepMetadata([spans], [], positions), window, PlainAttention(token_bytes))
     queries, keys, values, sinks = inputs(len(positions))
-    return StepKV(pool, plan).attend(queries, keys, values, Softmax(0.2, sinks))
+    return layer.attend(queries, keys, values, Softmax(0.2, sinks))
 
 
 def inputs(count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -98,10 +78,10 @@ def inputs(count: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     return queries, keys, values, mx.array(rng.standard_normal(HEADS * GROUP, dtype=np.float32))
 
 
-def dense(spans: Segments, pool: LayerPool, window: AttentionWindow) -> mx.array:
-    """The same by definition: one token after the other over what it sees; `pool` has the step."""
+def dense(spans: Segments, layer: KeyValueLayer, window: AttentionWindow) -> mx.array:
+    """The same by definition: one token after the other over what it sees; `layer` has the step."""
     queries, *_, sinks = inputs(len(spans.tokens()[0]))
-    tails = pool.read_tails(slice(0, len(spans)))
+    tails = layer.read_tails(slice(0, len(spans)))
     outputs = []
     rows, slots, positions = (part.tolist() for part in spans.tokens())
     for row, slot, position in zip(rows, slots, positions, strict=True):
@@ -114,10 +94,10 @@ def dense(spans: Segments, pool: LayerPool, window: AttentionWindow) -> mx.array
         places = mx.array(numbers[old // PAGE] * PAGE + old % PAGE)
         keys_values = [
             mx.concatenate(
-                [plane.fmt.decode([part[:, places] for part in plane.pages]), tail[slot][:, new]],
+                [plane.decode([part[:, places] for part in plane.pages]), tail[slot][:, new]],
                 axis=1,
             )
-            for plane, tail in zip((pool.keys, pool.values), tails, strict=True)
+            for plane, tail in zip((layer.keys, layer.values), tails, strict=True)
         ]
         outputs.append(
             mx.fast.scaled_dot_product_attention(
@@ -161,26 +141,26 @@ def test_as_each_token_by_itself(
     if single:
         draws = [(pages, in_tail, 1) for pages, in_tail, _ in draws]
     spans = spans_of(draws, window, scattered=scattered)
-    pool = filled_pool(window, bits, len(draws))
-    found = attend(spans, pool, window, limit)
-    assert mx.allclose(found, dense(spans, pool, window), rtol=1e-4, atol=1e-5).item()
+    layer = filled_layer(window, bits, len(draws))
+    found = attend(spans, layer, window, limit)
+    assert mx.allclose(found, dense(spans, layer, window), rtol=1e-4, atol=1e-5).item()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_what_another_sequence_left_does_not_reach_through_the_padding(place: int) -> None:
     """Not even what is no number: its weight is 0, but 0 times that is none either."""
-    window, pool = AttentionWindow(), filled_pool(AttentionWindow(), (None, None), 3)
+    window, layer = AttentionWindow(), filled_layer(AttentionWindow(), (None, None), 3)
     draws = [(1, 5, 1), (2, 0, 1)]
     draws.insert(place, (4, 2, 1))
     spans, sound = spans_of(draws, window, scattered=False), [i for i in range(3) if i != place]
-    for plane in (pool.keys, pool.values):
+    for plane in (layer.keys, layer.values):
         (pages,) = plane.pages
         held = [run for i in sound for run in spans.tables[i][0].runs(0, draws[i][0] * PAGE)]
         broken = np.full(pages.shape, np.nan, np.float32)
         for start, stop in held:
             broken[:, start:stop] = np.array(pages[:, start:stop])
         plane.pages[0] = mx.array(broken)
-    found = attend(spans, pool, window, limit=100)
+    found = attend(spans, layer, window, limit=100)
     assert mx.isnan(found[place]).all().item(), "it has nothing else"
     assert not mx.isnan(found[mx.array(sound)]).any().item()
 
@@ -191,17 +171,17 @@ def test_parts_are_found_again_while_only_tokens_join() -> None:
     )
     for step in range(3):
         for limit in (2, 100):
-            pool = filled_pool(AttentionWindow(), (None, None), 4)
+            layer = filled_layer(AttentionWindow(), (None, None), 4)
             fresh = spans_of(
                 [(4, 2 + step, 1), (1, 5 + step, 1), (2, step, 1), (0, 3 + step, 1)],
                 AttentionWindow(),
                 scattered=False,
             )
             expected = attend(
-                fresh, filled_pool(AttentionWindow(), (None, None), 4), AttentionWindow(), limit=0
+                fresh, filled_layer(AttentionWindow(), (None, None), 4), AttentionWindow(), limit=0
             )
             assert mx.allclose(
-                attend(spans, pool, AttentionWindow(), limit), expected, atol=1e-6
+                attend(spans, layer, AttentionWindow(), limit), expected, atol=1e-6
             ).item()
         spans = spans.advance()
 
@@ -218,13 +198,13 @@ def test_a_token_scores_the_same_in_the_tail_and_in_a_page(dtype: mx.Dtype) -> N
     mask = mx.array(np.where(sealed, HIDDEN, np.float32(0))[None, None, None])
     run = keys[0:1, :, :PAGE].swapaxes(-1, -2), values[0:1, :, :PAGE]
     nothing = mx.zeros_like(mask)
-    in_tail = gathered_attention(queries, None, None, keys, values, nothing, scale=0.125)
-    in_page = gathered_attention(queries, run, None, keys, values, mask, scale=0.125)
+    in_tail = gathered_attention(queries, None, None, keys, values, nothing, Softmax(0.125))
+    in_page = gathered_attention(queries, run, None, keys, values, mask, Softmax(0.125))
     assert mx.allclose(in_page, in_tail, rtol=1e-6, atol=1e-6).item()
 
 
 def test_blocks_hold_what_is_alike_and_nothing_is_left_out() -> None:
     pages = np.array([3, 0, 100, 4, 0, 3], np.int32)
-    blocks = [block.tolist() for block in plain_attention.gather_blocks(pages, most=12)]
+    blocks = [block.tolist() for block in plain.gather_blocks(pages, most=12)]
     assert blocks == [[1, 4], [0, 3, 5], [2]]
-    assert [b.tolist() for b in plain_attention.gather_blocks(pages[:1], most=0)] == [[0]]
+    assert [b.tolist() for b in plain.gather_blocks(pages[:1], most=0)] == [[0]]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.formats import lay_out
-from mlxinfer.cache.ranked import ranked
+from mlxinfer.cache.latent import ranked
+from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
 from mlxinfer.core import LatentSpec
 from mlxinfer.errors import InvalidRequestError
@@ -40,6 +40,7 @@ def test_the_best_are_seen(start: int, rows: int, behind: int, count: int, seed:
 def test_a_window_is_refused_and_index_keys_stay_as_they_are() -> None:
     spec = LatentSpec(32, 8, index_dim=24, num_ranked=12)
     assert spec.numbers == 64
-    assert lay_out([spec], KVOptions(bits=(8, 8)), key_bias=False) == ([spec], [(8, 8)])
+    [layer] = lay_out([spec], KVOptions(bits=(8, 8)), dtype=mx.bfloat16, key_bias=False)
+    assert layer.token_bytes == 40 + 2 * 2 + 24 * 2
     with pytest.raises(InvalidRequestError, match="chooses the tokens"):
-        lay_out([spec], KVOptions(window=64), key_bias=False)
+        lay_out([spec], KVOptions(window=64), dtype=mx.bfloat16, key_bias=False)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cache.inputs import Ints
-from mlxinfer.cache.pool import LayerPool
+from mlxinfer.cache.paged import PagedLayer
 from mlxinfer.config import KVOptions
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine.runner import Launched, Runner
@@ -358,14 +358,14 @@ def test_sequences_outside_a_failed_step_start_over(at: int, late: int, also_lau
 
 def test_slots_that_have_no_tail_yet_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX checks no index: what lies beyond an array is other memory."""
-    clear, cleared = LayerPool.clear_tails, []
+    clear, cleared = PagedLayer.clear_tails, []
 
-    def checked(pool: LayerPool, slots: list[int]) -> None:
+    def checked(pool: PagedLayer, slots: list[int]) -> None:
         cleared.append(slots)
         assert max(slots) < pool.num_slots
         clear(pool, slots)
 
-    monkeypatch.setattr(LayerPool, "clear_tails", checked)
+    monkeypatch.setattr(PagedLayer, "clear_tails", checked)
     model = tiny_model(CASE, quantized=True)
     params = SamplingParams(max_tokens=8)
     harness = Harness(model, max_batch=64, prefill_chunk=256)

@@ -12,9 +12,10 @@ from engine.harness import config, prompt
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
+from mlxinfer.cache.layout import LayerCache, kernel_uses, lay_out
+from mlxinfer.config import KVOptions
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import engine as engine_module
-from mlxinfer.engine.attention_kernels import AttentionKernels
 from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.kernels import Kernels
 from mlxinfer.metal_kernels.sample import SamplingKernels
@@ -53,16 +54,17 @@ class Chosen:
     """The kernels of a model and of the engine's other parts."""
 
     kernels: Kernels
-    attention: AttentionKernels
+    layers: list[LayerCache]
     sampling: SamplingKernels
 
 
 def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
-    bits, dtype = [(None, None)] * len(model.cache_specs), model.activation_dtype
-    attention = AttentionKernels(model.mixers, model.cache_specs, bits, dtype)
+    dtype = model.activation_dtype
+    layers = lay_out(model.cache_specs, KVOptions(), dtype=dtype, key_bias=False)
+    attention = kernel_uses(list(zip(layers, model.mixers, strict=True)))
     sampling = SamplingKernels(model.config.vocab_size, dtype)
-    uses = [*model.kernels(), *attention.kernels(), *sampling.kernels()]
-    return Chosen(Kernels(uses, chooser, **how), attention, sampling)
+    uses = [*model.kernels(), *attention, *sampling.kernels()]
+    return Chosen(Kernels(uses, chooser, **how), layers, sampling)
 
 
 def test_before_the_first_step_only_what_decode_needs_is_checked(
@@ -74,7 +76,7 @@ def test_before_the_first_step_only_what_decode_needs_is_checked(
     (first,) = chooser.calls
     assert {variant.kind for variant in first} == DECODE
     assert len(set(first)) == len(DECODE)
-    ready = chosen.attention.attention[0]
+    ready = chosen.layers[0].ready
     assert ready(1)
     assert not ready(8)
     assert not sampling.masks(model_dtype := first[0].dtype)
@@ -92,16 +94,16 @@ def test_before_the_first_step_only_what_decode_needs_is_checked(
 
 def test_numbers_of_queries_are_admitted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide_model(monkeypatch, num_attention_heads=8, num_key_value_heads=1)
-    everything = kernels_of(model, RecordingChooser()).attention.attention[0]
+    everything = kernels_of(model, RecordingChooser()).layers[0].ready
     assert all(everything(count) for count in range(1, 9))
     few = RecordingChooser(max_queries=4)
-    some = kernels_of(model, few).attention.attention[0]
+    some = kernels_of(model, few).layers[0].ready
     admitted = [count for count in range(1, 9) if some(count)]
     assert admitted == [1, 2, 3, 4]
     none = RecordingChooser(["paged_attention"])
-    without = kernels_of(model, none).attention
-    assert not any(without.attention[0](count) for count in range(1, 9))
-    assert set(without.heads) == {0, 1}  # other kernels are used all the same
+    without = kernels_of(model, none).layers
+    assert not any(without[0].ready(count) for count in range(1, 9))
+    assert all(layer.write_heads for layer in without)  # other kernels are used all the same
 
 
 def test_gate_and_up_are_folded_for_as_many_rows_as_were_admitted(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cache.formats import PLAIN
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.kernels import Chooser, choose_none
@@ -106,7 +105,7 @@ def test_same_tokens_as_plain_mlx(
         outcomes = run(model, kv, choose_all(kinds))
     machine.assert_clean()
     # MLX has fused attention for prompts of plain keys and values at this head dim.
-    has_prefill = kv.bits != PLAIN or model.cache_specs[0].window is not None
+    has_prefill = any(kv.bits) or model.cache_specs[0].window is not None
     # Sampling applies masks itself, so that no kernel for them alone is asked for.
     missing = {"bitmask", *(() if has_prefill else ("prefill_attention",))}
     declared = {v.kind for use in model.kernels() for each in use.variants.values() for v in each}

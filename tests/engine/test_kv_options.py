@@ -1,6 +1,7 @@
 """Windows with sinks and stored bits, in ragged chunks, against dense attention under a mask."""
 
 import os
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,20 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.dense_kv import DenseCache, DenseLayerKV
 
-from mlxinfer.cache.formats import (
-    Affine,
-    KVFormat,
-    LessBias,
-    Plain,
-    lay_out,
-    rotatable,
-    vector_bytes,
-)
+from mlxinfer.cache.keys_values import LessBias, rotatable
 from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.layout import LayerCache, lay_out
+from mlxinfer.cache.planes import vector_bytes
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.layers.attention import Attention
+from mlxinfer.metal_kernels.stored import FORMATS, group_size
 from mlxinfer.models.decoder import Model
 
 BITS = [(None, None), (8, 8), (8, 4), (4, 4)]
@@ -32,17 +28,12 @@ BITS = [(None, None), (8, 8), (8, 4), (4, 4)]
 class StoredKV(DenseLayerKV):
     """Dense attention over what the formats make of keys and values."""
 
-    def __init__(self, spec: KVSpec, bits: tuple[int | None, int | None], mixer: Attention) -> None:
-        super().__init__(spec)
-        dims = (spec.key_dim, spec.value_dim)
-        self.formats = [
-            Plain(dim, mx.float32) if b is None else Affine(dim, mx.float32, b)
-            for dim, b in zip(dims, bits, strict=True)
-        ]
-        self.rotates = bits[0] == 4
-        self.turned_bias = (
-            mixer.turned_bias if bits[0] == 4 and mixer.key_bias is not None else None
-        )
+    def __init__(self, layer: LayerCache, mixer: Attention) -> None:
+        super().__init__(layer.spec)
+        self.formats = layer.formats
+        self.rotates = self.formats[0].rotates
+        has_bias = self.rotates and mixer.key_bias is not None
+        self.turned_bias = mixer.turned_bias if has_bias else None
 
     def attend(self, queries, keys, values, softmax):  # type: ignore[no-untyped-def]
         if self.rotates:
@@ -54,17 +45,17 @@ class StoredKV(DenseLayerKV):
             position = len(self.past[name][0]) if name in self.past else 0
             bias = mx.hadamard_transform(self.turned_bias(mx.full(heads.shape, position), heads))
         of_keys, of_values = self.formats
-        keys = of_keys.decode(of_keys.encode(keys - bias)) + bias
-        values = of_values.decode(of_values.encode(values))
+        keys = of_keys.decode(of_keys.encode(keys - bias), mx.float32) + bias
+        values = of_values.decode(of_values.encode(values), mx.float32)
         return super().attend(queries, keys, values, softmax)
 
 
 def dense_logits(model: Model, ids: list[int], options: KVOptions) -> np.ndarray:
     """Every position's logits, one token at a time, so that each sees what was stored."""
-    specs, bits = lay_out(model.cache_specs, options, key_bias=False)
+    layers = lay_out(model.cache_specs, options, dtype=mx.float32, key_bias=False)
     cache = DenseCache(model)
-    layers = zip(specs, bits, model.mixers, strict=True)
-    cache.layers = {mixer: StoredKV(spec, b, mixer) for spec, b, mixer in layers}
+    pairs = zip(layers, model.mixers, strict=True)
+    cache.layers = {mixer: StoredKV(layer, mixer) for layer, mixer in pairs}
     return np.concatenate([np.array(cache.run(model, [("a", [i])])) for i in ids])
 
 
@@ -129,13 +120,13 @@ def test_decode_equals_prefill(bits: tuple[int | None, int | None]) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_formats_of_every_head_dim(dim: int, bits: int) -> None:
     vectors = mx.random.normal((3, 5, dim), key=mx.random.key(dim))
-    stored = Affine(dim, mx.float32, bits)
+    stored = FORMATS[bits]
     parts = stored.encode(vectors)
-    assert [(part.shape[-1], part.dtype) for part in parts] == stored.parts
+    assert [(part.shape[-1], part.dtype) for part in parts] == stored.parts(dim, mx.float32)
     steps = (vectors.max() - vectors.min()).item() / (2**bits - 1)
-    assert mx.abs(stored.decode(parts) - vectors).max().item() <= 0.51 * steps
-    minimum = dim * bits / 8 + 4 * dim / stored.group
-    assert vector_bytes(stored) <= 1.03 * minimum
+    assert mx.abs(stored.decode(parts, mx.float32) - vectors).max().item() <= 0.51 * steps
+    minimum = dim * bits / 8 + 4 * dim / group_size(dim)
+    assert vector_bytes(stored, dim, mx.float32) <= 1.03 * minimum
     assert rotatable(dim)
     alone = stored.encode(vectors[1:2, 2:3])
     assert all(mx.array_equal(a[0, 0], p[1, 2]) for a, p in zip(alone, parts, strict=True))
@@ -163,21 +154,19 @@ def test_keys_less_their_biases_give_the_scores_of_whole_keys(
         scores = (queries * decoded).sum(axis=-1), (queries * whole).sum(axis=-1)
         return float(mx.abs(scores[0] - scores[1]).max().item())
 
-    def less_bias(rest: KVFormat) -> mx.array:
-        fmt = LessBias(rest, mx.float32, heads, layer.turned_bias)
-        return fmt.decode(fmt.encode_at(whole, positions))
-
-    four = Affine(dim, mx.float32, 4)
-    largest = float(mx.abs(queries * whole).sum(axis=-1).max().item())
-    assert off(less_bias(Plain(dim, mx.float32))) <= 1e-5 * largest
-    assert off(less_bias(four)) < 0.05 * off(four.decode(four.encode(whole)))
+    four = FORMATS[4]
+    [stored] = lay_out([layer.spec], KVOptions(bits=(4, 4)), dtype=mx.float32, key_bias=True)
+    stored.take_from(layer)
+    fmt = LessBias(4, heads, stored)
+    assert off(fmt.decode(fmt.encode_at(whole, positions), mx.float32)) < 0.05 * off(
+        four.decode(four.encode(whole), mx.float32)
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, 3.25, -1000.0])
 def test_constant_vectors_come_back_as_they_were(value: float) -> None:
-    stored = Affine(64, mx.float32, 4)
     vectors = mx.full((2, 64), value)
-    assert mx.array_equal(stored.decode(stored.encode(vectors)), vectors)
+    assert mx.array_equal(FORMATS[4].decode(FORMATS[4].encode(vectors), mx.float32), vectors)
 
 
 @pytest.mark.parametrize(("bits", "per_number"), [((8, 8), 8.5), ((8, 4), 6.5), ((4, 4), 4.5)])
@@ -186,29 +175,38 @@ def test_pages_take_the_bytes_of_their_format(
 ) -> None:
     specs = [KVSpec(2, 64, 64)] * 3
     cache = KVCache(
-        specs,
-        dtype=mx.float32,
+        lay_out(specs, KVOptions(bits=bits), dtype=mx.float32, key_bias=False),
         page_size=16,
         max_batch=2,
         prefill_chunk=64,
         budget_bytes=10**7,
-        bits=[bits] * 3,
     )
     assert cache.groups[0].page_bytes == 3 * 2 * 128 * 16 * per_number / 8
-    assert sum(a.nbytes for p in cache.pools for a in p.arrays()) == cache.bytes_allocated
+    assert sum(a.nbytes for layer in cache.paged for a in layer.arrays()) == cache.bytes_allocated
+
+
+def laid_out(
+    specs: list[KVSpec], *, key_bias: bool = False, **options: Any
+) -> list[tuple[int | None, int, int, int]]:
+    """Window, sinks, and bits of keys and values of each layer."""
+    layers = lay_out(specs, KVOptions(**options), dtype=mx.float32, key_bias=key_bias)
+    return [
+        (layer.spec.window, layer.spec.sinks, *[fmt.bits for fmt in layer.formats])
+        for layer in layers
+    ]
 
 
 def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> None:
     spec = [KVSpec(2, 64, 64)]
-    with pytest.raises(InvalidRequestError, match="biases"):
-        lay_out(spec, KVOptions(bits=(4, 4)), key_bias=True)
     told = [KVSpec(2, 64, 64, key_bias=True)]
-    assert lay_out(told, KVOptions(bits=(4, 4)), key_bias=True)[1] == [(4, 4)]
-    assert lay_out(spec, KVOptions(bits=(8, 4)), key_bias=True)[1] == [(8, 4)]
+    with pytest.raises(InvalidRequestError, match="biases"):
+        laid_out(spec, bits=(4, 4), key_bias=True)
+    assert laid_out(told, bits=(4, 4), key_bias=True) == [(None, 0, 4, 4)]
+    assert laid_out(spec, bits=(8, 4), key_bias=True) == [(None, 0, 8, 4)]
     with pytest.raises(InvalidRequestError, match="rotates"):
-        lay_out([KVSpec(2, 72, 64)], KVOptions(bits=(4, 4)), key_bias=False)
+        laid_out([KVSpec(2, 72, 64)], bits=(4, 4))
     with pytest.raises(InvalidRequestError, match="multiples of 8"):
-        lay_out([KVSpec(2, 20, 20)], KVOptions(bits=(8, 8)), key_bias=False)
+        laid_out([KVSpec(2, 20, 20)], bits=(8, 8))
     with pytest.raises(InvalidRequestError, match="kv_bits is 5"):
         KVOptions.build(bits=5, window=None, sinks=0)
     with pytest.raises(InvalidRequestError, match="goes with kv_window"):
@@ -219,12 +217,11 @@ def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> No
 
 def test_a_models_own_smaller_window_stands() -> None:
     specs = [KVSpec(2, 64, 64, window=8), KVSpec(2, 64, 64), KVSpec(2, 64, 64, window=900)]
-    kept = lay_out(specs, KVOptions(window=100, sinks=4), key_bias=False)[0]
-    assert [(s.window, s.sinks) for s in kept] == [(8, 0), (100, 4), (100, 4)]
-    ends = lay_out(specs, KVOptions(bits=(8, 8), plain_ends=True), key_bias=False)[1]
-    assert ends == [(None, None), (8, 8), (None, None)]
-    windows = lay_out(specs, KVOptions(bits=(8, 8), plain_windows=True), key_bias=False)[1]
-    assert windows == [(None, None), (8, 8), (None, None)]
+    kept = laid_out(specs, window=100, sinks=4)
+    assert kept == [(8, 0, 0, 0), (100, 4, 0, 0), (100, 4, 0, 0)]
+    for plain in ("plain_ends", "plain_windows"):
+        found = laid_out(specs, bits=(8, 8), **{plain: True})
+        assert [bits for *_, bits in found] == [0, 8, 0]
 
 
 def test_a_window_bounds_memory_however_long_the_answer() -> None:

@@ -8,6 +8,8 @@ from engine.harness import PAGE, Harness, prompt, tiny_model
 
 from mlxinfer.cache.budget import FIRST_PAGES, page_counts
 from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.layout import lay_out
+from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InsufficientMemoryError
 
@@ -71,7 +73,7 @@ def test_windows_hold_a_window_and_a_page(case: str) -> None:
 def big_heads() -> tuple[Harness, int]:
     """A harness with a pool larger than all else that a step touches; bytes of one K array."""
     harness = Harness(tiny_model("qwen3-v4"), num_pages=8000, max_batch=4, max_context=100_000)
-    return harness, harness.loop.cache.pools[0].keys.pages[0].nbytes
+    return harness, harness.loop.cache.paged[0].keys.pages[0].nbytes
 
 
 def test_a_decode_step_copies_no_pages_though_one_is_in_flight() -> None:
@@ -80,7 +82,7 @@ def test_a_decode_step_copies_no_pages_though_one_is_in_flight() -> None:
     for name, length in (("a", 600), ("b", 40)):
         harness.add(name, prompt(length), SamplingParams(max_tokens=200))
     harness.turn(20)
-    tails = sum(pool.tail_bytes for pool in harness.loop.cache.pools)
+    tails = sum(pool.tail_bytes for pool in harness.loop.cache.paged)
     mx.synchronize()
     before, copied = mx.get_active_memory(), harness.loop.cache.bytes_copied
     mx.reset_peak_memory()
@@ -118,7 +120,7 @@ def test_a_held_view_would_be_noticed() -> None:
     harness.add("a", prompt(600), SamplingParams(max_tokens=200))
     harness.turn(14)
     mx.synchronize()
-    held = [pool.keys.pages[0][:, :5] for pool in harness.loop.cache.pools]
+    held = [pool.keys.pages[0][:, :5] for pool in harness.loop.cache.paged]
     gc.collect()  # arrays of earlier tests are not freed meanwhile
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -133,7 +135,8 @@ def cache(budget: int, **changes: object) -> KVCache:
     spec = KVSpec(2, 64, 64)
     windowed = KVSpec(2, 64, 64, window=32)
     sizes = {"page_size": 16, "max_batch": 4, "prefill_chunk": 64, "budget_bytes": budget}
-    return KVCache([spec, windowed], dtype=mx.float32, **{**sizes, **changes})  # type: ignore[arg-type]
+    layers = lay_out([spec, windowed], KVOptions(), dtype=mx.float32, key_bias=False)
+    return KVCache(layers, **{**sizes, **changes})  # type: ignore[arg-type]
 
 
 def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
@@ -144,8 +147,7 @@ def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     kv = KVCache(
-        specs,
-        dtype=mx.float32,
+        lay_out(specs, KVOptions(), dtype=mx.float32, key_bias=False),
         page_size=16,
         max_batch=4,
         prefill_chunk=64,
@@ -169,7 +171,7 @@ def test_pools_start_small_and_grow() -> None:
     full.allocator.allocate(129)
     assert kv.must_grow(1)
     kv.make_room(1)
-    assert kv.pools[0].num_pages == 256
+    assert kv.paged[0].num_pages == 256
     assert not kv.must_grow(1)
 
 
@@ -178,19 +180,19 @@ def test_a_request_that_needs_more_pages_copies_few_layers_at_a_time() -> None:
     model = tiny_model("qwen3-v4")
     grows, fixed = Harness(model, kv_budget_bytes=1 << 30), Harness(model, num_pages=1000)
     cache, grown, mixed = grows.loop.cache, 0, 0
-    assert {pool.num_pages for pool in cache.pools} == {FIRST_PAGES}
-    page_bytes = cache.groups[0].page_bytes // len(cache.pools)  # of a layer
+    assert {pool.num_pages for pool in cache.paged} == {FIRST_PAGES}
+    page_bytes = cache.groups[0].page_bytes // len(cache.paged)  # of a layer
     for i in range(45):
         for harness in (grows, fixed):
             harness.add(str(i), prompt(40, i), SamplingParams(max_tokens=2))
         while not grows.loop.idle:
-            before, pages = cache.bytes_grown, min(pool.num_pages for pool in cache.pools)
+            before, pages = cache.bytes_grown, min(pool.num_pages for pool in cache.paged)
             grows.turn()
             taken = cache.bytes_grown - before
             # A prompt takes more than a small pool has left, and is waited for; a large one not.
             assert pages < 128 or taken <= 2 * pages * page_bytes
             grown += pages >= 128 and taken > 0
-            mixed += len({pool.num_pages for pool in cache.pools}) > 1
+            mixed += len({pool.num_pages for pool in cache.paged}) > 1
         fixed.drain()
     assert mixed > 0
     assert grown > 0

@@ -236,16 +236,15 @@ def test_a_failed_step_loses_no_other_request(model: Model) -> None:
 
 def test_memory_of_states_is_bounded(model: Model) -> None:
     harness = Harness(model)
-    states = harness.loop.cache.states
     for seed in range(6):
         answer(harness, prompt(40, seed=seed))
     group = harness.loop.cache.state_group
     assert group is not None
     stats = harness.loop.stats()
     assert 0 < stats["snapshots"] == group.num_held <= stats["max_snapshots"]
-    assert stats["state_bytes"] == states.num_bytes
-    held = states.bytes_allocated
-    assert held <= (group.num_held + harness.loop.cache.max_batch) * states.num_bytes
+    assert stats["state_bytes"] == group.num_bytes
+    held = group.bytes_allocated
+    assert held <= (group.num_held + harness.loop.cache.max_batch) * group.num_bytes
     tree = harness.loop.scheduler.kv_manager.tree
     while tree.evict_snapshot():
         pass

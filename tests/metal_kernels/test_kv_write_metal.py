@@ -3,17 +3,17 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import layer_of
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.cache.formats import Affine, make_format, rotatable
-from mlxinfer.cache.joint import JointPool
+from mlxinfer.cache.keys_values import rotatable
 from mlxinfer.core import KVSpec
 from mlxinfer.layers.norm import rms_norm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
-from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, group_size, hadamard_order
+from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.stored import decoded
+from mlxinfer.metal_kernels.stored import FORMATS
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 ROUNDING = {mx.float32: 2e-6, mx.float16: 2**-9, mx.bfloat16: 2**-6}  # of numbers next to 4
@@ -42,9 +42,8 @@ def heads_of(
         num_heads=num_heads,
         num_kv_heads=K,
         head_dim=dim,
-        key_bits=bits[0],
-        value_bits=bits[1],
-        rotate=bits[0] == 4,
+        key_format=FORMATS[bits[0]],
+        value_format=FORMATS[bits[1]],
         norm_weight=mx.array(weight) if norm else None,
         norm_eps=1e-6,
         norms_values=norms_values,
@@ -81,14 +80,16 @@ def check(written: Written, twin: Written, heads: Heads, dtype: mx.Dtype) -> Non
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     assert np.allclose(*wide(written.queries, twin.queries), atol=ROUNDING[dtype], rtol=0)
     if heads.form.norms_values:
-        values = [decoded(one.values, heads.form.head_dim) for one in (written, twin)]
+        fmt = heads.form.value_format
+        values = [fmt.decode(one.values, mx.float32) for one in (written, twin)]
         assert np.allclose(*wide(*values), atol=ROUNDING[dtype] + 0.05, rtol=0)
     else:
         assert same(written.values, twin.values)
-    if heads.form.key_bits is None:
+    bits = heads.form.key_format.bits
+    if not bits:
         assert np.allclose(*wide(written.keys[0], twin.keys[0]), atol=ROUNDING[dtype], rtol=0)
         return
-    codes, wanted = (unpacked(parts[0], heads.form.key_bits) for parts in (written.keys, twin.keys))
+    codes, wanted = (unpacked(parts[0], bits) for parts in (written.keys, twin.keys))
     assert np.abs(codes - wanted).max() <= 1
     assert (codes != wanted).mean() < 0.01
     for found, wanted in zip(written.keys[1:], twin.keys[1:], strict=True):
@@ -105,8 +106,7 @@ def unpacked(codes: mx.array, bits: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dim", range(8, MAX_DIM + 1, 8))
-def test_groups_and_rotations_are_those_of_the_formats(dim: int) -> None:
-    assert group_size(dim) == Affine(dim, mx.float16, 8).group
+def test_rotations_are_those_of_the_cache(dim: int) -> None:
     assert (hadamard_order(dim) > 0) == rotatable(dim)
 
 
@@ -136,7 +136,7 @@ def test_twin_does_what_the_layers_and_formats_do(
     if bits[0] == 4:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [H], axis=1)
-    formats = [make_format(dim, mx.float32, b) for b in bits]
+    formats = [FORMATS[b] for b in bits]
     if bits[0] == bits[1]:  # side by side
         stored = [formats[0].encode(mx.concatenate([keys, values], axis=1))]
     else:
@@ -200,12 +200,12 @@ def test_joint_vectors_are_those_of_the_cache(dim: int, joint: int, bits: Bits) 
     twin = kv_write_twin(qkv, positions, heads)
     apart = kv_write_twin(qkv, positions, heads_of(dim, norms_values=True))
     spec = KVSpec(num_kv_heads=K, key_dim=dim, value_dim=dim, turning=joint)
-    sizes = {"page_size": 16, "num_pages": 1, "num_slots": 1}
-    pool = JointPool(spec, **sizes, dtype=mx.float32, bits=(bits, bits))
-    queries, stored = pool.encode(apart.queries, apart.keys[0], apart.values[0])
+    layer = layer_of(spec, (bits, bits), num_pages=1, num_slots=1)
+    queries, stored = layer.rotate(apart.queries), layer.encode(apart.keys[0], apart.values[0])
     assert np.allclose(*wide(twin.queries, queries), atol=1e-5)
     assert len(twin.stored) == len(stored) == 1
-    vectors = [decoded(parts, dim + joint) for parts in (twin.stored[0], stored[0])]
+    fmt = FORMATS[bits]
+    vectors = [fmt.decode(parts, mx.float32) for parts in (twin.stored[0], stored[0])]
     step = 16 / (2**bits - 1) if bits else 0  # of a code
     assert np.allclose(*wide(*vectors), atol=1e-5 + step)
     assert (np.abs(vectors[0] - vectors[1]) > 1e-4).mean() < 0.01
@@ -224,10 +224,9 @@ def check_joint(written: Written, twin: Written, heads: Heads) -> None:
     """Queries within rounding; vectors within it, and few of them one code apart."""
     rounding = ROUNDING[written.queries.dtype]
     assert np.allclose(*wide(written.queries, twin.queries), atol=rounding, rtol=0)
-    found, wanted = wide(
-        *(decoded(one.stored[0], heads.form.stored_dim) for one in (written, twin))
-    )
-    bits = heads.form.key_bits
+    fmt = heads.form.key_format
+    found, wanted = wide(*(fmt.decode(one.stored[0], mx.float32) for one in (written, twin)))
+    bits = fmt.bits
     assert np.allclose(found, wanted, atol=rounding + (16 / (2**bits - 1) if bits else 0), rtol=0)
     assert (np.abs(found - wanted) > rounding).mean() < 0.01
 
@@ -285,7 +284,7 @@ def test_numbers_beyond_float16_stay_finite() -> None:
     assert same(written.values, twin.values)
     for parts in (written.keys, written.values):
         assert all(mx.isfinite(part.astype(mx.float32)).all().item() for part in parts[1:])
-    decoded = Affine(64, mx.float32, 4).decode(written.values)
+    decoded = FORMATS[4].decode(written.values, mx.float32)
     wanted = mx.clip(huge.reshape(9, -1, 64)[:, -K:], -65_504, 65_504)
     assert mx.allclose(decoded, wanted, atol=2 * 65_504 / 15 / 2 + 8).item()
 

@@ -1,43 +1,25 @@
-"""The kernels on the pools and page tables of a real step give what the step's attention gives."""
-
-from dataclasses import dataclass, field
+"""The kernels on the layers and page tables of a real step give what the step's attention gives."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from cache.layers import PAGE, Bits, Tokens, layer_of, prepare
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.cache.formats import Bits
 from mlxinfer.cache.groups import AttentionWindow
-from mlxinfer.cache.inputs import QuerySegment, step_segments
+from mlxinfer.cache.inputs import QuerySegment, step_metadata
+from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.cache.plain_attention import PlainPlanner
-from mlxinfer.cache.pool import LayerPool
-from mlxinfer.cache.step import StepKV, padded_positions, plan_group
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.attention_plan import AttentionPlanner, page_table
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import Softmax
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 
-PAGE, HEADS, GROUP, DIM = 16, 2, 3, 64
+HEADS, GROUP, DIM = 2, 3, 64
 LENGTHS = (37, 20, 5)  # before the step
 QUERIES = (1, 1, 3)
 PAGES = ([6, 1, 4], [0, 3], [5])
-
-
-@dataclass
-class Tokens:
-    row: int
-    start: int
-    num_tokens: int
-    sealed: int
-    slot: int
-    tables: list[PageTable] = field(default_factory=list)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
 
 
 def numbers(table: PageTable, sealed: int) -> np.ndarray:
@@ -56,12 +38,12 @@ def vectors(count: int, heads: int, seed: int) -> mx.array:
 @pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(size=18, sinks=3)])
 def test_same_as_the_step(bits: Bits, window: AttentionWindow) -> None:
     spec = KVSpec(HEADS, DIM, DIM, window.size, window.sinks)
-    pool = LayerPool(spec, page_size=PAGE, num_pages=7, num_slots=4, dtype=mx.float32, bits=bits)
+    layer = layer_of(spec, bits, num_pages=7, num_slots=4)
     kept = window.kept_pages(PAGE)
     tables = [PageTable(PAGE, kept, kept, pages[:kept], pages[kept:]) for pages in PAGES]
     for slot, (length, table) in enumerate(zip(LENGTHS, tables, strict=True)):
         prompt = Tokens(0, 0, length, 0, slot, [table])
-        attend(pool, [], [prompt], window, seed=slot)
+        attend(layer, [], [prompt], window, seed=slot)
         table.drop_before(window.first_page(length, PAGE))
 
     rows = np.cumsum(QUERIES) - QUERIES
@@ -71,12 +53,12 @@ def test_same_as_the_step(bits: Bits, window: AttentionWindow) -> None:
             zip(rows, LENGTHS, QUERIES, tables, strict=True)
         )
     ]
-    queries, expected = attend(pool, spans, [], window, seed=9)
-    queries, _ = pool.encode(queries, queries[:, :HEADS], queries[:, :HEADS])
+    queries, expected = attend(layer, spans, [], window, seed=9)
+    queries = layer.rotate(queries)
     machine = MetalCPU()
     found = []
     with running_on(machine):
-        for short in step_segments(spans, []).short:
+        for short in step_metadata(spans, []).short:
             first, count = int(short.rows[0]), int(short.counts.sum())
             planner = AttentionPlanner(
                 counts=short.counts,
@@ -96,14 +78,14 @@ def test_same_as_the_step(bits: Bits, window: AttentionWindow) -> None:
             plan = planner(short.starts, pages)
             own = queries[first : first + count]
             found.append(
-                paged_attention_on_metal(own, pool.keys, pool.values, plan, scale=0.125)[0]
+                paged_attention_on_metal(own, layer.keys, layer.values, plan, scale=0.125)[0]
             )
     machine.assert_clean()
     assert mx.allclose(mx.concatenate(found).flatten(1), expected, rtol=1e-5, atol=1e-5).item()
 
 
 def attend(
-    pool: LayerPool,
+    layer: KeyValueLayer,
     short: list[QuerySegment],
     long: list[QuerySegment],
     window: AttentionWindow,
@@ -111,18 +93,9 @@ def attend(
 ) -> tuple[mx.array, mx.array]:
     """Queries of a step, and what its attention gives."""
     count = sum(span.num_tokens for span in (*short, *long))
-    planner = PlainPlanner(0, window, PAGE, token_bytes=1 << 20)
-    spans = step_segments(short, long)
-    plan = plan_group(
-        spans,
-        group=0,
-        window=window,
-        page_size=PAGE,
-        planner=planner,
-        positions=padded_positions(spans.positions),
-    )
+    prepare(layer, step_metadata(short, long), window)
     queries = vectors(count, HEADS * GROUP, seed)
     keys, values = vectors(count, HEADS, seed + 20), vectors(count, HEADS, seed + 40)
-    outputs = StepKV(pool, plan).attend(queries, keys, values, Softmax(0.125))
-    mx.eval(outputs, pool.arrays())
+    outputs = layer.attend(queries, keys, values, Softmax(0.125))
+    mx.eval(outputs, layer.arrays())
     return queries, outputs

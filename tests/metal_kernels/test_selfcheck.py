@@ -40,6 +40,7 @@ from mlxinfer.metal_kernels.selfcheck import (
     message,
     this_gpu,
 )
+from mlxinfer.metal_kernels.stored import FORMATS
 from mlxinfer.metal_kernels.variants import Case, Kind, Variant
 from tests.bench.launches import launch_size
 
@@ -246,7 +247,7 @@ def test_differences_are_measured_against_each_tolerance() -> None:
 
 
 def test_variants_say_what_they_are() -> None:
-    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, key_bits=4, rotate=True)
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, key_format=FORMATS[4])
     said = "kv_write dtype=float16 head_dim=64 key_bits=4 num_heads=4 num_kv_heads=2 rotate"
     assert str(kv_write_variant(heads, mx.float16)) == said
     assert str(SAMPLE) == "sample dtype=float32 masked"

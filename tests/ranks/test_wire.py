@@ -15,7 +15,7 @@ from mlxinfer.cache.inputs import (
     PartialCopy,
     Segments,
     Spill,
-    StepSegments,
+    StepMetadata,
     ints,
 )
 from mlxinfer.cache.pages import PageTable
@@ -47,7 +47,7 @@ def step_of(tables: list[list[PageTable]], segments: Segments | None, start: int
     else:
         segments = segments.at(starts)
     return StepInputs(
-        segments=StepSegments([segments], [], starts),
+        segments=StepMetadata([segments], [], starts),
         follows=False,
         known_ids=starts + 7,
         pending=None,
@@ -107,10 +107,12 @@ def full_step() -> StepInputs:
     tables = [[PageTable(PAGE, pages=[7 + i])] for i in range(4)]
     one = np.array([1, 2], dtype=np.int32)
     return StepInputs(
-        segments=StepSegments(
+        segments=StepMetadata(
             [Segments(tables[:2], one, one + 1, one + 2, one + 3, one + 4, width=4)],
             [LongSegment(tables[2], 9, 16, 5, 0, 3)],
             ints([3, 4, 5, 16]),
+            spans=np.arange(8, dtype=np.int32).reshape(2, 4),
+            rope_positions=np.arange(12, dtype=np.int32).reshape(3, 4),
         ),
         follows=False,
         known_ids=ints([5, 6, 7, 8]),
@@ -160,7 +162,10 @@ CHANGED: dict[type, dict[str, Any]] = {
         "resume": [(4, 6)],
         "drop": [7],
     },
-    StepSegments: {"positions": ints([3, 4, 5, 17]), "short": [], "long": [], "verified": [2]},
+    StepMetadata: {
+        **{"positions": ints([3, 4, 5, 17]), "short": [], "long": [], "verified": [2]},
+        **{"spans": np.ones((2, 4), np.int32), "rope_positions": np.ones((3, 4), np.int32)},
+    },
     Segments: {
         **{name: ints([1, 9]) for name in ("rows", "starts", "counts", "sealed", "slots")},
         "tables": [[PageTable(PAGE, pages=[i])] for i in (7, 9)],

@@ -1,0 +1,159 @@
+"""Tokens of a span see all of the span, whatever else is in the step, as dense attention does."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cache.layers import PAGE, Bits, Tokens, layer_of, prepare
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxinfer.cache import plain
+from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.inputs import StepMetadata, step_metadata
+from mlxinfer.cache.keys_values import KeyValueLayer
+from mlxinfer.cache.metal import MetalAttention
+from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.plain import PlainAttention
+from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.paged_attention import Softmax
+
+HEADS, GROUP, DIM, PAGES = 2, 2, 32, 12
+SCALE = 0.2
+
+
+class Sequence:
+    """One sequence with the queries, keys and values of all of its tokens, and its spans."""
+
+    def __init__(self, slot: int, length: int, spans: list[tuple[int, int]], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        shapes = [(length, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
+        self.arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        self.slot, self.length, self.done, self.sealed = slot, length, 0, 0
+        self.table = PageTable(PAGE, pages=range(slot * PAGES, (slot + 1) * PAGES))
+        positions = np.arange(length, dtype=np.int32)
+        self.spans = np.stack([positions, positions + 1])
+        for start, stop in spans:
+            self.spans[:, start:stop] = [[start], [stop]]
+
+    def reference(self, window: AttentionWindow) -> np.ndarray:
+        """(length, heads * DIM) by definition, over all tokens at once."""
+        queries, keys, values = self.arrays
+        positions = np.arange(self.length)
+        begins = np.minimum(window.lowest_of(positions.astype(np.int32)), self.spans[0])
+        seen = (positions >= begins[:, None]) | (positions < window.sinks)
+        seen &= positions < self.spans[1][:, None]
+        keys, values = np.repeat(keys, GROUP, axis=1), np.repeat(values, GROUP, axis=1)
+        scores = np.einsum("qhd,khd->hqk", queries, keys) * SCALE
+        scores = np.where(seen, scores, -np.inf)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return np.einsum("hqk,khd->qhd", weights, values).reshape(self.length, -1)
+
+
+def step(
+    layer: KeyValueLayer,
+    parts: list[tuple[Sequence, int]],
+    window: AttentionWindow,
+    attention: PlainAttention | MetalAttention | None = None,
+) -> dict[Sequence, np.ndarray]:
+    """So many next tokens of each sequence; more than 8 are a prefill chunk."""
+    parts = sorted(parts, key=lambda part: (part[1] > 8, part[1] > 1))
+    row, tokens = 0, []
+    for one, count in parts:
+        seal(layer, one, is_chunk=count > 8)
+        tokens.append(Tokens(row, one.done, count, one.sealed, one.slot, [one.table]))
+        row += count
+    found = step_metadata(
+        [t for t in tokens if t.num_tokens <= 8], [t for t in tokens if t.num_tokens > 8]
+    )
+    rows = [(one, slice(one.done, one.done + count)) for one, count in parts]
+    spans = np.concatenate([one.spans[:, some] for one, some in rows], axis=1)
+    metadata = StepMetadata(found.short, found.long, found.positions, spans=spans)
+    prepare(layer, metadata, window, attention)
+    arrays = [
+        mx.array(np.concatenate([one.arrays[i][some] for one, some in rows])) for i in range(3)
+    ]
+    outputs = np.array(layer.attend(*arrays, Softmax(SCALE)))
+    found = {}
+    for token, (one, count) in zip(tokens, parts, strict=True):
+        found[one] = outputs[token.row : token.row + count]
+        one.done += count
+        if count > 8:
+            one.sealed = one.done - one.done % PAGE
+    return found
+
+
+def attended(
+    window: AttentionWindow, bits: Bits, lengths: list[tuple[int, int]], seed: int
+) -> None:
+    """Sequences of (text before, tokens of a span), then eight more; all beside each other."""
+    layer = layer_of(
+        KVSpec(HEADS, DIM, DIM, window.size, window.sinks),
+        bits,
+        num_pages=PAGES * len(lengths),
+        num_slots=len(lengths),
+    )
+    sequences = [
+        Sequence(slot, before + span + 8, [(before, before + span)], seed + slot)
+        for slot, (before, span) in enumerate(lengths)
+    ]
+    found: dict[Sequence, list[np.ndarray]] = {one: [] for one in sequences}
+    for one, (before, _) in zip(sequences, lengths, strict=True):  # the text, one by one
+        for first in range(0, before, PAGE):  # whole pages but the last
+            count = min(PAGE, before - first)
+            found[one].append(step(layer, [(one, count)], window)[one])
+    spans = [(one, span) for one, (_, span) in zip(sequences, lengths, strict=True)]
+    for parts in (spans, [(one, 1) for one in sequences], [(one, 7) for one in sequences]):
+        for one, outputs in step(layer, parts, window).items():
+            found[one].append(outputs)
+    for one in sequences:
+        np.testing.assert_allclose(
+            np.concatenate(found[one]), one.reference(window), atol=2e-5, rtol=1e-4
+        )
+
+
+def seal(layer: KeyValueLayer, one: Sequence, *, is_chunk: bool) -> None:
+    """Move whole pages out of the tail; a chunk reads pages alone, so all before it."""
+    whole = one.done - one.done % PAGE
+    positions = np.arange(one.sealed, one.done if is_chunk else whole, dtype=np.int32)
+    one.sealed = whole
+    if len(positions):
+        slots = np.full_like(positions, one.slot)
+        targets = mx.array(one.slot * PAGES * PAGE + positions)
+        layer.seal(mx.array(slots), mx.array(positions % (2 * PAGE)), targets)
+
+
+WINDOWS = [AttentionWindow(), AttentionWindow(20), AttentionWindow(40, sinks=3), AttentionWindow(7)]
+
+
+@given(
+    window=st.sampled_from(WINDOWS),
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_a_span_in_one_step_is_full_attention_over_it(
+    window: AttentionWindow, lengths: list[tuple[int, int]], seed: int
+) -> None:
+    attended(window, (None, None), lengths, seed)
+
+
+@pytest.mark.parametrize("window", WINDOWS[:3])
+def test_over_several_blocks_of_keys(
+    window: AttentionWindow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "KEY_BLOCK", 32)
+    monkeypatch.setattr(plain, "QUERY_BLOCK", 16)
+    attended(window, (None, None), [(37, 60), (5, 9)], 1)
+
+
+def test_spans_attend_in_plain_mlx_though_kernels_are_ready() -> None:
+    """Here is no GPU: a kernel could not run."""
+    layer = layer_of(KVSpec(HEADS, DIM, DIM), num_pages=2 * PAGES, num_slots=2)
+    layer.tiles = True
+    metal = MetalAttention(PlainAttention(1 << 20), [lambda _: True], tiles=True)
+    sequences = [Sequence(slot, 20, [(0, 20)], slot) for slot in range(2)]
+    sequences[1].spans[:] = [[0], [6]]
+    found = step(layer, list(zip(sequences, (20, 6), strict=True)), AttentionWindow(), metal)
+    for one, count in zip(sequences, (20, 6), strict=True):
+        expected = one.reference(AttentionWindow())[:count]
+        np.testing.assert_allclose(found[one], expected, atol=2e-5, rtol=1e-4)

@@ -308,9 +308,10 @@ class PagedLayer(ABC):
     def read_tails(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         """Keys and values (B, H, 2 * P, D) of the tails `slots` (B,)."""
         shape = (-1, self._tail_heads, 2 * self.page_size)
-        parts = [
-            [mx.unflatten(part, 0, shape)[slots] for part in tails] for tails in self._tails[:2]
-        ]
+        lists = [self.keys.tails]
+        if self.values.tails is not self.keys.tails:
+            lists.append(self.values.tails)
+        parts = [[mx.unflatten(part, 0, shape)[slots] for part in tails] for tails in lists]
         if self._joined:
             pairs = [mx.split(part, 2, axis=1) for part in parts[0]]
             parts = [[pair[which] for pair in pairs] for which in range(2)]

@@ -20,7 +20,7 @@ def require_mlx() -> None:
 
 
 def advice(system: str = sys.platform, machine: str | None = None) -> str:
-    """What to install on `system` (as sys.platform spells it) and `machine` (as platform does)."""
+    """Say how to install MLX on `system` (of sys.platform) and `machine` (of platform.machine)."""
     machine = machine or platform.machine()
     if system == "darwin" and machine == "arm64":
         return "Reinstall it: pip install --force-reinstall mlx"

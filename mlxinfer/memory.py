@@ -1,4 +1,4 @@
-"""What a process may take: memory, how much of it for the KV cache, and files that are open.
+"""Limits of a process: memory, the KV cache's share of it, and open files.
 
 Knows sizes, not models.
 """

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has made stays to the end: a full collection need not look at it."""
+    """Objects of collecting stay to the end: a full collection need not look at them."""
     gc.collect()
     gc.freeze()
     gc.enable()

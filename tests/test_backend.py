@@ -1,4 +1,4 @@
-"""What is said where MLX cannot be loaded, for each kind of machine."""
+"""The advice where MLX cannot be loaded, for each kind of machine."""
 
 import sys
 from types import ModuleType

@@ -79,7 +79,7 @@ def test_verdicts_follow_from_the_context_that_is_left(
 
 
 def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
-    """What it says is true: as converted, as shortened, as shared."""
+    """The proposals are true: as converted, as shortened, as shared."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -204,7 +204,7 @@ def test_experts_could_be_read_from_the_disk(
 def test_too_much_expert_memory_is_refused_with_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What would fit follows from the files, not from what was to be in memory of them."""
+    """The proposals follow from the files, not from the part of them that was to be in memory."""
     sizes = Experts(
         **{"hidden": 64, "inner": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64},
         **{"vocab": 64, "experts": 8, "chosen": 2},

@@ -35,7 +35,7 @@ BUILD = "import setuptools.build_meta as b, sys; getattr(b, sys.argv[1])(sys.arg
 
 
 class Built(NamedTuple):
-    """What `python -m build` makes: an unpacked sdist of the checkout, and its wheel."""
+    """The results of `python -m build`: an unpacked sdist of the checkout, and its wheel."""
 
     sdist: Path
     wheel: zipfile.ZipFile

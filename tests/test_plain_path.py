@@ -1,4 +1,4 @@
-"""What a request does not ask for costs it nothing: a plain chat runs no code of other features."""
+"""A plain chat runs no code of features that it does not ask for."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""What `import mlxinfer` offers: __all__, the error tree, the version."""
+"""The names of `import mlxinfer`: __all__, the error tree, the version."""
 
 import tomllib
 from pathlib import Path

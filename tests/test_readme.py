@@ -1,4 +1,4 @@
-"""What README and docs/ say is so: programs, commands, links, the annotated tree, CI."""
+"""README and docs/ are true: programs, commands, links, the annotated tree, CI."""
 
 import importlib
 import re

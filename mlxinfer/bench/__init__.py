@@ -1,1 +1,1 @@
-"""What a user measures: a model on this machine, and a server under load."""
+"""Benchmarks for users: a model on this machine, and a server under load."""

@@ -27,7 +27,7 @@ class NoServerError(MlxinferError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of a server.
+    """The requests that a server gets.
 
     Attributes:
         url: with or without /v1.

@@ -1,4 +1,4 @@
-"""What a benchmark found, on which machine and by which command. Knows no engines."""
+"""The result of a benchmark, with the machine and the command. Knows no engines."""
 
 import json
 import os

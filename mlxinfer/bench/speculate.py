@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(slots=True)
 class Answers:
-    """What one way of answering gave."""
+    """The answers of one way of proposing."""
 
     token_ids: list[tuple[int, ...]] = field(default_factory=list)
     num_tokens: int = 0  # after the first of each answer

@@ -97,7 +97,7 @@ def run(
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """What `mlxinfer bench --json` wrote.
+    """Read the data that `mlxinfer bench --json` wrote.
 
     Raises:
         InvalidRequestError: the file cannot be read, or is something else.

@@ -1,4 +1,4 @@
-"""What `run` and `chat` put into a request: files, piped text, schemas, the switch of thinking."""
+"""Parts of a request of `run` and `chat`: files, piped text, schemas, the switch of thinking."""
 
 import json
 import os
@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 
 
 def piped_text() -> str | None:
-    """What a pipe or a file on stdin holds, None where stdin is something else.
+    """Return the text of a pipe or file on stdin, None if stdin is something else.
 
     Raises:
         click.UsageError: it is not UTF-8.

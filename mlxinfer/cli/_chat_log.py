@@ -136,7 +136,7 @@ class ChatLog:
             return None
 
     def messages(self) -> list[dict[str, str]]:
-        """What was said, for a model: questions with their files, and answers."""
+        """Return the messages for a model: questions with their files, and answers."""
         return [
             {"role": message.role, "content": text_sent(message)}
             for message in self._branch

@@ -43,7 +43,7 @@ class ChatSession:
 
     @property
     def params(self) -> SamplingParams:
-        """How tokens are chosen: as the model wants, but for what the user chose."""
+        """Sampling values: those of the user, and the model's own for all others."""
         params: SamplingParams = self.llm.chat_params.changed(self.values)
         return params
 

@@ -62,7 +62,7 @@ def has_chat_template(folder: Path | str) -> bool:
 
 
 def pooling_of(folder: Path, name: str, task: str = "auto") -> "PoolingConfig | None":
-    """How a model pools; None where it generates, or what is wrong is said when it is loaded."""
+    """Return how a model pools; None if it generates, or if files are wrong, as loading says."""
     from ..errors import ModelError
     from ..pooling.config import read_pooling
 

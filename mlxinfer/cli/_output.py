@@ -88,6 +88,6 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _hanging(line: str, width: int) -> int:
-    """Where the second column of a line begins, if that leaves room; else 0."""
+    """Return the column where the second cell of a line begins, 0 if that leaves no room."""
     match = re.match(r"\S+(?: \S+)* {2,}", line)
     return match.end() if match is not None and match.end() <= width // 2 + 2 else 0

@@ -107,5 +107,5 @@ def restart_when_failed(refuse: Callable[[], None], listeners: Sequence[socket.s
 
 
 def _arguments() -> list[str]:
-    """What the interpreter was started with, but for its own name."""
+    """Return the arguments of the interpreter, without its own name."""
     return sys.orig_argv[1:]

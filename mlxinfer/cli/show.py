@@ -219,7 +219,7 @@ def _pooling(pooling: "PoolingConfig | None") -> dict[str, Any] | None:
 
 
 def _gives(facts: dict[str, Any]) -> str:
-    """What a model gives that generates no text."""
+    """Describe the output of a model that generates no text."""
     if facts["task"] == "score":
         return "scores of pairs of texts: /v1/rerank, /v1/score, LLM(...).rerank"
     prompts = facts["pooling"]["prompts"]

@@ -1,4 +1,4 @@
-"""What the app knows of its server over HTTP, and what it does with it."""
+"""The app's view of its server over HTTP, and its actions."""
 
 import http.server
 import secrets

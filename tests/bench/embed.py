@@ -138,7 +138,7 @@ def timed(work: Callable[[], Any]) -> Took:
 
 
 def peer(python: str, folder: str, texts: list[str]) -> tuple[Callable[[str], Took], np.ndarray]:
-    """What runs a round of the other side, warmed up, and its vectors."""
+    """Return a function that runs a round of the other side, warmed up, and its vectors."""
     from tempfile import mkdtemp
 
     saved = Path(mkdtemp()) / "vectors.npy"

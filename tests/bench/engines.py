@@ -132,7 +132,7 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class Answered:
-    """What came of one ask."""
+    """The answer to one ask."""
 
     token_ids: list[int] = field(default_factory=list)
     first_s: float = 0.0  # from the moment that all asks were handed in

@@ -273,7 +273,7 @@ def decode(
 
 
 def since(before: dict[str, Any] | None, llm: LLM) -> dict[str, Any]:
-    """What was counted since the caches were warm."""
+    """Return the counters since the caches were warm."""
     if before is None:
         return {}
     now = llm.stats()["experts"]

@@ -31,7 +31,7 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """What each token spells, control tokens left out."""
+        """The bytes of each token, without control tokens."""
         tokens = range(self.tokenizer.vocab_size)
         added = self.tokenizer.added_tokens
         return {self.tokenizer.token_bytes(i): i for i in tokens if i not in added}

@@ -1,4 +1,4 @@
-"""What `bench grammar` compiles: schemas as tools and forms have them, and a large vocabulary.
+"""Schemas that `bench grammar` compiles, as tools and forms have them; a large vocabulary.
 
 Each schema comes with documents that satisfy it. The tokenizer is made on the spot, byte-level BPE
 with the mix that today's models have: words are drawn from syllables, and every prefix of a word is

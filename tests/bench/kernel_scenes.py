@@ -24,7 +24,7 @@ SPARE_PAGES = 3
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What attention is asked.
+    """Sizes of one call of attention.
 
     Args:
         lengths: tokens of each sequence, its queries included.

@@ -56,7 +56,7 @@ def machine(name: str = "metal_cpu") -> ModuleType:
 
 
 def moved(scene: Scene) -> Moved:
-    """What the paged kernels move."""
+    """Count the bytes that the paged kernels move."""
     inputs = build(scene)
     report = _report(
         inputs,
@@ -74,7 +74,7 @@ def moved(scene: Scene) -> Moved:
 
 
 def moved_latents(scene: Scene) -> Moved:
-    """What the latent kernel moves; of the scene's planes the first is the latents."""
+    """Count the bytes that the latent kernel moves; the scene's first plane holds the latents."""
     inputs = build(scene)
     report = _report(
         inputs,
@@ -118,7 +118,7 @@ def _codes_bytes(inputs: Inputs) -> int:
 
 
 def moved_by_mlx(scene: Scene) -> dict[str, Moved | None]:
-    """What MLX's own kernels move for one sequence of plain keys in one piece.
+    """Count the bytes that MLX's own kernels move for one sequence of plain keys in one piece.
 
     None where MLX does not run such a kernel for these sizes.
     """
@@ -151,7 +151,7 @@ def _mlx_shares(report: Any, least: int) -> Moved:
 
 
 def moved_unfused(scene: Scene) -> float:
-    """What mlx-lm's quantised attention moves, from the shapes of its operations.
+    """Count the bytes that mlx-lm's quantised attention moves, from the shapes of its operations.
 
     Two quantised products, of queries with keys and of weights with values; its batch repeats
     keys and values for every query head of a group; between them the scores are written, read and

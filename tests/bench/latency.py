@@ -81,7 +81,7 @@ class Timeline:
                     self.work.setdefault(name, self._engine.done.since(before[name]))
 
     def _work_at(self, when_s: float) -> Work:
-        """What was done by then: a turn that was under way is not."""
+        """Return the work that was done by then, without a turn that was under way."""
         return max((at, work.passes, work) for at, work in self._done_at if at <= when_s)[-1]
 
 

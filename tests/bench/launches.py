@@ -46,7 +46,7 @@ class LaunchSize:
 
 
 def launch_size(variant: Variant, device: object) -> LaunchSize:
-    """What a variant's self-check launches on `device`, which executes kernels on the CPU."""
+    """Return the largest launch of a variant's self-check on `device`, which runs on the CPU."""
     kind = KINDS[variant.kind]
     with running_on(device):  # type: ignore[arg-type]
         mx.eval(kind.case(variant).kernel())

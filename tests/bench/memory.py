@@ -117,7 +117,7 @@ def decode(
 
 
 def waste(engine: Engine, lengths: Sequence[int]) -> Waste:
-    """What is held for `lengths` just after their first tokens."""
+    """Return the bytes that are held for `lengths` just after their first tokens."""
     fill(engine, lengths)
     live = sum(lengths)
     rounded = sum(-(-length // PAGE) * PAGE for length in lengths)

@@ -132,7 +132,7 @@ class PeerEngine:
         self._types[uid] = [kind for kind, _ in segments][::-1]
 
     def step(self) -> list[Token]:
-        """What its server does in a loop."""
+        """Take one turn of its server's loop."""
         prompts, generated = self.generator.next()
         ended = [
             r.uid
@@ -156,7 +156,7 @@ def serve_one_by_one(
     kv_bits: int | None = 8,
     prefill_step: int = 2048,
 ) -> Served:
-    """What mlx-lm's server does with asks where `--kv-bits` is given: one after the other."""
+    """Answer asks as mlx-lm's server does where `--kv-bits` is given: one after the other."""
     generate_step = peer_module("mlx_lm.generate").generate_step
     make_cache = peer_module("mlx_lm.models.cache").make_prompt_cache
     answers: dict[str, Answered] = {}

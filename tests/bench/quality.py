@@ -87,7 +87,7 @@ def compared(
     bytes_per_token: float,
     of_bfloat16: float,
 ) -> Quality:
-    """What separates two sets of log-probabilities, (T, vocab) for each chunk."""
+    """Compare two sets of log-probabilities, (T, vocab) for each chunk."""
     pairs = list(zip(reference, logprobs, strict=True))
     kl = np.concatenate([divergence(plain, other) for plain, other in pairs])
     same = np.concatenate([plain.argmax(-1) == other.argmax(-1) for plain, other in pairs])

@@ -111,7 +111,7 @@ def _ours(folder: Path, measured: Side, how: dict[str, Any]) -> Facts:
 
 
 def _counters(llm: LLM) -> Counter[str]:
-    """What rank 0 has sent and received so far, and the rows that were computed."""
+    """Return the bytes that rank 0 has sent and received so far, and the rows computed."""
     stats = llm.stats()["ranks"]
     found = Counter({"rows": stats["rows"]})
     for way, short in WAYS.items():
@@ -263,7 +263,7 @@ class PeerRanks:
         return len(self.token_times([ids], num_tokens)[0])
 
     def counters(self) -> Counter[str]:
-        """What rank 0 has sent and received so far: sums of layers alone."""
+        """Return the bytes that rank 0 has sent and received so far: sums of layers alone."""
         return Counter({"out layers": self._sent, "in layers": self._sent})
 
     @staticmethod

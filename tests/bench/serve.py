@@ -198,7 +198,7 @@ def write_served(folder: Path, dense: Dense, *, marks: Sequence[str] = ()) -> Pa
 
 
 def scenes(small: bool) -> list[Scene]:
-    """What is measured, in order."""
+    """Return the scenes in order."""
     tokens, long, counts = (8, 60, (1, 4)) if small else (32, 1500, (1, 8, 32))
     greedy: list[Scene] = [
         partial(together, count=n, tokens=tokens, label="greedy", settings=_greedy) for n in counts

@@ -29,7 +29,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What is run on both sides, and what an empty Python costs is taken off where `bare`."""
+    """Commands of both sides. `bare`: the cost of an empty Python is subtracted."""
 
     label: str
     ours: Command
@@ -91,7 +91,7 @@ def median(costs: list[Cost]) -> Cost:
 
 
 def less(cost: Cost, base: Cost) -> Cost:
-    """What a process costs on top of another."""
+    """Return the cost of a process above that of another."""
     return Cost(cost.wall_s - base.wall_s, cost.cpu_s - base.cpu_s)
 
 

@@ -1,4 +1,4 @@
-"""What is counted of a load: all bytes are read, and by mlxinfer once."""
+"""Loads are counted right: all bytes are read, and by mlxinfer once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' speed rests on, as counts: they come out the same on every machine."""
+"""Counts behind the benchmarks' speeds; they are the same on every machine."""
 
 from tests.bench.bench_parts import VOCAB, two_layers
 from tests.bench.checkpoints import random_prompt

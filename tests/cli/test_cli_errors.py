@@ -1,4 +1,4 @@
-"""What goes wrong becomes one line and an exit code, never a traceback."""
+"""Errors become one line and an exit code, never a traceback."""
 
 import os
 from collections.abc import Iterator

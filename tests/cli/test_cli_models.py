@@ -55,7 +55,7 @@ def entries(path: Path, *given: str) -> tuple[list[Entry], int]:
 
 
 def engine(entry: Entry) -> tuple[EngineOptions, str]:
-    """What a model would be opened with."""
+    """Return the options that a model would be opened with."""
     _, _, options, _, tool_format = entry.load.args  # type: ignore[attr-defined]  # a partial
     return options, tool_format
 

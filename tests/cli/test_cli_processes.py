@@ -162,7 +162,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def until(self, text: str, timeout_s: float = 30.0) -> str:
-        """What was shown until `text` was."""
+        """Return the output before `text`."""
         end = time.monotonic() + timeout_s
         while text not in self.seen:
             left_s = end - time.monotonic()

@@ -36,7 +36,7 @@ def test_where_blocks_end(text: str, finished: str) -> None:
 
 @given(st.lists(st.sampled_from(PIECES), max_size=30), st.data())
 def test_pieces_do_not_matter(pieces: list[str], data: st.DataObject) -> None:
-    """What is committed is a prefix of the text, and a start of what the whole would commit."""
+    """The finished part is a prefix of the text, and does not depend on the pieces."""
     text = "".join(pieces)
     committed, rest, position = "", "", 0
     while position < len(text):

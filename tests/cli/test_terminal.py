@@ -1,4 +1,4 @@
-"""What the terminal echoes while an answer is drawn, on a real pseudo-terminal."""
+"""The echo of the terminal while an answer is drawn, on a real pseudo-terminal."""
 
 import os
 import pty

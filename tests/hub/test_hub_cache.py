@@ -1,4 +1,4 @@
-"""What lies on this disk: finding, listing, removing."""
+"""Models on this disk: finding, listing, removing."""
 
 import fcntl
 from pathlib import Path

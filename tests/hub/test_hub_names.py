@@ -1,4 +1,4 @@
-"""What a model may be called, and where the cache is."""
+"""Names of models, and the place of the cache."""
 
 from pathlib import Path
 

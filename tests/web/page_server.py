@@ -32,7 +32,7 @@ SETTINGS = [
 
 
 def routes_of(folder: Path, *, history: bool = True) -> PageRoutes:
-    """What `mlxinfer serve` gives to the page, with all data below `folder`."""
+    """Return the page's routes as `mlxinfer serve` makes them, with all data below `folder`."""
 
     def entry_of(name: str, source: str) -> Entry:
         where = hub.resolve(source)
@@ -83,7 +83,7 @@ class PacedScript(Script):
         self.go_on = threading.Event()
 
     def says(self, text: str, rest: str = "", *, pause_s: float = 0.0) -> None:
-        """What every request gets from now on; `pause_s`: between two tokens."""
+        """Set the answer to every request from now on; `pause_s`: between two tokens."""
         self.text, self.rest, self.pause_s = text, rest, pause_s
 
     def submit(self, request: Request, deliver: Callable[[TokenEvent], None]) -> None:

@@ -26,7 +26,7 @@ WIDE, NARROW = (1100, 760), (360, 640)
 
 
 def violations(page: Any) -> list[str]:
-    """What axe finds, as `rule: element`."""
+    """Return axe's findings as `rule: element`."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]

@@ -97,7 +97,7 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(page: PageDriver)
 
 
 def test_an_answer_that_ends_while_its_conversation_is_opened_is_shown(page: PageDriver) -> None:
-    """What the server read before the end was saved is not what is shown."""
+    """The page does not show a state that the server read before the end was saved."""
     page.server.script.says("Slowly", " it comes.")
     page.ask("Overtaken")
     page.wait_for_answer("Slowly")

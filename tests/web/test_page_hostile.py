@@ -1,4 +1,4 @@
-"""What a model writes may be anything: it is text on the page, and never more than that."""
+"""A model may write anything: on the page it is text, and never more."""
 
 import json
 

@@ -35,7 +35,7 @@ def main(*, background: bool = False, folder: Path | None = None) -> None:
 
 
 def platform_of_this_system() -> "Platform":
-    """What the system offers beside Toga: macOS, or Qt for development."""
+    """Return the parts that Toga does not have: of macOS, or of Qt for development."""
     if sys.platform == "darwin":
         from .cocoa import CocoaPlatform
 

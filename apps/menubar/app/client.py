@@ -94,7 +94,7 @@ class ServerClient:
         )
 
     def features(self) -> Mapping[str, Any]:
-        """What the server offers: its version, a history, the hub."""
+        """Features of the server: its version, a history, the hub."""
         found: dict[str, Any] = self._ask("/page/features")
         return found
 

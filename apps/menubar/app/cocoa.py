@@ -58,7 +58,7 @@ class ReopenDelegate(AppDelegate):
 
 
 class ClickTarget(NSObject):
-    """What the status item's button calls."""
+    """The target of the status item's button."""
 
     clicked = objc_property(object)
 

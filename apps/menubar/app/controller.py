@@ -1,4 +1,4 @@
-"""What the app knows of its server and does with it. Knows no widget; every method may block."""
+"""The app's view of its server, and its actions. Knows no widget; every method may block."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ NOT_ALLOWED = (401, 403)  # no key, or one that may not administer the server
 
 
 class Phase(StrEnum):
-    """What is at the server's address."""
+    """State of the server's address."""
 
     STOPPED = "stopped"
     STARTING = "starting"

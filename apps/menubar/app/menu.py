@@ -12,7 +12,7 @@ MAX_TITLE = 48  # characters of a conversation's title
 
 
 class Do(StrEnum):
-    """What the user can ask for; most name a model, a transfer or a conversation beside it."""
+    """Actions of the user; most name a model, a transfer or a conversation beside it."""
 
     CHAT = "chat"
     NEW_CHAT = "new chat"
@@ -102,7 +102,7 @@ def state_text(view: View) -> str:
 
 
 def batch_text(view: View) -> str:
-    """What runs now: "2 answers, 1 waiting, 31 tokens/s"."""
+    """The running requests in words: "2 answers, 1 waiting, 31 tokens/s"."""
     running, waiting = view.activity.running, view.activity.waiting
     if not running and not waiting:
         return "nothing runs"
@@ -120,7 +120,7 @@ def rate_text(view: View) -> str:
 
 
 def transfer_text(transfer: Transfer) -> str:
-    """How far a transfer is: "42 %, 3.1 of 7.2 GB"."""
+    """The progress of a transfer in words: "42 %, 3.1 of 7.2 GB"."""
     if transfer.error:
         return f"{transfer.state}: {transfer.error}"
     if not transfer.total:
@@ -148,7 +148,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def model_actions(model: Model) -> tuple[Entry, ...]:
-    """What can be done with a served model."""
+    """Entries for the actions that a served model allows now."""
     loaded = model.state == "loaded"
     found = []
     if loaded and not model.pinned:
@@ -163,7 +163,7 @@ def model_actions(model: Model) -> tuple[Entry, ...]:
 
 
 def transfer_actions(transfer: Transfer) -> tuple[Entry, ...]:
-    """What can be done with a transfer."""
+    """Entries for the actions that a transfer allows now."""
     if transfer.state == "running":
         first = Entry("Pause", Action(Do.PAUSE, transfer.id))
     elif transfer.state == "paused":

@@ -1,4 +1,4 @@
-"""What Toga does not offer, behind one protocol: a Mac's own parts, or those of Qt for development.
+"""Parts that Toga does not have, behind one protocol: a Mac's own, or Qt's for development.
 
 Every call is guarded: a part that fails is logged once and missed, and the app goes on without it.
 So nothing may depend on these parts alone; windows offer what the status item offers.
@@ -156,7 +156,7 @@ class LoginAgent:
 def below(
     icon: tuple[float, float], bar_bottom: float, screen: tuple[float, float], size: tuple[int, int]
 ) -> tuple[int, int]:
-    """Where a window of `size` goes so that it hangs below the icon and stays on the screen.
+    """Return the position at which a window hangs below the icon and stays on the screen.
 
     Args:
         icon: left and right edge.

@@ -56,7 +56,7 @@ class ServerProcess:
 
     @property
     def log_path(self) -> Path:
-        """Where the server writes."""
+        """The server's log."""
         return self._folder / "server.log"
 
     @property

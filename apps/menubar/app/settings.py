@@ -1,4 +1,4 @@
-"""What the user has chosen, in one JSON file that this user alone can read: it may hold a key."""
+"""The user's settings in one JSON file. Only this user can read it, since it may hold a key."""
 
 import json
 import os

@@ -277,7 +277,7 @@ class MainWindow:
 
 
 def greeting_of(view: View) -> str:
-    """What the second step of the first run says about the server."""
+    """The server's state in the words of the first run's second step."""
     if view.usable:
         return f"A server runs at {view.url}."
     if view.phase is Phase.STARTING:

@@ -12,9 +12,11 @@ import contextlib
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
+from _thread import LockType as Lock
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -29,7 +31,6 @@ from ..threads import Reply, start
 from .forward import Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
-from .process import await_end, claim_process, is_fork, leave, require_process
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
@@ -39,6 +40,9 @@ log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
 FAIL_S = 2.0  # that a step may take to end after a failure elsewhere
 IDLE_S = 1.0  # without a message, before kernels are checked
+ADVICE = "start processes with multiprocessing's 'spawn' or 'forkserver', and build an LLM there"
+
+_claimed: list[int] = []  # the process that first ran an engine; in a fork of it, still that one
 
 
 class EngineLoop(Protocol):
@@ -448,3 +452,57 @@ class Engine:
 
 def _ignore(event: TokenEvent) -> None:
     """The listener of a request that is being ended because its own one failed."""
+
+
+def claim_process() -> int:
+    """The id of this process, which is about to use MLX.
+
+    Raises:
+        EngineClosedError: it was forked from one that did.
+    """
+    pid = os.getpid()
+    if not _claimed:
+        _claimed.append(pid)
+    if pid not in _claimed:
+        raise EngineClosedError(
+            f"This process was forked from one that has used MLX, which does not live on here; "
+            f"{ADVICE}."
+        )
+    return pid
+
+
+def is_fork(pid: int) -> bool:
+    """Whether this is no longer process `pid`, where an engine runs."""
+    return os.getpid() != pid
+
+
+def require_process(pid: int) -> None:
+    """Raise EngineClosedError in a fork of process `pid`, where an engine runs."""
+    if is_fork(pid):
+        raise EngineClosedError(
+            f"The engine runs in the process that this one was forked from; {ADVICE}."
+        )
+
+
+def await_end(running: Lock) -> None:
+    """Wait for a lock that a thread holds as long as it uses MLX.
+
+    Ctrl-C ends the wait, and then the process waits at its own end. There a further Ctrl-C ends it
+    at once. The thread is not joined for this: after an interrupted `join` Python 3.11 takes it for
+    ended.
+    """
+    try:
+        with running:
+            pass
+    except KeyboardInterrupt:
+        if not threading.main_thread().is_alive():  # that is how Python says that it ends
+            os._exit(130)
+        atexit.register(await_end, running)
+        raise
+
+
+def leave() -> None:
+    """End a process with an engine stuck inside MLX; else it would wait for the engine."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if getattr(sys, "last_value", None) is None else 1)

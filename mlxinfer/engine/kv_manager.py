@@ -12,8 +12,7 @@ from ..cache.inputs import CacheWork, Move, PartialCopy, Spill
 from ..cache.pages import OutOfPages, PageTable
 from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
 from .batch import Sequence
-from .pagestore import PageStore
-from .transfers import Transfers
+from .pagestore import PageStore, Transfers
 
 ROLLING_TOKENS = 4096  # of a long prompt between two snapshots of its state; whole pages
 

@@ -1,6 +1,12 @@
-"""What runs next and with how many tokens. Pure Python: knows pages, slots and counts, no arrays.
+"""Which requests wait and run, and what each step computes. Pure Python: knows no arrays of MLX.
 
-Decode comes first, then prefill chunks, as many tokens as `PrefillSizer` has room for.
+Decode comes first, then chunks of prompts, as many tokens as `PrefillSizer` has room for.
+
+The prompts of a step are sized by time. Sequences that decode wait for them, so beside these the
+prompts get a slice of time, worth as many tokens as earlier steps say. While none decodes, steps
+are as small as costs next to nothing: a large step reads weights and context less often, a small
+one lets the next request begin sooner. A fixed number of tokens makes steps, and with them the
+rounding of 16-bit numbers, independent of the machine's speed.
 
 Where ranks are pipeline stages, each step is of some rows only (a micro-batch), of such as are in
 no step in flight: while later stages work on it, this rank begins the next one, of other rows. So
@@ -11,14 +17,19 @@ A step may be in flight while the next one is planned. Pages given up meanwhile 
 is written only behind a barrier (`Batch.writes_pages`).
 """
 
+import heapq
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from math import inf, log2
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..cache.inputs import Move
 from ..cache.pages import OutOfPages
-from ..core import FinishReason
+from ..core import FinishReason, Request
 from .batch import (
     MAX_SHORT,
     Batch,
@@ -31,8 +42,337 @@ from .batch import (
 )
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
-from .prefill import PrefillSizer
-from .queues import Counters, RequestQueues
+
+FIRST = 256  # tokens a step of the first prompt
+UNTIMED = 64  # tokens beside sequences that decode, before any step was timed
+GAIN = 0.99  # larger steps are tried while twice the tokens cut the time of each to this
+CLOSE = 1.015  # sizes with tokens that take so much longer than the quickest are as good
+LATEST = 0.5  # weight of the latest measurement
+LONGER = 4096  # tokens of context up to which a size is good as measured, then until it has doubled
+
+
+class PrefillSizer:
+    """Sizes the prefill part of steps.
+
+    Args:
+        page_size: tokens a page.
+        most: tokens of all prompts in one step; whole pages.
+        slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
+            takes `most` tokens, half of that while others run.
+        num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
+            follow each other from one token of an answer to the next.
+    """
+
+    def __init__(
+        self, *, page_size: int, most: int, slice_s: float | None = None, num_stages: int = 1
+    ) -> None:
+        assert most % page_size == 0
+        self._num_stages = num_stages
+        self.most = most
+        self._page_size = page_size
+        self._slice_s = slice_s
+        self._decode_s: float | None = None  # of a step without prompts
+        # Half-octave of the context -> context, and seconds that one more token takes there.
+        self._beside: dict[int, tuple[float, float]] = {}
+        self._size = min(FIRST, most)  # of steps while none decodes
+        self._times: dict[int, float] = {}  # such a size -> seconds a token
+        self._context = LONGER  # up to which these hold
+        self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
+
+    def shares(self, prefilling: Seq[Sequence], num_running: int) -> list[tuple[Sequence, int]]:
+        """Tokens of the next step for each prompt that gets any.
+
+        Args:
+            prefilling: running sequences with prompts to compute, oldest first.
+            num_running: of all that run.
+        """
+        page_size = self._page_size
+        if not prefilling:
+            return []
+        if self._slice_s is None:  # the budget is what the others wait for
+            room = self.most // 2 if num_running > 1 else self.most
+            return prefill_shares(prefilling, max(room, page_size), page_size)
+        if num_running == len(prefilling):
+            self._size = self._next_size()
+            return prefill_shares(prefilling, self._size, page_size)
+        if not self._beside:
+            return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
+        left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
+        costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
+        if len(costs) > 1:  # a page for the oldest, and one for the shortest
+            left_s = max(left_s, 2 * page_size * max(costs.values()))
+        left_s = min(left_s, self.most * min(costs.values()))
+        return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)
+
+    def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
+        """Take in how long a step took.
+
+        Args:
+            batch: what was computed.
+            seconds: until this rank had done its part.
+            goes_on: others had not, as pipeline stages behind this one, and nothing comes back:
+                what the step takes there shows in the time of the next one that gives tokens.
+        """
+        if self._slice_s is None or not batch.num_tokens:
+            return
+        prompts = [segment for segment in batch.ragged if not segment.proposals]
+        num_tokens = sum([segment.num_tokens for segment in prompts])
+        unseen, unseen_s = self._unseen
+        self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
+        if goes_on:
+            return
+        if not prompts:
+            if not unseen:  # else it waited for prompts, too
+                self._decode_s = _blended(self._decode_s, seconds)
+            return
+        beside = num_tokens < batch.num_tokens
+        if self._num_stages > 1:  # steps follow each other: what was not seen came before this one
+            num_tokens, seconds, unseen, unseen_s = num_tokens + unseen, seconds + unseen_s, 0, 0.0
+        context = max([segment.stop for segment in prompts])
+        if not beside:
+            tokens = num_tokens + unseen
+            self._time_size(tokens, context, (seconds + unseen_s) / tokens)
+        if unseen:  # ranks worked at the same time: a step beside others passes through all of them
+            return
+        spent_s = seconds - (self._decode_s or 0.0) if beside else seconds
+        cost = max(spent_s, seconds / 8) / num_tokens
+        place = _half_octave(context)
+        at, before = self._beside.get(place, (context, None))
+        if before is None and self._beside:  # one slow step says little of a new context
+            before = self._seconds_at(context)
+        self._beside[place] = _blended(at, context), _blended(before, cost)
+
+    # -- beside sequences that decode -----------------------------------------------------------
+
+    def _cost(self, sequence: Sequence, left_s: float) -> float:
+        """Seconds of each of a sequence's next tokens."""
+        start = sequence.num_computed
+        first = self._seconds_at(start + self._page_size)
+        return self._seconds_at(start + min(max(left_s, 0) / first, sequence.num_left, self.most))
+
+    def _seconds_at(self, context: float) -> float:
+        """Seconds of a token after so many others; not too few, where other contexts were timed.
+
+        A token costs more the more there are before it, and at most in proportion.
+        """
+        known = self._beside.get(_half_octave(context))
+        near = [known] if known is not None else self._beside.values()
+        return min([s * max(1.0, context / at) for at, s in near])
+
+    # -- while none decodes ---------------------------------------------------------------------
+
+    def _next_size(self) -> int:
+        """Twice the last size while that pays, then the smallest of those that are as quick."""
+        size, times = self._size, self._times
+        if size not in times:
+            return size
+        larger, pays = 2 * size, times[size] < GAIN * times.get(size // 2, inf)
+        if pays and larger <= self.most and larger not in times:
+            return larger
+        quickest = min(times.values())
+        return min([some for some, seconds in times.items() if seconds <= CLOSE * quickest])
+
+    def _time_size(self, num_tokens: int, context: int, seconds: float) -> None:
+        """A step of about the last size took so long for each token."""
+        if context > self._context:  # reading the context costs more now: try again
+            self._times.clear()
+            self._context = 2 * context
+            self._size = max(self._size // 2, min(FIRST, self.most))
+        elif num_tokens > self._size - self._page_size:
+            self._times[self._size] = _blended(self._times.get(self._size), seconds)
+
+
+def prefill_shares(
+    prefilling: Seq[Sequence],
+    room: float,
+    page_size: int,
+    *,
+    cost: Callable[[Sequence], float] = lambda sequence: 1,
+) -> list[tuple[Sequence, int]]:
+    """Tokens of the next step for each prompt that gets any.
+
+    A chunk ends at a page boundary unless it ends the prompt. A quarter of the room is for the
+    oldest prompt, so that it is never starved; the rest goes to the shortest first, so that a short
+    question does not wait behind a long document.
+
+    Args:
+        prefilling: oldest first.
+        room: for all prompts together; a page at least is computed whatever it costs.
+        page_size: tokens a page.
+        cost: of each token of a sequence.
+    """
+    if not prefilling:
+        return []
+    oldest = prefilling[0]
+    quarter = int(room / 4 / cost(oldest))
+    shares = {oldest: _chunk(oldest, max(quarter, page_size), page_size)}
+    room = max(room - shares[oldest] * cost(oldest), 0)
+    for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
+        shares[sequence] = _chunk(sequence, int(room / cost(sequence)), page_size)
+        room -= shares[sequence] * cost(sequence)
+    shares[oldest] = _chunk(oldest, shares[oldest] + int(room / cost(oldest)), page_size)
+    return [(sequence, count) for sequence, count in shares.items() if count]
+
+
+def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
+    """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
+    if sequence.num_left <= limit:
+        return sequence.num_left
+    stop = sequence.num_computed + limit
+    return max(limit - stop % page_size, 0)
+
+
+def _half_octave(context: float) -> int:
+    return int(2 * log2(max(context, 1.0)))
+
+
+def _blended(before: float | None, latest: float) -> float:
+    return latest if before is None else before + LATEST * (latest - before)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the engine started; only ever grows."""
+
+    requests: int = 0
+    steps: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_computed: int = 0
+    tokens_sampled: int = 0
+    tokens_proposed: int = 0
+    tokens_accepted: int = 0  # of the proposed ones
+    preemptions: int = 0
+    step_failures: int = 0
+    pages_sealed: int = 0
+
+
+class RequestQueues:
+    """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
+
+    Args:
+        kv_manager: what running sequences hold.
+        counters: of requests and preemptions.
+        max_batch: sequences that may run at once.
+    """
+
+    def __init__(self, kv_manager: KVManager, counters: Counters, *, max_batch: int) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self._kv = kv_manager
+        self._counters = counters
+        self._by_id: dict[str, Sequence] = {}
+        self._free_slots = list(range(max_batch))  # a heap: low slots first keeps tails small
+        self.admitted: list[Sequence] = []  # since the last step, which takes them
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended."""
+        return not self._by_id
+
+    # -- arrivals and departures ----------------------------------------------------------------
+
+    def add(self, request: Request, *, max_output: int) -> Sequence:
+        """Queue a request that was found valid."""
+        sequence = Sequence(
+            request=request,
+            max_known=len(request.prompt_ids) + max_output,
+            token_ids=list(request.prompt_ids),
+            num_prompt=len(request.prompt_ids),
+        )
+        self._by_id[request.id] = sequence
+        self.waiting.append(sequence)
+        self._counters.requests += 1
+        return sequence
+
+    def find(self, request_id: str) -> Sequence | None:
+        """The unfinished sequence of a request."""
+        return self._by_id.get(request_id)
+
+    def unfinished(self) -> list[Sequence]:
+        """All running and waiting sequences."""
+        return list(self._by_id.values())
+
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Forget a sequence and release what it holds; tokens of a launched step are discarded.
+
+        Args:
+            keep: whether later requests may use what was computed.
+        """
+        assert not sequence.finished
+        sequence.finished = True
+        del self._by_id[sequence.request.id]
+        if sequence.slot >= 0:
+            self._release(sequence, keep)
+        else:
+            self.waiting.remove(sequence)
+
+    def preempt(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Put a running sequence back at the head of the queue, with its tokens.
+
+        Its pages stay in the prefix tree until they are evicted; only those are computed again.
+        """
+        self._release(sequence, keep)
+        sequence.num_computed = sequence.num_sealed = 0
+        sequence.num_preempted += 1
+        self.waiting.appendleft(sequence)
+        self._counters.preemptions += 1
+
+    def _release(self, sequence: Sequence, keep: bool) -> None:
+        self.running.remove(sequence)
+        self._kv.end(sequence, keep=keep)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+        sequence.started = False
+
+    # -- slots and pages ------------------------------------------------------------------------
+
+    def admit(self, prefilling: Seq[Sequence], most: int, *, again: bool = True) -> Sequence | None:
+        """Start the first waiting sequence for which there is room, in order of the queue.
+
+        A sequence that will soon share what another computes waits for it, and later ones may pass.
+
+        Args:
+            prefilling: running sequences with prompts to compute.
+            most: how many of these there may be.
+            again: whether what was preempted may start: not in the step that preempted it: its
+                plan may have a token of it.
+        """
+        if not self._free_slots or len(prefilling) >= most:
+            return None
+        for sequence in self.waiting:
+            if sequence.num_pending:
+                return None  # preempted with a step in flight: it gets that step's token first
+            if sequence.num_preempted and not again:
+                return None
+            if self._kv.shares_later(sequence, prefilling):
+                continue
+            try:
+                self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
+            except OutOfPages:
+                return None
+            self.waiting.remove(sequence)
+            sequence.slot = heapq.heappop(self._free_slots)
+            self.running.append(sequence)
+            self.admitted.append(sequence)
+            return sequence
+        return None
+
+    def hold(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Take the pages for `num_tokens` positions, preempting the youngest others if need be.
+
+        Returns:
+            False: the sequence itself is the first to go, and went back to the queue.
+        """
+        while True:
+            try:
+                self._kv.extend(sequence, num_tokens)
+                return True
+            except OutOfPages:
+                youngest = self.running[-1]
+                assert len(self.running) > 1, "a request that fits alone was admitted"
+                self.preempt(youngest)
+                if youngest is sequence:
+                    return False
 
 
 class Proposer(Protocol):

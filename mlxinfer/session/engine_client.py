@@ -20,7 +20,7 @@ from .output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine, Listener
-    from ..engine.limits import EngineLimits
+    from ..engine.loop import EngineLimits
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..engine.engine import Engine
-    from ..engine.limits import EngineLimits
+    from ..engine.loop import EngineLimits
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 CANARY_TOKEN = 0  # what a model is tried with

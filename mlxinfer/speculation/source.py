@@ -1,8 +1,9 @@
 """What a source of proposals is."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 from ..engine.batch import Batch, Proposal, Sequence
 from .controller import Key
@@ -10,7 +11,7 @@ from .controller import Key
 Score = Callable[[Sequence, Key, bool], None]  # a proposal of this key was tried; whether it held
 
 
-class Source(Protocol):
+class Source(ABC):
     """Proposes tokens. Its methods are called from the engine's thread.
 
     Attributes:
@@ -29,20 +30,22 @@ class Source(Protocol):
     priors: Mapping[Key, float]
     score: Score
 
+    @abstractmethod
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         """The keys of the proposals that it could make after the tokens in flight.
 
         At most `depth` for each sequence. A sequence without any is left out.
         """
-        ...
 
+    @abstractmethod
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
         """Tokens that may follow the known ones of each sequence, at most as many as its depth."""
-        ...
 
     def take(self, batch: Batch, hidden: Any) -> None:
         """Read the outputs (T, n * hidden) of the n layers of `taps` in a step that was read."""
+        assert not self.taps, "a source that reads layers takes their outputs"
 
+    @abstractmethod
     def end(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
 

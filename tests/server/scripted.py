@@ -8,7 +8,7 @@ from typing import Any
 from live_server import LiveServer, wait_until
 
 from mlxinfer.core import FinishReason, Request, TokenEvent
-from mlxinfer.engine.limits import EngineLimits
+from mlxinfer.engine.loop import EngineLimits
 from mlxinfer.server.registry.served import ServedModel
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.session.session import Session

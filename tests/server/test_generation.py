@@ -10,7 +10,7 @@ from live_server import LiveServer
 
 from mlxinfer.core import FinishReason, SamplingParams, TokenEvent
 from mlxinfer.engine.batch import Sequence
-from mlxinfer.engine.queues import failed_event
+from mlxinfer.engine.loop import failed_event
 from mlxinfer.errors import RequestFailedError
 from mlxinfer.server.calls.generation import Generation
 from mlxinfer.session.engine_client import EngineClient

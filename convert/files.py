@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConversionError
-from .plan import PlannedArray
+from .plan import PlannedArray, laid_out
 
 ALIGNMENT = 8
 _ZEROS = 1 << 20  # written at once
 _NO_FALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # some file systems have none
 
 
-def header_of(arrays: Sequence[PlannedArray]) -> tuple[bytes, dict[str, int]]:
+def header_of(arrays: list[PlannedArray]) -> tuple[bytes, dict[str, int]]:
     """The bytes in front of the data, and where each array starts in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "mlx"}}
     starts: dict[str, int] = {}
@@ -51,17 +51,27 @@ def partial_path(path: Path) -> Path:
 
 
 class ShardFile:
-    """A file of the output. `write` may be called from several threads."""
+    """A file of the output.
 
-    def __init__(self, path: Path, arrays: Sequence[PlannedArray]) -> None:
+    Args:
+        path: of the file.
+        pieces: what lies in it, by the array that each is a part of, as of ConversionPlan.
+    """
+
+    def __init__(self, path: Path, pieces: Mapping[str, list[PlannedArray]]) -> None:
         self.path = path
         self._partial = partial_path(path)
-        front, self._starts = header_of(arrays)
+        arrays = laid_out(pieces)
+        front, starts = header_of(arrays)
+        self._places = {
+            name: ([starts[part.name] for part in parts], parts[0].num_bytes)
+            for name, parts in pieces.items()
+        }
         length = len(front) + sum(array.num_bytes for array in arrays)
         self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             os.ftruncate(self._file, length)
-            self._put(front, 0)
+            _put(self._file, front, 0)
         except BaseException:  # Ctrl-C too: no file stays open
             os.close(self._file)
             raise
@@ -73,7 +83,13 @@ class ShardFile:
             OSError: the disk is full, or worse.
         """
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        self._put(raw.data, self._starts[name] + offset)
+        starts, size = self._places[name]
+        view = raw.data
+        while view:
+            piece, inside = divmod(offset, size)
+            part = view[: size - inside]
+            _put(self._file, part, starts[piece] + inside)
+            view, offset = view[len(part) :], offset + len(part)
         return raw.nbytes
 
     def sync(self) -> None:
@@ -97,11 +113,12 @@ class ShardFile:
     ) -> None:
         os.close(self._file)
 
-    def _put(self, data: bytes | memoryview, position: int) -> None:
-        view = memoryview(data)
-        while view:
-            count = os.pwrite(self._file, view, position)
-            view, position = view[count:], position + count
+
+def _put(handle: int, data: bytes | memoryview, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(handle, view, position)
+        view, position = view[count:], position + count
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -116,12 +133,9 @@ def write_file(path: Path, data: bytes) -> None:
 
 def write_at(path: Path, position: int, data: NDArray[np.generic]) -> None:
     """Put `data` into a file that is there, and return when it is on the disk."""
-    view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
     handle = os.open(path, os.O_WRONLY)
     try:
-        while view:
-            count = os.pwrite(handle, view, position)
-            view, position = view[count:], position + count
+        _put(handle, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, position)
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -4,10 +4,8 @@ A matrix W becomes W + B A; with DoRA its rows are then brought to their learned
 quantised is dequantised, merged and quantised again in its own format, unless it is to stay dense.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -18,8 +16,8 @@ from ..models.adapters.folder import AdapterFolder, AdapterModule, in_layer
 from ..models.adapters.loaded import oriented
 from ..models.config import normalise
 from ..models.registry import family
-from .read.origin import Origin
-from .read.source import Packed, Source, TensorInfo
+from .arrays import mx_dtype
+from .read.source import Packed, Reader, Source, TensorInfo
 
 _HALVES = ("gate_proj", "up_proj")
 Half = tuple[int, bool]  # gate or up, and whether their rows alternate
@@ -40,8 +38,8 @@ class Change:
     half: Half | None
 
 
-class FusedSource:
-    """Implements Source.
+def fused(source: Source, adapter: AdapterFolder, *, dense: bool) -> Source:
+    """The source with the adapter merged into its tensors.
 
     Args:
         source: the base.
@@ -52,98 +50,71 @@ class FusedSource:
         CheckpointError: a module that the base does not have, a matrix of another shape, or a
             module of the base that the adapter should change and does not.
     """
-
-    def __init__(self, source: Source, adapter: AdapterFolder, *, dense: bool) -> None:
-        self._source = source
-        self._adapter = adapter
-        self._dense = dense
-        self.label = source.label
-        self.format = source.format
-        self.config = source.config
-        self.dtype = source.dtype
-        self.fingerprint = f"{source.fingerprint} {adapter.identity} {dense}"
-        loaded = mx.load(str(adapter.file))
-        assert isinstance(loaded, dict)
-        self._matrices: Mapping[str, mx.array] = loaded
-        self._changes = dict(_changes(source, adapter))
-        tensors = dict(source.tensors)
+    loaded = mx.load(str(adapter.file))
+    assert isinstance(loaded, dict)
+    changes = dict(_changes(source, adapter))
+    readers = dict(source.readers)
+    for name, each in changes.items():
+        info = source.tensors[name]
         if dense:
-            for name in self._changes:
-                tensors[name] = replace(tensors[name], lossless=None)
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
-        self.notes = (*source.notes, *self._own_notes())
-        self._check_shapes()
+            info = replace(info, lossless=None)
+        merging = _Merging(adapter, loaded, source, info, each)
+        merging.check_shapes()
+        codes = None if info.lossless is None else merging.codes
+        readers[name] = Reader(info, source.readers[name].parts, merging.values, codes)
+    notes = [*source.notes, f"The adapter {adapter.folder.name} is merged into it."]
+    if count := sum(readers[name].info.lossless is not None for name in changes):
+        notes.append(
+            f"Of what it changes, {count} quantised tensors were rounded to their formats again; "
+            "the figures compare what is written with these. --dequantize keeps them as numbers."
+        )
+    fingerprint = f"{source.fingerprint} {adapter.identity} {dense}"
+    return replace(source, readers=readers, notes=tuple(notes), fingerprint=fingerprint)
 
-    def _own_notes(self) -> Iterator[str]:
-        yield f"The adapter {self._adapter.folder.name} is merged into it."
-        count = sum(self.tensors[name].lossless is not None for name in self._changes)
-        if count:
-            yield (
-                f"Of what it changes, {count} quantised tensors were rounded to their formats "
-                "again; the figures compare what is written with these. --dequantize keeps them "
-                "as numbers."
-            )
 
-    @property
-    def origin(self) -> Origin:
-        """See Source."""
-        return self._source.origin
+@dataclass(frozen=True, slots=True)
+class _Merging:
+    """One tensor of the base, and what is done to each of its matrices."""
 
-    def read(self, name: str, rows: slice | None = None) -> mx.array:
-        """See Source."""
-        if name not in self._changes:
-            return self._source.read(name, rows)
-        info = self.tensors[name]
-        merged = self._merged(name, rows)
-        if info.lossless is None:
-            return merged.astype(getattr(mx, info.dtype))
-        form = info.lossless
-        how = (form.group_size, form.bits, form.mode)
-        packed = self._packed(merged, info)
-        values = mx.dequantize(packed.weight, packed.scales, packed.biases, *how)
-        return values.astype(getattr(mx, info.dtype))
+    adapter: AdapterFolder
+    matrices: Mapping[str, mx.array]  # of the adapter
+    source: Source
+    info: TensorInfo
+    changes: Mapping[int | None, Change]  # by expert; None: the tensor is one matrix
 
-    def read_packed(self, name: str) -> Packed:
-        """See Source."""
-        if name not in self._changes:
-            return self._source.read_packed(name)
-        return self._packed(self._merged(name, None), self.tensors[name])
+    def values(self, rows: slice) -> mx.array:
+        """Merged, in the dtype of the tensor; rounded to its format where it has one."""
+        merged, form = self._merged(rows), self.info.lossless
+        if form is not None:
+            packed = self._packed(merged)
+            how = (form.group_size, form.bits, form.mode)
+            merged = mx.dequantize(packed.weight, packed.scales, packed.biases, *how)
+        return merged.astype(mx_dtype(self.info.dtype))
 
-    def forget(self, names: Iterable[str]) -> None:
-        """See Source."""
-        self._source.forget(names)
+    def codes(self) -> Packed:
+        """Merged and quantised again."""
+        return self._packed(self._merged(slice(0, self.info.shape[0])))
 
-    def side_files(self) -> dict[str, bytes | Path]:
-        """See Source."""
-        return self._source.side_files()
-
-    def close(self) -> None:
-        """See Source."""
-        self._source.close()
-
-    # -- merging --------------------------------------------------------------------------------
-
-    def _packed(self, merged: mx.array, info: TensorInfo) -> Packed:
-        form = info.lossless
+    def _packed(self, merged: mx.array) -> Packed:
+        form = self.info.lossless
         assert form is not None
-        values = merged.astype(getattr(mx, info.scales_dtype)) if form.mode == "affine" else merged
+        scales_in = mx_dtype(self.info.scales_dtype)
+        values = merged.astype(scales_in) if form.mode == "affine" else merged
         weight, scales, *biases = mx.quantize(values, form.group_size, form.bits, form.mode)
         return Packed(weight, scales, biases[0] if biases else None)
 
-    def _merged(self, name: str, rows: slice | None) -> mx.array:
+    def _merged(self, rows: slice) -> mx.array:
         """Values in float32 of a range of the first axis."""
-        info, changes = self.tensors[name], self._changes[name]
-        start, stop, _ = (rows or slice(None)).indices(info.shape[0])
-        values = self._source.read(name, slice(start, stop)).astype(mx.float32)
-        if len(info.shape) == 2:
-            return self._changed(values, changes[None], slice(start, stop))
+        values = self.source.read(self.info.name, rows).astype(mx.float32)
+        if len(self.info.shape) == 2:
+            return self._changed(values, self.changes[None], rows)
+        experts = zip(range(rows.start, rows.stop), values, strict=True)
         return mx.stack(
             [
-                self._changed(values[i - start], changes[i], slice(None)) if i in changes
-                else values[i - start]
-                for i in range(start, stop)
+                self._changed(one, self.changes[i], slice(None)) if i in self.changes else one
+                for i, one in experts
             ]
-        )  # fmt: skip
+        )
 
     def _changed(self, weight: mx.array, change: Change, rows: slice) -> mx.array:
         """Some rows (n, inputs) of a matrix, merged."""
@@ -151,18 +122,18 @@ class FusedSource:
         whole = weight + b.T[rows] @ a.T
         name = change.module.magnitude
         if name is not None:
-            lengths = self._matrices[name].reshape(-1).astype(mx.float32)[rows, None]
+            lengths = self.matrices[name].reshape(-1).astype(mx.float32)[rows, None]
             whole = whole * lengths / mx.linalg.norm(whole, axis=1, keepdims=True)
         if not bool(mx.isfinite(whole).all()):
-            raise CheckpointError(f"{change.module.path!r} of {self._adapter.file} is not finite.")
+            raise CheckpointError(f"{change.module.path!r} of {self.adapter.file} is not finite.")
         return whole
 
     def _pair(self, change: Change, in_dims: int) -> tuple[mx.array, mx.array]:
         """A (inputs, r) and B (r, outputs) of a change, the scale in B."""
         module = change.module
-        count = normalise(self.config).num_experts or None
+        count = normalise(self.source.config).num_experts or None
         target = AdapterTarget(None, (), in_dims, count)  # of sizes alone
-        left, right = (self._matrices[each].astype(mx.float32) for each in (module.a, module.b))
+        left, right = (self.matrices[each].astype(mx.float32) for each in (module.a, module.b))
         a, b = (each[change.expert] for each in oriented(left, right, module, target))
         if change.half is not None:
             which, alternate = change.half
@@ -170,17 +141,17 @@ class FusedSource:
             b = b[:, which::2] if alternate else b[:, which * size : (which + 1) * size]
         return a, b * module.scale
 
-    def _check_shapes(self) -> None:
-        for name, changes in self._changes.items():
-            outputs, inputs = self.tensors[name].shape[-2:]
-            for change in changes.values():
-                a, b = self._pair(change, inputs)
-                if (a.shape[0], b.shape[1]) != (inputs, outputs):
-                    raise CheckpointError(
-                        f"The matrices for {change.module.path!r} in {self._adapter.file} are for "
-                        f"{a.shape[0]} inputs and {b.shape[1]} outputs; {name} has {inputs} and "
-                        f"{outputs}: the adapter was made for another model."
-                    )
+    def check_shapes(self) -> None:
+        """Raise CheckpointError for matrices of another shape than the base's."""
+        outputs, inputs = self.info.shape[-2:]
+        for change in self.changes.values():
+            a, b = self._pair(change, inputs)
+            if (a.shape[0], b.shape[1]) != (inputs, outputs):
+                raise CheckpointError(
+                    f"The matrices for {change.module.path!r} in {self.adapter.file} are for "
+                    f"{a.shape[0]} inputs and {b.shape[1]} outputs; {self.info.name} has "
+                    f"{inputs} and {outputs}: the adapter was made for another model."
+                )
 
 
 def _changes(

@@ -1,16 +1,33 @@
-"""The plan of a conversion: format, bytes and file of every output tensor, before any is read."""
+"""The plan of a conversion: format, bytes and file of every output tensor, before any is read.
 
-import json
+With --split-experts all matrices of an expert lie side by side in a file, in the order of the
+experts, so that a model that is larger than memory reads an expert at once: of stacks that would be
+nine reads (gate, up and down, each with words, scales and biases). The parts are named as the hub
+names single experts, `experts.7.gate_proj.weight`; their bytes are the same. Biases of outputs stay
+together: they are few numbers, which a model holds in memory.
+"""
+
+import hashlib
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..errors import InvalidRequestError
 from .arrange import ArrangedSource, OutputTensor
-from .formats import ITEM_BYTES, fitting, name_of, stays_float32
+from .calibration.texts import CALIBRATION_LENGTH, MAX_CHECKED
 from .read import MLXFormat
-from .recipes import SHARD_BYTES, Recipe
+from .recipes import (
+    ITEM_BYTES,
+    SHARD_BYTES,
+    ConversionOptions,
+    Recipe,
+    fitting,
+    name_of,
+    stays_float32,
+)
 
 SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -71,6 +88,7 @@ class ConversionPlan:
     recipe: Recipe
     tensors: tuple[PlannedTensor, ...]
     shard_bytes: int = SHARD_BYTES
+    split_experts: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -109,6 +127,11 @@ class ConversionPlan:
             for i, group in enumerate(groups, 1)
         ]
 
+    def pieces(self, tensors: Iterable[PlannedTensor]) -> dict[str, list[PlannedArray]]:
+        """The arrays of a file in their order, by the array that each is a part of."""
+        arrays = [array for tensor in tensors for array in tensor.arrays]
+        return in_pieces(arrays, split=self.split_experts)
+
     def quantization(self) -> dict[str, object] | None:
         """What config.json says: the commonest format, and the layers that differ."""
         formats = {t.output.path: t.form for t in self.tensors if t.form is not None}
@@ -133,6 +156,7 @@ def make_plan(
     chosen: Mapping[str, MLXFormat | None] | None = None,
     shard_bytes: int = SHARD_BYTES,
     by_layer: bool = False,
+    split_experts: bool = False,
 ) -> ConversionPlan:
     """Formats by `recipe`, or as `chosen` by name.
 
@@ -142,17 +166,24 @@ def make_plan(
         chosen: formats of some tensors, instead of the recipe's.
         shard_bytes: of a file, at most.
         by_layer: tensors in the order of their layers, then those of none; else as in the source.
+        split_experts: all matrices of an expert lie side by side.
 
     Raises:
-        InvalidRequestError: an exception that matches no tensor, or a format of groups that do not
-            fill a tensor's rows.
+        InvalidRequestError: an exception that matches no tensor, a format of groups that do not
+            fill a tensor's rows, or experts to split that are not there.
     """
     _check_overrides(arranged, recipe)
     tensors = list(_planned(arranged, recipe, chosen or {}))
     if by_layer:
         last = arranged.config.num_layers
         tensors.sort(key=lambda t: last if t.output.layer is None else t.output.layer)
-    return ConversionPlan(recipe, tuple(tensors), shard_bytes)
+    plan = ConversionPlan(recipe, tuple(tensors), shard_bytes, split_experts)
+    if split_experts and not any(STACK.fullmatch(a.name) for t in tensors for a in t.arrays):
+        raise InvalidRequestError(
+            "This model has no mixtures of experts; leave --split-experts out.",
+            param="split_experts",
+        )
+    return plan
 
 
 def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:
@@ -215,11 +246,186 @@ def _check_overrides(arranged: ArrangedSource, recipe: Recipe) -> None:
             )
 
 
-def dumped(plan: ConversionPlan) -> str:
-    """The plan as text that is the same for the same plan, for the journal."""
+def digest_of(plan: ConversionPlan) -> str:
+    """The same for the same plan, for the journal."""
     rows = [
         [array.name, array.dtype, list(array.shape), name_of(tensor.form), tensor.packed]
         for tensor in plan.tensors
         for array in tensor.arrays
     ]
-    return json.dumps([plan.recipe.name, plan.shard_bytes, rows])
+    text = repr([plan.recipe.name, plan.shard_bytes, plan.split_experts, rows])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- experts side by side -----------------------------------------------------------------------
+
+STACK = re.compile(
+    r"(.+?)\.(?:switch_mlp|experts\.switch_glu|experts)"
+    r"\.((?:gate|up|gate_up|down)_proj|fc1|fc2)\.(weight|scales|biases)"
+)
+_OF_ONE = {"fc1": "up_proj", "fc2": "down_proj"}  # Nemotron's names of stacks, and of one's
+
+
+def single_name(stack: str, expert: int) -> str | None:
+    """What an expert's part of a stack is called by itself; None: the name is none of a stack."""
+    found = STACK.fullmatch(stack)
+    if found is None:
+        return None
+    mixture, matrix, field = found.groups()
+    return f"{mixture}.experts.{expert}.{_OF_ONE.get(matrix, matrix)}.{field}"
+
+
+def in_pieces(arrays: list[PlannedArray], *, split: bool) -> dict[str, list[PlannedArray]]:
+    """Arrays as they lie in a file, by name; of one that is split a piece for each expert.
+
+    The order of the pieces is that of `laid_out`.
+    """
+    found: dict[str, list[PlannedArray]] = {}
+    for array in arrays:
+        count = array.shape[0] if split and STACK.fullmatch(array.name) else 0
+        size = array.num_bytes // max(count, 1)
+        found[array.name] = [
+            PlannedArray(single_name(array.name, i) or "", array.dtype, array.shape[1:], size)
+            for i in range(count)
+        ] or [array]
+    return found
+
+
+def laid_out(pieces: Mapping[str, list[PlannedArray]]) -> list[PlannedArray]:
+    """All pieces in the order of a file; a mixture stands where its first stack stands."""
+    mixtures: dict[str, list[list[PlannedArray]]] = {}
+    for name, parts in pieces.items():
+        stack = STACK.fullmatch(name) if parts[0].name != name else None
+        mixtures.setdefault(stack[1] if stack else name, []).append(parts)
+    return [
+        piece
+        for stacks in mixtures.values()
+        for together in zip(*stacks, strict=True)
+        for piece in together
+    ]
+
+
+# -- memory and disk ----------------------------------------------------------------------------
+
+MAX_WORKERS = 8
+BYTES_PER_WEIGHT = 14  # of a block in flight: as read, in float32, codes, and what is written
+LEARNING_COPIES = 6  # of a layer while it learns: source, codes, values, joined, gradients twice
+LAYER_COPIES = 3  # of a layer in float32 while it is run: as read, joined, one changed
+MIN_BLOCK, MAX_BLOCK = 1 << 16, 1 << 20  # numbers
+BASE_BYTES = 100 << 20  # Python, MLX and numpy, before anything is read
+CACHED_BYTES = 32 << 20  # that MLX may keep of what was freed
+INPUTS = (4096, 2048, 1024, 512, 256, 128)  # inputs with moments held together
+INVERSION_BYTES = 24  # of each moment of the block that is inverted
+SEQUENCES = (64, 32, 16, 8)  # of the text for calibration
+PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequences
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Memory as sizes of what is held at once."""
+
+    inputs: int  # of which error feedback has second moments together; 0: no feedback
+    sequences: int  # of the text for calibration
+    probes: int  # sequences that are carried to the end for each unit that is measured
+    block: int  # numbers that are quantised at once by a thread
+    workers: int  # threads
+    peak_bytes: int  # at most, about
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all blocks in flight."""
+        return self.block * BYTES_PER_WEIGHT * (self.workers + 1)
+
+
+def make_budget(
+    arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
+) -> MemoryBudget:
+    """What `options.max_memory` allows, or what is useful.
+
+    `comparing`: the source and the output are run to compare their logits.
+    """
+    limit, calibrates = options.max_memory, options.calibration is not None
+    room = None if limit is None else max(0, limit - BASE_BYTES - CACHED_BYTES)
+    hidden = arranged.config.hidden_size * 4
+    checked = MAX_CHECKED * hidden if comparing else 0
+    inputs, moments = 0, 0
+    if options.feeds_back:
+        inputs, moments = _largest(INPUTS, lambda n: _moments_bytes(arranged, n), room, 3)
+    sequences, states = _largest(SEQUENCES, lambda n: n * CALIBRATION_LENGTH * hidden, room, 6)
+    units = sum(len(output.shape) > 1 for output in arranged.outputs)
+    probes, probed = _largest(PROBES, lambda n: n * units * PROBE_LENGTH * hidden, room, 3)
+    states = (states if calibrates else 0) + checked
+    workers = min(os.cpu_count() or 1, MAX_WORKERS)
+    block = MAX_BLOCK
+    if room is not None:
+        left = max(0, room - moments - states)
+        workers = max(1, min(workers, left // (MIN_BLOCK * BYTES_PER_WEIGHT) - 1))
+        block = min(max(left // (BYTES_PER_WEIGHT * (workers + 1)), MIN_BLOCK), MAX_BLOCK)
+    found = MemoryBudget(inputs, sequences, probes, block, workers, 0)
+    layer = _largest_layer(arranged) * 4
+    parts = [moments + states + found.block_bytes + _largest_piece(arranged, plan)]
+    if comparing or calibrates:
+        parts.append(moments + states + LAYER_COPIES * layer)
+    if options.targeted:
+        parts.append(states + probed + LAYER_COPIES * layer)
+    if options.learn_minutes is not None:
+        parts.append(2 * states + LEARNING_COPIES * layer)
+    if comparing:
+        parts.append(plan.num_bytes)
+    return replace(found, peak_bytes=BASE_BYTES + CACHED_BYTES + max(parts))
+
+
+def _largest(
+    choices: tuple[int, ...], size_of: Callable[[int], int], room: int | None, share: int
+) -> tuple[int, int]:
+    """The first choice that takes at most a share of the room, or the last; and its bytes."""
+    fitting = (n for n in choices if room is None or size_of(n) * share <= room)
+    chosen = next(fitting, choices[-1])
+    return chosen, size_of(chosen)
+
+
+_SIBLINGS = re.compile(r"[.](?:[qkv]|gate|up)_proj$")  # which share their inputs
+
+
+def _moments_bytes(arranged: ArrangedSource, inputs: int) -> int:
+    """Second moments of the layer that has most, and one inversion."""
+    layers: dict[int | None, dict[tuple[str, int], int]] = {}
+    widest = 0
+    for output in arranged.outputs:
+        if len(output.shape) < 2:
+            continue
+        in_dims = output.shape[-1]
+        experts = output.shape[0] if len(output.shape) == 3 else 1
+        key = _SIBLINGS.sub("", output.path), in_dims
+        layers.setdefault(output.layer, {})[key] = in_dims * min(inputs, in_dims) * 4 * experts
+        widest = max(widest, in_dims)
+    largest = max(sum(layer.values()) for layer in layers.values())
+    return largest + INVERSION_BYTES * min(inputs, widest) ** 2
+
+
+def disk_bytes(
+    arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
+) -> int:
+    """The output, and the logits that it is compared with."""
+    size = options.limit_bytes(plan.num_weights) or plan.num_bytes
+    return size + (MAX_CHECKED * arranged.config.vocab_size * 4 if comparing else 0)
+
+
+def _largest_layer(arranged: ArrangedSource) -> int:
+    """Weights of the largest decoder layer."""
+    sizes: Counter[int | None] = Counter()
+    for output in arranged.outputs:
+        sizes[output.layer] += 0 if output.layer is None else output.num_weights
+    return max(sizes.values())
+
+
+def _largest_piece(arranged: ArrangedSource, plan: ConversionPlan) -> int:
+    """Bytes that are read at once: one expert of a stack, or a tensor that is copied as codes."""
+    sizes = [0]
+    for tensor in plan.tensors:
+        info = arranged.source.tensors[tensor.output.sources[0]]
+        if tensor.packed:
+            sizes.append(tensor.num_bytes // len(tensor.output.sources))
+        elif len(info.shape) > 2:
+            sizes.append(tensor.output.num_weights // tensor.output.shape[0] * 4)
+    return max(sizes)

@@ -3,13 +3,23 @@
 `quantise` is numpy only, so that several threads can work at once; rows are processed in tiles that
 stay in a processor's cache. `round_trip` gives the values that come back, without any file.
 
-Numbers are rounded to the nearest code, or in the order of the inputs with error feedback
-(feedback.py): then each group's scale is chosen for what the errors before it have made of it.
+Numbers are rounded to the nearest code, or with error feedback: the inputs of a matrix make up for
+what rounding the inputs before them lost. Inputs are correlated, so an error in one column of
+weights can be cancelled by small changes of columns that are not rounded yet. Columns are rounded
+in the order of the inputs; the error of each is spread over those behind it by the inverse of the
+inputs' second moments X^T X, in the Cholesky form of GPTQ (Frantar et al. 2022, arXiv:2210.17323,
+section 3). Each group's scale is chosen for what the errors before it have made of it. The order of
+the columns stays as it is: MLX's formats have groups of neighbours and no permutation.
+
+The moments are damped by the more the fewer tokens they were taken from. With too few, feedback
+cancels errors on those tokens alone: at one token an input and GPTQ's usual 1 % the outputs on
+other text become worse than by rounding to the nearest (measured on the demo model: 13 % more
+squared error; 13 % less with a damping of 1).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -17,11 +27,113 @@ from numpy.typing import NDArray
 
 from . import affine, floats
 from .arrays import Floats, Words, as_numpy, narrow, pack, widen
-from .feedback import ErrorFeedback
 from .read import MLXFormat
 
 TILE = 1 << 17  # numbers
 SAMPLED = 8
+LEAST_DAMPING, MOST_DAMPING = 0.1, 10.0  # of the mean of the squares
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback:
+    """How errors spread over the inputs of one matrix.
+
+    Consecutive blocks of inputs are independent of each other where memory allows no more than
+    that.
+    """
+
+    factors: tuple[Floats, ...]  # (B, B) upper triangular: factor.T @ factor = inverse moments
+
+    ROWS: ClassVar = 256  # of a matrix at a time, always: results depend on no number of rows
+
+    def begin(self, values: Floats) -> "Unsettled":
+        """values (R, in_dims), R <= ROWS, of which nothing is rounded yet."""
+        return Unsettled(self, values)
+
+
+def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback | None:
+    """Feedback from second moments.
+
+    Args:
+        moments: (B, B) sums of x x^T over tokens, for consecutive blocks of inputs.
+        num_tokens: how many tokens were summed.
+
+    Returns:
+        None where no token had any input but zeros.
+    """
+    factors = []
+    for block in moments:
+        squares = float(np.trace(block)) / len(block)
+        if not squares > 0:
+            return None
+        damping = np.clip(len(block) / num_tokens, LEAST_DAMPING, MOST_DAMPING) * squares
+        damped = block.astype(np.float64) + damping * np.eye(len(block))
+        inverse = np.linalg.inv(damped)
+        factors.append(np.linalg.cholesky(inverse).T.astype(np.float32))
+    return ErrorFeedback(tuple(factors))
+
+
+class Unsettled:
+    """Rows of a matrix while their columns are rounded, from the first to the last.
+
+    Columns lie behind each other in memory. Rows are filled up with zeros to `ErrorFeedback.ROWS`,
+    so that a product is always of one shape, and a row's result the same wherever it stands.
+    """
+
+    def __init__(self, feedback: ErrorFeedback, values: Floats) -> None:
+        self._num_rows, in_dims = values.shape
+        self._columns = np.zeros((in_dims, feedback.ROWS), np.float32)
+        self._columns[:, : self._num_rows] = values.T
+        self._factors, self._size = feedback.factors, len(feedback.factors[0])
+
+    def group(self, start: int, stop: int) -> "UnsettledGroup":
+        """Columns start to stop, the next ones; the groups before it are spread."""
+        block = start // self._size
+        first = block * self._size
+        factor = self._factors[block]
+        own, behind = slice(start - first, stop - first), slice(stop - first, None)
+        return UnsettledGroup(
+            self._columns[start:stop],
+            self._num_rows,
+            factor[own, own],
+            factor[own, behind],
+            self._columns[stop : first + len(factor)],
+        )
+
+
+class UnsettledGroup:
+    """The columns of one group of inputs."""
+
+    def __init__(
+        self, columns: Floats, num_rows: int, factor: Floats, shares: Floats, behind: Floats
+    ) -> None:
+        self._columns = columns  # (group_size, ROWS), as all below
+        self._num_rows = num_rows
+        self._factor, self._shares, self._behind = factor, shares, behind
+        self._errors = np.zeros_like(columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def values(self) -> Floats:
+        """As they are now, (R, 1, group_size)."""
+        return np.ascontiguousarray(self._columns[:, : self._num_rows].T)[:, None]
+
+    def column(self, index: int) -> Floats:
+        """One of them as it is now, (R, 1)."""
+        return self._columns[index, : self._num_rows, None]
+
+    def settle(self, index: int, found: Floats) -> None:
+        """This column became `found` (R, 1); those behind it in the group change."""
+        error = self._errors[index]
+        error[: self._num_rows] = self._columns[index, : self._num_rows] - found[:, 0]
+        error /= self._factor[index, index]
+        self._columns[index + 1 :] -= self._factor[index, index + 1 :, None] * error
+
+    def spread(self) -> None:
+        """All are settled: what is behind the group changes."""
+        if len(self._behind):
+            self._behind -= self._shares.T @ self._errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,68 +217,42 @@ def squares_of(values: Floats) -> float:
     return float(np.einsum("rk,rk->r", values, values).sum(dtype=np.float64))
 
 
-class _Rounding(Protocol):
-    """How groups (R, G, group_size) become codes; scales are of shape (R, G, 1)."""
-
-    def scales(self, groups: Floats, importance: Floats | None) -> tuple[NDArray[Any], ...]:
-        """The parameters of each group."""
-        ...
-
-    def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:
-        """The nearest code of each number."""
-        ...
-
-    def decode(self, codes: NDArray[Any], scales: tuple[NDArray[Any], ...]) -> Floats:
-        """What codes stand for."""
-        ...
+Scales = tuple[NDArray[Any], ...]
+"""Of groups, (..., 1) each: scale and bias, or the byte of a floating-point scale."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Affine:
-    """Scale and bias in a 16- or 32-bit dtype."""
+class _Rounding:
+    """How numbers become codes."""
 
     method: QuantisationMethod
 
-    def scales(self, groups: Floats, importance: Floats | None) -> tuple[NDArray[Any], ...]:
-        """Scale and bias."""
-        bits, dtype = self.method.form.bits, self.method.dtype
-        if self.method.searched:
+    def scales(self, groups: Floats, importance: Floats | None) -> Scales:
+        """The scales of groups (R, G, group_size), (R, G, 1) each."""
+        method, form = self.method, self.method.form
+        if form.mode != "affine":
+            return (floats.search(groups, form, importance, usual_only=not method.searched),)
+        if method.searched:
             # error feedback takes so much longer that a better scale costs nothing beside it
-            refinements = 0 if self.method.feedback is None else 1
-            return affine.search(groups, bits, dtype, importance, refinements)
-        return affine.by_extremes(groups, bits, dtype)
+            refinements = 0 if method.feedback is None else 1
+            return affine.search(groups, form.bits, method.dtype, importance, refinements)
+        return affine.by_extremes(groups, form.bits, method.dtype)
 
-    def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:
-        """As float32."""
+    def codes(self, values: Floats, scales: Scales) -> NDArray[Any]:
+        """The nearest code of each number: float32 where affine, else bytes."""
+        if self.method.form.mode != "affine":
+            return floats.encode(values, scales[0], self.method.form)
         scale, bias = scales
         return affine.encode(values, scale, bias, self.method.form.bits)
 
-    def decode(self, codes: NDArray[Any], scales: tuple[NDArray[Any], ...]) -> Floats:
-        """codes * scale + bias."""
+    def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
+        """What codes stand for."""
+        if self.method.form.mode != "affine":
+            return floats.decode(codes, scales[0], self.method.form)
         scale, bias = scales
         found: Floats = codes * scale
         found += bias
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _FloatingPoint:
-    """One byte of scale."""
-
-    method: QuantisationMethod
-
-    def scales(self, groups: Floats, importance: Floats | None) -> tuple[NDArray[Any], ...]:
-        """The byte."""
-        usual_only = not self.method.searched
-        return (floats.search(groups, self.method.form, importance, usual_only=usual_only),)
-
-    def codes(self, values: Floats, scales: tuple[NDArray[Any], ...]) -> NDArray[Any]:
-        """Bytes."""
-        return floats.encode(values, scales[0], self.method.form)
-
-    def decode(self, codes: NDArray[Any], scales: tuple[NDArray[Any], ...]) -> Floats:
-        """Elements times scale."""
-        return floats.decode(codes, scales[0], self.method.form)
 
 
 def _tile(
@@ -174,7 +260,7 @@ def _tile(
 ) -> tuple[QuantisedRows, ErrorStats]:
     form = method.form
     groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
-    rounding: _Rounding = _Affine(method) if form.mode == "affine" else _FloatingPoint(method)
+    rounding = _Rounding(method)
     if method.feedback is None:
         scales = rounding.scales(groups, importance)
         codes = rounding.codes(groups, scales)
@@ -194,11 +280,11 @@ def _tile(
 
 def _fed_back(
     groups: Floats, rounding: _Rounding, feedback: ErrorFeedback, importance: Floats | None
-) -> tuple[NDArray[Any], tuple[NDArray[Any], ...]]:
+) -> tuple[NDArray[Any], Scales]:
     """Codes (R, G, group_size) and scales (R, G, 1) each, group by group."""
     rows, count, size = groups.shape
     codes: list[NDArray[Any]] = []
-    scales: list[tuple[NDArray[Any], ...]] = []
+    scales: list[Scales] = []
     left = feedback.begin(groups.reshape(rows, -1))
     for number in range(count):
         group = left.group(number * size, (number + 1) * size)

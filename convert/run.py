@@ -1,44 +1,56 @@
 """A conversion, from a source to a complete folder.
 
-plan -> measure -> write, shard by shard, each compared with the source when it is complete ->
-logits -> report -> publish. Every step continues from what an interrupted run has left.
+plan -> measure, where a target size chooses the formats -> write, file by file, each compared with
+the source when it is complete -> learn -> logits -> report -> publish. Every step continues from
+what an interrupted run has left.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from ..errors import ConversionError, InvalidRequestError, UnsupportedModelError
+from ..errors import (
+    ConversionError,
+    InvalidRequestError,
+    ModelError,
+    UnsupportedModelError,
+)
 from ..memory import human_bytes
-from ..models.config import normalise
+from ..models.config import load_config, normalise
 from ..models.jsonfields import read_json
 from ..text import Tokenizer
-from . import budget
-from .arrange import ArrangedSource, OutputTensor, arrange
-from .calibration.allocation import choose_formats, least_bytes
-from .calibration.feedback import FeedbackPass, Feedbacks
-from .calibration.logits import LogitsOf, compare_logits, limit_for, top1_for
-from .calibration.measure import CalibrationPass, Measurements, load_measurements, save_measurements
+from .arrange import ArrangedSource, arrange, check_complete
+from .calibration.allocation import MeasuredUnit, choose_formats, least_bytes
+from .calibration.feedback import CalibrationPass
+from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
+from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limit_for, top1_for
+from .calibration.measure import load_units, measure_units, save_units
 from .calibration.texts import Texts, make_texts
-from .files import partial_path, write_file
-from .journal import Journal
-from .learn import LearnedLayer, LearningPass, put_into_file, summary
-from .plan import ConversionPlan, PlannedTensor, dumped, make_plan
+from .files import partial_path
+from .plan import (
+    ConversionPlan,
+    MemoryBudget,
+    PlannedTensor,
+    digest_of,
+    disk_bytes,
+    make_budget,
+    make_plan,
+)
 from .read import MLXFormat, Source
 from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
 from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
-from .sizes import SizePoint, predicted_sizes, size_of
-from .split_experts import check_splits, split_experts
 from .verify import Progress
-from .workplace import Workplace, check_target, disk_failures, working
 from .write import (
+    Journal,
     TensorWriter,
-    WriteProgress,
+    Workplace,
+    check_target,
     checked_entries,
+    disk_failures,
     little_cached,
+    working,
     write_shard,
     written_entries,
 )
@@ -68,14 +80,14 @@ class Conversion:
     progress: Progress = lambda *_: None
     look_again: Callable[[], str] | None = None  # the source's fingerprint as it is now
     arranged: ArrangedSource = field(init=False)
+    budget: MemoryBudget = field(init=False)
     _learned: list[LearnedLayer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a target that no formats meet, or experts that are not."""
         self.arranged = arrange(self.source)
         plan = self.plan()
-        if self.options.split_experts:
-            check_splits(plan)
+        self.budget = make_budget(self.arranged, plan, self.options, comparing=self._comparing)
         limit = self.options.limit_bytes(plan.num_weights)
         if limit is None:
             return
@@ -99,8 +111,13 @@ class Conversion:
             options.recipe,
             chosen=formats,
             shard_bytes=options.shard_bytes,
-            by_layer=options.feeds_back,
+            by_layer=options.calibration is not None,
+            split_experts=options.split_experts,
         )
+
+    def disk_bytes(self) -> int:
+        """Estimated bytes on the disk, during the conversion and after it."""
+        return disk_bytes(self.arranged, self.plan(), self.options, comparing=self._comparing)
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
         """Convert.
@@ -111,33 +128,13 @@ class Conversion:
         """
         place = Workplace(self.out)
         self._check_room(place)
-        self.check_tokenizer()
+        self._check_tokenizer()
         with (
             working(place, resume=resume, restart=restart),
             little_cached(),
             disk_failures(place),
         ):
             return self._run(place)
-
-    def disk_bytes(self) -> int:
-        """Estimated bytes on the disk, during the conversion and after it."""
-        return budget.disk_bytes(
-            self.arranged,
-            self.plan(),
-            self.options,
-            comparing=self._comparing,
-            local=self._is_local,
-        )
-
-    def peak_bytes(self) -> int:
-        """Estimated bytes of memory at most."""
-        return budget.peak_bytes(
-            self.arranged, self.plan(), self.options, comparing=self._comparing
-        )
-
-    @property
-    def _is_local(self) -> bool:
-        return Path(self.source.label).exists()
 
     @property
     def _comparing(self) -> bool:
@@ -146,11 +143,11 @@ class Conversion:
 
     def _check_room(self, place: Workplace) -> None:
         """Raise if the target cannot be met, or the disk or the memory is too small."""
-        label = Path(self.source.label) if self._is_local else None
+        label = Path(self.source.label) if Path(self.source.label).exists() else None
         files = [path for path in place.root.rglob("*") if path.is_file()]
         there = sum(path.stat().st_blocks * 512 for path in files)
         check_target(place, label, max(0, self.disk_bytes() - there))
-        limit, needed = self.options.max_memory, self.peak_bytes()
+        limit, needed = self.options.max_memory, self.budget.peak_bytes
         if limit is not None and needed > limit:
             raise InvalidRequestError(
                 f"max_memory is {limit / 1e6:,.0f} MB, but about {needed / 1e6:,.0f} MB are "
@@ -163,7 +160,7 @@ class Conversion:
     def _needs_texts(self) -> bool:
         return self.options.calibration is not None or self._comparing
 
-    def check_tokenizer(self) -> None:
+    def _check_tokenizer(self) -> None:
         """Raise if texts are needed and there is no tokenizer."""
         if self._needs_texts and not has_tokenizer(self.source.side_files()):
             raise ConversionError(
@@ -174,34 +171,28 @@ class Conversion:
 
     def _run(self, place: Workplace) -> ConversionReport:
         journal = Journal(place.journal)
-        journal.begin(
-            {
-                "source": self.source.fingerprint,
-                **identity(self.options, comparing=self._comparing),
-                "rounding": self._rounding(),
-            }
-        )
+        options = identity(self.options, comparing=self._comparing)
+        journal.begin({"source": self.source.fingerprint, **options, "rounding": self._rounding()})
         write_side_files(place.model, self.source)
         unloadable = self._check_side_files(place)
-        texts, found = self._measure(place)
-        plan = self.plan(self._formats(found))
-        check_same_plan(place, plan)
+        texts = self._texts(place.model) if self._needs_texts else None
+        units = self._units(place, texts)
+        plan = self.plan(self._formats(units))
+        journal.planned(digest_of(plan))
         write_json(
             place.model / "config.json", config_json(self.source, self.arranged.config, plan)
         )
         write_json(place.model / "model.safetensors.index.json", index_json(plan))
-        self._write(place, plan, journal, found, texts)
+        self._check_opens(place.model)
+        self._write(place, plan, journal, texts)
         tensors = [entry for name, _ in plan.shards() for entry in journal.shards[name]]
         report = make_report(self.source, plan, tensors, compared=self.options.check_tensors)
         report.loads = unloadable is None
         report.notes += self._notes(plan, journal, unloadable)
-        if self.open_model is not None and texts is not None:
+        if self._comparing and texts is not None:
             report = replace(report, logits=self._compare(place, plan, texts))
-        if self.options.split_experts:
-            split_experts(place.model, plan)
         write_json(place.model / "report.json", report.as_dict())
-        sizes = self._sizes(found, plan)
-        write_card(place.model, report, self.source, sizes, draw=self.options.figures)
+        write_card(place.model, report, self.source, draw=self.options.figures)
         if self.look_again is not None and self.look_again() != self.source.fingerprint:
             raise ConversionError("The source changed while it was converted; use --restart.")
         place.publish()
@@ -228,14 +219,6 @@ class Conversion:
             )
         return notes
 
-    def _sizes(self, found: Measurements, plan: ConversionPlan) -> list[SizePoint]:
-        """Of other ways to convert, and of this one last; []: nothing was measured."""
-        if not found.units:
-            return []
-        own = size_of("this one", plan, found)
-        recipe = self.options.recipe
-        return [point for _, point in predicted_sizes(self.arranged, recipe, found)] + [own]
-
     def _check_side_files(self, place: Workplace) -> str | None:
         """Load config and tokenizer as loading the output will, before hours of work.
 
@@ -245,7 +228,8 @@ class Conversion:
         Raises:
             CheckpointError: the tokenizer or generation_config.json is broken.
         """
-        normalise(self.source.config, _generation_config(place.model))
+        path = place.model / "generation_config.json"
+        normalise(self.source.config, read_json(path) if path.is_file() else {})
         if not has_tokenizer(self.source.side_files()):
             return None
         try:
@@ -254,51 +238,18 @@ class Conversion:
             return str(error)
         return None
 
-    def _measure(self, place: Workplace) -> tuple[Texts | None, Measurements]:
-        """The pass over the model, unless nothing needs it or an earlier run has done it."""
-        options = self.options
-        if not self._needs_texts:
-            return None, Measurements()
-        texts = self.texts(place.model)
-        if place.measured.exists():
-            return texts, load_measurements(place.measured, self.arranged)
-        references = place.references if self._comparing else ()
-        found = self.calibrate(texts, probing=options.targeted, references=references)
-        if options.calibration is None:
-            found.importance = {}
-        save_measurements(place.measured, found)
-        return texts, found
+    def _check_opens(self, folder: Path) -> None:
+        """Raise ConversionError where the config of the output is of another model than it holds.
 
-    def calibrate(self, texts: Texts, *, probing: bool, references: Sequence[Path]) -> Measurements:
-        """The calibration pass over the model.
-
-        Args:
-            texts: for calibration and, with `references`, for comparing.
-            probing: measure the cost of each unit.
-            references: files for the logits of short and of long contexts; (): none are compared.
+        It is read and the decoder is built as they are at load time.
         """
-        state = CalibrationPass(
-            self.arranged,
-            texts,
-            self.options.recipe,
-            probing=probing,
-            comparing=bool(references),
-        )
+        shapes = {output.name: output.shape for output in self.arranged.outputs}
         try:
-            state.run(lambda done, count: self.progress("measure", done, count))
-            return state.finish(references)
-        finally:
-            state.close()
+            check_complete(load_config(folder), shapes, str(self.out))
+        except ModelError as error:
+            raise ConversionError(f"What would be written does not load: {error}") from error
 
-    def feedback(self, texts: Texts) -> Callable[[OutputTensor], Feedbacks]:
-        """Error feedback for each tensor, if the options have it."""
-        options = self.options
-        if not options.feeds_back:
-            return lambda _: ()
-        inputs = budget.FeedbackBudget.of(self.arranged, options.max_memory).inputs
-        return FeedbackPass(self.arranged, texts.feedback, inputs).of
-
-    def texts(self, folder: Path) -> Texts:
+    def _texts(self, folder: Path) -> Texts:
         """The texts of the options, as ids of the tokenizer in `folder`."""
         encode = Tokenizer.from_folder(folder).encode
         options = self.options
@@ -309,92 +260,102 @@ class Conversion:
             calibration,
             options.check_text,
             lambda text: encode(text, parse_special=True),
+            sequences=self.budget.sequences,
             max_context=self.arranged.config.max_context,
         )
 
-    def _formats(self, found: Measurements) -> dict[str, MLXFormat | None]:
+    def _units(self, place: Workplace, texts: Texts | None) -> list[MeasuredUnit]:
+        """What each unit costs, unless nothing needs it; an earlier run may have measured it."""
+        if not self.options.targeted or texts is None:
+            return []
+        if place.measured.exists():
+            return load_units(place.measured, self.arranged)
+        units = measure_units(
+            self.arranged,
+            texts.calibration,
+            self.options.recipe,
+            self.budget.probes,
+            lambda done, count: self.progress("measure", done, count),
+        )
+        save_units(place.measured, units)
+        return units
+
+    def _formats(self, units: list[MeasuredUnit]) -> dict[str, MLXFormat | None]:
         """The formats of a plan with a target size."""
-        if not self.options.targeted:
-            return {}
         base = self.plan()
         limit = self.options.limit_bytes(base.num_weights)
-        assert limit is not None
-        return choose_formats(self.arranged, found.units, base, limit)
+        return {} if limit is None else choose_formats(self.arranged, units, base, limit)
 
     def _rounding(self) -> str:
         """What an interrupted conversion must go on with; memory decides a part of it."""
-        if not self.options.feeds_back:
+        if self.options.calibration is None:
             return "nearest"
-        inputs = budget.FeedbackBudget.of(self.arranged, self.options.max_memory).inputs
-        return f"error feedback over {inputs} inputs"
+        budget = self.budget
+        return f"{budget.sequences} sequences, error feedback over {budget.inputs} inputs"
 
     def _write(
-        self,
-        place: Workplace,
-        plan: ConversionPlan,
-        journal: Journal,
-        found: Measurements,
-        texts: Texts | None,
+        self, place: Workplace, plan: ConversionPlan, journal: Journal, texts: Texts | None
     ) -> None:
         options, learns = self.options, self.options.learn_minutes is not None
-        moments = budget.FeedbackBudget.of(self.arranged, options.max_memory)
-        taken = moments.peak_bytes if options.feeds_back else 0
-        memory = budget.MemoryBudget.of(options.max_memory, taken)
         done = sum(t.output.num_weights for t in plan.tensors if t.output.name in journal.tensors)
-        written = WriteProgress(self.progress, plan.num_weights, done)
+
+        def wrote(count: int) -> None:
+            nonlocal done
+            done += count
+            self.progress("write", done, plan.num_weights)
+
         writer = TensorWriter(
-            self.arranged,
-            memory,
-            options.searched,
-            found.importance,
-            written.add,
-            sampled=not options.check_tensors,
+            self.arranged, self.budget, options.searched, wrote, sampled=not options.check_tensors
         )
+        statistics: CalibrationPass | None = None
         if texts is not None:
-            writer.feedback = self.feedback(texts)
-        self.source.forget(self.arranged.dropped)
-        with ExitStack() as stack:
-            stack.callback(writer.close)
+            statistics = CalibrationPass(
+                self.arranged,
+                texts,
+                self.budget.inputs,
+                calibrating=options.calibration is not None,
+                references=place.references if self._comparing else (),
+            )
+            writer.statistics = statistics.of
+        with closing(writer):
             for name, tensors in plan.shards():
                 path = place.model / name
                 if not (path.exists() or partial_path(path).exists()):
                     journal.forget(name, [tensor.output.name for tensor in tensors])
                 if name not in journal.shards and not path.exists():
-                    write_shard(path, tensors, writer, journal)
+                    write_shard(path, plan, tensors, writer, journal)
                 if not learns:
-                    self._complete(path, tensors, journal, memory.block)
+                    self._complete(path, tensors, journal)
+        if statistics is not None:
+            statistics.write_references()
         if learns and texts is not None:
             self._learn(place, plan, texts)
             for name, tensors in plan.shards():
                 if name not in journal.shards:
                     put_into_file(place.model / name, tensors, place.learned, journal)
-                self._complete(place.model / name, tensors, journal, memory.block)
+                self._complete(place.model / name, tensors, journal)
 
-    def _complete(
-        self, path: Path, tensors: list[PlannedTensor], journal: Journal, block: int
-    ) -> None:
-        """Check a file, and let go of what it was made of."""
-        if path.name not in journal.shards:
-            journal.add_shard(path.name, self._entries(path, tensors, journal, block))
-        self.source.forget(s for t in tensors for s in t.output.sources)
+    def _complete(self, path: Path, tensors: list[PlannedTensor], journal: Journal) -> None:
+        """Check a file."""
+        if path.name in journal.shards:
+            return
+        if not self.options.check_tensors:
+            entries = written_entries(tensors, journal)
+        else:
+            entries = checked_entries(
+                path, tensors, self.arranged, journal,
+                block=self.budget.block, progress=self.progress,
+            )  # fmt: skip
+        journal.add_shard(path.name, entries)
 
     def _learn(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> None:
         seconds = (self.options.learn_minutes or 0) * 60
         learning = LearningPass(
-            self.arranged, plan, place.model, place.learned, texts.feedback, seconds
+            self.arranged, plan, place.model, place.learned, texts.calibration, seconds
         )
         self._learned = learning.run(self.progress)
 
-    def _entries(
-        self, path: Path, tensors: list[PlannedTensor], journal: Journal, block: int
-    ) -> list[dict[str, Any]]:
-        if not self.options.check_tensors:
-            return written_entries(tensors, journal)
-        return checked_entries(
-            path, tensors, self.arranged, journal, block=block, progress=self.progress
-        )
-
-    def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[Any]:
+    def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
         assert self.open_model is not None
         bits = judged_bits(plan)
         limit, least = self.options.max_kl or limit_for(bits), top1_for(bits)
@@ -405,11 +366,6 @@ class Conversion:
                 found.append(compare_logits(sequences, reference, logits_of, limit, least))
                 self.progress("logits", number, len(pairs))
         return found
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
 
 
 def judged_bits(plan: ConversionPlan) -> float:
@@ -426,14 +382,3 @@ def judged_bits(plan: ConversionPlan) -> float:
         for tensor in plan.tensors
     )
     return num_bytes * 8 / plan.num_weights
-
-
-def check_same_plan(place: Workplace, plan: ConversionPlan) -> None:
-    """The plan itself, kept beside the journal: a different version may plan differently."""
-    path, data = place.plan, dumped(plan).encode()
-    if path.exists() and path.read_bytes() != data:
-        raise ConversionError(
-            "This version of mlxinfer plans otherwise than the one that was interrupted; use "
-            "--restart to begin anew."
-        )
-    write_file(path, data)

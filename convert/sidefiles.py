@@ -44,10 +44,10 @@ def config_json(source: Source, model: ModelConfig, plan: ConversionPlan) -> dic
 def index_json(plan: ConversionPlan) -> dict[str, Any]:
     """model.safetensors.index.json."""
     weight_map = {
-        array.name: name
+        piece.name: name
         for name, tensors in plan.shards()
-        for tensor in tensors
-        for array in tensor.arrays
+        for pieces in plan.pieces(tensors).values()
+        for piece in pieces
     }
     return {
         "metadata": {"total_size": plan.num_bytes, "total_parameters": plan.num_weights},

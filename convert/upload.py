@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import DownloadError, InvalidRequestError, ModelNotFoundError
+from ..errors import ConversionError, DownloadError, InvalidRequestError, ModelNotFoundError
 from ..hub.cache import offline, parse_repo_name
 from ..hub.failures import LOGIN
 from ..hub.remote import endpoint
-from .report import name_in_card, read_report
+from .report import name_in_card
 
 
 def check_repo(repo: str) -> None:
@@ -44,7 +44,8 @@ def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False
         ConversionError: the folder is not a converted model.
         DownloadError: the hub could not be reached, or refused.
     """
-    read_report(folder)
+    if not (folder / "report.json").is_file():
+        raise ConversionError(f"{folder} has no report.json: it was not converted by mlxinfer.")
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint(), library_name="mlxinfer")

@@ -1,12 +1,11 @@
 """Compares what lies on the disk with the source, tensor by tensor.
 
 Headers are parsed again, codes are unpacked by MLX and errors are computed again, independently of
-the code that wrote them: a wrong offset, a wrong code or a flipped bit is found. `check_shard`
-serves a conversion; `check_folder` (`--check-only`) does the same for a finished folder.
+the code that wrote them: a wrong offset, a wrong code or a flipped bit is found.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, ConversionError
-from ..models.config import load_config
-from ..models.quantization import QuantFormat, Quantization, format_of_shapes
-from ..models.weights.files import TensorInfo, read_header, read_headers
-from .arrange import ArrangedSource, OutputTensor
+from ..models.weights.files import TensorInfo, read_header
+from .arrange import ArrangedSource
 from .arrays import as_numpy, mx_dtype, widen
-from .plan import PlannedTensor
+from .plan import PlannedTensor, single_name
 from .quantise import ErrorStats, compare, dequantised, total
 from .read import Packed
-from .report import read_report
-from .split_experts import with_stacks
 
 NUMPY = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 NAMES = {"F16": "float16", "F32": "float32", "BF16": "bfloat16"}
@@ -60,8 +55,8 @@ class ShardReader:
 
     Args:
         path: of the file.
-        stacks: names of tensors that may have been taken apart (split_experts.py), and of any
-            others; they are read as if they had not been.
+        stacks: names of tensors that may lie there expert by expert, and of any others; they are
+            read as if they lay in one.
     """
 
     def __init__(self, path: Path, stacks: Iterable[str] = ()) -> None:
@@ -101,9 +96,10 @@ class ShardReader:
         plain = dequantised(weight, scales, biases[0] if biases else None, form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
 
-    def offset(self, name: str) -> int:
-        """Where a tensor begins in the file, in bytes."""
-        return self._start + self._info(name).start
+    def places(self, name: str) -> list[int]:
+        """Where the parts of a tensor begin in the file, in bytes; they have equal sizes."""
+        parts = self._parts.get(name, [name])
+        return [self._start + self._stored[part].start for part in parts]
 
     def checksums(self, tensor: PlannedTensor, block: int) -> list[int]:
         """CRC-32 of each array of a tensor, read `block` numbers at a time."""
@@ -129,6 +125,33 @@ class ShardReader:
         if info is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}.")
         return info
+
+
+def with_stacks(
+    header: Mapping[str, TensorInfo], names: Iterable[str]
+) -> tuple[dict[str, TensorInfo], dict[str, list[str]]]:
+    """A header as if its stacks were not taken apart, and the parts of each.
+
+    Raises:
+        CheckpointError: an expert's part is not as the first one's.
+    """
+    whole, parts = dict(header), dict[str, list[str]]()
+    for name in names:
+        found: list[str] = []
+        while name not in header and (single := single_name(name, len(found))) in header:
+            found.append(str(single))
+        if not found:
+            continue
+        first, parts[name] = header[found[0]], found
+        whole[name] = replace(first, shape=(len(found), *first.shape))
+        for single in found:
+            info = whole.pop(single)
+            if (info.dtype, info.shape) != (first.dtype, first.shape):
+                raise CheckpointError(
+                    f"Tensor {single!r} is {info.dtype} {info.shape}; expected {first.dtype} "
+                    f"{first.shape}, as {found[0]!r}: convert the model again."
+                )
+    return whole, parts
 
 
 def check_shard(
@@ -258,89 +281,3 @@ def as_written(tensor: PlannedTensor, error: ErrorStats, checksums: list[int]) -
     """The entry of a tensor that is not read again, with the errors computed when writing."""
     status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
     return _checked(tensor, SCALES if tensor.packed else status, error, checksums)
-
-
-BLOCK = 1 << 21  # numbers compared at once
-TOLERANCE = 1e-3  # relative, between what the report says and what is found
-SAMPLED_TOLERANCE = 0.5  # where the report's error is that of some rows
-
-
-def check_folder(
-    arranged: ArrangedSource, folder: Path, progress: Progress
-) -> list[dict[str, Any]]:
-    """Every tensor of a converted folder against the source.
-
-    Raises:
-        CheckpointError: a file is broken, or tensors are missing.
-        ConversionError: a tensor is further from the source than its report says.
-    """
-    known = [n for output in arranged.outputs for n in _names(output)]
-    headers = {path: ShardReader(path, known).tensors for path in read_headers(folder)}
-    formats = load_config(folder).quantization
-    report = read_report(folder)
-    said = {tensor["name"]: tensor for tensor in report["tensors"]}
-    names = {name for header in headers.values() for name in header}
-    if missing := {output.name for output in arranged.outputs} - names:
-        raise CheckpointError(f"{folder} has no tensor {min(missing)!r}.")
-    found: list[dict[str, Any]] = []
-    for path, header in headers.items():
-        planned = list(_planned(arranged, header, formats))
-        for checked in check_shard(path, planned, arranged, BLOCK):
-            _agree(checked, said.get(checked.name), sampled=not report["tensors_compared"])
-            found.append(checked.as_dict())
-            progress(f"check {path.name}", len(found), len(arranged.outputs))
-    return found
-
-
-def _names(output: OutputTensor) -> tuple[str, ...]:
-    """Of the arrays that an output may be stored as."""
-    return output.name, f"{output.path}.scales", f"{output.path}.biases"
-
-
-def _planned(
-    arranged: ArrangedSource, header: dict[str, TensorInfo], formats: Quantization | None
-) -> Iterator[PlannedTensor]:
-    for output in arranged.outputs:
-        if output.name not in header:
-            continue
-        scales = header.get(f"{output.path}.scales")
-        if scales is None:
-            yield PlannedTensor(output, None, _dtype(header[output.name]))
-            continue
-        if formats is None:
-            raise CheckpointError(f"{output.path} has scales, but config.json no quantization.")
-        form = formats.of(output.path, _fitting(output, header[output.name], scales))
-        dtype = _dtype(scales) if form.mode == "affine" else output.dtype
-        yield PlannedTensor(output, form, dtype, packed=_copied(output, form))
-
-
-def _fitting(output: OutputTensor, weight: TensorInfo, scales: TensorInfo) -> QuantFormat | None:
-    """What the tensors look like; configs may leave out exceptions."""
-    if not (weight.shape and scales.shape):
-        return None
-    return format_of_shapes(
-        output.shape[-1], weight.shape[-1], scales.shape[-1], integer_scales=scales.dtype == "U8"
-    )
-
-
-def _dtype(info: TensorInfo) -> str:
-    if info.dtype not in NAMES:
-        raise CheckpointError(f"A tensor is {info.dtype}; expected one of {', '.join(NAMES)}.")
-    return NAMES[info.dtype]
-
-
-def _copied(output: OutputTensor, form: object) -> bool:
-    return form == output.lossless
-
-
-def _agree(checked: CheckedTensor, said: dict[str, Any] | None, *, sampled: bool) -> None:
-    if said is None:
-        raise ConversionError(f"report.json does not know {checked.name}.")
-    if checked.checksums != said["checksums"]:
-        raise ConversionError(f"{checked.name} is not as it was written: it is damaged.")
-    tolerance = SAMPLED_TOLERANCE if sampled else TOLERANCE
-    if not abs(checked.relative - said["relative"]) <= tolerance * max(said["relative"], 1e-6):
-        raise ConversionError(
-            f"{checked.name} is {checked.relative:.3g} from the source, but report.json says "
-            f"{said['relative']:.3g}: the source is another one."
-        )

@@ -1,15 +1,28 @@
-"""Writes the tensors of a plan into files: read, quantised and written a block of rows at a time.
+"""Writes a plan into a folder, so that a kill at any moment loses little: what is written, what is
+known of it, and what is still to be done.
 
-One thread reads (MLX is used by it alone) and writes; the others quantise with numpy. Memory is
-bounded by the size of a block and the number of threads, not by the size of a tensor. The journal
-records what is on the disk, and a finished file is compared with the source.
+    OUT.partial/lock           held while a process works here
+    OUT.partial/journal.jsonl  what is done: tensors and files that are synced to the disk
+    OUT.partial/model/         renamed to OUT at the end
+
+OUT exists only when it is complete. Nothing else in OUT.partial is ever deleted. The first line of
+the journal identifies the conversion; an incomplete last line, left by a kill, is dropped.
+
+Tensors are read, quantised and written a block of rows at a time. One thread reads (MLX is used by
+it alone) and writes; the others quantise with numpy. Memory is bounded by the size of a block and
+the number of threads, not by the size of a tensor. A finished file is compared with the source.
 """
 
+import errno
+import fcntl
+import json
+import os
+import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -20,20 +33,352 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConversionError, shown
+from ..memory import human_bytes
 from .arrange import ArrangedSource, OutputTensor
 from .arrays import Floats, as_numpy, dtype_name, mx_dtype, narrow, widen
-from .budget import CACHED_BYTES, MemoryBudget
-from .calibration.feedback import Feedbacks
-from .feedback import ErrorFeedback
-from .files import ShardFile, damaged
-from .journal import Journal
-from .plan import PlannedTensor
-from .quantise import ErrorStats, QuantisationMethod, compare, quantise, squares_of, total
+from .calibration.feedback import Feedbacks, Statistics
+from .files import ShardFile, damaged, sync_folder
+from .plan import CACHED_BYTES, ConversionPlan, MemoryBudget, PlannedTensor
+from .quantise import (
+    ErrorFeedback,
+    ErrorStats,
+    QuantisationMethod,
+    compare,
+    quantise,
+    squares_of,
+    total,
+)
 from .verify import Progress, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # called with the number of weights written
+
+SPARE_BYTES = 64 << 20  # left free on the disk
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_MADE = ("model", "measured.json", "learned", "short.npy", "long.npy")
+_OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
+_MARKS = tuple(
+    name for name in _OURS if not name.startswith("model")
+)  # "model" alone proves nothing
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """The folders of one conversion."""
+
+    out: Path
+
+    @property
+    def root(self) -> Path:
+        """Beside the output, so that moving it is one rename.
+
+        Raises:
+            ConversionError: the output has no name.
+        """
+        if not self.out.name:
+            raise ConversionError(
+                f"{str(self.out)!r} has no name; name a folder that is not there."
+            )
+        return self.out.with_name(self.out.name + ".partial")
+
+    @property
+    def model(self) -> Path:
+        """Becomes the output folder."""
+        return self.root / "model"
+
+    @property
+    def journal(self) -> Path:
+        """Of what is done."""
+        return self.root / "journal.jsonl"
+
+    @property
+    def measured(self) -> Path:
+        """What calibration found."""
+        return self.root / "measured.json"
+
+    @property
+    def learned(self) -> Path:
+        """A file for each layer with learned scales."""
+        return self.root / "learned"
+
+    @property
+    def references(self) -> tuple[Path, Path]:
+        """Logits of the source, of short and of long contexts."""
+        return self.root / "short.npy", self.root / "long.npy"
+
+    def publish(self) -> None:
+        """Make the finished folder the output."""
+        if self.out.exists():
+            raise ConversionError(f"{self.out} came to be while it was being converted to.")
+        sync_folder(self.model)
+        os.rename(self.model, self.out)
+        sync_folder(self.out.parent)
+        self.tidy_up()
+
+    def tidy_up(self) -> None:
+        """Delete the files of a conversion; the folder stays if it holds others."""
+        for name in _OURS:
+            _delete(self.root / name)
+        with suppress(OSError):  # not empty, or another process has made its lock
+            self.root.rmdir()
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def check_place(place: Workplace, source: Path | None) -> None:
+    """Check that `place` may be used: its contents are deleted in the end.
+
+    Raises:
+        ConversionError: it is the source, inside it or around it, of another program, or no folder.
+    """
+    if source is not None:
+        _check_apart(place, source)
+    kind = "link" if place.root.is_symlink() else "file"
+    if place.root.is_symlink() or (place.root.exists() and not place.root.is_dir()):
+        raise ConversionError(
+            f"{place.root}, where this conversion would work, is a {kind}; expected a folder or "
+            "nothing. Move it or choose another name for the output; nothing was changed."
+        )
+    there = [path.name for path in place.root.iterdir()] if place.root.is_dir() else []
+    if there and not any(name in _MARKS for name in there):
+        raise ConversionError(
+            f"{place.root}, where this conversion would work, is there and not of mlxinfer: it "
+            f"holds {shown(min(there))}. Move it or choose another name for the output; nothing "
+            "was changed."
+        )
+
+
+def _check_apart(place: Workplace, source: Path) -> None:
+    root, theirs = place.root.resolve(), source.resolve()
+    if root.is_relative_to(theirs) or theirs.is_relative_to(root):
+        where = "is" if root == theirs else "is inside" if root in theirs.parents else "holds"
+        raise ConversionError(
+            f"The source {source} {where} {place.root}, the folder that this conversion would work "
+            "in and delete; choose another name for the output. Nothing was changed."
+        )
+
+
+def check_target(place: Workplace, source: Path | None, needed_bytes: int) -> None:
+    """Check that the output and the working folder can be written.
+
+    Raises:
+        ConversionError: it exists, is the source or inside it, cannot be written, or the disk has
+            no room for `needed_bytes`.
+    """
+    out = place.out
+    if source is not None and out.resolve().is_relative_to(source.resolve()):
+        raise ConversionError(
+            f"{out} is {'' if out.resolve() == source.resolve() else 'inside '}the source; choose "
+            "a folder elsewhere."
+        )
+    check_place(place, source)
+    if out.exists() or out.is_symlink():
+        raise ConversionError(
+            f"{out} exists already. Delete it or choose another name; nothing was changed."
+        )
+    parent = out.absolute().parent
+    if not parent.is_dir():
+        raise ConversionError(f"There is no folder {parent} to put {out.name} into.")
+    free = shutil.disk_usage(parent).free
+    if needed_bytes + SPARE_BYTES > free:
+        raise ConversionError(
+            f"{out} needs {human_bytes(needed_bytes)} more, and {human_bytes(SPARE_BYTES)} are to "
+            f"stay free, but the disk has {human_bytes(free)} free. Make room or choose another "
+            "disk."
+        )
+
+
+@contextmanager
+def working(place: Workplace, *, resume: bool, restart: bool) -> Iterator[None]:
+    """Hold the workplace, made if need be.
+
+    Raises:
+        ConversionError: another process is there, an interrupted conversion is there and neither
+            `resume` nor `restart` was asked for, or the disk is full or read-only.
+    """
+    with disk_failures(place):
+        interrupted = place.journal.exists()
+        place.root.mkdir(exist_ok=True)
+        lock = os.open(place.root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(lock, place)
+        except ConversionError:
+            os.close(lock)
+            raise
+        try:
+            if interrupted and not (resume or restart):
+                raise ConversionError(
+                    f"{place.root} holds an unfinished conversion: --resume goes on with it, "
+                    "--restart begins anew."
+                )
+            if restart or not interrupted:
+                _clear(place)
+            place.model.mkdir(exist_ok=True)
+            yield
+        finally:
+            os.close(lock)
+            if not place.journal.exists():  # nothing was begun
+                place.tidy_up()
+
+
+@contextmanager
+def disk_failures(place: Workplace) -> Iterator[None]:
+    """Turn what a disk refuses into a ConversionError; other OSErrors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ConversionError(
+                f"The disk is full; what is written is kept in {place.root}. Make room, then run "
+                "the same command with --resume."
+            ) from error
+        if error.errno in _READ_ONLY:
+            raise ConversionError(
+                f"{place.out.absolute().parent} cannot be written ({error.strerror})."
+            ) from error
+        raise
+
+
+def _lock(lock: int, place: Workplace) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConversionError(
+            f"Another process is converting to {place.out}; wait for it, or choose another name."
+        ) from None
+
+
+def _clear(place: Workplace) -> None:
+    """Delete what an earlier conversion left, except the lock that this process holds."""
+    for name in _OURS:
+        if name != "lock":
+            _delete(place.root / name)
+
+
+VERSION = 2
+
+
+class Journal:
+    """Append-only journal; `tensors` by name and `shards` by file name are its contents."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.start: dict[str, Any] = {}
+        self.plan: str | None = None
+        self.tensors: dict[str, dict[str, Any]] = {}
+        self.shards: dict[str, list[dict[str, Any]]] = {}
+        if path.exists():
+            self._load()
+
+    def begin(self, start: dict[str, Any]) -> None:
+        """Record which conversion this is, or check that it is the interrupted one.
+
+        Raises:
+            ConversionError: it is another one.
+        """
+        start = {"version": VERSION, **start}
+        if not self.start:
+            self.start = start
+            self._append([start])
+            return
+        for key, value in start.items():
+            if self.start.get(key) != value:
+                raise ConversionError(_changed(key, self.start.get(key), value))
+
+    def planned(self, plan: str) -> None:
+        """Record formats and files, or check that they are those of the interrupted conversion.
+
+        Raises:
+            ConversionError: they are others, as of another version of mlxinfer.
+        """
+        if self.plan is None:
+            self.plan = plan
+            self._append([{"plan": plan}])
+        elif self.plan != plan:
+            raise ConversionError(
+                "This version of mlxinfer plans otherwise than the one that was interrupted; use "
+                "--restart to begin anew."
+            )
+
+    def add_tensors(self, entries: dict[str, dict[str, Any]]) -> None:
+        """These tensors are on the disk."""
+        self.tensors |= entries
+        self._append([{"tensor": name, **entry} for name, entry in entries.items()])
+
+    def add_shard(self, name: str, checked: list[dict[str, Any]]) -> None:
+        """This file is whole, and what reading it again found."""
+        self.shards[name] = checked
+        self._append([{"shard": name, "checked": checked}])
+
+    def forget(self, shard: str, tensors: list[str]) -> None:
+        """The file with these tensors is gone: it was deleted or moved."""
+        if shard in self.shards or not self.tensors.keys().isdisjoint(tensors):
+            self._drop(shard, tensors)
+            self._append([{"gone": shard, "tensors": tensors}])
+
+    def _drop(self, shard: str, tensors: list[str]) -> None:
+        self.shards.pop(shard, None)
+        for name in tensors:
+            self.tensors.pop(name, None)
+
+    def _load(self) -> None:
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        try:
+            self._take([_object(json.loads(line)) for line in whole.splitlines()])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise damaged(self.path) from error
+        if len(whole) < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+
+    def _take(self, lines: list[dict[str, Any]]) -> None:
+        """What the lines say, the first of which is the start."""
+        if lines and "version" not in lines[0]:
+            raise ValueError("the first line says nothing of a conversion")
+        self.start = lines[0] if lines else {}
+        for line in lines[1:]:
+            if "tensor" in line:
+                self.tensors[line.pop("tensor")] = line
+            elif "plan" in line:
+                self.plan = line["plan"]
+            elif "gone" in line:
+                self._drop(line["gone"], line["tensors"])
+            else:
+                self.shards[line["shard"]] = [_object(entry) for entry in line["checked"]]
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        with self.path.open("ab") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{shown(value)} is no object")
+    return value
+
+
+def _changed(key: str, before: object, now: object) -> str:
+    if key == "source":
+        return (
+            "The source has changed since this conversion was interrupted: what is written does "
+            "not fit the rest. Use --restart to begin anew."
+        )
+    plain = isinstance(before, (str, int, float)) and isinstance(now, (str, int, float))
+    what = f"{key}: {before}, now {now}" if plain else key
+    return (
+        f"The unfinished conversion had other options ({what}). Give the same, or --restart to "
+        "begin anew."
+    )
 
 
 @dataclass(slots=True)
@@ -43,9 +388,8 @@ class TensorWriter:
     arranged: ArrangedSource
     budget: MemoryBudget
     searched: bool
-    importance: Mapping[str, Floats]  # by path: (in_dims,), mean 1
     wrote: Wrote = lambda _: None
-    feedback: Callable[[OutputTensor], Feedbacks] = lambda _: ()  # (): to the nearest
+    statistics: Callable[[OutputTensor], Statistics] = lambda _: Statistics()
     sampled: bool = False  # the report has the errors of a part of the rows
     _pool: ThreadPoolExecutor = field(init=False)
 
@@ -58,16 +402,16 @@ class TensorWriter:
 
     def write(self, tensor: PlannedTensor, file: ShardFile) -> "WrittenTensor":
         """Put one tensor into its file."""
-        target, feedbacks = _Target(tensor, file), Feedbacks()
+        target, known = _Target(tensor, file), Statistics()
         if tensor.packed:
             self._copy(tensor, target)
         else:
             if tensor.form is not None:
-                feedbacks = self.feedback(tensor.output)
-            self._spread(tensor, target, feedbacks)
-        return WrittenTensor(target.error, target.checksums, feedbacks.count(None))
+                known = self.statistics(tensor.output)
+            self._spread(tensor, target, known)
+        return WrittenTensor(target.error, target.checksums, known.nearest)
 
-    def _spread(self, tensor: PlannedTensor, target: "_Target", feedbacks: Feedbacks) -> None:
+    def _spread(self, tensor: PlannedTensor, target: "_Target", known: Statistics) -> None:
         """Pass blocks to the threads, one to each at a time, and write the results in order."""
         running: deque[Future[tuple[Arrays, ErrorStats]]] = deque()
         row = 0
@@ -76,8 +420,10 @@ class TensorWriter:
                 if len(running) >= self.budget.workers:
                     self.wrote(target.take(*running.popleft().result()))
                 raw = as_numpy(block)
-                parts = _by_expert(tensor.output, feedbacks, row, len(raw))
-                job = self._pool.submit(self._block, tensor, raw, dtype_name(block), parts)
+                parts = _by_expert(tensor.output, known.feedbacks, row, len(raw))
+                job = self._pool.submit(
+                    self._block, tensor, raw, dtype_name(block), known.importance, parts
+                )
                 running.append(job)
                 row += len(raw)
             while running:
@@ -91,6 +437,7 @@ class TensorWriter:
         tensor: PlannedTensor,
         raw: NDArray[np.generic],
         dtype: str,
+        importance: Floats | None,
         parts: Sequence[tuple[slice, ErrorFeedback | None]],
     ) -> tuple[Arrays, ErrorStats]:
         """Quantise a block (R, in_dims). Runs in the threads.
@@ -100,7 +447,6 @@ class TensorWriter:
         values = widen(raw, dtype)
         _check_finite(values, tensor, "holds NaN or infinity: the checkpoint is damaged")
         if tensor.form is not None:
-            importance = self.importance.get(tensor.output.path)
             method = QuantisationMethod(
                 tensor.form, tensor.dtype, self.searched, importance, None, self.sampled
             )
@@ -242,26 +588,15 @@ CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
 CHECKPOINT_S = 5.0
 
 
-@dataclass(slots=True)
-class WriteProgress:
-    """Counts weights written, and reports them."""
-
-    progress: Progress
-    total: int
-    done: int
-
-    def add(self, count: int) -> None:
-        """`count` more."""
-        self.done += count
-        self.progress("write", self.done, self.total)
-
-
 def write_shard(
-    path: Path, tensors: list[PlannedTensor], writer: TensorWriter, journal: Journal
+    path: Path,
+    plan: ConversionPlan,
+    tensors: list[PlannedTensor],
+    writer: TensorWriter,
+    journal: Journal,
 ) -> None:
     """All tensors of one file that the journal does not have; then the file has its name."""
-    arrays = [array for tensor in tensors for array in tensor.arrays]
-    with ShardFile(path, arrays) as file:
+    with ShardFile(path, plan.pieces(tensors)) as file:
         with checkpoints(file, journal) as record:
             for tensor in tensors:
                 if tensor.output.name not in journal.tensors:

@@ -102,12 +102,11 @@ def convert_model(
         max_memory=None if max_memory is None else parse_bytes(max_memory),
     )
     with progress_bars(unit="it", wanted=progress) as show:
-        opened = open_source(str(source))
-        try:
-            opens = _logits_of if check else None
-            return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
-        finally:
-            opened.close()
+        opened = open_source(
+            str(source), progress=lambda p: show("download", p.done_bytes, p.total_bytes)
+        )
+        opens = _logits_of if check else None
+        return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
 
 
 @contextmanager

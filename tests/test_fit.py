@@ -13,7 +13,7 @@ from models.published import PUBLISHED
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
-from mlxinfer.convert.formats import floor_bits
+from mlxinfer.convert.recipes import floor_bits
 from mlxinfer.fit import (
     ENOUGH_CONTEXT,
     RANKS,

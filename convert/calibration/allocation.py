@@ -10,10 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..arrange import ArrangedSource, OutputTensor
-from ..formats import BITS, GROUPS, ROUTERS, affine, fits, fitting, floor_bits, quantisable
 from ..plan import ConversionPlan, PlannedTensor, dense_dtype
 from ..read import MLXFormat
-from ..recipes import Recipe
+from ..recipes import (
+    BITS,
+    GROUPS,
+    ROUTERS,
+    Recipe,
+    affine,
+    fits,
+    fitting,
+    floor_bits,
+    quantisable,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,56 +1,91 @@
-"""Second moments X^T X of each matrix's inputs, a layer at a time, for error feedback.
+"""Statistics of what flows into each matrix, taken layer by layer while the layers are written.
 
-While tensors are written in the order of their layers, the calibration text goes through the model
-once more: each layer is run when the first of its matrices is to be quantised, and the moments of
-that layer alone are held. Nothing is kept on the disk; a conversion that goes on runs the layers
-before the first unfinished one again. Inputs are those of the full-precision model, so a matrix's
-codes depend on no other matrix.
+One pass of the texts through the source model serves all: sums of the inputs' squares, which weigh
+the squared errors when scales are chosen (llama.cpp calls them the importance matrix); sums of
+x x^T, from which error feedback is made; and the logits that the output is compared with. Of one
+layer at a time the sums are held, in blocks of inputs where memory is short.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
-from ..feedback import ErrorFeedback, make_feedback
+from ..quantise import ErrorFeedback, make_feedback
+from . import logits
 from .stream import StreamedModel
+from .texts import Texts
 
 FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
+LEAST = 1e-4  # of the mean: a channel that the text never used still has some weight
 
 Feedbacks = tuple[ErrorFeedback | None, ...]  # one for each expert of a stack; else one
+Inputs = tuple[str, ...]  # paths of matrices with the same inputs
 
 
-class InputMoments:
-    """Sums of x x^T by path, in blocks of inputs, while `watching`.
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What is known of the inputs of one matrix, or of a stack of them."""
 
-    Matrices that share their inputs share the sums. Experts have their own.
+    importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
+    feedbacks: Feedbacks = ()  # (): weights are rounded to the nearest
+
+    @property
+    def nearest(self) -> int:
+        """Experts that are rounded without error feedback, for want of tokens."""
+        return self.feedbacks.count(None)
+
+
+def normalised(squares: Floats) -> Floats:
+    """Sums of squares (in_dims,) as weights of mean 1."""
+    mean = squares.mean()
+    if not mean > 0:
+        return np.ones_like(squares)
+    found: Floats = np.maximum(squares / mean, np.float32(LEAST)).astype(np.float32)
+    return found / found.mean()
+
+
+class Moments:
+    """Sums over the inputs of matrices, by path; matrices that share their inputs share the sums.
+
+    Args:
+        block: inputs of which x x^T is held together, a multiple of every group size; 0: squares
+            alone are summed.
     """
 
-    def __init__(self, block: int) -> None:
-        self.watching = False
+    def __init__(self, block: int = 0) -> None:
         self._block = block
-        self._keys: dict[str, tuple[str, ...]] = {}  # path -> paths of the same inputs
-        self._sums: dict[tuple[tuple[str, ...], int], list[Floats]] = {}  # by expert
-        self._counts: dict[tuple[tuple[str, ...], int], int] = {}
-        self._made: dict[tuple[tuple[str, ...], int], ErrorFeedback | None] = {}
+        self._inputs: dict[str, Inputs] = {}
+        self._squares: dict[Inputs, Floats] = {}
+        self._sums: dict[tuple[Inputs, int], list[Floats]] = {}  # by expert
+        self._counts: dict[tuple[Inputs, int], int] = {}
+        self._made: dict[tuple[Inputs, int], ErrorFeedback | None] = {}
 
     def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
         """Add inputs x (..., in_dims) of these matrices; `experts`: as of ObservedExperts."""
-        if not self.watching:
+        inputs = tuple(paths)
+        self._inputs |= dict.fromkeys(paths, inputs)
+        wide = x.astype(mx.float32)
+        flat = np.array(wide.reshape(-1, x.shape[-1]))
+        squares = np.einsum("tk,tk->k", flat, flat)
+        known = self._squares.get(inputs)
+        self._squares[inputs] = squares if known is None else known + squares
+        if not self._block:
             return
-        key = tuple(paths)
-        self._keys |= dict.fromkeys(paths, key)
         if experts is None:
-            self._add((key, 0), _rows(x))
+            self._add((inputs, 0), flat)
             return
         chosen = np.array(experts).reshape(-1)
-        rows = _rows(mx.broadcast_to(x[..., 0, :], (*experts.shape, x.shape[-1])))
+        each = mx.broadcast_to(wide[..., 0, :], (*experts.shape, x.shape[-1]))
+        rows = np.array(each.reshape(-1, x.shape[-1]))
         for expert in np.unique(chosen).tolist():
-            self._add((key, expert), rows[chosen == expert])
+            self._add((inputs, expert), rows[chosen == expert])
 
-    def _add(self, place: tuple[tuple[str, ...], int], rows: Floats) -> None:
+    def _add(self, place: tuple[Inputs, int], rows: Floats) -> None:
         starts = range(0, rows.shape[1], self._block)
         found = [part.T @ part for part in (rows[:, s : s + self._block] for s in starts)]
         known = self._sums.setdefault(place, [np.zeros_like(block) for block in found])
@@ -58,9 +93,19 @@ class InputMoments:
             total += block
         self._counts[place] = self._counts.get(place, 0) + len(rows)
 
-    def feedback(self, path: str, expert: int) -> ErrorFeedback | None:
+    def importance(self, path: str) -> Floats | None:
+        """Weights of the squared errors of a matrix; None: nothing is known of its inputs."""
+        squares = self._squares.get(self._inputs.get(path, ()))
+        return None if squares is None else normalised(squares)
+
+    def statistics(self, path: str, num_experts: int) -> Statistics:
+        """What is known of a matrix, or of a stack of `num_experts` of them."""
+        found = tuple(self._feedback(path, expert) for expert in range(num_experts))
+        return Statistics(self.importance(path), found if any(found) else ())
+
+    def _feedback(self, path: str, expert: int) -> ErrorFeedback | None:
         """Feedback for a matrix; None: too few tokens reached it, or none."""
-        place = self._keys.get(path, ()), expert
+        place = self._inputs.get(path, ()), expert
         if self._counts.get(place, 0) < FEW_TOKENS:
             return None
         if place not in self._made:
@@ -68,47 +113,66 @@ class InputMoments:
         return self._made[place]
 
 
-def _rows(x: mx.array) -> Floats:
-    return np.array(x.reshape(-1, x.shape[-1]).astype(mx.float32))
-
-
-class FeedbackPass:
-    """The calibration text on its way through the layers.
+class CalibrationPass:
+    """The texts on their way through the layers of the source.
 
     Args:
         arranged: the source.
-        sequences: of token ids, of one length.
-        block: inputs of which the moments are held together; a multiple of every group size.
+        texts: for calibration and for comparing.
+        block: as of Moments.
+        calibrating: whether statistics are asked for.
+        references: files for the logits of the short and of the long texts; (): none are compared.
     """
 
     def __init__(
-        self, arranged: ArrangedSource, sequences: Sequence[Sequence[int]], block: int
+        self,
+        arranged: ArrangedSource,
+        texts: Texts,
+        block: int,
+        *,
+        calibrating: bool,
+        references: Sequence[Path],
     ) -> None:
-        self._arranged, self._sequences, self._block = arranged, sequences, block
+        self._arranged, self._block = arranged, block
         self._num_layers = arranged.config.num_layers
+        self._calibration = [texts.calibration] if calibrating else []
+        self._references = references
+        self._checks = [texts.short, texts.long] if references else []
         self._begin()
 
-    def of(self, output: OutputTensor) -> Feedbacks:
-        """Feedback for a matrix, or for each expert of a stack; (): nothing is known of its inputs.
+    def of(self, output: OutputTensor) -> Statistics:
+        """What is known of the inputs of a matrix, or of each expert of a stack.
 
         Quickest in the order of the layers, the output projection last.
         """
         is_head = output.name == self._streamed.head.name
         index = self._num_layers if is_head else output.layer
-        if index is None or output.ahead:
-            return ()
+        if index is None or output.ahead or not self._calibration:
+            return Statistics()
         if self._observed != index:
             self._observe(index)
         path = self._streamed.name_of(output).removesuffix(".weight")
-        count = output.shape[0] if len(output.shape) == 3 else 1
-        found = tuple(self._moments.feedback(path, expert) for expert in range(count))
-        return found if any(found) else ()
+        return self._moments.statistics(path, output.shape[0] if len(output.shape) == 3 else 1)
+
+    def write_references(self) -> None:
+        """Write the logits of the texts that the output is compared on, unless they are there."""
+        if all(path.exists() for path in self._references):
+            return
+        if self._next > self._num_layers:
+            self._calibration = []
+            self._begin()
+        while self._next < self._num_layers:
+            self._advance(watching=False)
+        norm = self._streamed.final_norm()
+        for path, states in zip(self._references, self._compared, strict=True):
+            logits.write(path, self._arranged, self._streamed, norm(states.joined))
 
     def _begin(self) -> None:
         self._next, self._observed = 0, -1
-        self._moments = InputMoments(self._block)
-        self._streamed = StreamedModel(self._arranged, self._moments)
-        self._states = self._streamed.embed([t for ids in self._sequences for t in ids])
+        self._moments = Moments(self._block)
+        self._streamed = StreamedModel(self._arranged)
+        self._calibrated = [self._streamed.states(text) for text in self._calibration]
+        self._compared = [self._streamed.states(text) for text in self._checks]
 
     def _observe(self, index: int) -> None:
         """Run the layers up to this one, and keep the moments of this one alone."""
@@ -120,14 +184,21 @@ class FeedbackPass:
         self._observed = index
 
     def _advance(self, *, watching: bool) -> None:
+        """Run the next layer; behind the last one is the output projection."""
         streamed, index = self._streamed, self._next
-        streamed.observer = self._moments = InputMoments(self._block)
-        self._moments.watching = watching
+        self._moments = Moments(self._block)
         if index < self._num_layers:
             layer = streamed.layer(index, streamed.read_layer(index))
-            self._states = layer(self._states, len(self._sequences[0]))
-        else:
+            streamed.see = self._moments.see if watching else None
+            for states in self._calibrated:
+                states.advance(layer)
+            streamed.see = None
+            for states in self._compared:
+                states.advance(layer)
+        elif watching:
             path = streamed.name_of(streamed.head).removesuffix(".weight")
-            self._moments.see([path], streamed.normed(self._states))
-        self._moments.watching = False
+            norm = streamed.final_norm()
+            for states in self._calibrated:
+                for part in states.parts:
+                    self._moments.see([path], norm(part))
         self._next += 1

@@ -25,29 +25,27 @@ from ..quantise import QuantisationMethod, round_trip
 from .stream import StreamedModel
 
 BLOCK = 1 << 22  # numbers of the matrix that are held at once
+MAX_LOGITS = 1 << 21  # that are held at once
+MAX_PROBED = 8192  # tokens over which divergences of probes are taken
 
 Doubles = NDArray[np.float64]
 
 
 def blocks(
-    arranged: ArrangedSource,
-    streamed: StreamedModel,
-    hidden: mx.array,
-    method: QuantisationMethod | None = None,
+    arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array
 ) -> Iterator[tuple[slice, Floats]]:
-    """Which columns, and the logits (T, columns) of hidden (T, hidden) there.
-
-    `method`: as if the matrix were quantised so.
-    """
-    start = 0
-    for rows in arranged.blocks(streamed.head, BLOCK):
-        matrix = rows.astype(mx.float32)
-        if method is not None:
-            matrix = round_trip(matrix, method)
-        logits = scaled_logits(hidden @ matrix.T, arranged.config)
-        found = np.asarray(as_numpy(logits), dtype=np.float32)
+    """Which columns, and the logits (T, columns) of hidden (T, hidden) there."""
+    start, size = 0, MAX_LOGITS // len(hidden) * hidden.shape[1]
+    for rows in arranged.blocks(streamed.head, min(BLOCK, size)):
+        found = _logits_of(arranged, hidden, rows.astype(mx.float32))
         yield slice(start, start + rows.shape[0]), found
         start += rows.shape[0]
+
+
+def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> Floats:
+    """(T, hidden) and rows (columns, hidden) of the output projection -> (T, columns)."""
+    found = scaled_logits(hidden @ matrix.T, arranged.config)
+    return np.asarray(as_numpy(found), dtype=np.float32)
 
 
 def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array) -> None:
@@ -84,40 +82,61 @@ def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles
     """log of the sum of exponentials of each of `count` positions."""
     total = np.full(count, -np.inf)
     for _, logits in parts:
-        top = logits.max(axis=-1, keepdims=True).astype(np.float64)
-        found = top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
-        total = np.logaddexp(total, found)
+        total = np.logaddexp(total, _log_sum(logits))
     return total
+
+
+def _log_sum(logits: Floats) -> Doubles:
+    top = logits.max(axis=-1, keepdims=True)
+    found: Doubles = top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1, dtype=np.float64))
+    return found
 
 
 def divergences(
     arranged: ArrangedSource,
     streamed: StreamedModel,
     reference: mx.array,
-    others: mx.array,
+    others: Sequence[mx.array],
     method: QuantisationMethod | None = None,
-) -> Doubles:
+) -> list[float]:
     """KL(reference || other), mean over positions, in nats, for each of several others.
 
+    Over the `MAX_PROBED` tokens that the reference finds most probable, which have nearly all of
+    the probability. The logits of one of the others are held at a time.
+
     Args:
-        reference: (P, hidden) normed hidden states.
-        others: (S, P, hidden) of the same positions.
+        reference: (P, hidden) states before the final norm.
+        others: (P, hidden) of the same positions.
         method: how the output projection of the others is quantised; None: not.
     """
-    count, positions, hidden = others.shape
-    flat = others.reshape(-1, hidden)
-    normaliser = log_normaliser(blocks(arranged, streamed, reference), positions)
-    theirs = np.full(count * positions, -np.inf)
-    crossed = np.zeros(count * positions)
-    own = np.zeros(positions)
-    plain = blocks(arranged, streamed, reference)
-    for (_, kept), (_, found) in zip(plain, blocks(arranged, streamed, flat, method), strict=True):
-        shares = np.exp(kept - normaliser[:, None])
-        own += (shares * (kept - normaliser[:, None])).sum(axis=-1)
-        theirs = np.logaddexp(theirs, log_normaliser(iter([(slice(0), found)]), len(found)))
-        crossed += (np.tile(shares, (count, 1)) * found).sum(axis=-1)
-    kl = np.tile(own, count) - (crossed - theirs)
-    return np.maximum(kl, 0).reshape(count, positions).mean(axis=-1)
+    norm = streamed.final_norm()
+    plain = norm(reference)
+    probable = _most_probable(arranged, streamed, plain)
+    matrix = streamed.rows(streamed.head, probable).astype(mx.float32)
+    kept = log_softmax(_logits_of(arranged, plain, matrix))
+    shares = np.exp(kept)
+    if method is not None:
+        matrix = round_trip(matrix, method)
+    found = []
+    for other in others:
+        theirs = log_softmax(_logits_of(arranged, norm(other), matrix))
+        kl = np.einsum("pv,pv->p", shares, kept - theirs)
+        found.append(float(np.maximum(kl, 0).mean()))
+    return found
+
+
+def _most_probable(
+    arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array
+) -> list[int]:
+    """The tokens of most probability over all positions of hidden (T, hidden), in rising order."""
+    vocab = arranged.config.vocab_size
+    if vocab <= MAX_PROBED:
+        return list(range(vocab))
+    normaliser = log_normaliser(blocks(arranged, streamed, hidden), len(hidden))[:, None]
+    total = np.zeros(vocab)
+    for columns, logits in blocks(arranged, streamed, hidden):
+        total[columns] = np.exp(logits - normaliser).sum(axis=0)
+    return sorted(np.argpartition(total, -MAX_PROBED)[-MAX_PROBED:].tolist())
 
 
 LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, vocab_size)
@@ -125,7 +144,6 @@ MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 
 MIN_TOP1 = ((15.0, 0.99), (7.5, 0.97), (5.5, 0.9), (4.9, 0.85), (3.9, 0.8), (2.9, 0.5), (0.0, 0.2))
 CLEAR = np.log(2.0)  # by which the most probable token leads where it is clear
 ROWS = 64  # positions that are compared at once
-PARTS = 16  # of a context; the divergence of each is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +160,6 @@ class LogitCheck:
     max_kl: float  # limit of kl_mean
     clear_top1: float = 1.0  # as top1, where the source's token is twice as likely as the next
     min_top1: float = 0.0  # limit of clear_top1
-    kl_by_position: tuple[float, ...] = ()  # means over PARTS of the context, from its beginning
 
     @property
     def passed(self) -> bool:
@@ -176,7 +193,6 @@ def compare_logits(
     parts = zip(*_compared(sequences, kept, logits_of), strict=True)
     divergence, same, clear, losses = (np.concatenate(part, axis=-1) for part in parts)
     source_loss, loss = losses.mean(axis=-1)
-    by_position = divergence.reshape(len(sequences), -1).mean(axis=0)
     return LogitCheck(
         context=len(sequences[0]),
         positions=len(divergence),
@@ -188,9 +204,6 @@ def compare_logits(
         max_kl=max_kl,
         clear_top1=_short(same[clear == 1].mean()) if clear.any() else 1.0,
         min_top1=min_top1,
-        kl_by_position=tuple(
-            _short(part.mean()) for part in np.array_split(by_position, PARTS) if len(part)
-        ),
     )
 
 

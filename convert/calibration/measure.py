@@ -1,109 +1,111 @@
-"""The calibration pass over a model: second moments, the cost of each unit, reference logits.
+"""What each unit costs in each format: measured where a target size is to be met.
 
-Second moments of every matrix's inputs are always taken. Where a target size is to be met, each
-unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a few
-short sequences with that change are carried to the end beside the plain ones: so a unit's damage is
-measured at the logits, with one layer of the model in memory. The results are kept in a file, so
-that an interrupted conversion does not measure again.
+Each unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a
+few short sequences with that change are carried to the end beside the plain ones: so a unit's
+damage is measured at the logits, with one layer of the model in memory. The results are kept in a
+file, so that an interrupted conversion does not measure again.
 """
 
 import json
-import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from zipfile import BadZipFile
 
 import mlx.core as mx
 import numpy as np
 
 from ..arrange import ArrangedSource, OutputTensor, by_name
 from ..arrays import Floats, as_numpy
-from ..budget import MAX_WORKERS
-from ..files import damaged, partial_path
-from ..formats import fitting, name_of, parse_format
-from ..quantise import QuantisationMethod, round_trip, sampled_error
+from ..files import damaged, write_file
+from ..plan import MAX_WORKERS, PROBE_LENGTH
+from ..quantise import QuantisationMethod, quantise, round_trip
 from ..read import MLXFormat
-from ..recipes import Recipe
+from ..recipes import Recipe, fitting, name_of, parse_format
 from . import logits
 from .allocation import MeasuredUnit, candidates_of, units_of
-from .stream import EMBEDDING, Moments, StreamedModel, normalised
-from .texts import MAX_PROBES, PROBE_LENGTH, Texts
+from .feedback import Moments
+from .stream import EMBEDDING, HiddenStates, StreamedModel
 
 SAMPLE = 1 << 18  # numbers of a tensor: their error stands for all
+SHARE = 4  # of the sequences for calibration one in so many is measured on
 
 Advance = Callable[[int, int], None]  # layers done, of how many
 
 
-@dataclass(slots=True)
-class Measurements:
-    """Results of the calibration pass."""
+def measure_units(
+    arranged: ArrangedSource,
+    sequences: Sequence[list[int]],
+    recipe: Recipe,
+    num_probes: int,
+    advance: Advance,
+) -> list[MeasuredUnit]:
+    """The cost of each unit.
 
-    importance: dict[str, Floats] = field(default_factory=dict)  # by path: (in_dims,), mean 1
-    units: list[MeasuredUnit] = field(default_factory=list)
+    Args:
+        arranged: the source.
+        sequences: of token ids, of one length.
+        recipe: what is not measured: routers, exceptions, dtype.
+        num_probes: sequences that are carried to the end for each unit.
+        advance: called after each layer.
+    """
+    with ThreadPoolExecutor(MAX_WORKERS) as pool:
+        state = _ProbePass(arranged, sequences[::SHARE], recipe, num_probes, pool)
+        count = arranged.config.num_layers
+        for index in range(count):
+            state.layer(index)
+            advance(index + 1, count)
+        return state.finish()
 
 
-class CalibrationPass:
-    """The state of one pass: hidden states of all texts after the layers so far."""
+class _ProbePass:
+    """Hidden states after the layers so far: of the plain texts, and of each unit's probe."""
 
     def __init__(
         self,
         arranged: ArrangedSource,
-        texts: Texts,
+        sequences: Sequence[list[int]],
         recipe: Recipe,
-        *,
-        probing: bool,
-        comparing: bool,
+        num_probes: int,
+        pool: ThreadPoolExecutor,
     ) -> None:
-        self._arranged = arranged
-        self._moments = Moments()
-        self._streamed = StreamedModel(arranged, self._moments)
-        self._texts = texts
-        self._recipe = recipe
-        self._length = len(texts.calibration[0])
+        self._arranged, self._recipe, self._pool = arranged, recipe, pool
+        self._streamed = StreamedModel(arranged)
+        self._sequences = sequences
+        self._length = len(sequences[0])
         self._probe_length = min(PROBE_LENGTH, self._length)
-        self._sequences = [texts.calibration]
-        if comparing:
-            self._sequences += [texts.short, texts.long]
-        self._states = [self._embed(sequences) for sequences in self._sequences]
-        self._probes: list[mx.array] = []  # one (P, hidden) for each of `units`
-        self.measured = Measurements()
-        self._units = units_of(arranged, recipe) if probing else []
-        self._executor = ThreadPoolExecutor(MAX_WORKERS)
+        self._num_probes = min(num_probes, len(sequences))
+        self._states = self._streamed.states(sequences)
+        self._probes: list[mx.array] = []  # one (P, hidden) for each of `_measured`
+        self._measured: list[MeasuredUnit] = []
+        self._importance: dict[str, Floats] = {}
+        self._units = units_of(arranged, recipe)
         self._probe_ends()
 
-    def run(self, advance: Advance) -> None:
-        """Run all layers."""
-        count = self._arranged.config.num_layers
-        for index in range(count):
-            self._layer(index)
-            advance(index + 1, count)
-
-    def finish(self, references: Sequence[Path]) -> Measurements:
-        """Costs of the units, and the logits of the checked texts into two files."""
-        calibration, *checked = self._states
-        hidden = self._streamed.normed(calibration)
-        head = self._streamed.head
-        self.measured.importance[head.path] = normalised(np.array(mx.sum(hidden * hidden, axis=0)))
-        for path, states in zip(references, checked, strict=True):
-            logits.write(path, self._arranged, self._streamed, self._streamed.normed(states))
-        if self._units:
-            self._costs()
-        return self.measured
-
-    def close(self) -> None:
-        """End the threads."""
-        self._executor.shutdown(cancel_futures=True)
-
-    def _embed(self, sequences: list[list[int]]) -> mx.array:
-        return self._streamed.embed([token for ids in sequences for token in ids])
+    def finish(self) -> list[MeasuredUnit]:
+        """Measure the divergence that each unit's probe causes."""
+        streamed, head = self._streamed, self._streamed.head
+        moments, norm = Moments(), streamed.final_norm()
+        for part in self._states.parts:
+            moments.see([head.path], norm(part), None)
+        self._keep_importance(head, moments.importance(head.path))
+        for unit in self._measured:
+            if unit.layer is None:
+                self._errors_of_end(unit, unit.outputs[0])
+        base = self._probe_base()
+        kls = logits.divergences(self._arranged, streamed, base, self._probes)
+        for index, unit in enumerate(self._measured):
+            unit.kl = kls[index]
+            if head in unit.outputs:
+                method = self._method(head, unit.probe)
+                one = [self._probes[index]]
+                (unit.kl,) = logits.divergences(self._arranged, streamed, base, one, method)
+        return self._measured
 
     def _probe_base(self) -> mx.array:
         """The first tokens of the first sequences, (P, hidden)."""
-        states = self._states[0].reshape(-1, self._length, self._states[0].shape[-1])
-        picked = states[:MAX_PROBES, : self._probe_length]
+        rows = mx.concatenate(self._states.parts[: self._num_probes])  # a part has one or more
+        states = rows.reshape(-1, self._length, rows.shape[-1])
+        picked = states[: self._num_probes, : self._probe_length]
         return picked.reshape(-1, picked.shape[-1])
 
     def _probe_ends(self) -> None:
@@ -111,99 +113,71 @@ class CalibrationPass:
         for unit in self._units:
             if unit.layer is not None:
                 continue
-            self.measured.units.append(unit)
+            self._measured.append(unit)
             if unit.outputs[0].name != self._streamed.output(EMBEDDING).name:
                 self._probes.append(self._probe_base())
                 continue
-            ids = [t for s in self._texts.calibration[:MAX_PROBES] for t in s[: self._probe_length]]
-            rows = self._streamed.embedding_rows(sorted(set(ids)))
+            picked = self._sequences[: self._num_probes]
+            ids = [token for ids in picked for token in ids[: self._probe_length]]
+            rows = self._streamed.rows(unit.outputs[0], sorted(set(ids)))
             table = round_trip(rows, self._method(unit.outputs[0], unit.probe))
             self._probes.append(self._streamed.embed(ids, table))
 
-    def _layer(self, index: int) -> None:
-        streamed = self._streamed
+    def layer(self, index: int) -> None:
+        """Go through a layer, and begin the probes of its units."""
+        streamed, moments = self._streamed, Moments()
         tensors = streamed.read_layer(index)
         clean = streamed.layer(index, tensors)
         base = self._probe_base()
-        self._moments.watching = True
-        calibrated = clean(self._states[0], self._length)
-        self._moments.watching = False
-        pairs = list(zip(self._states, self._sequences, strict=True))
-        self._states = [calibrated, *(clean(x, len(texts[0])) for x, texts in pairs[1:])]
-        self._take_importance(index)
-        if self._probes:
-            moved = clean(mx.concatenate(self._probes), self._probe_length)
-            self._probes = list(mx.split(moved, len(self._probes)))
+        streamed.see = moments.see
+        self._states.advance(clean)
+        streamed.see = None
+        probes = HiddenStates(self._probes, self._probe_length)
+        probes.advance(clean)
+        outputs = streamed.outputs_of(index)
+        for name, output in outputs.items():
+            self._keep_importance(output, moments.importance(name.removesuffix(".weight")))
         for unit in (u for u in self._units if u.layer == index):
-            self._probe(unit, index, tensors, base)
+            names = {name: out for name, out in outputs.items() if out in unit.outputs}
+            changed = {
+                name: round_trip(tensors[name], self._method(output, unit.probe))
+                for name, output in names.items()
+            }
+            run = streamed.layer(index, {**tensors, **changed})
+            moved = run(base, self._probe_length)
+            mx.eval(moved)
+            self._probes.append(moved)
+            self._measured.append(unit)
+            for name, output in names.items():
+                self._errors(unit, output, sample(tensors[name]))
 
-    def _probe(
-        self, unit: MeasuredUnit, index: int, tensors: Mapping[str, mx.array], base: mx.array
-    ) -> None:
-        names = {
-            streamed_name: out
-            for streamed_name, out in self._streamed.outputs_of(index).items()
-            if out in unit.outputs
-        }
-        changed = {
-            name: round_trip(tensors[name], self._method(output, unit.probe))
-            for name, output in names.items()
-        }
-        run = self._streamed.layer(index, {**tensors, **changed})
-        self._probes.append(run(base, self._probe_length))
-        self.measured.units.append(unit)
-        for name, output in names.items():
-            self._errors(unit, output, sample(tensors[name]))
+    def _keep_importance(self, output: OutputTensor, found: Floats | None) -> None:
+        if found is not None:
+            self._importance[output.path] = found
 
     def _errors(self, unit: MeasuredUnit, output: OutputTensor, rows: Floats) -> None:
         """The sampled error of each candidate, scaled up to the whole tensor."""
-        methods = {form: self._method(output, form) for form in candidates_of(output, unit)}
         jobs = {
-            form: self._executor.submit(sampled_error, rows, method)
-            for form, method in methods.items()
+            form: self._pool.submit(quantise, rows, self._method(output, form))
+            for form in candidates_of(output, unit)
         }
         scale = output.num_weights / rows.size
         for form, job in jobs.items():
-            unit.errors[form] = unit.errors.get(form, 0.0) + job.result().weighted * scale
-
-    def _costs(self) -> None:
-        """Measure the divergence that each unit's probe causes."""
-        for unit in self.measured.units:
-            if unit.layer is None:
-                output = unit.outputs[0]
-                self._errors_of_end(unit, output)
-        reference = self._streamed.normed(self._probe_base())
-        states = self._streamed.normed(mx.concatenate(self._probes))
-        others = states.reshape(len(self._probes), -1, states.shape[-1])
-        found = logits.divergences(self._arranged, self._streamed, reference, others)
-        head = self._streamed.head
-        for index, unit in enumerate(self.measured.units):
-            unit.kl = float(found[index])
-            if head in unit.outputs:
-                method = self._method(head, unit.probe)
-                one = others[index : index + 1]
-                unit.kl = float(
-                    logits.divergences(self._arranged, self._streamed, reference, one, method)[0]
-                )
+            _, error = job.result()
+            unit.errors[form] = unit.errors.get(form, 0.0) + error.weighted * scale
 
     def _errors_of_end(self, unit: MeasuredUnit, output: OutputTensor) -> None:
+        count = max(1, output.num_weights // logits.BLOCK)
         pieces = [
-            sample(block, SAMPLE // 8)
-            for block in self._arranged.blocks(output, max(SAMPLE, output.num_weights // 8))
+            sample(block, SAMPLE // count) for block in self._arranged.blocks(output, logits.BLOCK)
         ]
         self._errors(unit, output, np.concatenate(pieces))
-
-    def _take_importance(self, index: int) -> None:
-        for name, output in self._streamed.outputs_of(index).items():
-            found = self._moments.taken(name.removesuffix(".weight"))
-            if found is not None:
-                self.measured.importance[output.path] = found
 
     def _method(self, output: OutputTensor, form: MLXFormat) -> QuantisationMethod:
         fitted = fitting(form, output.shape)
         assert fitted is not None
         dtype = self._recipe.dtype or self._arranged.source.dtype
-        return QuantisationMethod(fitted, dtype, True, self.measured.importance.get(output.path))
+        return QuantisationMethod(fitted, dtype, True, self._importance.get(output.path))
 
 
 def sample(array: mx.array, size: int = SAMPLE) -> Floats:
@@ -214,13 +188,9 @@ def sample(array: mx.array, size: int = SAMPLE) -> Floats:
     return np.asarray(as_numpy(rows[mx.array(places)].astype(mx.float32)), dtype=np.float32)
 
 
-_UNITS = "units"
-_BROKEN = (ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error)
-
-
-def save_measurements(path: Path, found: Measurements) -> None:
-    """Write the results into one .npz file, atomically."""
-    units = [
+def save_units(path: Path, units: Sequence[MeasuredUnit]) -> None:
+    """Write the results into a file, atomically."""
+    rows = [
         {
             "names": [output.name for output in unit.outputs],
             "layer": unit.layer,
@@ -228,52 +198,37 @@ def save_measurements(path: Path, found: Measurements) -> None:
             "kl": unit.kl,
             "errors": {name_of(form): error for form, error in unit.errors.items()},
         }
-        for unit in found.units
+        for unit in units
     ]
-    partial = partial_path(path)
-    with partial.open("wb") as file:
-        arrays = {f"importance:{path}": values for path, values in found.importance.items()}
-        np.savez(file, **arrays, **{_UNITS: np.array(json.dumps(units))})  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    write_file(path, json.dumps(rows).encode())
 
 
-def load_measurements(path: Path, arranged: ArrangedSource) -> Measurements:
-    """Read the results that `save_measurements` wrote.
+def load_units(path: Path, arranged: ArrangedSource) -> list[MeasuredUnit]:
+    """Read what `save_units` wrote.
 
     Raises:
-        ConversionError: it is damaged.
+        ConversionError: the file is damaged.
     """
     try:
-        return _load(path, by_name(arranged.outputs))
-    except _BROKEN as error:
+        rows = json.loads(path.read_bytes())
+        return [_unit(row, by_name(arranged.outputs)) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path) from error
 
 
-def _load(path: Path, outputs: Mapping[str, OutputTensor]) -> Measurements:
-    with path.open("rb") as raw, np.load(raw) as file:  # np.load would not close a broken one
-        importance = {
-            key.removeprefix("importance:"): file[key] for key in file.files if key != _UNITS
-        }
-        units = json.loads(str(file[_UNITS]))
-    return Measurements(
-        importance,
-        [
-            MeasuredUnit(
-                tuple(outputs[name] for name in unit["names"]),
-                unit["layer"],
-                _form(unit["probe"]),
-                unit["kl"],
-                {_form(name): error for name, error in unit["errors"].items()},
-            )
-            for unit in units
-        ],
+def _unit(row: Mapping[str, object], outputs: Mapping[str, OutputTensor]) -> MeasuredUnit:
+    names, layer, probe, kl, errors = (row[k] for k in ("names", "layer", "probe", "kl", "errors"))
+    return MeasuredUnit(
+        tuple(outputs[name] for name in names),  # type: ignore[attr-defined]
+        layer,  # type: ignore[arg-type]
+        _form(probe),
+        float(kl),  # type: ignore[arg-type]
+        {_form(name): float(error) for name, error in errors.items()},  # type: ignore[attr-defined]
     )
 
 
-def _form(name: str) -> MLXFormat:
-    form = parse_format(name)
+def _form(name: object) -> MLXFormat:
+    form = parse_format(str(name))
     if form is None:
         raise ValueError(f"{name} is no format of MLX")
     return form

@@ -1,7 +1,7 @@
 """Texts for calibration and for checking, cut into sequences of token ids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -9,9 +9,7 @@ from ...errors import InvalidRequestError
 
 Encode = Callable[[str], list[int]]
 
-CALIBRATION_LENGTH, MAX_CALIBRATION = 256, 16  # tokens of a sequence, sequences
-PROBE_LENGTH, MAX_PROBES = 64, 4
-MAX_FEEDBACK = 64  # sequences for error feedback: moments of all pairs of inputs need more
+CALIBRATION_LENGTH = 256  # tokens of a sequence
 SHORT, LONG = 64, 512  # tokens: the two context lengths of the check
 NUM_SHORT, NUM_LONG = 8, 1
 MAX_CHECKED = SHORT * NUM_SHORT + LONG * NUM_LONG  # positions
@@ -25,12 +23,6 @@ class Texts:
     calibration: list[list[int]]
     short: list[list[int]]
     long: list[list[int]]
-    feedback: list[list[int]] = field(default_factory=list)  # of the text for calibration
-
-    @property
-    def checks(self) -> list[list[int]]:
-        """All texts that the check uses."""
-        return [*self.short, *self.long]
 
 
 def read_text(path: Path | None) -> str:
@@ -45,7 +37,9 @@ def read_text(path: Path | None) -> str:
         raise InvalidRequestError(f"{path} is no text in UTF-8: {error}.") from error
 
 
-def make_texts(calibration: str, check: str | None, encode: Encode, *, max_context: int) -> Texts:
+def make_texts(
+    calibration: str, check: str | None, encode: Encode, *, sequences: int, max_context: int
+) -> Texts:
     """Cut texts into sequences.
 
     Args:
@@ -53,6 +47,7 @@ def make_texts(calibration: str, check: str | None, encode: Encode, *, max_conte
         check: what the result is checked on; None: the last third of `calibration`, which is then
             not calibrated on.
         encode: text -> token ids.
+        sequences: for calibration, at most.
         max_context: of the model: no sequence is longer.
 
     Raises:
@@ -68,10 +63,9 @@ def make_texts(calibration: str, check: str | None, encode: Encode, *, max_conte
     long = _sequences(checked, min(LONG, limit), NUM_LONG)
     rest = checked[sum(map(len, long)) :] or checked
     return Texts(
-        _sequences(ids, min(CALIBRATION_LENGTH, limit), MAX_CALIBRATION),
+        _sequences(ids, min(CALIBRATION_LENGTH, limit), sequences),
         _sequences(rest, min(SHORT, limit), NUM_SHORT),
         long,
-        _sequences(ids, min(CALIBRATION_LENGTH, limit), MAX_FEEDBACK),
     )
 
 

@@ -1,13 +1,14 @@
 """Checkpoints of every common format as one kind of Source: `open_source`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError, ModelNotFoundError
 from ...hub import is_bundled, resolve
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf, part_names
-from .hub import OnBytes, open_repo
+from .hub import OnProgress, fetch_repo
 from .source import MLXFormat, Packed, Source, TensorInfo, expert_groups
 
 __all__ = ["MLXFormat", "Packed", "Source", "TensorInfo", "expert_groups", "open_source"]
@@ -17,11 +18,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_source(
-    source: str | Path,
-    *,
-    tokenizer: Path | None = None,
-    downloads: Path | None = None,
-    report: OnBytes = lambda count: None,
+    source: str | Path, *, tokenizer: Path | None = None, progress: OnProgress = lambda _: None
 ) -> Source:
     """Open a checkpoint for reading, tensor by tensor.
 
@@ -29,9 +26,7 @@ def open_source(
         source: a folder of safetensors, a GGUF file, a folder with one GGUF file, a bundled model,
             or a hub repository as org/name[@revision] or org/name[@revision]/file.gguf.
         tokenizer: a folder with a tokenizer, taken instead of the source's own.
-        downloads: where shards from the hub are kept until all their tensors were forgotten;
-            by default a temporary folder, which close() deletes.
-        report: called with the number of bytes that arrived from the hub.
+        progress: called while a repository of the hub is downloaded.
 
     Raises:
         CheckpointError: a file that is broken, or a pickle.
@@ -40,19 +35,23 @@ def open_source(
         UnsupportedModelError: a format or an architecture that is not known.
     """
     found = None if tokenizer is None else _tokenizer_of(tokenizer)
-    others = None if found is None else lambda: found
     path = resolve(str(source)) if is_bundled(str(source)) else Path(source).expanduser()
+    if path.exists():
+        return _open(path, found)
+    if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
+        raise ModelNotFoundError(f"There is no {str(source)!r}.")
+    return replace(_open(fetch_repo(source, progress), found), label=source)
+
+
+def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> Source:
+    """What is on this disk."""
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():
-        return open_folder(path, others)
-    if path.is_file() and (path.suffix == ".gguf" or _is_gguf(path)):
-        return open_gguf(path, others)
-    if path.is_file():
-        raise _unreadable(path)
-    if isinstance(source, Path) or source.startswith(("/", "./", "../", "~")):
-        raise ModelNotFoundError(f"There is no {str(source)!r}.")
-    return open_repo(source, downloads=downloads, report=report, tokenizer=others)
+        return open_folder(path, tokenizer)
+    if path.suffix == ".gguf" or _is_gguf(path):
+        return open_gguf(path, tokenizer)
+    raise _unreadable(path)
 
 
 def _only_gguf(folder: Path) -> Path | None:

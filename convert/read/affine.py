@@ -4,22 +4,22 @@ value = code * scale + bias, all products exact in float32 for codes of at most 
 at most 17 significant bits.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from ...errors import CheckpointError
-from ..arrays import Words, unpack
-from .base import not_packed
-from .source import MLXFormat, Packed, TensorInfo
+from ..arrays import Words, mx_dtype, unpack
+from .source import MLXFormat, Packed, Reader, TensorInfo
 from .stored import Array, StoredArray
 
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
-_MLX = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+Triple = tuple[Words, Array, Array]
+"""Words (n, ..., words) uint32, scales and biases (n, ..., groups) float32."""
 
 
 def affine_format(bits: int, group_size: int) -> MLXFormat | None:
@@ -28,51 +28,69 @@ def affine_format(bits: int, group_size: int) -> MLXFormat | None:
     return MLXFormat(fits[0], bits, "affine") if fits and bits in _BITS else None
 
 
-class AffineReader(ABC):
+@dataclass(frozen=True, slots=True)
+class AffineMatrix:
     """A matrix, or stacked matrices, of codes in groups along the last axis."""
 
-    def __init__(
-        self,
-        info: TensorInfo,
-        parts: Sequence[StoredArray],
-        *,
-        bits: int,
-        group_size: int,
-        scale_dtype: str,
-    ) -> None:
-        if scale_dtype == "bfloat16" and not info.scales_exact:
-            scale_dtype = "float16"  # as many bytes, and an eighth of the error in -zero * scale
-        self.info = replace(info, scales_dtype=scale_dtype)
-        self.parts = parts
-        self.bits = bits
-        self.group_size = group_size  # of the source; MLX's may be a divisor
-        self.scale_dtype = scale_dtype  # what Packed tries to have them in
+    info: TensorInfo
+    parts: Sequence[StoredArray]
+    bits: int
+    group_size: int  # of the source; that of MLX's format may be a divisor
+    triple: Callable[[slice], Triple]  # of a range of the first axis
 
-    @abstractmethod
-    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
-        """Words (n, ..., words) uint32, scales and biases (n, ..., groups) float32."""
+    def reader(self) -> Reader:
+        """Exact values, and codes where MLX has a format for them."""
+        codes = None if self.info.lossless is None else self._packed
+        return Reader(self.info, self.parts, self._values, codes)
 
-    def read(self, rows: slice) -> mx.array:
-        """float32 values, exact."""
-        words, scales, biases = self.checked(rows)
+    def mixed(self, group_of: StoredArray) -> Reader:
+        """The reader where inputs lie in groups of any order: values, but no format of MLX.
+
+        Args:
+            group_of: (in_dims,) the group of each input.
+        """
+        info = replace(
+            self.info,
+            stored=f"{self.info.stored} act-order",
+            stored_bytes=self.info.stored_bytes + group_of.num_bytes,
+            lossless=None,
+            scales_exact=True,
+        )
+
+        def values(rows: slice) -> mx.array:
+            words, scales, biases = self._checked(rows)
+            groups = group_of.view().astype(np.int64)
+            if groups.min() < 0 or groups.max() >= scales.shape[1]:
+                raise group_of.fail(f"names a group that is not one of {scales.shape[1]}")
+            found = unpack(words, self.bits, info.shape[1]).astype(np.float32)
+            found *= scales[:, groups]
+            found += biases[:, groups]
+            return mx.array(found)
+
+        return Reader(info, (*self.parts, group_of), values)
+
+    def _values(self, rows: slice) -> mx.array:
+        words, scales, biases = self._checked(rows)
         codes = unpack(words, self.bits, self.info.shape[-1])
         values = codes.reshape(*scales.shape, self.group_size).astype(np.float32)
         values *= scales[..., None]
         values += biases[..., None]
         return mx.array(values.reshape(codes.shape))
 
-    def packed(self) -> Packed:
+    def _packed(self) -> Packed:
         """Codes as they are; each scale is repeated where MLX's groups are smaller."""
-        form = self.info.lossless
-        if form is None:
-            raise not_packed(self.info)
-        words, scales, biases = self.checked(slice(0, self.info.shape[0]))
-        times = self.group_size // form.group_size
+        assert self.info.lossless is not None
+        words, scales, biases = self._checked(slice(0, self.info.shape[0]))
+        times = self.group_size // self.info.lossless.group_size
         if times > 1:
             scales, biases = (np.repeat(part, times, axis=-1) for part in (scales, biases))
-        return Packed(mx.array(words), *self._in_scale_dtype(scales, biases))
+        wide = [mx.array(np.ascontiguousarray(part)) for part in (scales, biases)]
+        narrow = [part.astype(mx_dtype(self.info.scales_dtype)) for part in wide]
+        pairs = zip(wide, narrow, strict=True)
+        exact = all(bool(mx.array_equal(w, n.astype(mx.float32))) for w, n in pairs)
+        return Packed(mx.array(words), *(narrow if exact else wide))
 
-    def checked(self, rows: slice) -> tuple[Words, Array, Array]:
+    def _checked(self, rows: slice) -> Triple:
         """triple(), all of it finite.
 
         Raises:
@@ -83,41 +101,32 @@ class AffineReader(ABC):
             raise CheckpointError(f"{self.info.name} has scales that are infinite or no number.")
         return words, scales, biases
 
-    def _in_scale_dtype(self, *parts: Array) -> tuple[mx.array, mx.array]:
-        wide = [mx.array(np.ascontiguousarray(part)) for part in parts]
-        narrow = [part.astype(_MLX[self.scale_dtype]) for part in wide]
-        pairs = zip(wide, narrow, strict=True)
-        exact = all(bool(mx.array_equal(w, n.astype(mx.float32))) for w, n in pairs)
-        scales, biases = narrow if exact else wide
-        return scales, biases
 
+def affine_info(
+    path: str,
+    shape: tuple[int, ...],
+    parts: Sequence[StoredArray],
+    *,
+    stored: str,
+    lossless: MLXFormat | None,
+    scale_dtype: str,
+    exact: bool,
+) -> TensorInfo:
+    """The description of the weight of the module at a path.
 
-class MixedReader:
-    """A matrix with inputs in groups of any order: values, but no format of MLX."""
-
-    def __init__(self, matrix: AffineReader, group_of: StoredArray) -> None:
-        self._matrix = matrix
-        self._group_of = group_of  # (in,) the group of each input
-        self.parts = (*matrix.parts, group_of)
-        self.info = replace(
-            matrix.info,
-            stored=f"{matrix.info.stored} act-order",
-            stored_bytes=matrix.info.stored_bytes + group_of.num_bytes,
-            lossless=None,
-            scales_exact=True,
-        )
-
-    def read(self, rows: slice) -> mx.array:
-        """Each input with the scale and bias of its own group."""
-        words, scales, biases = self._matrix.checked(rows)
-        group_of = self._group_of.view().astype(np.int64)
-        if group_of.min() < 0 or group_of.max() >= scales.shape[1]:
-            raise self._group_of.fail(f"names a group that is not one of {scales.shape[1]}")
-        values = unpack(words, self._matrix.bits, self.info.shape[1]).astype(np.float32)
-        values *= scales[:, group_of]
-        values += biases[:, group_of]
-        return mx.array(values)
-
-    def packed(self) -> Packed:
-        """Raise: MLX has no layout for groups in any order."""
-        raise not_packed(self.info)
+    Args:
+        scale_dtype: of scales and biases where MLX's format has them, as far as it holds them.
+        exact: whether it holds them all.
+    """
+    if scale_dtype == "bfloat16" and not exact:
+        scale_dtype = "float16"  # as many bytes, and an eighth of the error in -zero * scale
+    return TensorInfo(
+        name=f"{path}.weight",
+        shape=shape,
+        dtype="float32",
+        stored=stored,
+        stored_bytes=sum(part.num_bytes for part in parts),
+        lossless=lossless,
+        scales_exact=exact,
+        scales_dtype=scale_dtype,
+    )

@@ -12,15 +12,12 @@ from typing import Any
 from ...errors import CheckpointError, UnsupportedModelError
 from ...models.jsonfields import Fields
 from ...models.quantization import read_quantization
-from .base import Claim, DenseReader, Leaves, Reader
-from .schemes.awq import AWQ
-from .schemes.fp4 import fp4_modules
-from .schemes.fp8 import BLOCK, FP8, read_block
-from .schemes.gpt_oss import gpt_oss_experts
-from .schemes.gptq import GPTQ
+from .schemes.experts import GPT_OSS, StackedExperts
+from .schemes.floats import BLOCK, FP8, fp4_modules, read_block
+from .schemes.gptq import AWQ, GPTQ
 from .schemes.integers import Integers
 from .schemes.mlx import MLXModules, widths_of
-from .schemes.stacks import StackedExperts
+from .source import Claim, Leaves, Reader, dense_reader
 from .stored import FLOATS, StoredArray
 
 _ACTIVATIONS = frozenset(
@@ -98,11 +95,11 @@ def _plain(array: StoredArray) -> Reader:
             f"is {array.dtype}, and config.json has no quantisation that explains it; expected "
             f"{' or '.join(FLOATS)}"
         )
-    return DenseReader(array.name, array)
+    return dense_reader(array.name, array)
 
 
 def _place(reader: Reader) -> tuple[str, int]:
-    return reader.parts[0].file, reader.parts[0].offset
+    return reader.parts[0].path.name, reader.parts[0].offset
 
 
 _KEYS = ("quantization", "quantization_config", "compression_config")
@@ -130,21 +127,33 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-_EXPERTS: dict[str, Claim] = {  # by the model_type of the language model
-    "gpt_oss": gpt_oss_experts,
-    "gemma4": StackedExperts("experts.switch_glu"),
-    "gemma4_text": StackedExperts("experts.switch_glu"),
-    "llama4_text": StackedExperts("experts", inputs_first=True),
-    "mistral4": StackedExperts("switch_mlp"),
-    "qwen3_5_moe": StackedExperts("switch_mlp"),
-    "qwen3_5_moe_text": StackedExperts("switch_mlp"),
-    "qwen3_vl_moe": StackedExperts("switch_mlp", inputs_first=True),
-    "qwen3_vl_moe_text": StackedExperts("switch_mlp", inputs_first=True),
+_STACKS = {  # model_type of the language model -> what MLX calls `experts`, and their order
+    "gemma4": ("experts.switch_glu", False),
+    "gemma4_text": ("experts.switch_glu", False),
+    "llama4_text": ("experts", True),
+    "mistral4": ("switch_mlp", False),
+    "qwen3_5_moe": ("switch_mlp", False),
+    "qwen3_5_moe_text": ("switch_mlp", False),
+    "qwen3_vl_moe": ("switch_mlp", True),
+    "qwen3_vl_moe_text": ("switch_mlp", True),
 }
 
 
+def _experts(text: Mapping[str, Any]) -> tuple[Claim, ...]:
+    """What reads the stacks of experts of a language model."""
+    name = str(text.get("model_type"))
+    if name == "gpt_oss":
+        return (GPT_OSS,)
+    if name not in _STACKS:
+        return ()
+    switch, inputs_first = _STACKS[name]
+    inner = text.get("moe_intermediate_size", text.get("intermediate_size"))
+    sizes = [size if type(size) is int else 0 for size in (text.get("hidden_size"), inner)]
+    return (StackedExperts(switch, (sizes[0], sizes[1]), inputs_first),)
+
+
 def choose_method(
-    config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]], *, is_here: bool
+    config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]
 ) -> StorageScheme:
     """The schemes for a checkpoint.
 
@@ -152,7 +161,6 @@ def choose_method(
         config: config.json.
         beside: contents of quantize_config.json, quant_config.json and hf_quant_config.json where
             they are; old GPTQ, AWQ and ModelOpt checkpoints describe themselves there.
-        is_here: whether the tensors are on this disk.
 
     Raises:
         CheckpointError: a description that makes no sense.
@@ -160,13 +168,12 @@ def choose_method(
     """
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) and "model_type" in inner else config
-    own = _EXPERTS.get(str(text.get("model_type")))
-    experts: tuple[Claim, ...] = () if own is None else (own,)
+    experts = _experts(text)
     stated = _stated(config, beside)
     if stated is None:
         return StorageScheme("safetensors", (*experts, FP8()))
     name = stated.text("quant_method", default="mlx")
-    method = _mlx(stated, config) if name == "mlx" else _named(name, stated, is_here=is_here)
+    method = _mlx(stated, config) if name == "mlx" else _named(name, stated)
     return StorageScheme(method.label, (*experts, *method.claims), method.dtype)
 
 
@@ -195,11 +202,11 @@ def _mlx(stated: Fields, config: Mapping[str, Any]) -> StorageScheme:
     )
 
 
-def _named(name: str, stated: Fields, *, is_here: bool) -> StorageScheme:
+def _named(name: str, stated: Fields) -> StorageScheme:
     if name == "awq":
         return StorageScheme("AWQ", (AWQ(stated),), "float16")
     if name == "gptq":
-        return StorageScheme("GPTQ", (GPTQ(stated, is_here=is_here),), "float16")
+        return StorageScheme("GPTQ", (GPTQ(stated),), "float16")
     if name in ("fp8", "fbgemm_fp8"):
         block = read_block(stated, "weight_block_size")
         return StorageScheme("FP8", (FP8(block, powers=stated.get("scale_fmt") == "ue8m0"),))

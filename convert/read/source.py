@@ -1,31 +1,35 @@
-"""The interface between checkpoint formats and the converter: `Source`, `TensorInfo`, `Packed`.
+"""A checkpoint that is read tensor by tensor: `Source`, and the `Reader` of each tensor.
 
 Names. `tensors` are named as transformers names them: `model.layers.0.self_attn.q_proj.weight`.
-Experts that a source stores one by one keep their names (`...mlp.experts.7.up_proj.weight`, each
-`(out, in)`); expert_groups() says which of them make up which of MLX's switch layers, and
-arrange.py stacks them. Experts that a source stores stacked come stacked,
+Experts that a checkpoint stores one by one keep their names (`...mlp.experts.7.up_proj.weight`,
+each `(out, in)`); expert_groups() says which of them make up which of MLX's switch layers, and
+arrange.py stacks them. Experts that a checkpoint stores stacked come stacked,
 `(num_experts, out, in)`, under the name of MLX's switch layer: `...mlp.switch_mlp.up_proj.weight`,
 and for gpt_oss `...mlp.experts.gate_proj.weight`, gate and up apart, with `...gate_proj.bias`,
-whatever the source (dense, MXFP4, GGUF) calls them. Both mlx-lm and mlxinfer load these names as
-they are.
+whatever the checkpoint (dense, MXFP4, GGUF) calls them. Both mlx-lm and mlxinfer load these names
+as they are.
 
 Values are those of transformers too: rows of Q and K for its rotary embedding, Gemma's norms less
 one.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ...errors import CheckpointError
 from ...models.quantization import QuantFormat as MLXFormat
+from ..arrays import as_numpy
 from .origin import Origin
+from .stored import FLOATS, StoredArray, to_mlx
 
-__all__ = ["MLXFormat", "Packed", "Source", "TensorInfo"]
+__all__ = ["MLXFormat", "Packed", "Reader", "Source", "TensorInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,14 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # of read(): "bfloat16" | "float16" | "float32"; float32 where others would round
+    dtype: (
+        str  # of its values: "bfloat16" | "float16" | "float32"; float32 where others would round
+    )
     stored: str  # for people: "bf16", "AWQ int4 g128", "Q4_K", "fp8 128x128"
     stored_bytes: int  # with scales, zero points and the like
-    lossless: MLXFormat | None = None  # read_packed() gives this format; None: values only
+    lossless: MLXFormat | None = None  # of its codes; None: there are values only
     scales_exact: bool = True  # False: codes are kept, but the scales need float32 to be exact
-    scales_dtype: str = "float16"  # of affine ones in read_packed(), unless they need float32
+    scales_dtype: str = "float16"  # of affine ones in Packed, unless they need float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,74 +58,144 @@ class Packed:
     biases: mx.array | None  # as scales; None unless affine
 
 
-class Source(Protocol):
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One tensor: what it is made of, and how."""
+
+    info: TensorInfo
+    parts: Sequence[StoredArray]  # the first decides the tensor's place in the order
+    values: Callable[[slice], mx.array]  # of a range of the first axis, in info.dtype
+    codes: Callable[[], Packed] | None = None  # in the format info.lossless
+
+
+Leaves = dict[str, StoredArray]
+Claim = Callable[[str, Leaves], Iterable[Reader]]
+"""Takes the arrays that a scheme knows out of the leaves of the module at a path."""
+
+
+def dense_reader(name: str, array: StoredArray) -> Reader:
+    """Values as they are stored."""
+    dtype = FLOATS.get(array.dtype)
+    if dtype is None:
+        raise array.fail(f"is {array.dtype}; expected {' or '.join(FLOATS)}")
+    info = TensorInfo(name, array.shape, dtype, array.dtype.lower(), array.num_bytes)
+    return Reader(info, (array,), lambda rows: to_mlx(array.view(rows), array.dtype))
+
+
+SideFiles = Callable[[], Mapping[str, bytes | Path]]
+"""Tokenizer, chat template and the like: file name -> contents, or where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
     """A checkpoint that can be read tensor by tensor."""
 
-    @property
-    def label(self) -> str:
-        """What the user gave: a path or the name of a repository."""
-        ...
+    label: str  # as the user named it: a path or the name of a repository
+    format: str  # for people: "safetensors", "AWQ", "GPTQ", "GGUF", "MLX" and so on
+    config: Mapping[str, Any]  # config.json as transformers writes it, without its quantisation
+    dtype: str  # of the activations that the model was made for
+    readers: Mapping[str, Reader]  # in the order of their bytes, file by file
+    side_files: SideFiles
+    fingerprint: str  # changes with sizes, times, headers, metadata, and contents of side files
+    notes: tuple[str, ...] = ()  # sentences for the user on what was left out or assumed
+    origin: Origin = field(default_factory=Origin)
+    tensors: Mapping[str, TensorInfo] = field(init=False)
 
-    @property
-    def format(self) -> str:
-        """For people: "safetensors", "AWQ", "GPTQ", "GGUF", "MLX" and so on."""
-        ...
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """config.json as transformers writes it, without what it says of quantisation."""
-        ...
-
-    @property
-    def dtype(self) -> str:
-        """Of the activations the model was made for: "bfloat16" | "float16" | "float32"."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """In the order of their bytes, shard by shard: reading in this order is sequential."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever files of the source change: sizes, times and places, headers, metadata,
-        and the contents of tokenizer and config files."""
-        ...
-
-    @property
-    def origin(self) -> Origin:
-        """Whence it comes, as its card or its metadata say."""
-        ...
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences for the user on what was left out or assumed."""
-        ...
+    def __post_init__(self) -> None:
+        """Raise CheckpointError where there are no tensors."""
+        if not self.readers:
+            raise CheckpointError(f"{self.label} has no tensors.")
+        infos = {name: reader.info for name, reader in self.readers.items()}
+        object.__setattr__(self, "tensors", MappingProxyType(infos))
 
     def read(self, name: str, rows: slice | None = None) -> mx.array:
         """The values of a tensor, or of a range of its first axis, in TensorInfo.dtype.
 
         Memory is that of the values asked for and, while they are made from codes, up to three
         times as much again (12 bytes a value): ask for rows of what is large. Files are mapped, so
-        their pages are not held. Raises CheckpointError for data that cannot be right.
+        their pages are not held.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its data cannot be right.
         """
-        ...
+        reader = self._reader(name)
+        shape = reader.info.shape
+        with np.errstate(all="ignore"):  # a damaged scale is an infinite value, not a warning
+            return reader.values(_bounded(rows, shape[0], name) if shape else slice(None))
 
     def read_packed(self, name: str) -> Packed:
-        """The codes of a tensor in the format `lossless`, which is not None."""
-        ...
+        """The codes of a tensor in the format `lossless`.
 
-    def forget(self, names: Iterable[str]) -> None:
-        """These tensors will not be read again: a downloaded shard may go when all of its have."""
-        ...
+        Raises:
+            CheckpointError: there is no such tensor or no such format, or codes stand for NaN.
+        """
+        reader = self._reader(name)
+        if reader.codes is None or reader.info.lossless is None:
+            raise CheckpointError(
+                f"{name} is stored as {reader.info.stored}, which no MLX format holds; read its "
+                "values."
+            )
+        with np.errstate(all="ignore"):
+            packed = reader.codes()
+            if _may_overflow(packed, reader.info.lossless) and not _is_finite(reader):
+                raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged.")
+        return packed
 
-    def side_files(self) -> dict[str, bytes | Path]:
-        """Tokenizer, chat template and the like: file name -> contents, or where they are."""
-        ...
+    def _reader(self, name: str) -> Reader:
+        if name not in self.readers:
+            raise CheckpointError(f"{self.label} has no tensor {name!r}.")
+        return self.readers[name]
 
-    def close(self) -> None:
-        """Give back what a download left on the disk."""
-        ...
+
+def _bounded(rows: slice | None, length: int, name: str) -> slice:
+    """`rows` as a slice from start to stop within an axis of `length`."""
+    start, stop, step = (rows or slice(None)).indices(length)
+    if step != 1:
+        raise ValueError(f"rows of {name} come with step {step}; expected 1")
+    return slice(start, max(start, stop))
+
+
+_OVERFLOW = {"mxfp4": 253, "mxfp8": 246, "nvfp4": 127}  # scale bytes from which code x scale may
+
+
+def _may_overflow(packed: Packed, form: MLXFormat) -> bool:
+    """Whether some product of code and scale may be infinite or NaN, by the bytes alone.
+
+    Affine scales are checked where they are read. E8M0 has NaN (255), and its largest powers
+    overflow float32 with the largest codes; E4M3 has NaN (0x7F, either sign) and no infinity.
+    """
+    if form.mode not in _OVERFLOW:
+        return False
+    scales = np.asarray(as_numpy(packed.scales), np.uint8)
+    if form.mode == "nvfp4":
+        return bool(((scales & 0x7F) == 0x7F).any())
+    if bool((scales >= _OVERFLOW[form.mode]).any()):
+        return True
+    codes = as_numpy(packed.weight).reshape(-1).view(np.uint8)
+    return form.mode == "mxfp8" and bool(((codes & 0x7F) == 0x7F).any())
+
+
+def _is_finite(reader: Reader) -> bool:
+    """Whether all values of a tensor are finite, a part of the first axis at a time."""
+    length = reader.info.shape[0]
+    step = max(1, length // 8)
+    parts = (slice(start, min(start + step, length)) for start in range(0, length, step))
+    return all(bool(mx.isfinite(reader.values(rows)).all()) for rows in parts)
+
+
+def majority_dtype(config: Mapping[str, Any], infos: Iterable[TensorInfo], default: str) -> str:
+    """The dtype that the config states, or that most dense numbers have."""
+    known = ("bfloat16", "float16", "float32")
+    text = config.get("text_config")
+    for stated in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if stated.get(key) in known:
+                return str(stated[key])
+    sizes = dict.fromkeys(known, 0)
+    for info in infos:
+        if info.lossless is None and info.stored in ("bf16", "f16", "f32"):
+            sizes[info.dtype] += info.stored_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else default
 
 
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<index>0|[1-9]\d{0,4})\.(?P<part>.+)")

@@ -1,15 +1,15 @@
 """Arrays in files, seen through a memory map.
 
 Views cost no memory of the process: their pages belong to the file. A file is mapped for one read
-and unmapped after it, so deleting or replacing it between reads does no harm.
+and unmapped after the read, so deleting or replacing the file between reads does no harm.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -40,18 +40,6 @@ NUMPY: dict[str, str] = {
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class Files(Protocol):
-    """Where the files of a source are; a remote one fetches a file when it is first asked for."""
-
-    def path(self, file: str) -> Path:
-        """The file on this disk."""
-        ...
-
-    def size(self, file: str) -> int:
-        """Bytes that the file had when its header was read."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredArray:
     """One array in one file."""
@@ -59,9 +47,9 @@ class StoredArray:
     name: str  # as the file calls it
     dtype: str  # a key of NUMPY
     shape: tuple[int, ...]
-    file: str
+    path: Path  # of the file
     offset: int  # bytes from the start of the file
-    files: Files = field(repr=False)
+    file_bytes: int  # that the file had when its header was read
 
     @property
     def num_bytes(self) -> int:
@@ -76,13 +64,13 @@ class StoredArray:
         """
         if self.num_bytes == 0:
             return np.zeros(self.shape, NUMPY[self.dtype])[rows]
-        path = self.files.path(self.file)
         try:
-            if path.stat().st_size != self.files.size(self.file):
-                raise CheckpointError(f"{path} has changed while it was read; start again.")
-            data = _mapped(path, self.offset, self.num_bytes).view(NUMPY[self.dtype])
+            if self.path.stat().st_size != self.file_bytes:
+                raise CheckpointError(f"{self.path} has changed while it was read; start again.")
+            data = _mapped(self.path, self.offset, self.num_bytes).view(NUMPY[self.dtype])
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.path} cannot be read: {reason}.") from error
         return data.reshape(self.shape)[rows] if self.shape else data[0]
 
     def floats(self, rows: slice = slice(None)) -> Array:
@@ -91,7 +79,7 @@ class StoredArray:
 
     def fail(self, what: str) -> CheckpointError:
         """An error that says what is wrong with this array."""
-        return CheckpointError(f"Tensor {self.name[:200]!r} of {self.file} {what}.")
+        return CheckpointError(f"Tensor {self.name[:200]!r} of {self.path.name} {what}.")
 
     def expect(self, dtypes: Sequence[str], shape: Sequence[int] | None = None) -> "StoredArray":
         """This array, if it has one of these dtypes and this shape.

@@ -20,11 +20,9 @@ from ._output import counted, emit_json, human_count, note, table
 
 if TYPE_CHECKING:
     from ..convert.plan import ConversionPlan
-    from ..convert.read import Source
     from ..convert.recipes import ConversionOptions
     from ..convert.report import ConversionReport
     from ..convert.run import Conversion
-    from ..convert.sizes import SizePoint
 
 
 BITS = ("2", "3", "4", "5", "6", "8")  # as convert/formats.py has them, which is slow to import
@@ -79,7 +77,7 @@ CHECK_OPTIONS = (
     click.option("--max-kl", type=Above(0), metavar="X",
                  help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
-                 help="Same as --scales minmax --calibration none --check none; no figures."),
+                 help="Same as --scales minmax --calibration none --check none; no figure."),
 )  # fmt: skip
 RUN_OPTIONS = (
     click.option(
@@ -107,12 +105,6 @@ RUN_OPTIONS = (
     click.option("--resume", is_flag=True, help="Go on with what was interrupted."),
     click.option("--restart", is_flag=True, help="Throw away what was interrupted."),
     click.option("--dry-run", is_flag=True, help="Only say what would be done."),
-    click.option(
-        "--explore",
-        is_flag=True,
-        help="Only say what sizes cost in divergence; with matplotlib, draw OUT.svg.",
-    ),
-    click.option("--check-only", is_flag=True, help="Compare OUT, which exists, with SOURCE."),
     click.option("--upload", metavar="REPO", help="Put the result onto the hub, as org/name."),
     click.option("--upload-only", is_flag=True, help="Upload OUT, which exists."),
     click.option("--private", is_flag=True, help="With --upload: make the repository private."),
@@ -198,15 +190,8 @@ _EXCLUSIVE = (
     ("recipe", "bits"),
     ("target_bpw", "target_size"),
     ("resume", "restart"),
-    ("check_only", "upload_only"),
-    ("explore", "dry_run"),
 )
 _ENOUGH = {  # what these go with
-    "check_only": {"as_json"},
-    "explore": {
-        *("as_json", "tokenizer", "calibration", "check_text", "max_memory"),
-        *("overrides", "dtype", "keep_format", "scales", "rounding"),
-    },
     "upload_only": {"upload", "private", "as_json"},
 }
 
@@ -350,24 +335,6 @@ def show_report(report: "ConversionReport", out: str) -> None:
         click.echo(f'try it: mlxinfer run -m {name} "Hello"')
 
 
-class Downloads:
-    """Counts bytes from the hub, also before a progress bar watches."""
-
-    def __init__(self) -> None:
-        self._done = self._total = 0
-        self._progress: Progress | None = None
-
-    def add(self, count: int) -> None:
-        """Count bytes that arrived; negative for bytes that were dropped."""
-        self._done += count
-        if self._progress is not None:
-            self._progress("download", self._done, max(self._total, self._done))
-
-    def watch(self, progress: Progress, total: int) -> None:
-        """Report to `progress` from now on."""
-        self._progress, self._total = progress, total
-
-
 # -- the command ------------------------------------------------------------------------------
 
 
@@ -392,60 +359,31 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     if given["upload_only"]:
         return _upload(out, given, as_json)
     require_mlx()
-    options = None if given["check_only"] else shape(given)
     from ..convert.read import open_source
-    from ..convert.workplace import downloads_folder
-
-    tokenizer = given["tokenizer"]
-    if hub.is_bundled(source):
-        source = str(hub.resolve(source))
-    local, downloads = Path(source).expanduser(), None
-    if not (given["dry_run"] or given["check_only"] or given["explore"]):
-        downloads = downloads_folder(out, local if local.exists() else None)
-    arrived = Downloads()
-    opened = open_source(source, tokenizer=tokenizer, downloads=downloads, report=arrived.add)
-    try:
-        if options is None:
-            code = _check(opened, out, as_json)
-        else:
-            code = _convert(opened, source, out, options, given, arrived, as_json)
-    except BaseException:  # Ctrl-C too: temporary downloads are deleted
-        if downloads is None:
-            opened.close()  # else what is downloaded is kept for --resume
-        raise
-    opened.close()
-    return code
-
-
-def _convert(
-    opened: "Source",
-    source: str,
-    out: Path,
-    options: "ConversionOptions",
-    given: dict[str, Any],
-    arrived: Downloads,
-    as_json: bool,
-) -> int:
-    from ..convert.explore import explore
     from ..convert.run import Conversion
 
-    full = checks(given) == "full"
+    options, tokenizer = shape(given), given["tokenizer"]
+    if hub.is_bundled(source):
+        source = str(hub.resolve(source))
+    is_local = Path(source).expanduser().exists()
     with progress_bars(unit="it") as progress:
-        arrived.watch(progress, sum(info.stored_bytes for info in opened.tensors.values()))
+        opened = open_source(
+            source,
+            tokenizer=tokenizer,
+            progress=lambda p: progress("download", p.done_bytes, p.total_bytes),
+        )
         conversion = Conversion(
-            opened, out, options, open_logits if full else None, progress,
-            _look_again(source, given["tokenizer"]) if Path(source).exists() else None,
-        )  # fmt: skip
+            opened,
+            out,
+            options,
+            open_logits if checks(given) == "full" else None,
+            progress,
+            (lambda: open_source(source, tokenizer=tokenizer).fingerprint) if is_local else None,
+        )
         if given["dry_run"]:
-            _dry_run(conversion, given, as_json)
+            _dry_run(conversion, as_json)
             return 0
-        if given["explore"]:
-            points = explore(conversion)
-        else:
-            report = _run(conversion, given)
-    if given["explore"]:
-        _show_points(points, out.with_name(out.name + ".svg"), as_json)
-        return 0
+        report = _run(conversion, given)
     if as_json:
         emit_json(report.as_dict())
     else:
@@ -458,13 +396,6 @@ def _convert(
     return _upload(out, given, as_json) if given["upload"] else 0
 
 
-def _look_again(source: str, tokenizer: Path | None) -> Callable[[], str]:
-    """The fingerprint of a local source as it is when this is called."""
-    from ..convert.read import open_source
-
-    return lambda: open_source(source, tokenizer=tokenizer).fingerprint
-
-
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
     try:
         return conversion.run(resume=given["resume"], restart=given["restart"])
@@ -473,62 +404,14 @@ def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
         raise
 
 
-def _show_points(points: "list[SizePoint]", figure: Path, as_json: bool) -> None:
-    """Sizes and divergences as a table and, with matplotlib, a figure."""
-    from ..convert.plots import available, plot_sizes
-
-    if available():
-        predicted = [(p.label, p.bits_per_weight, p.kl, "predicted") for p in points]
-        measured = [
-            (p.label, p.bits_per_weight, p.measured_kl, "measured")
-            for p in points
-            if p.measured_kl is not None
-        ]
-        plot_sizes(figure, [*predicted, *measured])
-    if as_json:
-        emit_json({"points": [point.as_dict() for point in points]})
-        return
-    rows = [
-        [
-            point.label,
-            f"{point.bits_per_weight:.3f}",
-            human_bytes(point.num_bytes),
-            f"{point.kl:.5f}",
-            "-" if point.measured_kl is None else f"{point.measured_kl:.5f}",
-        ]
-        for point in points
-    ]
-    header = ["options", "bits/weight", "bytes", "KL predicted", "KL measured"]
-    click.echo(table(rows, header=header))
-    click.echo(
-        "KL divergence from the source in nats, mean over tokens: predicted on the calibration "
-        "text, measured on the text that conversions are checked on."
-    )
-    if available():
-        click.echo(f"Figure: {figure}")
-
-
-def _dry_run(conversion: "Conversion", given: dict[str, Any], as_json: bool) -> None:
+def _dry_run(conversion: "Conversion", as_json: bool) -> None:
     plan = plan_as_dict(
         conversion.plan(),
-        peak_bytes=conversion.peak_bytes(),
+        peak_bytes=conversion.budget.peak_bytes,
         disk_bytes=conversion.disk_bytes(),
         measured=conversion.options.targeted,
     )
     emit_json(plan) if as_json else show_plan(plan)
-
-
-def _check(opened: "Source", out: Path, as_json: bool) -> int:
-    from ..convert.arrange import arrange
-    from ..convert.verify import check_folder
-
-    with progress_bars(unit="it") as progress:
-        found = check_folder(arrange(opened), out, progress)
-    if as_json:
-        emit_json({"tensors": found})
-    else:
-        click.echo(f"{out}: {len(found)} tensors are as report.json says")
-    return 0
 
 
 def _upload(out: Path, given: dict[str, Any], as_json: bool) -> int:

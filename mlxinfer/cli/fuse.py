@@ -36,28 +36,23 @@ def command(
     weights go through memory one tensor at a time, and each is read back and compared.
     """
     require_mlx()
-    from ..convert.fuse import FusedSource
+    from ..convert.fuse import fused
     from ..convert.read import open_source
     from ..convert.recipes import ConversionOptions, make_recipe
     from ..convert.run import Conversion
-    from ..convert.workplace import downloads_folder
     from ..models.adapters.loaded import read_adapter
 
     found = read_adapter(adapter)
     place = str(hub.resolve(model)) if hub.is_bundled(model) else model
-    local = Path(place).expanduser()
-    downloads = downloads_folder(out, local if local.exists() else None)
-    source = open_source(place, downloads=downloads)
     options = ConversionOptions(recipe=make_recipe("dense" if dequantize else "keep"))
     try:
         with progress_bars() as progress:
-            fused = FusedSource(source, found, dense=dequantize)
-            conversion = Conversion(fused, out, options, None, progress)
+            source = fused(open_source(place), found, dense=dequantize)
+            conversion = Conversion(source, out, options, None, progress)
             report = conversion.run(resume=resume, restart=restart)
     except KeyboardInterrupt:
         note("interrupted; the same command with --resume goes on")
         raise
-    source.close()
     if as_json:
         emit_json(report.as_dict())
     else:

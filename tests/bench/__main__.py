@@ -142,7 +142,6 @@ CLAIMS = (
         (
             plain("--model", "A folder of unquantised weights.", type=click.Path(path_type=Path)),
             plain("--synthetic", "Time and memory of random weights, say 3GB.", metavar="SIZE"),
-            plain("--plot", "An SVG of size against divergence.", type=click.Path(path_type=Path)),
             runs(1, "With --synthetic: of each converter; the quickest counts."),
             *(small, peer),
         ),

@@ -12,8 +12,7 @@ from tempfile import TemporaryDirectory
 
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table, ratio
-from mlxinfer.convert.plots import available, plot_sizes
-from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
+from mlxinfer.errors import ModelNotFoundError
 from mlxinfer.memory import parse_bytes
 from tests.bench.convert_quality import Recipe, measure
 
@@ -143,7 +142,6 @@ def run(
     *,
     model: Path | None = None,
     synthetic: str | None = None,
-    plot: Path | None = None,
     runs: int = 1,
     small: bool = False,
     peer: bool = True,
@@ -153,19 +151,17 @@ def run(
     Args:
         model: a folder with unquantised weights; None: the demo model's, of a checkout.
         synthetic: instead of quality, speed: the size of random checkpoints, such as "3GB".
-        plot: an SVG file for size against divergence.
         runs: with `synthetic`: of each converter; the quickest counts.
         small: few recipes on few tokens.
         peer: also mlx-lm.
 
     Raises:
         ModelNotFoundError: no such folder.
-        InvalidRequestError: `plot` without matplotlib.
     """
     if peer:
         require_peer()
     folder = DEMO if model is None else model
-    _check(folder, plot)
+    check_model(folder)
     with TemporaryDirectory() as scratch:
         if synthetic is not None:
             size = parse_bytes(synthetic, param="synthetic")
@@ -174,19 +170,9 @@ def run(
         recipes, perplexity, num_tokens = measure(
             folder, Path(scratch), length=length, limit=limit, peer=peer, small=small
         )
-    if plot is not None:
-        points = [(r.label, r.bits_per_weight, r.kl_mean, r.converter) for r in recipes]
-        plot_sizes(plot, points)
     table = quality_table(recipes, perplexity, num_tokens, length)
     data = {"tokens": num_tokens, "source_perplexity": perplexity}
     return Report("convert", [table], {**data, "recipes": [asdict(r) for r in recipes]})
-
-
-def _check(folder: Path, plot: Path | None) -> None:
-    """Say what is missing before minutes have passed."""
-    check_model(folder)
-    if plot is not None and not available():
-        raise InvalidRequestError('--plot needs matplotlib: pip install "mlxinfer[plots]"')
 
 
 def check_model(folder: Path) -> None:

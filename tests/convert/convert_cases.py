@@ -72,12 +72,8 @@ def convert(
     overrides: tuple[str, ...] = (), open_model: Any = None, **options: Any,
 ) -> ConversionReport:  # fmt: skip
     """Convert without calibration or logits unless told otherwise."""
-    opened = open_source(source)
-    try:
-        made = ConversionOptions(recipe=make_recipe(recipe, overrides=overrides), **options)
-        return Conversion(opened, out, made, open_model).run(**run or {})
-    finally:
-        opened.close()
+    made = ConversionOptions(recipe=make_recipe(recipe, overrides=overrides), **options)
+    return Conversion(open_source(source), out, made, open_model).run(**run or {})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

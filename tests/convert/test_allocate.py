@@ -11,7 +11,7 @@ from mlxinfer.convert.calibration.allocation import (
     allocate,
     lower_hull,
 )
-from mlxinfer.convert.formats import affine
+from mlxinfer.convert.recipes import affine
 
 FORMS = [affine(bits) for bits in (2, 3, 4)]
 choices = st.lists(st.tuples(st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=3).map(

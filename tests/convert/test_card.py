@@ -9,14 +9,13 @@ import pytest
 from convert_cases import TEXT, convert, write_source
 
 from mlxinfer.convert.calibration.logits import LogitCheck, compare_logits
-from mlxinfer.convert.plots import CAPTIONS, available
 from mlxinfer.convert.read.origin import (
     Origin,
     origin_of_card,
     origin_of_folder,
     origin_of_metadata,
 )
-from mlxinfer.convert.report import FOLDER, name_in_card
+from mlxinfer.convert.report import CAPTION, FIGURE, FOLDER, available, name_in_card
 
 CARD = """---
 base_model:
@@ -95,12 +94,9 @@ def test_figures_name_layers_and_projections(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     convert(source, tmp_path / "out", calibration=TEXT[:150], target_bpw=6.0)
     card = (tmp_path / "out" / "README.md").read_text()
-    for name in ("bits.svg", "errors.svg", "sizes.svg"):
-        assert f"![{CAPTIONS[name]}]({name})" in card
-    for name in ("bits.svg", "errors.svg"):
-        drawn = (tmp_path / "out" / name).read_text()
-        assert all(f">{kind}<" in drawn for kind in ("q_proj", "down_proj", "embed_tokens"))
-    assert "this one" in (tmp_path / "out" / "sizes.svg").read_text()
+    assert f"![{CAPTION}]({FIGURE})" in card
+    drawn = (tmp_path / "out" / FIGURE).read_text()
+    assert all(f">{kind}<" in drawn for kind in ("q_proj", "down_proj", "embed_tokens"))
 
 
 VOCAB, LENGTH = 50, 32
@@ -143,13 +139,3 @@ def test_another_token_where_the_sources_is_clear_does_not_pass(
     assert clear.clear_top1 == 0.625
     assert not clear.passed
     assert not replace(same, clear_top1=float("nan")).passed
-
-
-def test_divergence_by_position(tmp_path: Path, source_logits: np.ndarray) -> None:
-    def late_changed(logits: np.ndarray) -> np.ndarray:
-        logits[LENGTH // 2 : LENGTH] *= 2
-        return logits
-
-    found = checked(tmp_path, late_changed, source_logits).kl_by_position
-    assert len(found) == 16
-    assert max(found[:8]) < 1e-6 < min(found[8:])

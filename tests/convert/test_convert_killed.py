@@ -14,8 +14,7 @@ import pytest
 from convert_cases import contents, convert, write_source
 from slow_convert import SHARD_BYTES
 
-from mlxinfer.convert.journal import Journal
-from mlxinfer.convert.workplace import Workplace
+from mlxinfer.convert.write import Journal, Workplace
 from mlxinfer.errors import ConversionError
 
 SCRIPT = str(Path(__file__).parent / "slow_convert.py")

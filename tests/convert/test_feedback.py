@@ -12,12 +12,18 @@ from convert_cases import TEXT, contents, convert, write_source
 from numpy.typing import NDArray
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.calibration.feedback import FEW_TOKENS, FeedbackPass, InputMoments
-from mlxinfer.convert.feedback import ErrorFeedback, make_feedback
+from mlxinfer.convert.calibration.feedback import FEW_TOKENS, CalibrationPass, Moments, Statistics
+from mlxinfer.convert.calibration.texts import Texts
 from mlxinfer.convert.files import ShardFile
-from mlxinfer.convert.formats import FLOATS, affine
-from mlxinfer.convert.quantise import QuantisationMethod, quantise, unpacked
+from mlxinfer.convert.quantise import (
+    ErrorFeedback,
+    QuantisationMethod,
+    make_feedback,
+    quantise,
+    unpacked,
+)
 from mlxinfer.convert.read import MLXFormat, open_source
+from mlxinfer.convert.recipes import FLOATS, affine
 from mlxinfer.errors import ConversionError
 
 RNG = np.random.default_rng(5)
@@ -113,8 +119,7 @@ def test_inputs_that_are_always_zero_give_no_feedback() -> None:
 
 
 def test_each_expert_has_the_moments_of_its_own_tokens() -> None:
-    seen, x = InputMoments(16), inputs(400, 32)
-    seen.watching = True
+    seen, x = Moments(16), inputs(400, 32)
     experts = RNG.integers(0, 3, (400, 2))
     experts[:, 1] = np.where(np.arange(400) < FEW_TOKENS - 1, 3, experts[:, 1])
     experts[experts[:, 0] == experts[:, 1], 1] = 4
@@ -124,14 +129,14 @@ def test_each_expert_has_the_moments_of_its_own_tokens() -> None:
         expected = make_feedback(
             [own[:, :16].T @ own[:, :16], own[:, 16:].T @ own[:, 16:]], len(own)
         )
-        made = seen.feedback("up", expert)
-        assert made is seen.feedback("gate", expert)
+        made = seen.statistics("up", 4).feedbacks[expert]
+        assert made is seen.statistics("gate", 4).feedbacks[expert]
         assert made is not None
         assert expected is not None
         for one, other in zip(made.factors, expected.factors, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
-    assert seen.feedback("up", 3) is None
-    assert seen.feedback("down", 0) is None
+    assert seen.statistics("up", 4).feedbacks[3] is None
+    assert seen.statistics("down", 1) == Statistics()
 
 
 @pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", "gemma3_text-v5"])
@@ -141,12 +146,15 @@ def test_the_order_in_which_matrices_are_asked_for_changes_nothing(
     arranged = arrange(open_source(write_source(tmp_path / "m", case)))
     ids = [RNG.integers(3, 90, 40).tolist() for _ in range(4)]
     matrices = [o for o in arranged.outputs if len(o.shape) > 1 and "embed" not in o.name]
-    forth, back = (FeedbackPass(arranged, ids, 128) for _ in range(2))
-    first = {output.name: forth.of(output) for output in matrices}
+    forth, back = (
+        CalibrationPass(arranged, Texts(ids, [], []), 128, calibrating=True, references=())
+        for _ in range(2)
+    )
+    first = {output.name: forth.of(output).feedbacks for output in matrices}
     known = [name for name, made in first.items() if made]
     assert len(known) > len(matrices) * 0.6
     for output in reversed(matrices[:: len(matrices) // 5]):
-        for one, other in zip(first[output.name], back.of(output), strict=True):
+        for one, other in zip(first[output.name], back.of(output).feedbacks, strict=True):
             assert (one is None) == (other is None)
             for a, b in zip(
                 one.factors if one else (), other.factors if other else (), strict=True
@@ -179,7 +187,9 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(
         patch.setattr(ShardFile, "finish", finish)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", "3bit-g32", **options)
-    with pytest.raises(ConversionError, match="rounding: error feedback over 4096 inputs, now"):
+    with pytest.raises(
+        ConversionError, match="rounding: 64 sequences, error feedback over 4096 inputs, now"
+    ):
         convert(source, tmp_path / "out", "3bit-g32", run={"resume": True},
                 error_feedback=False, **options)  # fmt: skip
     convert(source, tmp_path / "out", "3bit-g32", run={"resume": True}, **options)

@@ -12,7 +12,7 @@ from engine.harness import Harness, prompt
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cli._commands import CommandFolder
-from mlxinfer.convert.fuse import FusedSource
+from mlxinfer.convert.fuse import fused
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
@@ -25,7 +25,7 @@ QUANTIZED = {"group_size": 32, "bits": 4}
 
 
 def fuse(base: Path, adapter: Path, out: Path, *, dense: bool = False) -> Path:
-    source = FusedSource(open_source(base), read_adapter(adapter), dense=dense)
+    source = fused(open_source(base), read_adapter(adapter), dense=dense)
     options = ConversionOptions(recipe=make_recipe("dense" if dense else "keep"))
     report = Conversion(source, out, options).run()
     assert report.passed
@@ -104,7 +104,7 @@ def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path) -> None:
     for write in (write_peft, write_mlx):
         adapter = read_adapter(write(tmp_path / write.__name__, drawn))
         with pytest.raises(CheckpointError, match=r"no matrices for 'model\.layers\.2\."):
-            FusedSource(open_source(base), adapter, dense=False)
+            fused(open_source(base), adapter, dense=False)
 
 
 @pytest.mark.parametrize("means", ["all-linear", r".*\.(self_attn|mlp)\..*"])
@@ -114,11 +114,11 @@ def test_a_config_that_fits_norms_and_scales_means_matrices_alone(
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4", quantize=QUANTIZED)
     drawn = draw(dense_tensors(base), 1)
     adapter = read_adapter(write_peft(tmp_path / "whole", drawn, target_modules=means))
-    FusedSource(open_source(base), adapter, dense=False)
+    fused(open_source(base), adapter, dense=False)
     del drawn.a["model.layers.2.mlp.up_proj"]
     adapter = read_adapter(write_peft(tmp_path / "less", drawn, target_modules=means))
     with pytest.raises(CheckpointError, match=r"no matrices for 'model\.layers\.2\.mlp\.up_proj"):
-        FusedSource(open_source(base), adapter, dense=False)
+        fused(open_source(base), adapter, dense=False)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -127,4 +127,4 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     drawn.b = {path: b[:-2] for path, b in drawn.b.items()}
     adapter = read_adapter(write_peft(tmp_path / "a", drawn))
     with pytest.raises(CheckpointError, match="made for another model"):
-        FusedSource(open_source(base), adapter, dense=False)
+        fused(open_source(base), adapter, dense=False)

@@ -9,13 +9,15 @@ from convert_cases import TEXT, contents, convert, write_source
 from models.dense_kv import DenseCache
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.calibration.measure import CalibrationPass, Measurements
-from mlxinfer.convert.calibration.stream import Moments, StreamedModel, normalised
+from mlxinfer.convert.calibration import measure
+from mlxinfer.convert.calibration.allocation import MeasuredUnit
+from mlxinfer.convert.calibration.feedback import CalibrationPass, normalised
+from mlxinfer.convert.calibration.measure import measure_units
+from mlxinfer.convert.calibration.stream import StreamedModel
 from mlxinfer.convert.calibration.texts import Texts, make_texts
-from mlxinfer.convert.formats import affine
 from mlxinfer.convert.quantise import QuantisationMethod, round_trip
 from mlxinfer.convert.read import open_source
-from mlxinfer.convert.recipes import make_recipe
+from mlxinfer.convert.recipes import affine, make_recipe
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
 
@@ -24,15 +26,20 @@ IDS = [RNG.integers(3, 90, 24).tolist() for _ in range(3)]
 TEXTS = Texts(IDS, IDS[:1], IDS[1:2])
 
 
-def run(folder: Path, *, probing: bool = True) -> tuple[Measurements, np.ndarray]:
+def calibrated(folder: Path) -> dict[str, np.ndarray | None]:
+    """The importance of each matrix; logits of the first of IDS are in short.npy."""
+    arranged, files = arrange(open_source(folder)), (folder / "short.npy", folder / "long.npy")
+    found = CalibrationPass(arranged, TEXTS, 0, calibrating=True, references=files)
+    importance = {output.path: found.of(output).importance for output in arranged.outputs}
+    found.write_references()
+    return importance
+
+
+def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[MeasuredUnit]:
+    """Costs over all of IDS."""
+    monkeypatch.setattr(measure, "SHARE", 1)
     arranged = arrange(open_source(folder))
-    state = CalibrationPass(arranged, TEXTS, make_recipe("4bit"), probing=probing, comparing=True)
-    try:
-        state.run(lambda done, count: None)
-        found = state.finish((folder / "short.npy", folder / "long.npy"))
-    finally:
-        state.close()
-    return found, np.load(folder / "short.npy")
+    return measure_units(arranged, IDS, make_recipe("4bit"), 4, lambda done, count: None)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,8 @@ def run(folder: Path, *, probing: bool = True) -> tuple[Measurements, np.ndarray
 )
 def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
     folder = write_source(tmp_path / "m", case)
-    _, found = run(folder, probing=False)
+    calibrated(folder)
+    found = np.load(folder / "short.npy")
     model = load(folder, dtype="float32")
     expected = np.array(DenseCache(model).run(model, [("a", IDS[0])]))
     assert np.abs(found - expected).max() <= 1e-4 * max(1.0, expected.std())
@@ -52,17 +60,17 @@ def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
 
 def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "m", "qwen3_moe-v4")
-    found, _ = run(folder, probing=False)
-    paths = set(found.importance)
+    found = {path: known for path, known in calibrated(folder).items() if known is not None}
+    paths = set(found)
     assert {"model.layers.1.mlp.switch_mlp.up_proj", "model.layers.0.self_attn.o_proj"} <= paths
-    assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in found.importance.values())
-    streamed = StreamedModel(arrange(open_source(folder)), Moments())
+    assert all(v.mean() == pytest.approx(1, rel=1e-4) for v in found.values())
+    streamed = StreamedModel(arrange(open_source(folder)))
     x = streamed.embed([token for ids in IDS for token in ids])
-    layer = streamed.layer(0, streamed.read_layer(0)).model.layers[0]
-    flowing = np.array(layer.first_norm(x))
+    weight = streamed.read_layer(0)["model.layers.0.input_layernorm.weight"]
+    flowing = np.array(mx.fast.rms_norm(x, weight, streamed.config.rms_norm_eps))
     squares = (flowing**2).sum(axis=0)
     expected = squares / squares.mean()
-    assert found.importance["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
+    assert found["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
 
 
 def kl(reference: np.ndarray, other: np.ndarray) -> float:
@@ -71,16 +79,18 @@ def kl(reference: np.ndarray, other: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", ["self_attn.v_proj", "mlp.down_proj", "lm_head", "embed_tokens"])
-def test_costs_are_what_quantising_one_unit_does(tmp_path: Path, name: str) -> None:
+def test_costs_are_what_quantising_one_unit_does(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the same model with that one matrix changed in its file."""
     folder = write_source(tmp_path / "m", "llama-v4", dtype=mx.float32)
-    found, _ = run(folder)
-    unit = next(u for u in found.units if name in u.outputs[0].path)
+    found = measured(folder, monkeypatch)
+    unit = next(u for u in found if name in u.outputs[0].path)
     path = unit.outputs[0].name
     tensors = mx.load(str(folder / "model.safetensors"))
     importance = None
     if "embed" not in name:
-        importance = found.importance[unit.outputs[0].path]
+        importance = calibrated(folder)[unit.outputs[0].path]
     changed = round_trip(tensors[path], QuantisationMethod(unit.probe, "float32", True, importance))
     reference = logits(folder)
     mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, path: changed})
@@ -93,15 +103,17 @@ def logits(folder: Path) -> np.ndarray:
     return np.concatenate(rows).astype(np.float64)
 
 
-def test_errors_fall_with_bits_and_smaller_groups(tmp_path: Path) -> None:
-    found, _ = run(write_source(tmp_path / "m", "llama-v4"))
-    assert len(found.units) == 3 * 6 + 2  # q, k, v, o, gate with up, down; embedding and head
-    for unit in found.units:
+def test_errors_fall_with_bits_and_smaller_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(write_source(tmp_path / "m", "llama-v4"), monkeypatch)
+    assert len(found) == 3 * 6 + 2  # q, k, v, o, gate with up, down; embedding and head
+    for unit in found:
         costs = [unit.cost(affine(bits, 32)) for bits in (4, 5, 6, 8)]
         assert costs == sorted(costs, reverse=True)
         assert unit.cost(unit.probe) == pytest.approx(unit.kl)
         assert unit.cost(None) == 0
-    gates = [u for u in found.units if len(u.outputs) == 2]
+    gates = [u for u in found if len(u.outputs) == 2]
     assert len(gates) == 3
 
 
@@ -113,7 +125,7 @@ def test_an_interrupted_conversion_does_not_measure_again(tmp_path: Path, monkey
         patch.setattr("mlxinfer.convert.run.write_shard", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(source, tmp_path / "out", **options)
-    monkeypatch.setattr("mlxinfer.convert.run.CalibrationPass", stop)
+    monkeypatch.setattr("mlxinfer.convert.run.measure_units", stop)
     convert(source, tmp_path / "out", run={"resume": True}, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
@@ -123,12 +135,14 @@ def stop(*args: object) -> None:
 
 
 def test_texts_are_cut_to_what_the_model_takes() -> None:
-    texts = make_texts("x" * 3000, None, lambda text: list(map(ord, text)), max_context=100)
+    texts = make_texts(
+        "x" * 3000, None, lambda text: list(map(ord, text)), sequences=8, max_context=100
+    )
     assert {len(s) for s in texts.calibration} == {99}
     assert {len(s) for s in texts.short} == {64}
     assert {len(s) for s in texts.long} == {99}
     with pytest.raises(InvalidRequestError, match="empty"):
-        make_texts("", None, lambda text: [], max_context=100)
+        make_texts("", None, lambda text: [], sequences=8, max_context=100)
 
 
 def test_inputs_that_the_text_never_had_still_count() -> None:

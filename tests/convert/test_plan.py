@@ -9,10 +9,17 @@ from convert_cases import write_source
 
 from mlxinfer.convert.arrange import OutputTensor, arrange
 from mlxinfer.convert.calibration.allocation import units_of
-from mlxinfer.convert.formats import affine, floor_bits, name_of, raised
 from mlxinfer.convert.plan import ConversionPlan, dense_dtype, make_plan
 from mlxinfer.convert.read import open_source
-from mlxinfer.convert.recipes import ConversionOptions, identity, make_recipe
+from mlxinfer.convert.recipes import (
+    ConversionOptions,
+    affine,
+    floor_bits,
+    identity,
+    make_recipe,
+    name_of,
+    raised,
+)
 from mlxinfer.convert.sidefiles import write_side_files
 from mlxinfer.errors import InvalidRequestError
 

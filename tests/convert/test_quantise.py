@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxinfer.convert.affine import CUTS, by_extremes, error_of, extremes, search
 from mlxinfer.convert.arrays import narrow, pack, rounded, widen
-from mlxinfer.convert.formats import BITS, FLOATS, GROUPS, affine, name_of, parse_format
 from mlxinfer.convert.quantise import QuantisationMethod, compare, quantise, unpacked
+from mlxinfer.convert.recipes import BITS, FLOATS, GROUPS, affine, name_of, parse_format
 from mlxinfer.errors import InvalidRequestError
 
 FORMATS = [affine(bits, group) for bits in BITS for group in GROUPS] + list(FLOATS.values())

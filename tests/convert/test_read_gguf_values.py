@@ -1,5 +1,6 @@
 """Values and codes of every GGUF type, against the `gguf` package and mx.dequantize."""
 
+import sys
 from pathlib import Path
 
 import gguf
@@ -22,7 +23,19 @@ LOSSLESS = {  # the format of MLX, and whether float16 holds the scales
     Kind.Q5_K: ("affine", 5, False),
     Kind.MXFP4: ("mxfp4", 4, True),
 }
-VALUES_ONLY = (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS)
+VALUES_ONLY = (
+    *(
+        Kind.Q2_K,
+        Kind.Q3_K,
+        Kind.Q6_K,
+        Kind.IQ4_NL,
+        Kind.IQ4_XS,
+        Kind.IQ1_S,
+        Kind.IQ1_M,
+        Kind.IQ2_S,
+    ),
+    *(Kind.IQ2_XS, Kind.IQ2_XXS, Kind.IQ3_S, Kind.IQ3_XXS, Kind.TQ1_0, Kind.TQ2_0),
+)
 BYTES = {kind: size for kind, (_, size) in gguf.GGML_QUANT_SIZES.items()}
 NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPE = (48, 512)
@@ -114,6 +127,17 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
+    for kind in (Kind.Q8_K, Kind.NVFP4, Kind.Q1_0):
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = np.zeros((48, 512 // values * size), np.uint8)
+        with pytest.raises(UnsupportedModelError, match=f"is {kind.name}, which is not read"):
+            one_tensor(tmp_path, kind, blocks)
+
+
+def test_types_with_tables_need_the_package_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
     blocks = random_blocks(Kind.IQ2_XXS, *SHAPE, seed=0)
-    with pytest.raises(UnsupportedModelError, match="IQ2_XXS"):
+    with pytest.raises(UnsupportedModelError, match=r'IQ2_XXS, .*"mlxinfer\[gguf\]"'):
         one_tensor(tmp_path, Kind.IQ2_XXS, blocks)

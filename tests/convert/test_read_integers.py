@@ -19,9 +19,8 @@ from oracles.integers import (
 )
 
 from mlxinfer.convert.arrange import OutputTensor
-from mlxinfer.convert.budget import MemoryBudget
 from mlxinfer.convert.files import ShardFile
-from mlxinfer.convert.plan import PlannedTensor
+from mlxinfer.convert.plan import MemoryBudget, PlannedTensor
 from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
 from mlxinfer.convert.verify import ShardReader
 from mlxinfer.convert.write import TensorWriter
@@ -429,9 +428,9 @@ def written(folder: Path, source: Source) -> np.ndarray:
                           info.lossless, info.scales_dtype)  # fmt: skip
     arranged = SimpleNamespace(source=source)
     tensor = PlannedTensor(output, info.lossless, info.scales_dtype, packed=True)
-    writer = TensorWriter(arranged, MemoryBudget.of(None), False, {})  # type: ignore[arg-type]
+    writer = TensorWriter(arranged, MemoryBudget(0, 0, 0, 1 << 20, 2, 0), False)  # type: ignore[arg-type]
     try:
-        with ShardFile(folder / "out.safetensors", tensor.arrays) as file:
+        with ShardFile(folder / "out.safetensors", {a.name: [a] for a in tensor.arrays}) as file:
             writer.write(tensor, file)
             file.finish()
     finally:

@@ -1,6 +1,5 @@
 """Experts taken apart in the files of a conversion: the same model, one read for an expert."""
 
-import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,7 +8,7 @@ import pytest
 from convert_cases import Outcome, convert, write_source
 
 from mlxinfer import LLM
-from mlxinfer.convert.split_experts import with_stacks
+from mlxinfer.convert.verify import with_stacks
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import ExpertOptions, load
 from mlxinfer.models.weights.files import TensorInfo, read_headers
@@ -69,15 +68,6 @@ def assert_same(one: Path, other: Path) -> None:
     assert all(mx.array_equal(found[1][name], array) for name, array in found[0].items())
 
 
-def test_reads_that_give_less_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of more than 2 GB do."""
-    source, plain = write_source(tmp_path / "source", "qwen3_moe-v4"), os.pread
-    convert(source, tmp_path / "whole", recipe="8bit-g32", split_experts=True)
-    monkeypatch.setattr(os, "pread", lambda file, size, at: plain(file, min(size, 1000), at))
-    convert(source, tmp_path / "split", recipe="8bit-g32", split_experts=True)
-    assert_same(tmp_path / "whole", tmp_path / "split")
-
-
 def test_mlx_lm_reads_them_where_it_stacks_quantised_experts(tmp_path: Path) -> None:
     utils = pytest.importorskip("mlx_lm.utils")
     source = write_source(tmp_path / "source", "glm4_moe-v4")
@@ -86,25 +76,6 @@ def test_mlx_lm_reads_them_where_it_stacks_quantised_experts(tmp_path: Path) -> 
     model.set_dtype(mx.float32)
     theirs = np.array(model(mx.array([IDS]))[0].astype(mx.float32))
     assert np.allclose(theirs, logits(tmp_path / "split"), atol=1e-3)
-
-
-@pytest.mark.parametrize("case", ["qwen3_moe-v4", "gpt_oss-v4"])
-def test_check_only_checks_experts_that_are_apart(
-    case: str, tmp_path: Path, outcome: Outcome
-) -> None:
-    source, out = write_source(tmp_path / "source", case), tmp_path / "out"
-    arguments = ("--fast", "--bits", "8", "--group-size", "32", "--split-experts")
-    assert outcome(source, out, *arguments).code == 0
-    assert outcome(source, out, "--check-only").code == 0
-    (file,) = read_headers(out)
-    header = read_headers(out)[file]
-    name = next(name for name in header if ".experts.3.up_proj.weight" in name)
-    content = bytearray(file.read_bytes())
-    content[len(content) - max(i.end for i in header.values()) + header[name].start] ^= 1
-    file.write_bytes(content)
-    again = outcome(source, out, "--check-only")
-    assert again.code != 0
-    assert "up_proj.weight is not as it was written" in again.err
 
 
 def test_a_model_without_single_experts_is_refused(tmp_path: Path, outcome: Outcome) -> None:

@@ -3,7 +3,8 @@
 AFFINE: formats that MLX's affine quantisation holds, Q4_0 to Q8_0, Q4_K and Q5_K. Each function
 takes blocks (n, num_bytes) uint8 and gives codes (n, num_values) uint8, scales and biases
 (n, num_values / 32) float32, exact.
-VALUES: formats that no MLX format holds, Q2_K, Q3_K and Q6_K (groups of 16), IQ4_NL and IQ4_XS.
+values_of(): formats that no MLX format holds, Q2_K, Q3_K and Q6_K (groups of 16), IQ4_NL and
+IQ4_XS, and those with tables of their own, IQ1 to IQ3 and ternary, which the `gguf` package knows.
 Each function gives values (n, num_values) float32, rounded as llama.cpp rounds them.
 In a block of 32, the low halves of the bytes are the first 16 values.
 Source: github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ....errors import UnsupportedModelError
 from ..stored import Array
 
 Triple = tuple[Array, Array, Array]
@@ -165,3 +167,27 @@ def _iq4_xs(blocks: Array) -> Array:
 
 
 VALUES = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs}
+_TABLES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
+
+
+def values_of(kind: str, label: str) -> Callable[[Array], Array]:
+    """What makes values of the blocks of a format.
+
+    Raises:
+        UnsupportedModelError: a format that is not read, or that needs the `gguf` package.
+    """
+    if kind in VALUES:
+        return VALUES[kind]
+    if kind not in _TABLES:
+        read = ", ".join([*AFFINE, *VALUES, "MXFP4", *_TABLES])
+        raise UnsupportedModelError(
+            f"{label} is {kind}, which is not read; read are F32, F16, BF16, {read}. Use another "
+            "file of this model."
+        )
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        raise UnsupportedModelError(
+            f'{label} is {kind}, whose tables are in another package: pip install "mlxinfer[gguf]".'
+        ) from None
+    return lambda blocks: quants.dequantize(blocks, GGMLQuantizationType[kind])

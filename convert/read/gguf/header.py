@@ -6,7 +6,6 @@ compared with the bytes that are left before anything is allocated.
 """
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +23,38 @@ class BlockType:
     num_bytes: int
 
 
-TYPES = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
-    2: BlockType("Q4_0", 32, 18),
-    3: BlockType("Q4_1", 32, 20),
-    6: BlockType("Q5_0", 32, 22),
-    7: BlockType("Q5_1", 32, 24),
-    8: BlockType("Q8_0", 32, 34),
-    10: BlockType("Q2_K", 256, 84),
-    11: BlockType("Q3_K", 256, 110),
-    12: BlockType("Q4_K", 256, 144),
-    13: BlockType("Q5_K", 256, 176),
-    14: BlockType("Q6_K", 256, 210),
-    16: BlockType("IQ2_XXS", 256, 66),
-    17: BlockType("IQ2_XS", 256, 74),
-    18: BlockType("IQ3_XXS", 256, 98),
-    19: BlockType("IQ1_S", 256, 50),
-    20: BlockType("IQ4_NL", 32, 18),
-    21: BlockType("IQ3_S", 256, 110),
-    22: BlockType("IQ2_S", 256, 82),
-    23: BlockType("IQ4_XS", 256, 136),
-    29: BlockType("IQ1_M", 256, 56),
-    30: BlockType("BF16", 1, 2),
-    34: BlockType("TQ1_0", 256, 54),
-    35: BlockType("TQ2_0", 256, 66),
-    39: BlockType("MXFP4", 32, 17),
+TYPES = {  # number -> name, values and bytes of a block
+    number: BlockType(name, values, size)
+    for number, name, values, size in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
+        (41, "Q1_0", 128, 18),
+    )
 }
 
 
@@ -62,10 +67,6 @@ MAX_DIMS = 4
 _FORMATS = "BbHhIif?"  # value types 0 to 7
 _STRING, _ARRAY = 8, 9
 _SCALARS = {**dict(enumerate(_FORMATS)), 10: "Q", 11: "q", 12: "d"}
-
-
-class Truncated(Exception):
-    """The header goes on after the bytes at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +89,14 @@ class GGUFHeader:
     data_start: int
 
 
-def parse_header(data: memoryview, file_bytes: int, label: str) -> GGUFHeader:
-    """The header of a file of `file_bytes` that begins with `data`.
+def parse_header(data: memoryview, label: str) -> GGUFHeader:
+    """The header of a file with these bytes.
 
     Raises:
         CheckpointError: a header that is broken, or tensors that are not in the file.
         UnsupportedModelError: a version or a tensor type that is not known.
-        Truncated: the header goes on after `data`, which is not the whole file.
     """
-    cursor = _Cursor(data, file_bytes, label)
+    cursor = _Cursor(data, label)
     _check_start(cursor, label)
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
     if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
@@ -141,7 +141,7 @@ def _array(cursor: "_Cursor", key: str) -> Any:
             raise cursor.fail(f"has {count} strings in {key[:80]!r}")
         return [cursor.string() for _ in range(count)]
     item = np.dtype("<" + _format(cursor, kind, key))
-    return np.frombuffer(cursor.take(count * item.itemsize), item)
+    return np.frombuffer(cursor.take(count * item.itemsize), item).copy()
 
 
 def _format(cursor: "_Cursor", kind: int, key: str) -> str:
@@ -193,9 +193,9 @@ def _checked(
 class _Cursor:
     """A place in the header that moves on."""
 
-    def __init__(self, data: memoryview, file_bytes: int, label: str) -> None:
+    def __init__(self, data: memoryview, label: str) -> None:
         self._data = data
-        self.file_bytes = file_bytes
+        self.file_bytes = len(data)
         self.label = label
         self.position = 0
         self.num_strings = 0
@@ -205,8 +205,6 @@ class _Cursor:
         end = self.position + count
         if end > min(self.file_bytes, MAX_HEADER_BYTES):
             raise self.fail(f"has {count} bytes at byte {self.position} of its header: truncated")
-        if end > len(self._data):
-            raise Truncated
         part = self._data[self.position : end]
         self.position = end
         return part
@@ -227,20 +225,3 @@ class _Cursor:
     def fail(self, what: str) -> CheckpointError:
         """An error that names the file."""
         return CheckpointError(f"The header of {self.label} {what}.")
-
-
-Fetch = Callable[[int], memoryview]
-
-
-def read_growing(fetch: Fetch, file_bytes: int, label: str) -> GGUFHeader:
-    """The header of a file of which fetch(n) brings the first n bytes, asking for ever more.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: as parse_header().
-    """
-    count = min(1 << 20, file_bytes)
-    while True:
-        try:
-            return parse_header(fetch(count), file_bytes, label)
-        except Truncated:
-            count = min(count * 4, file_bytes)

@@ -6,13 +6,12 @@ import mlx.core as mx
 import numpy as np
 
 from ....errors import UnsupportedModelError
-from ...arrays import Words, pack
-from ..affine import AffineReader, affine_format
-from ..base import Reader, not_packed
-from ..schemes.fp4 import MXFP4, fp4_values
-from ..source import Packed, TensorInfo
+from ...arrays import pack
+from ..affine import AffineMatrix, Triple, affine_format
+from ..schemes.floats import MXFP4, fp4_values
+from ..source import Packed, Reader, TensorInfo
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
-from .blocks import AFFINE, VALUES, AffineBlocks, nibbles
+from .blocks import AFFINE, AffineBlocks, nibbles, values_of
 from .header import BlockType
 from .layout import PLAIN, Order, TensorLayout
 
@@ -54,9 +53,9 @@ class GGUFTensor:
         whole = order.reshape(-1, size) if not len(order) % size else order[:, None] + 1
         if (whole - whole[:, :1] != np.arange(whole.shape[1])).any() or (whole[:, 0] % size).any():
             raise UnsupportedModelError(
-                f"Tensor {self.array.name!r} of {self.array.file} is {self.block.name}, and its "
-                f"columns are in an order that divides its blocks of {size}: use a file where it "
-                "is not quantised."
+                f"Tensor {self.array.name!r} of {self.array.path.name} is {self.block.name}, and "
+                f"its columns are in an order that divides its blocks of {size}: use a file where "
+                "it is not quantised."
             )
         return np.asarray(whole[:, 0] // size)
 
@@ -79,112 +78,77 @@ def reader_of(place: GGUFTensor) -> Reader:
     """
     kind = place.block.name
     if kind in FLOATS:
-        return _Floats(place)
+        return _floats(place)
     if place.layout.change is not None:
         raise place.array.fail(f"is {kind}; expected {' or '.join(FLOATS)}")
     place.groups(32)
     if kind in AFFINE:
-        return _Affine(place, AFFINE[kind])
-    if kind in VALUES:
-        return _Values(place)
+        return _affine(place, AFFINE[kind])
     if kind == "MXFP4":
-        return _MXFP4(place)
-    raise UnsupportedModelError(
-        f"Tensor {place.array.name!r} of {place.array.file} is {kind}, which is not read; read are "
-        f"{', '.join([*FLOATS, *AFFINE, *VALUES])} and MXFP4. Use another file of this model."
-    )
+        return _mxfp4(place)
+    decode = values_of(kind, f"Tensor {place.array.name!r} of {place.array.path.name}")
+
+    def values(rows: slice) -> mx.array:
+        """float32 values: no MLX format has groups of 16 integers, or such levels."""
+        return mx.array(place.values(decode(place.blocks(rows)), rows))
+
+    return Reader(place.info(), (place.array,), values)
 
 
-class _Floats:
-    def __init__(self, place: GGUFTensor) -> None:
-        self._place = place
-        self.parts = (place.array,)
-        self.info = TensorInfo(
-            name=place.name,
-            shape=place.shape,
-            dtype="float32" if place.layout.change is not None else FLOATS[place.block.name],
-            stored=place.block.name.lower(),
-            stored_bytes=place.array.num_bytes,
-        )
+def _floats(place: GGUFTensor) -> Reader:
+    """As stored, or changed in float32."""
+    kind, change = place.block.name, place.layout.change
 
-    def read(self, rows: slice) -> mx.array:
-        """As stored, or changed in float32."""
-        place = self._place
-        values, change = place.values(place.rows(rows), rows), place.layout.change
-        if change is not None:
-            return mx.array(change(to_float32(values, place.block.name)))
-        return to_mlx(values, place.block.name)
+    def values(rows: slice) -> mx.array:
+        found = place.values(place.rows(rows), rows)
+        return to_mlx(found, kind) if change is None else mx.array(change(to_float32(found, kind)))
 
-    def packed(self) -> Packed:
-        """There are no codes."""
-        raise not_packed(self.info)
+    dtype = FLOATS[kind] if change is None else "float32"
+    info = TensorInfo(place.name, place.shape, dtype, kind.lower(), place.array.num_bytes)
+    return Reader(info, (place.array,), values)
 
 
-class _Affine(AffineReader):
-    def __init__(self, place: GGUFTensor, blocks: AffineBlocks) -> None:
-        self._place, self._blocks = place, blocks
-        info = place.info(lossless=affine_format(blocks.bits, 32), scales_exact=blocks.half_scales)
-        super().__init__(
-            info,
-            (place.array,),
-            bits=blocks.bits,
-            group_size=32,
-            scale_dtype="float16" if blocks.half_scales else "float32",
-        )
-
-    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+def _affine(place: GGUFTensor, blocks: AffineBlocks) -> Reader:
+    def triple(rows: slice) -> Triple:
         """Blocks taken apart, and codes packed in MLX's order."""
-        codes, scales, biases = self._blocks.decode(self._place.blocks(rows))
-        *middle, in_dims = self.info.shape[1:]
+        codes, scales, biases = blocks.decode(place.blocks(rows))
+        *middle, in_dims = place.shape[1:]
         lead = (rows.stop - rows.start, *middle)
         groups = (*lead, in_dims // 32)
-        order = self._place.groups(32)
+        order = place.groups(32)
         codes = codes.reshape(-1, in_dims // 32, 32)[:, order].reshape(-1, in_dims)
-        words = pack(codes, self.bits).reshape(*lead, -1)
+        words = pack(codes, blocks.bits).reshape(*lead, -1)
         return words, scales.reshape(groups)[..., order], biases.reshape(groups)[..., order]
 
-
-class _Values:
-    def __init__(self, place: GGUFTensor) -> None:
-        self._place = place
-        self.parts = (place.array,)
-        self.info = place.info()
-
-    def read(self, rows: slice) -> mx.array:
-        """float32 values."""
-        values = VALUES[self._place.block.name](self._place.blocks(rows))
-        return mx.array(self._place.values(values, rows))
-
-    def packed(self) -> Packed:
-        """No MLX format has groups of 16 integers, or such levels."""
-        raise not_packed(self.info)
+    info = place.info(
+        lossless=affine_format(blocks.bits, 32),
+        scales_exact=blocks.half_scales,
+        scales_dtype="float16" if blocks.half_scales else "float32",
+    )
+    return AffineMatrix(info, (place.array,), blocks.bits, 32, triple).reader()
 
 
-class _MXFP4:
+def _mxfp4(place: GGUFTensor) -> Reader:
     """An exponent and 16 bytes: the low halves are the first 16 values, the high ones the rest."""
 
-    def __init__(self, place: GGUFTensor) -> None:
-        self._place = place
-        self.parts = (place.array,)
-        self.info = place.info(lossless=MXFP4)
-
-    def read(self, rows: slice) -> mx.array:
-        """Code times power of two."""
-        octets, exponents = self._apart(rows)
-        return mx.array(fp4_values(octets, to_float32(exponents, "F8_E8M0")))
-
-    def packed(self) -> Packed:
-        """Codes in MLX's order: neighbours share a byte."""
-        octets, exponents = self._apart(slice(0, self.info.shape[0]))
-        return Packed(mx.array(octets.view(np.uint32)), mx.array(exponents), None)
-
-    def _apart(self, rows: slice) -> tuple[Array, Array]:
-        blocks = self._place.blocks(rows)
+    def apart(rows: slice) -> tuple[Array, Array]:
+        """Octets in MLX's order, in which neighbours share a byte, and exponents."""
+        blocks = place.blocks(rows)
         codes = nibbles(blocks[:, 1:], 16)
         octets = codes[:, ::2] | (codes[:, 1::2] << 4)
-        *middle, in_dims = self.info.shape[1:]
+        *middle, in_dims = place.shape[1:]
         lead = (rows.stop - rows.start, *middle)
-        order = self._place.groups(32)
+        order = place.groups(32)
         exponents = np.ascontiguousarray(blocks[:, 0]).reshape(*lead, in_dims // 32)[..., order]
         octets = octets.reshape(*lead, in_dims // 32, 16)[..., order, :]
         return np.ascontiguousarray(octets.reshape(*lead, in_dims // 2)), exponents
+
+    def values(rows: slice) -> mx.array:
+        octets, exponents = apart(rows)
+        return mx.array(fp4_values(octets, to_float32(exponents, "F8_E8M0")))
+
+    def codes() -> Packed:
+        octets, exponents = apart(slice(0, place.shape[0]))
+        return Packed(mx.array(octets.view(np.uint32)), mx.array(exponents), None)
+
+    return Reader(place.info(lossless=MXFP4), (place.array,), values, codes)

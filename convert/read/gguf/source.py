@@ -2,20 +2,21 @@
 
 import mmap
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ....models.jsonfields import Fields
-from ..base import DroppableFiles, LocalFiles, ReaderSource
 from ..folder import digest_of, file_state
-from ..origin import Origin, origin_of_metadata
+from ..origin import origin_of_metadata
+from ..source import SideFiles, Source
 from ..stored import FLOATS, Array, StoredArray
 from .facts import ArchitectureFields, check_rope_dims, rope_scaling
 from .families import BY_LAYER, FAMILIES, PARTIAL, gemma4_ropes
-from .header import GGUFHeader, TensorEntry, read_growing
+from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import layout_of
 from .names import ARCHITECTURES, ROPE_FACTORS, hf_names
 from .readers import GGUFTensor, reader_of
@@ -24,11 +25,10 @@ from .tokenizer import check_tokenizer, tokenizer_files
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float16
 
-SideFiles = Callable[[], Mapping[str, bytes | Path]]
-Entry = tuple[str, TensorEntry, int]  # file, tensor, where the file's data start
+Entry = tuple[TensorEntry, StoredArray]
 
 
-def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
+def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) -> Source:
     """A GGUF file; of a split one, any part.
 
     Args:
@@ -39,26 +39,39 @@ def open_gguf(path: Path, side_files: SideFiles | None = None) -> ReaderSource:
         ModelNotFoundError: a part is missing.
         UnsupportedModelError: an architecture, tensor type or tokenizer that is not known.
     """
-    names = part_names(path.name)
-    missing = [name for name in names if not (path.parent / name).is_file()]
-    if missing:
-        raise ModelNotFoundError(
-            f"{path.parent} has no {missing[0]}, which belongs to {path.name}."
-        )
-    digest = blake2b(digest_size=20)
-    headers: dict[str, GGUFHeader] = {}
-    sizes: dict[str, int] = {}
-    for name in names:
-        headers[name], sizes[name], raw = _read_local(path.parent / name)
-        digest.update(f"{name} {file_state((path.parent / name).stat())} ".encode() + raw)
-    if side_files is not None:
-        digest.update(digest_of(side_files()))
-    return assemble_gguf(
-        label=str(path),
-        headers=headers,
-        files=LocalFiles(sizes, path.parent),
-        side_files=side_files,
+    label, parts = str(path), [path.parent / name for name in part_names(path.name)]
+    for part in parts:
+        if not part.is_file():
+            raise ModelNotFoundError(
+                f"{path.parent} has no {part.name}, which belongs to {path.name}."
+            )
+    digest = blake2b(digest_of(side_files or {}), digest_size=20)
+    headers: dict[Path, GGUFHeader] = {}
+    for part in parts:
+        headers[part], raw = _read_header(part)
+        digest.update(f"{part.name} {file_state(part)} ".encode() + raw)
+    metadata = headers[parts[0]].metadata
+    architecture = _architecture(metadata, label)
+    _check_parts(list(headers.values()), label)
+    entries = _entries(headers, label)
+    named = _named(entries, ArchitectureFields(metadata, label))
+    shapes = {ours: entry.shape for ours, (entry, _) in named.items()}
+    config = make_config(metadata, shapes, _rope_factors(entries), label)
+    own: SideFiles = dict
+    if side_files is None and check_tokenizer(metadata, label):
+        own = partial(tokenizer_files, metadata, label)
+    return Source(
+        label=label,
+        format="GGUF",
+        config=config,
+        dtype=_model_dtype(architecture, entries),
+        readers={
+            ours: reader_of(_place(architecture, ours, entry, config))
+            for ours, entry in named.items()
+        },
+        side_files=own if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),
+        origin=origin_of_metadata(metadata),
     )
 
 
@@ -73,51 +86,6 @@ def part_names(name: str) -> list[str]:
     return [f"{match['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)]
 
 
-def assemble_gguf(
-    *,
-    label: str,
-    headers: Mapping[str, GGUFHeader],
-    files: DroppableFiles,
-    side_files: SideFiles | None,
-    fingerprint: str,
-    read_small: Callable[[StoredArray], Array] = StoredArray.floats,
-    origin: Callable[[], Origin] | None = None,
-) -> ReaderSource:
-    """A Source from the checked headers of a GGUF file's parts, in their order.
-
-    Args:
-        read_small: reads a small tensor that the config depends on.
-        origin: whence it comes; None: what the metadata say.
-
-    Raises:
-        CheckpointError, UnsupportedModelError: as open_gguf().
-    """
-    metadata = next(iter(headers.values())).metadata
-    architecture = _architecture(metadata, label)
-    _check_parts(headers, label)
-    entries = _entries(headers, label)
-    factors = _rope_factors(entries, files, read_small)
-    named = _named(entries, ArchitectureFields(metadata, label))
-    shapes = {ours: entry.shape for ours, (_, entry, _) in named.items()}
-    config = make_config(metadata, shapes, factors, label)
-    has_tokenizer = side_files is None and check_tokenizer(metadata, label)
-    own = (lambda: tokenizer_files(metadata, label)) if has_tokenizer else dict
-    return ReaderSource(
-        label=label,
-        format="GGUF",
-        config=config,
-        dtype=_model_dtype(architecture, entries),
-        readers={
-            ours: reader_of(_place(architecture, ours, entry, config, files))
-            for ours, entry in named.items()
-        },
-        files=files,
-        side_files=side_files or own,
-        fingerprint=fingerprint,
-        origin=origin or (lambda: origin_of_metadata(metadata)),
-    )
-
-
 def _architecture(metadata: Mapping[str, Any], label: str) -> str:
     architecture = Fields(metadata, label).text("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -128,11 +96,11 @@ def _architecture(metadata: Mapping[str, Any], label: str) -> str:
     return architecture
 
 
-def _entries(headers: Mapping[str, GGUFHeader], label: str) -> dict[str, Entry]:
+def _entries(headers: Mapping[Path, GGUFHeader], label: str) -> dict[str, Entry]:
     """The tensors of all parts."""
     entries = {
-        entry.name: (file, entry, header.data_start)
-        for file, header in headers.items()
+        entry.name: (entry, _stored(path, entry, header.data_start))
+        for path, header in headers.items()
         for entry in header.tensors
     }
     if len(entries) != sum(len(header.tensors) for header in headers.values()):
@@ -140,43 +108,47 @@ def _entries(headers: Mapping[str, GGUFHeader], label: str) -> dict[str, Entry]:
     return entries
 
 
+def _stored(path: Path, entry: TensorEntry, data_start: int) -> StoredArray:
+    """Floats as such; blocks as rows of bytes."""
+    block, shape = entry.type, entry.shape
+    dtype = block.name if block.name in FLOATS else "U8"
+    if dtype == "U8":
+        shape = (*shape[:-1], shape[-1] // block.num_values * block.num_bytes)
+    start = data_start + entry.offset
+    return StoredArray(entry.name, dtype, shape, path, start, path.stat().st_size)
+
+
 def _model_dtype(architecture: str, entries: Mapping[str, Entry]) -> str:
     """Of activations: that of most dense matrices; vectors and quantised matrices do not count."""
     sizes = dict.fromkeys(("BF16", "F16"), 0)
-    for _, entry, _ in entries.values():
+    for entry, _ in entries.values():
         if len(entry.shape) > 1 and entry.type.name in sizes:
             sizes[entry.type.name] += entry.num_bytes
     wide = architecture in _WIDE or sizes["BF16"] > sizes["F16"]
     return "bfloat16" if wide else "float16"
 
 
-def _place(
-    architecture: str, name: str, entry: Entry, config: Mapping[str, Any], files: DroppableFiles
-) -> GGUFTensor:
-    found = entry[1]
-    array, layout = (
-        _stored(*entry, files),
-        layout_of(architecture, name, found.shape, config),
-    )
+def _place(architecture: str, name: str, entry: Entry, config: Mapping[str, Any]) -> GGUFTensor:
+    found, array = entry
+    layout = layout_of(architecture, name, found.shape, config)
     return GGUFTensor(name, array, found.shape, found.type, layout)
 
 
-def _read_local(path: Path) -> tuple[GGUFHeader, int, bytes]:
-    """The header, the size of the file, and a digest of the bytes in front of the data."""
+def _read_header(path: Path) -> tuple[GGUFHeader, bytes]:
+    """The header, and a digest of the bytes in front of the data."""
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
-            if not size:
+            if not path.stat().st_size:
                 raise CheckpointError(f"{path} is empty.")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                header = read_growing(lambda count: memoryview(mapped[:count]), size, str(path))
-                return header, size, blake2b(mapped[: header.data_start]).digest()
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            header = parse_header(data, str(path))
+            return header, blake2b(data[: header.data_start]).digest()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _check_parts(headers: Mapping[str, GGUFHeader], label: str) -> None:
-    for number, header in enumerate(headers.values()):
+def _check_parts(headers: list[GGUFHeader], label: str) -> None:
+    for number, header in enumerate(headers):
         fields = Fields(header.metadata, label)
         stated = fields.integer("split.count", low=0, default=0) or 1
         place = fields.integer("split.no", low=0, default=0)
@@ -201,27 +173,13 @@ def _named(entries: Mapping[str, Entry], facts: ArchitectureFields) -> dict[str,
     return named
 
 
-def _stored(file: str, entry: TensorEntry, data_start: int, files: DroppableFiles) -> StoredArray:
-    """Floats as such; blocks as rows of bytes."""
-    block = entry.type
-    shape = entry.shape
-    dtype = block.name if block.name in FLOATS else "U8"
-    if dtype == "U8":
-        shape = (*shape[:-1], shape[-1] // block.num_values * block.num_bytes)
-    return StoredArray(entry.name, dtype, shape, file, data_start + entry.offset, files)
-
-
-def _rope_factors(
-    entries: Mapping[str, Entry],
-    files: DroppableFiles,
-    read_small: Callable[[StoredArray], Array],
-) -> Array | None:
+def _rope_factors(entries: Mapping[str, Entry]) -> Array | None:
     if ROPE_FACTORS not in entries:
         return None
-    array = _stored(*entries[ROPE_FACTORS], files).expect(["F32"])
+    array = entries[ROPE_FACTORS][1].expect(["F32"])
     if len(array.shape) != 1 or array.num_bytes > 4096:
         raise array.fail(f"has shape {array.shape}; expected one number for each pair")
-    return read_small(array)
+    return array.floats()
 
 
 # -- config.json of the metadata ----------------------------------------------------------------

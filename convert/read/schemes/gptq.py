@@ -1,75 +1,110 @@
-"""GPTQ in its two versions: codes packed along the inputs.
+"""GPTQ and AWQ: codes, zero points and scales of a matrix, packed into 32-bit words.
 
-qweight (in * bits / 32, out) int32, qzeros (groups, out * bits / 32) int32 packed along the
-outputs, scales (groups, out), g_idx (in,) the group of each input. Version 1 stores zero points
-less one, in the bits of a code; version 2 as they are. Where g_idx is not i // group_size
-(act-order), there are values, but no groups of neighbours as MLX has them.
+GPTQ: qweight (in * bits / 32, out) int32, packed along the inputs; qzeros (groups, out * bits / 32)
+int32, packed along the outputs; scales (groups, out); g_idx (in,) the group of each input.
+Version 1 stores zero points less one, in the bits of a code; version 2 as they are. Where g_idx is
+not i // group_size (act-order), there are values, but no groups of neighbours as MLX has them.
 Source: github.com/AutoGPTQ/AutoGPTQ and github.com/ModelCloud/GPTQModel.
+
+AWQ, 4 bits. GEMM: qweight (in, out / 8) int32, packed along the outputs, output 8c + ORDER[p] in
+bits 4p to 4p + 3 of word c; qzeros (groups, out / 8) likewise; scales (groups, out). GEMV: qweight
+(out, in / 8), qzeros (out, padded), scales (out, padded), in plain order.
+Source: github.com/casper-hansen/AutoAWQ, awq/utils/packing_utils.py and awq/modules/linear.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
-from ...arrays import Words, unpack
-from ..affine import AffineReader, MixedReader, affine_format
-from ..base import Leaves, Reader
-from ..source import TensorInfo
+from ...arrays import pack, unpack
+from ..affine import AffineMatrix, Triple, affine_format, affine_info
+from ..source import Leaves, Reader
 from ..stored import FLOATS, Array, StoredArray
+
+Arrays = tuple[StoredArray, StoredArray, StoredArray]  # qweight, qzeros, scales
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ: the output with its code in place p of a word
+_INVERSE = [ORDER.index(output) for output in range(8)]
+_PER_WORD = 8
+
+
+def _taken(leaves: Leaves) -> Arrays:
+    qweight, qzeros, scales = (leaves.pop(n, None) for n in ("qweight", "qzeros", "scales"))
+    assert qweight is not None
+    if qzeros is None or scales is None:
+        raise qweight.fail("has no qzeros or no scales beside it")
+    return qweight, qzeros, scales
+
+
+def _group_size(qweight: StoredArray, in_dims: int, stated: int) -> int:
+    size = in_dims if stated == -1 else stated
+    if size < 1 or in_dims % size or in_dims % 32:
+        raise qweight.fail(f"has {in_dims} inputs, which groups of {size} do not divide")
+    return size
 
 
 class GPTQ:
-    """The modules of a checkpoint with the quant_method gptq.
+    """The modules of a checkpoint with the quant_method gptq."""
 
-    `is_here`: files are on this disk, so that each g_idx can be looked at; otherwise desc_act
-    decides, and a module that turns out to be in order is taken for one that is not.
-    """
-
-    def __init__(self, config: Fields, *, is_here: bool) -> None:
+    def __init__(self, config: Fields) -> None:
         self._bits = config.integer("bits")
         if self._bits not in (2, 3, 4, 8):
             raise UnsupportedModelError(
                 f"{config.where} says {self._bits} bits; GPTQ is read with 2, 3, 4 or 8."
             )
-        form = _version_of(config)
         if config.get("dynamic"):
             raise UnsupportedModelError(f"dynamic in {config.where} is not supported.")
-        self._zero_offset = 1 if form == "gptq" else 0
+        self._zero_offset = 1 if _version_of(config) == "gptq" else 0
         self._group_size = config.integer("group_size", low=-1, default=-1)
-        self._act_order = config.boolean("desc_act", default=False)
         self._symmetric = config.boolean("sym", default=False)
-        self._is_here = is_here
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
         """The matrix of a module that has codes."""
         if "qweight" not in leaves:
             return
-        qweight, qzeros, scales = (leaves.pop(n, None) for n in ("qweight", "qzeros", "scales"))
-        assert qweight is not None
-        if qzeros is None or scales is None:
-            raise qweight.fail("has no qzeros or no scales beside it")
-        reader = _Matrix(
-            path,
-            (qweight, qzeros, scales),
-            bits=self._bits,
-            group_size=self._group_size,
-            zero_offset=self._zero_offset,
-            symmetric=self._symmetric,
-        )
-        g_idx = leaves.pop("g_idx", None)
-        if g_idx is None or self._in_order(reader, g_idx):
-            yield reader
-        else:
-            yield MixedReader(reader, g_idx)
+        matrix, g_idx = self._matrix(path, _taken(leaves)), leaves.pop("g_idx", None)
+        in_dims = matrix.info.shape[1]
+        if g_idx is None:
+            yield matrix.reader()
+            return
+        groups = g_idx.expect(["I32", "I64"], (in_dims,)).view()
+        in_order = np.array_equal(groups, np.arange(in_dims) // matrix.group_size)
+        yield matrix.reader() if in_order else matrix.mixed(g_idx)
 
-    def _in_order(self, reader: "_Matrix", g_idx: StoredArray) -> bool:
-        in_dims = reader.info.shape[1]
-        g_idx.expect(["I32", "I64"], (in_dims,))
-        if not self._is_here:
-            return not self._act_order or reader.group_size == in_dims
-        return bool(np.array_equal(g_idx.view(), np.arange(in_dims) // reader.group_size))
+    def _matrix(self, path: str, arrays: Arrays) -> AffineMatrix:
+        (qweight, qzeros, scales), bits = arrays, self._bits
+        if len(qweight.expect(["I32"]).shape) != 2 or 0 in qweight.shape:
+            raise qweight.fail(f"has shape {qweight.shape}; expected (in * bits / 32, out)")
+        in_dims, out_dims = qweight.shape[0] * 32 // bits, qweight.shape[1]
+        size = _group_size(qweight, in_dims, self._group_size)
+        if out_dims * bits % 32:
+            raise qweight.fail(f"has {out_dims} outputs, whose {bits} bits fill no words")
+        qzeros.expect(["I32"], (in_dims // size, out_dims * bits // 32))
+        scales.expect([*FLOATS], (in_dims // size, out_dims))
+        info = affine_info(
+            path,
+            (out_dims, in_dims),
+            arrays,
+            stored=f"GPTQ int{bits} g{size}",
+            lossless=affine_format(bits, size),
+            scale_dtype=FLOATS[scales.dtype],
+            exact=self._symmetric and scales.dtype != "F32",
+        )
+        triple = partial(self._triple, arrays)
+        return AffineMatrix(info, arrays, bits, size, triple)
+
+    def _triple(self, arrays: Arrays, rows: slice) -> Triple:
+        """The transposed words are MLX's; bias = -zero * scale. Zero less one is the top code."""
+        qweight, qzeros, scales = arrays
+        words = np.ascontiguousarray(qweight.view()[:, rows].T).view(np.uint32)
+        steps = np.ascontiguousarray(scales.floats()[:, rows].T)
+        stored = np.ascontiguousarray(qzeros.view()).view(np.uint32)
+        codes = unpack(stored, self._bits, qweight.shape[1])[:, rows].T
+        zeros = ((codes + self._zero_offset) & ((1 << self._bits) - 1)).astype(np.float32)
+        return words, steps, -zeros * steps
 
 
 def _version_of(config: Fields) -> str:
@@ -89,52 +124,80 @@ def _version_of(config: Fields) -> str:
     return next(iter(stated.values()), "gptq")
 
 
-class _Matrix(AffineReader):
-    def __init__(
-        self,
-        path: str,
-        arrays: tuple[StoredArray, StoredArray, StoredArray],
-        *,
-        bits: int,
-        group_size: int,
-        zero_offset: int,
-        symmetric: bool,
-    ) -> None:
+class AWQ:
+    """The modules of a checkpoint with the quant_method awq."""
+
+    def __init__(self, config: Fields) -> None:
+        bits = config.integer("bits", "w_bit", default=4)
+        if bits != 4 or not config.boolean("zero_point", default=True):
+            raise UnsupportedModelError(
+                f"{config.where} says {bits} bits, zero_point "
+                f"{config.get('zero_point')}; AWQ is read with 4 bits and zero points."
+            )
+        version = config.text("version", "format", default="gemm").lower()
+        if version not in ("gemm", "gemv", "exllama"):
+            raise UnsupportedModelError(
+                f"version in {config.where} is {version[:40]!r}; expected gemm or gemv."
+            )
+        self._gemv = version == "gemv"
+        self._group_size = config.integer("group_size", "q_group_size", low=-1, default=128)
+
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+        """The matrix of a module that has codes."""
+        if "qweight" in leaves:
+            yield self._matrix(path, _taken(leaves)).reader()
+
+    def _matrix(self, path: str, arrays: Arrays) -> AffineMatrix:
         qweight, qzeros, scales = arrays
         if len(qweight.expect(["I32"]).shape) != 2 or 0 in qweight.shape:
-            raise qweight.fail(f"has shape {qweight.shape}; expected (in * bits / 32, out)")
-        in_dims, out_dims = qweight.shape[0] * 32 // bits, qweight.shape[1]
-        size = in_dims if group_size == -1 else group_size
-        if size < 1 or in_dims % size or in_dims % 32 or out_dims * bits % 32:
-            raise qweight.fail(
-                f"has shape {qweight.shape}, which {bits} bits in groups of {size} do not divide"
-            )
-        groups = in_dims // size
-        qzeros.expect(["I32"], (groups, out_dims * bits // 32))
-        scales.expect([*FLOATS], (groups, out_dims))
-        self._arrays = arrays
-        self._zero_offset = zero_offset
-        info = TensorInfo(
-            name=f"{path}.weight",
-            shape=(out_dims, in_dims),
-            dtype="float32",
-            stored=f"GPTQ int{bits} g{size}",
-            stored_bytes=sum(array.num_bytes for array in arrays),
-            lossless=affine_format(bits, size),
-            scales_exact=symmetric and scales.dtype != "F32",
+            expected = "(out, in / 8)" if self._gemv else "(in, out / 8)"
+            raise qweight.fail(f"has shape {qweight.shape}; expected {expected}")
+        first, second = qweight.shape
+        shape = (first, second * _PER_WORD) if self._gemv else (second * _PER_WORD, first)
+        size = _group_size(qweight, shape[1], self._group_size)
+        groups = shape[1] // size
+        if self._gemv:
+            padded = qzeros.shape[-1] if qzeros.shape else 0
+            if padded * _PER_WORD < groups:
+                raise qzeros.fail(f"has shape {qzeros.shape}; expected room for {groups} groups")
+            qzeros.expect(["I32"], (first, padded))
+            scales.expect(["F16", "BF16"], (first, padded * _PER_WORD))
+        else:
+            qzeros.expect(["I32"], (groups, second))
+            scales.expect(["F16", "BF16"], (groups, second * _PER_WORD))
+        info = affine_info(
+            path,
+            shape,
+            arrays,
+            stored=f"AWQ int4 g{size}",
+            lossless=affine_format(4, size),
+            scale_dtype="float32",
+            exact=False,
         )
-        scale_dtype = FLOATS[scales.dtype]
-        super().__init__(info, arrays, bits=bits, group_size=size, scale_dtype=scale_dtype)
+        triple = partial(_gemv, arrays, groups) if self._gemv else partial(_gemm, arrays)
+        return AffineMatrix(info, arrays, 4, size, triple)
 
-    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
-        """The transposed words are MLX's; bias = -zero * scale."""
-        qweight, _, scales = self._arrays
-        words = np.ascontiguousarray(qweight.view()[:, rows].T).view(np.uint32)
-        steps = np.ascontiguousarray(scales.floats()[:, rows].T)
-        return words, steps, -self._zeros(rows).astype(np.float32) * steps
 
-    def _zeros(self, rows: slice) -> Array:
-        """(rows, groups) uint8. Less one, zero is the highest code."""
-        stored = np.ascontiguousarray(self._arrays[1].view()).view(np.uint32)
-        zeros = unpack(stored, self.bits, self.info.shape[0])[:, rows]
-        return ((zeros.T + self._zero_offset) & ((1 << self.bits) - 1)).astype(np.uint8)
+def _gemm(arrays: Arrays, rows: slice) -> Triple:
+    """Words repacked along the inputs; bias = -zero * scale."""
+    qweight, qzeros, scales = arrays
+    words = slice(rows.start // _PER_WORD, -(-rows.stop // _PER_WORD))
+    within = slice(rows.start - words.start * _PER_WORD, rows.stop - words.start * _PER_WORD)
+    codes = _outputs(qweight.view()[:, words])[:, within]
+    zeros = _outputs(qzeros.view()[:, words])[:, within].T.astype(np.float32)
+    steps = np.ascontiguousarray(scales.floats()[:, rows].T)
+    return pack(np.ascontiguousarray(codes.T), 4), steps, -zeros * steps
+
+
+def _gemv(arrays: Arrays, groups: int, rows: slice) -> Triple:
+    """Words as they are; what pads the groups is left out."""
+    qweight, qzeros, scales = arrays
+    steps = scales.floats(rows)[:, :groups]
+    zeros = unpack(qzeros.view(rows).view(np.uint32), 4, groups).astype(np.float32)
+    return np.ascontiguousarray(qweight.view(rows)).view(np.uint32), steps, -zeros * steps
+
+
+def _outputs(words: Array) -> Array:
+    """(n, w) int32 packed along the outputs -> (n, 8 w) uint8 in their order."""
+    places = unpack(np.ascontiguousarray(words).view(np.uint32), 4, words.shape[1] * _PER_WORD)
+    return places.reshape(len(words), -1, _PER_WORD)[..., _INVERSE].reshape(len(words), -1)

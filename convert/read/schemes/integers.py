@@ -15,9 +15,8 @@ import numpy as np
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
 from ...arrays import Codes, Words, pack, unpack
-from ..affine import AffineReader, MixedReader, affine_format
-from ..base import Leaves, Reader
-from ..source import TensorInfo
+from ..affine import AffineMatrix, Triple, affine_format, affine_info
+from ..source import Leaves, Reader
 from ..stored import FLOATS, Array, StoredArray
 
 _FORMATS = (
@@ -59,7 +58,7 @@ class Integers:
                 raise plain.fail("has no weight_scale beside it")
             zeros = leaves.pop("weight_zero_point", None)
             self._check_zeros(plain, zeros, [w for w in self._weights if w.bits == 8])
-            yield _Bytes(path, plain, scale, zeros)
+            yield _bytes(path, plain, scale, zeros).reader()
 
     def _packed(self, path: str, leaves: Leaves) -> Reader:
         names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
@@ -69,12 +68,11 @@ class Integers:
             raise words.fail(f"has shape {words.shape} and no weight_scale that fits")
         found = self._choose(words, scale)
         self._check_zeros(words, zeros, [w for w in self._weights if w.bits == found.bits])
-        matrix = _Words(path, words, scale, zeros, shape, found)
+        matrix = _words(path, words, scale, zeros, shape, found)
         group_of = leaves.pop("weight_g_idx", None)
         if group_of is None:
-            return matrix
-        group_of.expect(["I32", "I64"], (matrix.info.shape[1],))
-        return MixedReader(matrix, group_of)
+            return matrix.reader()
+        return matrix.mixed(group_of.expect(["I32", "I64"], (matrix.info.shape[1],)))
 
     def _choose(self, words: StoredArray, scale: StoredArray) -> "_Packing":
         """The only packing that the config states and that fits these shapes."""
@@ -171,97 +169,87 @@ def _format_of(groups: Fields, name: str) -> str:
     return group.text("format", default="dense") if group else "dense"
 
 
-class _Words(AffineReader):
-    def __init__(
-        self,
-        path: str,
-        words: StoredArray,
-        scale: StoredArray,
-        zeros: StoredArray | None,
-        shape: StoredArray | None,
-        packing: _Packing,
-    ) -> None:
-        bits, group_size = packing.bits, packing.group_size
-        out_dims, groups = words.shape[0], scale.shape[1]
-        in_dims = groups * group_size
-        scale.expect([*FLOATS], (out_dims, groups))
-        if zeros is not None:
-            zeros.expect(["I32"], (packing.num_words(out_dims), groups))
-        if shape is not None:
-            shape.expect(["I64", "I32"], (2,))
-        self._words, self._scale, self._zeros, self._shape = words, scale, zeros, shape
-        self._packing = packing
-        parts = [part for part in (words, scale, zeros, shape) if part is not None]
-        info = TensorInfo(
-            name=f"{path}.weight",
-            shape=(out_dims, in_dims),
-            dtype="float32",
-            stored=f"compressed-tensors int{bits} g{group_size}",
-            stored_bytes=sum(part.num_bytes for part in parts),
-            lossless=affine_format(bits, group_size),
-            scales_exact=zeros is None and scale.dtype != "F32",
-        )
-        scale_dtype = FLOATS[scale.dtype]
-        super().__init__(info, parts, bits=bits, group_size=group_size, scale_dtype=scale_dtype)
+def _words(
+    path: str,
+    words: StoredArray,
+    scale: StoredArray,
+    zeros: StoredArray | None,
+    shape: StoredArray | None,
+    packing: _Packing,
+) -> AffineMatrix:
+    bits, group_size = packing.bits, packing.group_size
+    out_dims, groups = words.shape[0], scale.shape[1]
+    in_dims = groups * group_size
+    scale.expect([*FLOATS], (out_dims, groups))
+    if zeros is not None:
+        zeros.expect(["I32"], (packing.num_words(out_dims), groups))
+    if shape is not None:
+        shape.expect(["I64", "I32"], (2,))
 
-    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+    def triple(rows: slice) -> Triple:
         """Words as they are; without zero points, the middle is zero."""
-        if self._shape is not None and tuple(self._shape.view().tolist()) != self.info.shape:
-            raise self._shape.fail(f"is {self._shape.view().tolist()}; expected {self.info.shape}")
-        words = np.ascontiguousarray(self._words.view(rows)).view(np.uint32)
-        if self._packing.padded:
-            words = _as_words(self._packing.unpack(words, self.info.shape[1]), self.bits)
-        steps = self._scale.floats(rows)
-        middle = np.float32(1 << (self.bits - 1))
-        return words, steps, -(middle if self._zeros is None else self._points(rows)) * steps
+        if shape is not None and tuple(shape.view().tolist()) != (out_dims, in_dims):
+            raise shape.fail(f"is {shape.view().tolist()}; expected {(out_dims, in_dims)}")
+        found = np.ascontiguousarray(words.view(rows)).view(np.uint32)
+        if packing.padded:
+            found = _as_words(packing.unpack(found, in_dims), bits)
+        steps = scale.floats(rows)
+        if zeros is None:
+            return found, steps, -np.float32(1 << (bits - 1)) * steps
+        by_group = np.ascontiguousarray(zeros.view().T).view(np.uint32)  # (groups, words)
+        points = packing.unpack(by_group, out_dims)[:, rows]
+        return found, steps, -np.ascontiguousarray(points.T).astype(np.float32) * steps
 
-    def _points(self, rows: slice) -> Array:
-        assert self._zeros is not None
-        words = np.ascontiguousarray(self._zeros.view().T).view(np.uint32)  # (groups, words)
-        points = self._packing.unpack(words, self.info.shape[0])[:, rows]
-        return np.ascontiguousarray(points.T).astype(np.float32)
+    parts = [part for part in (words, scale, zeros, shape) if part is not None]
+    info = affine_info(
+        path,
+        (out_dims, in_dims),
+        parts,
+        stored=f"compressed-tensors int{bits} g{group_size}",
+        lossless=affine_format(bits, group_size),
+        scale_dtype=FLOATS[scale.dtype],
+        exact=zeros is None and scale.dtype != "F32",
+    )
+    return AffineMatrix(info, parts, bits, group_size, triple)
 
 
-class _Bytes(AffineReader):
-    def __init__(
-        self, path: str, codes: StoredArray, scale: StoredArray, zeros: StoredArray | None
-    ) -> None:
-        if len(codes.shape) != 2 or 0 in codes.shape:
-            raise codes.fail(f"has shape {codes.shape}; expected (out, in)")
-        out_dims, in_dims = codes.shape
-        groups = _groups_of(scale.expect([*FLOATS]), out_dims)
-        if in_dims % groups:
-            raise scale.fail(f"has {groups} groups, which do not divide {in_dims} inputs")
-        if zeros is not None:
-            zeros.expect(["I8"], scale.shape)
-        self._codes, self._scale, self._zeros, self._groups = codes, scale, zeros, groups
-        parts = [part for part in (codes, scale, zeros) if part is not None]
-        group_size = in_dims // groups
-        info = TensorInfo(
-            name=f"{path}.weight",
-            shape=codes.shape,
-            dtype="float32",
-            stored=f"compressed-tensors int8 g{group_size}",
-            stored_bytes=sum(part.num_bytes for part in parts),
-            lossless=affine_format(8, group_size),
-            scales_exact=zeros is None and scale.dtype != "F32",
-        )
-        scale_dtype = FLOATS[scale.dtype]
-        super().__init__(info, parts, bits=8, group_size=group_size, scale_dtype=scale_dtype)
+def _bytes(
+    path: str, codes: StoredArray, scale: StoredArray, zeros: StoredArray | None
+) -> AffineMatrix:
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise codes.fail(f"has shape {codes.shape}; expected (out, in)")
+    out_dims, in_dims = codes.shape
+    groups = _groups_of(scale.expect([*FLOATS]), out_dims)
+    if in_dims % groups:
+        raise scale.fail(f"has {groups} groups, which do not divide {in_dims} inputs")
+    if zeros is not None:
+        zeros.expect(["I8"], scale.shape)
 
-    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+    def each_row(values: Array, rows: slice) -> Array:
+        grid = np.asarray(values).reshape(-1, groups)
+        return grid[rows] if len(grid) > 1 else np.repeat(grid, rows.stop - rows.start, axis=0)
+
+    def triple(rows: slice) -> Triple:
         """Codes moved by 128 to be unsigned."""
-        octets = np.ascontiguousarray(self._codes.view(rows)).view(np.uint8) ^ np.uint8(128)
-        steps = self._each_row(self._scale.floats(), rows)
+        octets = np.ascontiguousarray(codes.view(rows)).view(np.uint8) ^ np.uint8(128)
+        steps = each_row(scale.floats(), rows)
         zero: Array = np.full((), 128, np.float32)
-        if self._zeros is not None:
-            zero = zero + self._each_row(self._zeros.floats(), rows)
+        if zeros is not None:
+            zero = zero + each_row(zeros.floats(), rows)
         return _as_words(octets, 8), steps, -zero * steps
 
-    def _each_row(self, values: Array, rows: slice) -> Array:
-        grid = np.asarray(values).reshape(-1, self._groups)
-        count = rows.stop - rows.start
-        return grid[rows] if len(grid) > 1 else np.repeat(grid, count, axis=0)
+    parts = [part for part in (codes, scale, zeros) if part is not None]
+    group_size = in_dims // groups
+    info = affine_info(
+        path,
+        (out_dims, in_dims),
+        parts,
+        stored=f"compressed-tensors int8 g{group_size}",
+        lossless=affine_format(8, group_size),
+        scale_dtype=FLOATS[scale.dtype],
+        exact=zeros is None and scale.dtype != "F32",
+    )
+    return AffineMatrix(info, parts, 8, group_size, triple)
 
 
 def _groups_of(scale: StoredArray, out_dims: int) -> int:

@@ -23,12 +23,10 @@ from ....models.weights.share import Share
 from ....models.weights.source import Rename, Slices
 from ....models.weights.tensors import Tensor
 from ....models.weights.weights import Weights
-from ...arrays import Words
-from ..affine import AffineReader
-from ..base import Leaves, Reader
-from ..source import Packed, TensorInfo
-from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
-from .fp4 import fp4_values
+from ..affine import AffineMatrix, Triple, affine_info
+from ..source import Leaves, Reader, TensorInfo
+from ..stored import E4M3, FLOATS, StoredArray, to_float32
+from .floats import as_stored, fp4_values
 
 Widths = Callable[[str], int | None]
 """The inputs of the matrix at a path; None: not known."""
@@ -134,9 +132,9 @@ class MLXModules:
         if form.mode == "affine":
             if "biases" not in leaves:
                 raise weight.fail("has scales, but no biases beside it")
-            yield _Affine(path, weight, scales, leaves.pop("biases"), form)
+            yield _affine(path, (weight, scales, leaves.pop("biases")), form).reader()
         else:
-            yield _Floats(path, weight, scales, form)
+            yield _floats(path, weight, scales, form)
 
     def _format_of(self, path: str, weight: StoredArray, scales: StoredArray) -> QuantFormat:
         """As `models.weights` finds it, so that a model that runs can be converted."""
@@ -163,70 +161,47 @@ def _shape(weight: StoredArray, scales: StoredArray, form: QuantFormat) -> tuple
     return (*rows, in_dims)
 
 
-def _info(
-    path: str, shape: tuple[int, ...], arrays: tuple[StoredArray, ...], form: QuantFormat
-) -> TensorInfo:
-    affine = form.mode == "affine"
-    return TensorInfo(
-        name=f"{path}.weight",
-        shape=shape,
-        dtype="float32" if affine else "bfloat16",
-        stored=f"MLX {form.mode} {form.bits}-bit g{form.group_size}",
-        stored_bytes=sum(array.num_bytes for array in arrays),
-        lossless=form,
-        scales_exact=not affine or arrays[1].dtype != "F32",
-    )
+def _affine(
+    path: str, arrays: tuple[StoredArray, StoredArray, StoredArray], form: QuantFormat
+) -> AffineMatrix:
+    weight, scales, biases = arrays
+    shape = _shape(weight, scales, form)
+    biases.expect([scales.dtype], scales.shape)
 
-
-class _Affine(AffineReader):
-    def __init__(
-        self,
-        path: str,
-        weight: StoredArray,
-        scales: StoredArray,
-        biases: StoredArray,
-        form: QuantFormat,
-    ) -> None:
-        shape = _shape(weight, scales, form)
-        biases.expect([scales.dtype], scales.shape)
-        self._arrays = (weight, scales, biases)
-        super().__init__(
-            _info(path, shape, self._arrays, form),
-            self._arrays,
-            bits=form.bits,
-            group_size=form.group_size,
-            scale_dtype=FLOATS[scales.dtype],
-        )
-
-    def triple(self, rows: slice) -> tuple[Words, Array, Array]:
+    def triple(rows: slice) -> Triple:
         """As stored."""
-        weight, scales, biases = self._arrays
         return np.ascontiguousarray(weight.view(rows)), scales.floats(rows), biases.floats(rows)
 
+    info = affine_info(
+        path,
+        shape,
+        arrays,
+        stored=_described(form),
+        lossless=form,
+        scale_dtype=FLOATS[scales.dtype],
+        exact=scales.dtype != "F32",
+    )
+    return AffineMatrix(info, arrays, form.bits, form.group_size, triple)
 
-class _Floats:
+
+def _floats(path: str, weight: StoredArray, scales: StoredArray, form: QuantFormat) -> Reader:
     """mxfp4, mxfp8 and nvfp4; bfloat16 holds every value that is not too small for it."""
+    shape = _shape(weight, scales, form)
 
-    def __init__(
-        self, path: str, weight: StoredArray, scales: StoredArray, form: QuantFormat
-    ) -> None:
-        self._form = form
-        self.parts = (weight, scales)
-        self.info = _info(path, _shape(weight, scales, form), self.parts, form)
-
-    def read(self, rows: slice) -> mx.array:
+    def values(rows: slice) -> mx.array:
         """Code times scale."""
-        weight, scales = self.parts
-        kind = "F8_E4M3" if self._form.mode == "nvfp4" else "F8_E8M0"
-        steps = to_float32(scales.view(rows), kind)
+        steps = to_float32(scales.view(rows), "F8_E4M3" if form.mode == "nvfp4" else "F8_E8M0")
         octets = np.ascontiguousarray(weight.view(rows)).view(np.uint8)
-        if self._form.bits == 4:
+        if form.bits == 4:
             return mx.array(fp4_values(octets, steps)).astype(mx.bfloat16)
-        values = E4M3[octets].reshape(*steps.shape, -1)
-        values *= steps[..., None]
-        return mx.array(values.reshape(octets.shape)).astype(mx.bfloat16)
+        found = E4M3[octets].reshape(*steps.shape, -1)
+        found *= steps[..., None]
+        return mx.array(found.reshape(octets.shape)).astype(mx.bfloat16)
 
-    def packed(self) -> Packed:
-        """As stored."""
-        weight, scales = (mx.array(np.ascontiguousarray(part.view())) for part in self.parts)
-        return Packed(weight, scales, None)
+    size = weight.num_bytes + scales.num_bytes
+    info = TensorInfo(f"{path}.weight", shape, "bfloat16", _described(form), size, form)
+    return Reader(info, (weight, scales), values, lambda: as_stored(weight, scales))
+
+
+def _described(form: QuantFormat) -> str:
+    return f"MLX {form.mode} {form.bits}-bit g{form.group_size}"

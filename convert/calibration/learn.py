@@ -28,16 +28,16 @@ import numpy as np
 from mlx.optimizers import Adam
 from numpy.typing import NDArray
 
-from ..core import StateSpec
-from .arrange import ArrangedSource
-from .arrays import as_numpy, mx_dtype, narrow, unpack, widen
-from .calibration.stream import EMBEDDING, LayerRun, Moments, StreamedModel
-from .files import damaged, write_at, write_file
-from .formats import ROUTERS
-from .journal import Journal
-from .plan import ConversionPlan, PlannedTensor
-from .quantise import ErrorStats, compare
-from .verify import Progress, ShardReader
+from ...core import StateSpec
+from ..arrange import ArrangedSource
+from ..arrays import as_numpy, mx_dtype, narrow, unpack, widen
+from ..files import damaged, write_at, write_file
+from ..plan import ConversionPlan, PlannedTensor
+from ..quantise import ErrorStats, compare
+from ..recipes import ROUTERS
+from ..verify import Progress, ShardReader
+from ..write import Journal
+from .stream import EMBEDDING, HiddenStates, LayerRun, StreamedModel
 
 HELD_OUT = 4  # of the sequences one in so many is held out
 BATCH = 1024  # tokens of a step, about
@@ -45,9 +45,7 @@ RATE = 5e-4  # of a group's scale, by which a step moves scale and bias at most,
 EVALUATED = 10  # steps between two looks at the held-out part
 PATIENCE = 4  # looks without a gain that end a layer early
 LEAST_GAIN = 1e-3  # of the held-out error
-KEPT = (
-    0.75  # of what was learned: the rest gains 1 % of divergence on such text, and loses on other
-)
+KEPT = 0.75  # of what was learned: the rest gains 1 % on such text, and loses on other
 
 Parameters = dict[str, tuple[mx.array, mx.array]]  # by name: changes of scales and biases
 
@@ -120,17 +118,15 @@ class LearningPass:
         sequences: Sequence[Sequence[int]],
         seconds: float,
     ) -> None:
-        self._streamed = StreamedModel(arranged, Moments())
+        self._streamed = StreamedModel(arranged)
         self._arranged, self._kept = arranged, kept
-        self._written = {
-            tensor.output.name: (tensor, folder / name)
-            for name, tensors in plan.shards()
-            for tensor in tensors
-        }
-        self._length, self._count = len(sequences[0]), len(sequences)
+        self._written: dict[str, tuple[PlannedTensor, ShardReader]] = {}
+        for name, tensors in plan.shards():
+            reader = ShardReader(folder / name, [a.name for t in tensors for a in t.arrays])
+            self._written |= {tensor.output.name: (tensor, reader) for tensor in tensors}
+        self._sequences, self._length = sequences, len(sequences[0])
         self._num_layers = arranged.config.num_layers
         self._seconds = seconds / self._num_layers
-        self._ids = [token for ids in sequences for token in ids]
 
     def run(self, progress: Progress) -> list[LearnedLayer]:
         """Learn what an earlier run has not, layer by layer."""
@@ -142,16 +138,19 @@ class LearningPass:
 
     def _stream(self, progress: Progress) -> None:
         streamed = self._streamed
-        plain = streamed.embed(self._ids).astype(mx.float32)
+        ids = [token for sequence in self._sequences for token in sequence]
         table = self._written[streamed.output(EMBEDDING).name]
-        unique = sorted(set(self._ids))
-        states = streamed.embed(self._ids, _rows_of(*table, unique)).astype(mx.float32)
+        rows = _rows_of(*table, sorted(set(ids)))
+        plain, states = (
+            HiddenStates.of(x.astype(mx.float32), self._length)
+            for x in (streamed.embed(ids), streamed.embed(ids, rows))
+        )
         for index in range(self._num_layers):
             tensors = {n: a.astype(mx.float32) for n, a in streamed.read_layer(index).items()}
-            plain = streamed.layer(index, tensors)(plain, self._length)
+            plain.advance(streamed.layer(index, tensors))
             dense, layer = self._read(index)
             changes = self._learned(index, layer, dense, tensors, states, plain)
-            states = self._run(index, dense, layer, changes)(states, self._length)
+            states.advance(self._run(index, dense, layer, changes))
             progress("learn", index + 1, self._num_layers)
 
     def _learned(
@@ -160,8 +159,8 @@ class LearningPass:
         layer: LayerCodes,
         dense: Mapping[str, mx.array],
         source: Mapping[str, mx.array],
-        states: mx.array,
-        wanted: mx.array,
+        states: HiddenStates,
+        wanted: HiddenStates,
     ) -> Parameters:
         """What the layer learns, or what is kept of an earlier run; {}: nothing."""
         path = self._file(index)
@@ -187,11 +186,11 @@ class LearningPass:
         index: int,
         layer: LayerCodes,
         dense: Mapping[str, mx.array],
-        states: mx.array,
-        wanted: mx.array,
+        states: HiddenStates,
+        wanted: HiddenStates,
     ) -> tuple[LearnedLayer, Parameters]:
         started = time.monotonic()
-        split = _Split(states, wanted, self._count, self._length)
+        split = _Split(states, wanted, len(self._sequences))
         zero = {
             name: (mx.zeros_like(layer.scales[name]), mx.zeros_like(layer.biases[name]))
             for name in layer.codes
@@ -199,14 +198,14 @@ class LearningPass:
 
         def loss(changes: Parameters, x: mx.array, y: mx.array) -> mx.array:
             run = self._run(index, dense, layer, changes)
-            return _relative_error(run.part(x, self._length), y)
+            return _relative_error(run(x, self._length), y)
 
         gradients = mx.value_and_grad(loss)
         optimizer, changes, best = Adam(learning_rate=RATE), zero, dict[str, Any]()
         before = least = split.held_out(partial(loss, {}))
         steps = misses = 0
         while misses < PATIENCE and time.monotonic() - started < self._seconds and changes:
-            _, grads = gradients(changes, *split.batch(steps))
+            _, grads = gradients(changes, *split.batch())
             changes = optimizer.apply_gradients(grads, changes)
             mx.eval(changes, optimizer.state)
             steps += 1
@@ -236,14 +235,14 @@ class LearningPass:
         dense: dict[str, mx.array] = {}
         layer = LayerCodes({}, {}, {}, {})
         for name, output in self._streamed.outputs_of(index).items():
-            tensor, path = self._written[output.name]
+            tensor, reader = self._written[output.name]
             form = tensor.form
             fixed = tensor.packed or ROUTERS.search(output.path)  # choices have no gradient
             if form is None or form.mode != "affine" or fixed:
-                whole = ShardReader(path).values(tensor, slice(0, output.num_weights))
+                whole = reader.values(tensor, slice(0, output.num_weights))
                 dense[name] = mx.array(whole).reshape(output.shape)
                 continue
-            weight, *others = (ShardReader(path).rows(array.name) for array in tensor.arrays)
+            weight, *others = (reader.rows(array.name) for array in tensor.arrays)
             words = np.asarray(weight, np.uint32)
             groups = (*output.shape[:-1], -1, form.group_size)
             codes = unpack(words, form.bits, output.shape[-1])
@@ -258,9 +257,8 @@ class LearningPass:
         return self._kept / f"{index}.npz"
 
 
-def _rows_of(tensor: PlannedTensor, path: Path, rows: Sequence[int]) -> mx.array:
+def _rows_of(tensor: PlannedTensor, reader: ShardReader, rows: Sequence[int]) -> mx.array:
     """Some rows of a written matrix."""
-    reader = ShardReader(path)
     found = [reader.values(tensor, slice(row, row + 1)) for row in rows]
     return mx.array(np.concatenate(found))
 
@@ -277,17 +275,17 @@ def _error(found: mx.array, source: mx.array) -> ErrorStats:
 
 
 class _Split:
-    """Inputs and wanted outputs of a layer, (N * L, hidden) each, some of the N held out."""
+    """Inputs and wanted outputs of a layer, some of the `count` sequences held out."""
 
-    def __init__(self, states: mx.array, wanted: mx.array, count: int, length: int) -> None:
-        self._pairs = [a.reshape(count, length, a.shape[-1]) for a in (states, wanted)]
+    def __init__(self, states: HiddenStates, wanted: HiddenStates, count: int) -> None:
+        self._pairs = states, wanted
         held = set(range(HELD_OUT - 1, count, HELD_OUT)) or {0}
         self._held = sorted(held)
         self._taught = [i for i in range(count) if i not in held] or [0]
-        self._size = min(len(self._taught), max(1, BATCH // length))
+        self._size = min(len(self._taught), max(1, BATCH // states.length))
         self._order = np.random.default_rng(0)
 
-    def batch(self, step: int) -> list[mx.array]:
+    def batch(self) -> list[mx.array]:
         """Inputs and outputs of one step."""
         return self._picked(self._order.permutation(self._taught)[: self._size].tolist())
 
@@ -301,8 +299,7 @@ class _Split:
         return sum(errors) / len(self._held)
 
     def _picked(self, sequences: list[int]) -> list[mx.array]:
-        rows = mx.array(sequences)
-        return [mx.flatten(pair[rows], 0, 1) for pair in self._pairs]
+        return [states.picked(sequences) for states in self._pairs]
 
 
 _RESULT = "result"
@@ -342,14 +339,16 @@ def put_into_file(
     for file in kept.glob("*.npz"):
         found, arrays = _load(file)
         learned |= {name: (error, arrays[name]) for name, error in found.tensors.items()}
-    reader = ShardReader(path)
+    reader = ShardReader(path, [array.name for tensor in tensors for array in tensor.arrays])
     for tensor in (t for t in tensors if t.output.name in learned):
         error, parts = learned[tensor.output.name]
         entry = journal.tensors[tensor.output.name]
         checksums = entry["checksums"][:1]
         for array, part in zip(tensor.arrays[1:], parts, strict=True):
             data = narrow(np.array(part), tensor.dtype)
-            write_at(path, reader.offset(array.name), data)
+            places = reader.places(array.name)
+            for place, piece in zip(places, np.split(data.reshape(-1), len(places)), strict=True):
+                write_at(path, place, piece)
             checksums.append(crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data))
         journal.add_tensors({tensor.output.name: entry | {"error": error, "checksums": checksums}})
 

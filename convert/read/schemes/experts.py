@@ -1,0 +1,162 @@
+"""Experts as transformers has them: all of a layer in one tensor, the gate beside the up part.
+
+`experts.gate_up_proj` is (E, 2 inner, hidden), or (E, hidden, 2 inner) where inputs come before
+outputs; `experts.down_proj` likewise. gpt-oss has gate and up in turns, `..._bias` (E, out), and as
+mxfp4, in MLX's own order, `..._blocks` (E, out, in / 32, 16) and `..._scales` (E, out, in / 32).
+The experts leave here as `gate_proj.weight`, `up_proj.weight` (E, inner, hidden) and
+`down_proj.weight` (E, hidden, inner), with `.bias`, under the names of MLX's switch layers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..source import Leaves, Packed, Reader, TensorInfo
+from ..stored import FLOATS, StoredArray, to_float32, to_mlx
+from .floats import MXFP4, fp4_values
+
+_PIECES = {  # stored -> what it becomes, which of how many parts
+    "gate_up_proj": (("gate_proj", (0, 2)), ("up_proj", (1, 2))),
+    "down_proj": (("down_proj", (0, 1)),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Claims the stacks of each layer.
+
+    Args:
+        switch: what `experts` is called in MLX's layout of the architecture.
+        sizes: (hidden, inner) of an expert: say whether stacks are (E, in, out) or (E, out, in),
+            which versions of transformers write differently.
+        inputs_first: whether they are (E, in, out) where the sizes leave both open.
+        interleaved: rows of gate and up take turns; else the one lies behind the other.
+    """
+
+    switch: str
+    sizes: tuple[int, int] = (0, 0)
+    inputs_first: bool = False
+    interleaved: bool = False
+
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+        """gate_proj, up_proj and down_proj of the experts at a path."""
+        layer, _, last = path.rpartition(".")
+        if last != "experts":
+            return
+        for stored, pieces in _PIECES.items():
+            array = leaves.get(stored)
+            plain = leaves.pop(stored) if array is not None and array.dtype in FLOATS else None
+            blocks, scales, bias = (
+                leaves.pop(f"{stored}_{kind}", None) if self.interleaved else None
+                for kind in ("blocks", "scales", "bias")
+            )
+            for piece, part in pieces:
+                name = f"{layer}.{self.switch}.{piece}"
+                if blocks is not None and scales is not None:
+                    yield _mxfp4(f"{name}.weight", blocks, scales, part)
+                if plain is not None:
+                    turned = self._inputs_first(stored, plain)
+                    yield self._stack(f"{name}.weight", plain, part, turned)
+                if bias is not None:
+                    yield _bias(f"{name}.bias", bias, part)
+
+    def _inputs_first(self, stored: str, array: StoredArray) -> bool:
+        hidden, inner = self.sizes
+        shape = (hidden, inner) if stored == "down_proj" else (2 * inner, hidden)
+        if array.shape[1:] in (shape, shape[::-1]) and shape != shape[::-1]:
+            return array.shape[1:] != shape
+        return self.inputs_first
+
+    def _stack(
+        self, name: str, stored: StoredArray, part: tuple[int, int], inputs_first: bool
+    ) -> Reader:
+        """Some outputs of every expert of a stack, (E, out, in)."""
+        order = "(experts, in, out)" if inputs_first else "(experts, out, in)"
+        if len(stored.shape) != 3 or 0 in stored.shape:
+            raise stored.fail(f"has shape {stored.shape}; expected {order}")
+        count, out_dims, in_dims = stored.shape
+        if inputs_first:
+            out_dims, in_dims = in_dims, out_dims
+        own = _rows(stored, out_dims, part, interleaved=self.interleaved)
+
+        def values(rows: slice) -> mx.array:
+            found = stored.view(rows)
+            if inputs_first:
+                found = found.swapaxes(1, 2)
+            return to_mlx(found[:, own], stored.dtype)
+
+        shape, size = (count, out_dims // part[1], in_dims), stored.num_bytes // part[1]
+        return _plain(name, shape, stored, size, values)
+
+
+GPT_OSS = StackedExperts("experts", inputs_first=True, interleaved=True)
+
+
+def _plain(
+    name: str,
+    shape: tuple[int, ...],
+    stored: StoredArray,
+    num_bytes: int,
+    values: Callable[[slice], mx.array],
+) -> Reader:
+    dtype = FLOATS[stored.dtype]
+    return Reader(
+        TensorInfo(name, shape, dtype, stored.dtype.lower(), num_bytes), (stored,), values
+    )
+
+
+def _rows(
+    array: StoredArray, length: int, part: tuple[int, int], *, interleaved: bool = True
+) -> slice:
+    """The outputs of a part."""
+    number, parts = part
+    if length % parts or length == 0:
+        raise array.fail(f"has shape {array.shape}; expected gate and up side by side")
+    height = length // parts
+    return (
+        slice(number, None, parts) if interleaved else slice(number * height, (number + 1) * height)
+    )
+
+
+def _mxfp4(name: str, blocks: StoredArray, scales: StoredArray, part: tuple[int, int]) -> Reader:
+    """mxfp4, every value of it exact in bfloat16."""
+    if len(blocks.expect(["U8"]).shape) != 4 or blocks.shape[3] != 16 or 0 in blocks.shape:
+        raise blocks.fail(f"has shape {blocks.shape}; expected (experts, out, in / 32, 16)")
+    scales.expect(["U8"], blocks.shape[:3])
+    count, out_dims, groups, _ = blocks.shape
+    own = _rows(blocks, out_dims, part)
+
+    def apart(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        codes, powers = (np.ascontiguousarray(p.view(rows)[:, own]) for p in (blocks, scales))
+        return codes.reshape(*codes.shape[:2], -1), powers
+
+    def values(rows: slice) -> mx.array:
+        octets, powers = apart(rows)
+        return mx.array(fp4_values(octets, to_float32(powers, "F8_E8M0"))).astype(mx.bfloat16)
+
+    def codes() -> Packed:
+        octets, powers = apart(slice(None))
+        return Packed(mx.array(octets.view(np.uint32)), mx.array(powers), None)
+
+    shape = (count, out_dims // part[1], groups * 32)
+    size = shape[0] * shape[1] * groups * 17
+    info = TensorInfo(name, shape, "bfloat16", "mxfp4 g32", size, lossless=MXFP4)
+    return Reader(info, (blocks, scales), values, codes)
+
+
+def _bias(name: str, bias: StoredArray, part: tuple[int, int]) -> Reader:
+    """(E, out)."""
+    if len(bias.expect([*FLOATS]).shape) != 2 or 0 in bias.shape:
+        raise bias.fail(f"has shape {bias.shape}; expected (experts, out)")
+    count, both = bias.shape
+    own = _rows(bias, both, part)
+    size = bias.num_bytes // part[1]
+    return _plain(
+        name,
+        (count, both // part[1]),
+        bias,
+        size,
+        lambda rows: to_mlx(bias.view(rows)[:, own], bias.dtype),
+    )

@@ -1,0 +1,249 @@
+"""Floats of eight and four bits with scales.
+
+Eight bits: `weight` (out, in) F8_E4M3 times `weight_scale` or, in spite of its name,
+`weight_scale_inv`, for a tensor, row, block or 32 inputs: DeepSeek and Qwen (blocks of
+weight_block_size), compressed-tensors (float-quantized and mxfp8), ModelOpt, FBGEMM. Scales that
+are powers of two are those of MLX's mxfp8, repeated for each 32 inputs.
+
+Four bits (E2M1), two to a byte, the first in the low half, which is MLX's order too, with a scale
+for 16 or 32 inputs. compressed-tensors: weight_packed, weight_scale, and for nvfp4
+weight_global_scale, which divides. ModelOpt: weight, weight_scale, and weight_scale_2, which
+multiplies. MLX's nvfp4 has no such third scale, so where there is one, there are only values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ....errors import CheckpointError
+from ....models.jsonfields import Fields
+from ..source import Leaves, MLXFormat, Packed, Reader, TensorInfo
+from ..stored import E2M1, E4M3, FLOATS, Array, StoredArray, to_float32
+
+MXFP8, NVFP4, MXFP4 = (
+    MLXFormat(32, 8, "mxfp8"),
+    MLXFormat(16, 4, "nvfp4"),
+    MLXFormat(32, 4, "mxfp4"),
+)
+BLOCK = (128, 128)
+_POWERS = ("F8_E8M0", "U8")  # exponents, biased by 127
+
+
+def read_block(config: Fields, key: str) -> tuple[int, int]:
+    """The size of blocks as a config states it.
+
+    Raises:
+        CheckpointError: no pair of positive integers.
+    """
+    block = config.items(key)
+    if block is None:
+        return BLOCK
+    if len(block) != 2 or not all(type(size) is int and 0 < size < 2**20 for size in block):
+        raise CheckpointError(f"{key} in {config.where} is {str(block)[:60]}; expected two sizes.")
+    return block[0], block[1]
+
+
+@dataclass(frozen=True, slots=True)
+class FP8:
+    """The modules of any checkpoint that have eight-bit floats as weights.
+
+    Args:
+        block: rows and inputs, where scales are for blocks.
+        powers: whether float scales are said to be powers of two.
+    """
+
+    block: tuple[int, int] = BLOCK
+    powers: bool = False
+
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+        """The matrix of a module with eight-bit floats as weights."""
+        weight = leaves.get("weight")
+        if weight is None or not weight.dtype.startswith("F8_E"):
+            return
+        del leaves["weight"]
+        weight.expect(["F8_E4M3"])
+        names = [leaf for leaf in ("weight_scale_inv", "weight_scale") if leaf in leaves]
+        if names:
+            scale = leaves.pop(names[0])
+            yield _Scaled(weight, scale, _block_of(weight, scale, self.block)).reader(
+                f"{path}.weight", self.powers
+            )
+        else:  # values that were cast, without a scale; bfloat16 holds them all
+            info = TensorInfo(f"{path}.weight", weight.shape, "bfloat16", "fp8", weight.num_bytes)
+            yield Reader(
+                info, (weight,), lambda rows: mx.array(weight.floats(rows)).astype(mx.bfloat16)
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """A matrix of eight-bit floats, with a scale for each block of rows and inputs."""
+
+    weight: StoredArray
+    scale: StoredArray
+    block: tuple[int, int]
+
+    def reader(self, name: str, powers: bool) -> Reader:
+        weight, scale = self.weight, self.scale
+        whole = self.block[1] % 32 == 0 and weight.shape[1] % 32 == 0
+        exact = whole and (powers or scale.dtype in _POWERS)
+        info = TensorInfo(
+            name=name,
+            shape=weight.shape,
+            dtype="float32",
+            stored=f"fp8 {_described(weight.shape, self.block)}",
+            stored_bytes=weight.num_bytes + scale.num_bytes,
+            lossless=MXFP8 if exact else None,
+        )
+        return Reader(info, (weight, scale), self._values, self._codes if exact else None)
+
+    def _values(self, rows: slice) -> mx.array:
+        """Code times scale, rounded to float32 once."""
+        values = E4M3[self.weight.view(rows)]
+        dtype = "F8_E8M0" if self.scale.dtype in _POWERS else self.scale.dtype
+        grid = to_float32(self._grid(), dtype)
+        if self.weight.shape[1] % self.block[1]:
+            values *= self._spread(grid, rows, 1)
+        else:  # the same without an array as large as the values
+            of_row = grid[np.arange(rows.start, rows.stop) // self.block[0]]
+            grouped = values.reshape(*of_row.shape, self.block[1])
+            grouped *= of_row[..., None]
+        return mx.array(values)
+
+    def _codes(self) -> Packed:
+        """Codes as they are, and the exponent of each scale for each 32 inputs."""
+        grid = self._grid()
+        exponents = grid if self.scale.dtype in _POWERS else self._exponents(grid)
+        if (exponents == 255).any():
+            raise self.scale.fail("holds a scale that is no number")
+        every = self._spread(exponents, slice(0, self.weight.shape[0]), 32)
+        codes = np.ascontiguousarray(self.weight.view()).view(np.uint32)
+        return Packed(mx.array(codes), mx.array(np.ascontiguousarray(every)), None)
+
+    def _grid(self) -> Array:
+        """The scales as (row blocks, column blocks)."""
+        rows, columns = (
+            -(-length // step) for length, step in zip(self.weight.shape, self.block, strict=True)
+        )
+        return np.asarray(self.scale.view()).reshape(rows, columns)
+
+    def _spread(self, grid: Array, rows: slice, step: int) -> Array:
+        """One scale for each row and each `step` inputs."""
+        of_row = np.arange(rows.start, rows.stop) // self.block[0]
+        of_column = np.arange(0, self.weight.shape[1], step) // self.block[1]
+        return grid[of_row][:, of_column]
+
+    def _exponents(self, grid: Array) -> Array:
+        fraction, exponent = np.frexp(to_float32(grid, self.scale.dtype))
+        biased = exponent.astype(np.int64) - 1 + 127
+        if (fraction != 0.5).any() or biased.min() < 0 or biased.max() > 254:
+            raise self.scale.fail(
+                "holds scales that are not powers of two, though scale_fmt says ue8m0"
+            )
+        return biased.astype(np.uint8)
+
+
+def _block_of(weight: StoredArray, scale: StoredArray, block: tuple[int, int]) -> tuple[int, int]:
+    """How many rows and inputs share a scale; both at most as many as there are.
+
+    Shapes are compared with their axes of length 1: (1, 2) is a row of two blocks, (2, 1) two rows.
+    Where both fit, the block that the config states is meant.
+    """
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise weight.fail(f"has shape {weight.shape}; expected (out, in)")
+    scale.expect([*FLOATS, *_POWERS])
+    out_dims, in_dims = weight.shape
+    choices = [(min(block[0], out_dims), min(block[1], in_dims)), (out_dims, in_dims), (1, in_dims)]
+    if scale.dtype in _POWERS:
+        choices.append((1, 32))
+    for rows, columns in choices:
+        if scale.shape in _spellings(-(-out_dims // rows), -(-in_dims // columns)):
+            return rows, columns
+    raise scale.fail(
+        f"has shape {scale.shape}, which is neither one scale, nor one for each row, nor one for "
+        f"each block of {block} of {weight.shape}"
+    )
+
+
+def _spellings(rows: int, columns: int) -> list[tuple[int, ...]]:
+    """The shapes that a grid of scales may have; ModelOpt's has an axis of 1 after each."""
+    shapes: list[tuple[int, ...]] = [(rows, columns), (rows, 1, columns, 1)]
+    if columns == 1:
+        shapes.append((rows,))
+    if rows == columns == 1:
+        shapes.append(())
+    return shapes
+
+
+def _described(shape: tuple[int, ...], block: tuple[int, int]) -> str:
+    if block == shape:
+        return "per tensor"
+    return "per row" if block == (1, shape[1]) else f"{block[0]}x{block[1]}"
+
+
+def fp4_modules(path: str, leaves: Leaves) -> Iterator[Reader]:
+    """The matrix of a module with codes of four bits and scales of eight."""
+    name = "weight_packed" if "weight_packed" in leaves else "weight"
+    codes, scale = leaves.get(name), leaves.get("weight_scale")
+    if codes is None or scale is None or codes.dtype != "U8":
+        return
+    del leaves[name], leaves["weight_scale"]
+    divisor, factor = (leaves.pop(n, None) for n in ("weight_global_scale", "weight_scale_2"))
+    yield _fp4_matrix(f"{path}.weight", codes, scale, divisor, factor)
+
+
+def _fp4_matrix(
+    name: str,
+    codes: StoredArray,
+    scale: StoredArray,
+    divisor: StoredArray | None,
+    factor: StoredArray | None,
+) -> Reader:
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        raise codes.fail(f"has shape {codes.shape}; expected (out, in / 2)")
+    form = NVFP4 if scale.expect(["F8_E4M3", "F8_E8M0", "U8"]).dtype == "F8_E4M3" else MXFP4
+    out_dims, in_dims = codes.shape[0], codes.shape[1] * 2
+    if in_dims % 32:
+        raise codes.fail(f"has {in_dims} inputs, which 32 does not divide")
+    scale.expect([scale.dtype], (out_dims, in_dims // form.group_size))
+    third = divisor or factor
+    if third is not None and (third.expect(["F32"]).shape not in ((), (1,))):
+        raise third.fail(f"has shape {third.shape}; expected one number")
+    parts = (codes, scale, third) if third else (codes, scale)
+
+    def values(rows: slice) -> mx.array:
+        """Code times scale times the third scale."""
+        steps = to_float32(scale.view(rows), "F8_E4M3" if form is NVFP4 else "F8_E8M0")
+        if third is not None:
+            whole = np.float32(np.asarray(third.view()).reshape(()))
+            steps = steps * whole if divisor is None else steps / whole
+        found = mx.array(fp4_values(codes.view(rows), steps))
+        return found if third is not None else found.astype(mx.bfloat16)
+
+    info = TensorInfo(
+        name=name,
+        shape=(out_dims, in_dims),
+        dtype="float32" if third else "bfloat16",
+        stored=f"{form.mode} g{form.group_size}" + (" with a global scale" if third else ""),
+        stored_bytes=sum(part.num_bytes for part in parts),
+        lossless=None if third else form,
+    )
+    return Reader(info, parts, values, None if third else lambda: as_stored(codes, scale))
+
+
+def as_stored(codes: StoredArray, scale: StoredArray) -> Packed:
+    """Codes and scales as they are."""
+    words = np.ascontiguousarray(codes.view()).view(np.uint32)
+    return Packed(mx.array(words), mx.array(np.ascontiguousarray(scale.view())), None)
+
+
+def fp4_values(octets: Array, scales: Array) -> Array:
+    """(..., in / 2) uint8 and (..., groups) float32 -> (..., in) float32."""
+    values = np.empty((*octets.shape, 2), np.float32)
+    values[..., 0] = E2M1[octets & 0xF]
+    values[..., 1] = E2M1[octets >> 4]
+    grouped = values.reshape(*scales.shape, -1)
+    grouped *= scales[..., None]
+    return grouped.reshape(*octets.shape[:-1], -1)

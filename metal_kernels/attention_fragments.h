@@ -56,7 +56,7 @@ struct PlainRun {
   static constant constexpr int WIDE = N < 4 ? N : 4;
   vec<T, WIDE> parts[N / WIDE];
 
-  float at(int i) const { return float(parts[i / WIDE][i % WIDE]); }
+  float at(int i) const thread { return float(parts[i / WIDE][i % WIDE]); }
 };
 
 // Vectors of D numbers as they are, one after the other, `codes` at the first; those that are read
@@ -80,7 +80,7 @@ struct StoredNumbers {
   // N numbers of a token from `span + first` on. Zeros where nothing may be seen: what lies there
   // may be anything.
   template <int N, int SPAN>
-  void read(thread Run<N>& run, int token, int span, int first, bool seen, bool) const {
+  void read(thread Run<N>& run, int token, int span, int first, bool seen, bool) const thread {
     constexpr int WIDE = Run<N>::WIDE;
     const device C* at = codes + token * WIDTH + span + first;
     UNROLL

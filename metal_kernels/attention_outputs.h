@@ -11,7 +11,7 @@ struct Outputs {
   int group;     // query heads per KV head
   int num_rows;  // of this sequence
 
-  long vector_of(int row) const {
+  long vector_of(int row) const thread {
     return SPLIT ? first + row : first + long(row / group) * query_heads + row % group;
   }
 };
@@ -22,13 +22,13 @@ struct RowFigures {
   float total;
 
   template <typename P>
-  RowFigures with_sink(P logits, int query_head) const {
+  RowFigures with_sink(P logits, int query_head) const thread {
     const float logit = float(logits[query_head]) * M_LOG2E_F;
     const float top = max(peak, logit);
     return {top, total * fast::exp2(peak - top) + fast::exp2(logit - top)};
   }
 
-  float log_sum_exp() const { return (peak + fast::log2(total)) * M_LN2_F; }
+  float log_sum_exp() const thread { return (peak + fast::log2(total)) * M_LN2_F; }
 };
 
 // Numbers of a value that streams merge at a time, and how far apart rows of them lie: lanes that

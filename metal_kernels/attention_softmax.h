@@ -15,7 +15,7 @@ struct ScoreScale {
   float scale;     // times log2(e), unless there is a cap
   float soft_cap;  // 0: none
 
-  float operator()(float score) const {
+  float operator()(float score) const thread {
     if (soft_cap == 0.0f) return score * scale;
     return M_LOG2E_F * soft_cap * precise::tanh(score * scale / soft_cap);
   }
@@ -44,7 +44,7 @@ struct RunningSoftmax {
   float peak[ROWS];
   float total[ROWS];  // of this lane's columns; row_sum has all
 
-  void clear() {
+  void clear() thread {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       peak[r] = LOWEST;
@@ -57,7 +57,7 @@ struct RunningSoftmax {
   }
 
   // What all numbers of a group have in common joins them; after the last token.
-  void add_biases() {
+  void add_biases() thread {
     if (!RAW) return;
     UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -66,7 +66,8 @@ struct RunningSoftmax {
         const float sum = row_sum(biases[r][i]);
         UNROLL
         for (int c = 8 * i; c < 8 * i + 8 && c < CHUNKS; c++) {
-          outputs[r][c].thread_elements() += sum;
+          outputs[r][c].thread_elements()[0] += sum;
+          outputs[r][c].thread_elements()[1] += sum;
         }
       }
     }
@@ -74,7 +75,7 @@ struct RunningSoftmax {
 
   // Scores become weights; what was summed so far fades where a higher peak came.
   template <int GROUPS>
-  void weigh(thread Fragment (&scores)[ROWS][GROUPS]) {
+  void weigh(thread Fragment (&scores)[ROWS][GROUPS]) thread {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       float top = peak[r];
@@ -98,7 +99,10 @@ struct RunningSoftmax {
       peak[r] = top;
       total[r] = total[r] * fade + sum;
       UNROLL
-      for (int c = 0; c < CHUNKS; c++) outputs[r][c].thread_elements() *= fade;
+      for (int c = 0; c < CHUNKS; c++) {
+        outputs[r][c].thread_elements()[0] *= fade;
+        outputs[r][c].thread_elements()[1] *= fade;
+      }
       UNROLL
       for (int i = 0; i < BIASES; i++) biases[r][i] *= fade;
     }

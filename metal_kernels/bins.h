@@ -20,7 +20,7 @@ struct Bins {
   threadgroup ulong* parts;  // sums of 32 bins each
   uint thread_id;
 
-  void clear() {
+  void clear() thread {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint i = thread_id; i < BINS; i += THREADS) {
       atomic_store_explicit(&low[i], 0u, memory_order_relaxed);
@@ -29,7 +29,7 @@ struct Bins {
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
-  void add(uint bin, ulong weight) {
+  void add(uint bin, ulong weight) thread {
     const uint word = uint(weight);
     const uint old = atomic_fetch_add_explicit(&low[bin], word, memory_order_relaxed);
     const uint rest = uint(weight >> 32) + (old + word < old ? 1u : 0u);
@@ -38,13 +38,13 @@ struct Bins {
     }
   }
 
-  ulong at(uint bin) {
+  ulong at(uint bin) thread {
     return (ulong(atomic_load_explicit(&high[bin], memory_order_relaxed)) << 32) +
         ulong(atomic_load_explicit(&low[bin], memory_order_relaxed));
   }
 
   // The sum of all bins; to be called before find().
-  ulong total() {
+  ulong total() thread {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint lane = thread_id % 32;
     for (uint part = thread_id / 32; part < BINS / 32; part += THREADS / 32) {
@@ -60,7 +60,7 @@ struct Bins {
   }
 
   // The first bin at which the sum exceeds `target`, which becomes what is left of it there.
-  uint find(thread ulong& target) {
+  uint find(thread ulong& target) thread {
     uint part = 0;
     while (part < BINS / 32 - 1 && parts[part] <= target) {
       target -= parts[part++];

@@ -22,13 +22,13 @@ struct CodeRun {
   float bias;
 
   // Code i, times 2^place(i).
-  float raised(int i) const {
+  float raised(int i) const thread {
     return float(words[i / PER_WORD] & (((1u << BITS) - 1) << place(i)));
   }
 
-  float scaled(float product) const { return product * scale; }
+  float scaled(float product) const thread { return product * scale; }
 
-  float biased(float sum, float total) const { return sum + bias * total; }
+  float biased(float sum, float total) const thread { return sum + bias * total; }
 
   static constexpr int place(int i) { return i % PER_WORD * BITS; }
 };
@@ -43,12 +43,12 @@ struct Codes {
   const device S* biases;
 
   // The same from a row on.
-  Codes from(int row) const {
+  Codes from(int row) const thread {
     const ulong group = ulong(row) * (IN_DIMS / GROUP);
     return {words + ulong(row) * (IN_DIMS / Run::PER_WORD), scales + group, biases + group};
   }
 
-  void read(thread Run& run, int row, int first) const {
+  void read(thread Run& run, int row, int first) const thread {
     const int word = row * (IN_DIMS / Run::PER_WORD) + first / Run::PER_WORD;
     UNROLL
     for (int i = 0; i < Run::LENGTH / Run::PER_WORD; i++) run.words[i] = words[word + i];
@@ -64,11 +64,11 @@ struct NumberRun {
   static constant constexpr int LENGTH = 8;
   W numbers[LENGTH];
 
-  float raised(int i) const { return float(numbers[i]); }
+  float raised(int i) const thread { return float(numbers[i]); }
 
-  float scaled(float product) const { return product; }
+  float scaled(float product) const thread { return product; }
 
-  float biased(float sum, float) const { return sum; }
+  float biased(float sum, float) const thread { return sum; }
 
   static constexpr int place(int) { return 0; }
 };
@@ -81,9 +81,9 @@ struct Numbers {
   const device W* numbers;
 
   // The same from a row on.
-  Numbers from(int row) const { return {numbers + ulong(row) * IN_DIMS}; }
+  Numbers from(int row) const thread { return {numbers + ulong(row) * IN_DIMS}; }
 
-  void read(thread Run& run, int row, int first) const {
+  void read(thread Run& run, int row, int first) const thread {
     const int at = row * IN_DIMS + first;
     UNROLL
     for (int i = 0; i < Run::LENGTH; i++) run.numbers[i] = numbers[at + i];

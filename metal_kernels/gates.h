@@ -5,12 +5,12 @@ using namespace metal;
 METAL_FUNC float times_sigmoid(float y, float z) { return y / (1.0f + precise::exp(-z)); }
 
 struct Silu {
-  float operator()(float gate, float up) const { return times_sigmoid(gate, gate) * up; }
+  float operator()(float gate, float up) const thread { return times_sigmoid(gate, gate) * up; }
 };
 
 // 0.5 (1 + tanh(z)) = sigmoid(2 z), z = sqrt(2 / pi) (gate + 0.044715 gate^3).
 struct GeluTanh {
-  float operator()(float gate, float up) const {
+  float operator()(float gate, float up) const thread {
     const float slope = 1.5957691216057308f;
     return times_sigmoid(gate, slope * gate * (1.0f + 0.044715f * gate * gate)) * up;
   }
@@ -21,7 +21,7 @@ struct ClampedSwiglu {
   float alpha;
   float limit;
 
-  float operator()(float gate, float up) const {
+  float operator()(float gate, float up) const thread {
     const float low = min(gate, limit);
     return times_sigmoid(low, alpha * low) * (clamp(up, -limit, limit) + 1.0f);
   }

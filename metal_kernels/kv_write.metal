@@ -94,7 +94,7 @@ template <uint WIDTH, uint FIRST, uint COUNT, typename T>
 struct Plain {
   device T* numbers;
 
-  void write(threadgroup const float* x, uint vector, uint lane) {
+  void write(threadgroup const float* x, uint vector, uint lane) thread {
     for (uint i = lane; i < COUNT; i += 32) {
       numbers[ulong(vector) * WIDTH + FIRST + i] = T(x[i]);
     }
@@ -110,7 +110,7 @@ struct Affine {
   device uint8_t* codes;
   device half* groups;  // of each a scale and a bias
 
-  void write(threadgroup const float* x, uint vector, uint lane) {
+  void write(threadgroup const float* x, uint vector, uint lane) thread {
     constexpr uint PER_BYTE = 8 / BITS, BYTES = GROUP / PER_BYTE;
     const float levels = float((1 << BITS) - 1);
     for (uint group = 0; group < COUNT / GROUP; group++) {
@@ -142,7 +142,7 @@ struct Affine {
 
 // Where what is stored of a token goes: among that of the step's tokens.
 struct ByToken {
-  uint place(uint token, uint head, uint heads) const { return token * heads + head; }
+  uint place(uint token, uint head, uint heads) const thread { return token * heads + head; }
 };
 
 // One head of one token: vector `vector` of qkv: its heads are queries, then keys, then values.

@@ -67,7 +67,7 @@ template <int KD, int VD, typename T>
 struct LatentQueries {
   vec<T, 2> pairs[2][KD / TEAM / 8];
 
-  void load(const device T* first, int base, int num_rows, int part, Place at) {
+  void load(const device T* first, int base, int num_rows, int part, Place at) thread {
     UNROLL
     for (int r = 0; r < 2; r++) {
       UNROLL
@@ -82,7 +82,7 @@ struct LatentQueries {
     }
   }
 
-  Fragment at(int r, int c) const {
+  Fragment at(int r, int c) const thread {
     Fragment part;
     part.thread_elements()[0] = float(pairs[r][c][0]);
     part.thread_elements()[1] = float(pairs[r][c][1]);
@@ -96,7 +96,7 @@ struct RowSoftmax {
   float total;
 
   // A score becomes a weight; returns by how much what was summed so far fades.
-  float weigh(thread float& score) {
+  float weigh(thread float& score) thread {
     float top = score;
     for (ushort step = 1; step < BLOCK; step *= 2) top = max(top, simd_shuffle_xor(top, step));
     top = max(top, peak);
@@ -184,7 +184,10 @@ METAL_FUNC void mla_attention(
       const int row = r * 8 + at.row;
       const float faded = scores[SCORES + score_place(row, 0)];
       UNROLL
-      for (int c = 0; c < VALUE_CHUNKS; c++) sums[r][c].thread_elements() *= faded;
+      for (int c = 0; c < VALUE_CHUNKS; c++) {
+        sums[r][c].thread_elements()[0] *= faded;
+        sums[r][c].thread_elements()[1] *= faded;
+      }
       UNROLL
       for (int g = 0; g < 2; g++) {
         Fragment weights;

@@ -27,7 +27,7 @@ struct SharedQueries {
   uint lane;
   float sums[ROWS][SPANS];
 
-  void add_up() {
+  void add_up() thread {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       UNROLL
@@ -42,7 +42,7 @@ struct SharedQueries {
     }
   }
 
-  Fragment at(int r, int c) const {
+  Fragment at(int r, int c) const thread {
     const vec<T, 2> pair =
         reinterpret_cast<const threadgroup vec<T, 2>*>(pairs)[(r * (D / 8) + c) * 32 + lane];
     Fragment part;

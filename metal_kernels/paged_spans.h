@@ -20,10 +20,10 @@ struct Span {
   int gap;          // blocks after them that no query sees
   int first_item;   // of the work list
 
-  int num_queries() const { return stop - start; }
+  int num_queries() const thread { return stop - start; }
 
   // The position of the first token of the i-th block that any query sees.
-  int block_start(int i) const { return (i < sink_blocks ? i : i + gap) * BLOCK; }
+  int block_start(int i) const thread { return (i < sink_blocks ? i : i + gap) * BLOCK; }
 };
 
 // What a layer group keeps: a query sees itself, the `window` positions up to it, and the sinks.
@@ -31,12 +31,12 @@ struct Reach {
   int window;
   int sinks;
 
-  bool sees(int query, int key) const {
+  bool sees(int query, int key) const thread {
     return key <= query && (key > query - window || key < sinks);
   }
 
   // Whether any query of a sequence sees a key.
-  bool seen(Span span, int key) const {
+  bool seen(Span span, int key) const thread {
     return key < span.stop && (key > span.start - window || key < sinks);
   }
 };
@@ -53,17 +53,17 @@ struct Item {
 struct StepPlan {
   const device int* numbers;
 
-  int page_size() const { return numbers[0]; }
-  Reach reach() const { return {numbers[1], numbers[2]}; }
-  int max_pages() const { return numbers[3]; }
-  int max_queries() const { return numbers[4]; }
+  int page_size() const thread { return numbers[0]; }
+  Reach reach() const thread { return {numbers[1], numbers[2]}; }
+  int max_pages() const thread { return numbers[3]; }
+  int max_queries() const thread { return numbers[4]; }
 
-  Span span(int sequence) const {
+  Span span(int sequence) const thread {
     const device int* at = numbers + PLAN_SIZES + sequence * SPAN_FIELDS;
     return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]};
   }
 
-  Item item(int index) const {
+  Item item(int index) const thread {
     const device int* at = numbers + numbers[5] + index * WORK_FIELDS;
     return {at[0], at[1], at[2], at[3]};
   }
@@ -76,7 +76,7 @@ struct BlockPlace {
   long vector;
 
   // The same tokens of a head that comes so many vectors later in the tail.
-  BlockPlace later(int vectors) const {
+  BlockPlace later(int vectors) const thread {
     return {held, in_pages, in_pages ? vector : vector + vectors};
   }
 };
@@ -102,7 +102,7 @@ struct Plane {
   const device S* tail_groups;
   const device S* groups;
 
-  Rows at(BlockPlace place) const {
+  Rows at(BlockPlace place) const thread {
     const long number = place.vector * Rows::WIDTH + Rows::FIRST_CODE;
     const long group = 2 * (place.vector * Rows::GROUPS + Rows::FIRST_GROUP);
     return {

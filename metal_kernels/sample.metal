@@ -28,17 +28,17 @@ struct Row {
   uint vocab_size;
   uint num_masked;  // tokens that have a bit; the others are forbidden
 
-  float seen(uint id, float x) {
+  float seen(uint id, float x) thread {
     if (MASKED && (id >= num_masked || ((mask[id / 32] >> (id % 32)) & 1u) == 0)) {
       return -INFINITY;
     }
     return x == 0.0f ? 0.0f : (x == x ? min(x, FLT_MAX) : -INFINITY);  // one zero, no NaN
   }
 
-  float at(uint id) { return seen(id, float(logits[id])); }
+  float at(uint id) thread { return seen(id, float(logits[id])); }
 
   // WIDE tokens from `id` on, which is a multiple of it.
-  void read(uint id, thread float (&x)[WIDTH]) {
+  void read(uint id, thread float (&x)[WIDTH]) thread {
     if constexpr (WIDTH == 4) {
       const vec<T, 4> four = reinterpret_cast<const device vec<T, 4>*>(logits)[id / 4];
       for (uint i = 0; i < 4; i++) x[i] = seen(id + i, float(four[i]));
@@ -61,18 +61,18 @@ void visit(Tokens row, thread Visitor& visitor, uint thread_id) {
 // What a token weighs, and which target a sum must exceed, for top-k and for top-p.
 struct Count {
   ulong k;
-  ulong weight(float) { return 1; }
-  ulong target(ulong total) { return min(k, total) - 1; }
+  ulong weight(float) thread { return 1; }
+  ulong target(ulong total) thread { return min(k, total) - 1; }
 };
 
 struct Mass {
   float highest;
   float temperature;
   float top_p;
-  float probability(float x) { return precise::exp((x - highest) / temperature); }
-  ulong weight(float x) { return ulong(probability(x) * ONE); }
+  float probability(float x) thread { return precise::exp((x - highest) / temperature); }
+  ulong weight(float x) thread { return ulong(probability(x) * ONE); }
   // To reach share * total is to exceed the next smaller whole number.
-  ulong target(ulong total) {
+  ulong target(ulong total) thread {
     const ulong share = ulong(top_p * 4294967296.0f);
     const ulong low = (total & 0xffffffffu) * share;
     const ulong goal = (total >> 32) * share + (low >> 32);
@@ -86,7 +86,7 @@ struct Ranges {
   float highest;
   float scale;  // 0: they are one range
 
-  uint of(float x) const {
+  uint of(float x) const thread {
     return scale > 0.0f ? min(uint((highest - x) * scale), BINS - 1) : 0;
   }
 };
@@ -104,7 +104,7 @@ struct Filler {
   Weigh weigh;
   Ranges ranges;
 
-  void see(uint, float x) {
+  void see(uint, float x) thread {
     if (x < ranges.lowest) return;
     const ulong weight = weigh.weight(x);
     if (weight != 0) bins.add(ranges.of(x), weight);
@@ -122,7 +122,7 @@ struct KeyFiller {
   uint top;
   uint shift;
 
-  void see(uint, float x) {
+  void see(uint, float x) thread {
     const uint key = key_of<T>(x);
     if (x >= ranges.lowest && key >= bottom && key <= top && ranges.of(x) == range) {
       bins.add((top - key) >> shift, weigh.weight(x));
@@ -218,7 +218,7 @@ struct Extremes {
   uint token;
   float lowest;
 
-  void see(uint id, float x) {
+  void see(uint id, float x) thread {
     if (x > highest) {
       highest = x;
       token = id;

@@ -15,12 +15,12 @@ struct CodeRun {
   float scale;
   float bias;
 
-  float code(int i) const {
+  float code(int i) const thread {
     const uint word = words[i * BITS / 32] >> (i * BITS % 32);
     return float(word & ((1u << BITS) - 1));
   }
 
-  float at(int i) const { return code(i) * scale + bias; }
+  float at(int i) const thread { return code(i) * scale + bias; }
 };
 
 // Vectors of D codes of BITS bits, as StoredNumbers; FIRST begins a group.
@@ -45,7 +45,7 @@ struct StoredCodes {
   // read one scale; `same_group` says that the run has it from the span before.
   template <int N, int SPAN>
   void read(
-      thread Run<N>& run, int token, int span, int first, bool seen, bool same_group) const {
+      thread Run<N>& run, int token, int span, int first, bool seen, bool same_group) const thread {
     read_codes<N, SPAN>(run, token, span, first, seen);
     if (same_group) return;
     const int group = GROUP % SPAN == 0 ? span / GROUP : (span + first) / GROUP;
@@ -54,7 +54,7 @@ struct StoredCodes {
     run.bias = both.y;
   }
 
-  float2 scale_and_bias(int token, int group, bool seen) const {
+  float2 scale_and_bias(int token, int group, bool seen) const thread {
     if (!seen) return float2(0.0f, 0.0f);
     const vec<S, 2> both =
         reinterpret_cast<const device vec<S, 2>*>(groups)[token * GROUPS + group];
@@ -63,7 +63,7 @@ struct StoredCodes {
 
   // The codes alone.
   template <int N, int SPAN>
-  void read_codes(thread Run<N>& run, int token, int span, int first, bool seen) const {
+  void read_codes(thread Run<N>& run, int token, int span, int first, bool seen) const thread {
     constexpr int BYTES = N * BITS / 8;
     UNROLL
     for (int i = 0; i < (BYTES + 3) / 4; i++) run.words[i] = 0;

@@ -5,7 +5,7 @@ struct InTails {
   const device int* places;  // slot * ring + offset of each token
   uint ring;
 
-  uint place(uint token, uint head, uint heads) const {
+  uint place(uint token, uint head, uint heads) const thread {
     const uint at = uint(places[token]);
     return (at / ring * heads + head) * ring + at % ring;
   }

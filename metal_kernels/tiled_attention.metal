@@ -34,7 +34,7 @@ template <typename T, int D, int ROWS, int CHUNKS>
 struct OwnQueries {
   vec<T, 2> pairs[ROWS][CHUNKS];
 
-  Fragment at(int r, int c) const {
+  Fragment at(int r, int c) const thread {
     Fragment part;
     part.thread_elements()[0] = float(pairs[r][c][0]);
     part.thread_elements()[1] = float(pairs[r][c][1]);
@@ -43,7 +43,7 @@ struct OwnQueries {
 
   void load(
       const device T* first, int query_heads, int group, int base, int num_rows, int chunk,
-      Place at) {
+      Place at) thread {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       const int row = base + r * 8 + at.row;
@@ -66,7 +66,7 @@ struct FragmentTile {
   const threadgroup T* pairs;
   uint lane;
 
-  Fragment at(int g, int c) const {
+  Fragment at(int g, int c) const thread {
     const vec<T, 2> pair =
         reinterpret_cast<const threadgroup vec<T, 2>*>(pairs)[(g * (D / 8) + c) * 32 + lane];
     Fragment part;
@@ -190,13 +190,17 @@ METAL_FUNC void add_other_half(
   threadgroup float2* mine = sums + simd_group * SIZE + lane;
   UNROLL
   for (int i = 0; i < ROWS * GROUPS; i++) {
-    mine[i * 32] = scores[i / GROUPS][i % GROUPS].thread_elements();
+    thread Fragment& own = scores[i / GROUPS][i % GROUPS];
+    mine[i * 32] = float2(own.thread_elements()[0], own.thread_elements()[1]);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const threadgroup float2* other = sums + (simd_group ^ 1) * SIZE + lane;
   UNROLL
   for (int i = 0; i < ROWS * GROUPS; i++) {
-    scores[i / GROUPS][i % GROUPS].thread_elements() += other[i * 32];
+    thread Fragment& own = scores[i / GROUPS][i % GROUPS];
+    const float2 added = other[i * 32];
+    own.thread_elements()[0] += added.x;
+    own.thread_elements()[1] += added.y;
   }
 }
 
@@ -239,7 +243,7 @@ struct RowPositions {
   template <int GROUPS>
   void scale(
       thread Fragment (&scores)[ROWS][GROUPS], Reach reach, ScoreScale scaled, int position,
-      Place at) const {
+      Place at) const thread {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       UNROLL

@@ -58,7 +58,7 @@ def lint(kernel: Kernel) -> list[Fault]:
     refused = [
         Fault("address space", message, file, int(line))
         for file, line, severity, message in _MESSAGE.findall(said)
-        if severity == "error" or "'__bf16'" in message or "extension" in message
+        if severity == "error" or "__bf16'" in message or "extension" in message
         if file not in IGNORED_FILES and not message.startswith(ALLOWED)
     ]
     refused += msl_rules.faults(kernel.parts)

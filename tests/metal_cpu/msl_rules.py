@@ -34,7 +34,9 @@ FORBIDDEN = frozenset(
         "asm",
     }
 )
-RESERVED = re.compile(r"fragment|vertex|kernel|sampler|patch|mesh|object|texture\w*|depth\w+")
+RESERVED = re.compile(
+    r"fragment|vertex|kernel|sampler|patch|mesh|object|ray_data|object_data|texture\w*|depth\w+"
+)
 WIDE = frozenset({"long", "ulong", "int64_t", "uint64_t", "size_t", "ptrdiff_t", "atomic_ulong"})
 STATEMENT_WORDS = frozenset(
     {
@@ -129,6 +131,8 @@ def _words(code: Sequence[Token]) -> Iterator[tuple[str, int]]:
         elif text.startswith(("simd_", "quad_")) and next_text == "(":
             if i + 2 < len(code) and code[i + 2].text in WIDE:
                 yield f"{text} takes no numbers of 64 bits", token.line
+        elif text == "thread_elements" and not _by_element(code, i):
+            yield "thread_elements() is not named element by element", token.line
         elif text == "threadgroup" and _has_wide_atomic(code, i):
             yield "threadgroup memory has no atomics of 64 bits", token.line
         elif last is not None and last.kind is Kind.NAME and _is_declared(text, next_text):
@@ -138,6 +142,18 @@ def _words(code: Sequence[Token]) -> Iterator[tuple[str, int]]:
 def _is_declared(text: str, next_text: str) -> bool:
     """Whether a word of Metal's is used as the name of a variable; a type stands before it."""
     return RESERVED.fullmatch(text) is not None and next_text in ("=", ";", ",", ")", "[")
+
+
+def _by_element(code: Sequence[Token], i: int) -> bool:
+    """Whether a fragment's numbers are named one by one, or cast as MLX's kernels do."""
+    after_call = code[closing(code, i + 1) + 1].text
+    return after_call == "[" or (after_call == ")" and _is_cast(code, i))
+
+
+def _is_cast(code: Sequence[Token], i: int) -> bool:
+    while i and code[i].text not in ("(", "=", ";", ","):
+        i -= 1
+    return code[i - 1].text == ">"
 
 
 def _is_function_pointer(code: Sequence[Token], i: int) -> bool:
@@ -210,7 +226,7 @@ class _Reader:
         elif {"struct", "class", "union", "namespace"} & set(words):
             self.read_scope(opening + 1, end, in_struct="namespace" not in words)
         elif any(token.text == "(" for token in self._code[begin:opening]):
-            self._function(begin, opening, end)
+            self._function(begin, opening, end, in_struct=in_struct)
         else:
             self._object(begin, opening, in_struct=in_struct)
 
@@ -231,7 +247,7 @@ class _Reader:
         if "constant" not in texts and head[0].kind is Kind.NAME and texts[0] != "template":
             self._fault("address space", "an object of the program is not `constant`", line)
 
-    def _function(self, begin: int, opening: int, end: int) -> None:
+    def _function(self, begin: int, opening: int, end: int, *, in_struct: bool) -> None:
         head = _without_attributes(self._code[begin:opening])
         at = next(i for i, token in enumerate(head) if token.text == "(" and _calls(head, i))
         name = "operator" if head[at - 1].kind is not Kind.NAME else head[at - 1].text
@@ -247,6 +263,13 @@ class _Reader:
             self._fault("address space", f"{name} returns a bare pointer", head[0].line)
         for parameter in split(list(head[at + 1 : closing(head, at)])):
             self._parameter(parameter)
+        is_constructor = len(returns) == 1
+        if in_struct and not is_constructor and "static" not in {t.text for t in returns}:
+            behind = {token.text for token in head[closing(head, at) + 1 :]}
+            if not SPACES & behind:  # from Metal 4.1 on `this` is generic without one
+                self._fault(
+                    "address space", f"{name} does not say where its object is", function.line
+                )
         self._body(function, opening + 1, end)
 
     def _parameter(self, parameter: Sequence[Token]) -> None:

@@ -168,6 +168,26 @@ def test_inputs_lie_as_unaligned_as_slices_may() -> None:
     assert slices.reports[0].kinds() == {"misaligned"}
 
 
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_a_misaligned_vector_is_a_fault_and_not_the_end_of_the_process(verb: str) -> None:
+    """x86-64 ends a process that moves 16 bytes to or from an address that is no multiple of 16."""
+    body = {
+        "load": "((device float4*)out)[i] = ((const device float4*)(x + 1))[i];",
+        "store": "((device float4*)(out + 1))[i] = float4(x[i]);",
+    }
+    example = Example(
+        text="// nothing before the body",
+        body=f"uint i = thread_position_in_grid.x; {body[verb]}",
+        inputs={"x": mx.arange(64).astype(mx.float32)},
+        grid=(8, 1, 1),
+        threadgroup=(8, 1, 1),
+        output_shape=(64,),
+    )
+    example.run(machine := MetalCPU())
+    (fault,) = [each for each in machine.reports[0].faults if each.kind == "misaligned"]
+    assert fault.message.startswith(f"{verb} of 16 bytes")
+
+
 def test_edges_of_a_grid_have_smaller_threadgroups() -> None:
     example = Example(
         text="// nothing before the body",

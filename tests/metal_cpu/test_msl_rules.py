@@ -37,6 +37,9 @@ METAL_FUNC float total(const device float* p, uint n) {
 """
 
 
+FRAGMENT = "simdgroup_matrix<float, 8, 8> m(0.0f);"
+
+
 @dataclass(frozen=True)
 class Edit:
     """What is put into the sound kernel: helpers before it, statements at its end, or instead."""
@@ -134,13 +137,13 @@ EDITS = [
     ),
     Edit(
         "method of an object in constant",
-        "struct C { float a; float get() const { return a; } };\n"
+        "struct C { float a; float get() const thread { return a; } };\n"
         "constant constexpr C TABLE[1] = {{1.0f}};",
         "y[i] += TABLE[0].get();",
     ),
     Edit(
         "method of an object in device memory",
-        "struct C { float a; float get() const { return a; } };",
+        "struct C { float a; float get() const thread { return a; } };",
         "y[i] += ((const device C*)x)->get();",
     ),
     Edit(
@@ -156,6 +159,17 @@ EDITS = [
     ),
     Edit("function word as a name", body="float fragment = 1; y[i] += fragment;"),
     Edit("type as a name", body="float sampler = 1; y[i] += sampler;"),
+    Edit("address space as a name", body="float ray_data = 1; y[i] += ray_data;"),
+    Edit("other address space as a name", body="float object_data = 1; y[i] += object_data;"),
+    Edit(
+        "member function that does not say where its object is",
+        "struct S { float a; float at() const { return a; } };",
+        "S s = {1.0f}; y[i] += s.at();",
+    ),
+    Edit("elements of a fragment as a pair", body=f"{FRAGMENT} float2 p = m.thread_elements();"),
+    Edit("a pair added to a fragment", body=f"{FRAGMENT} m.thread_elements() += float2(1.0f);"),
+    Edit("a whole fragment multiplied", body=f"{FRAGMENT} m.thread_elements() *= 2.0f;"),
+    Edit("constant bfloat of a float", body="const bfloat b = 1.0f * v; y[i] += float(b);"),
 ]
 
 
@@ -181,12 +195,15 @@ def test_what_metal_rejects_is_found_without_a_run(edit: Edit) -> None:
 
 SOUND_TEXTS = [
     "METAL_FUNC float h(float a, float b) { float c = 1; c = a * b; return c & 1; }",
-    "struct S { const device float* p; float at(int i) const { return p[i]; } };",
+    "struct S { const device float* p; float at(int i) const thread { return p[i]; } };",
     "template <typename T, int N> struct V { T t[N]; }; constant constexpr int K = 3;",
     "enum Mode : int { A, B }; using F = float; typedef int I;",
     "METAL_FUNC float h(thread float (&a)[4], int i) { return a[i] * a[0]; }",
     "METAL_FUNC void h(threadgroup float* t) { if (t[0] > 0) { t[1] = 0; } return; }",
     "METAL_FUNC void h() { simdgroup_barrier(mem_flags::mem_none); return; }",
+    "typedef simdgroup_matrix<float, 8, 8> M; METAL_FUNC void h(thread M& m, thread float2& x) {\n"
+    "m.thread_elements()[1] *= 2; reinterpret_cast<thread float2&>(m.thread_elements()) = x; }",
+    "struct B { float a; static float of(float x) { return x; } B(float x) : a(x) {} };",
 ]
 
 

@@ -16,6 +16,7 @@ struct AccessKind {
 };
 
 enum { kDevice = 0, kThreadgroup = 1 };
+constexpr unsigned kTrapped = 16; // bytes that x86-64 loads and stores at multiples only
 
 // Where an access is: of a check's return address only faults look up the line.
 struct Place {
@@ -74,6 +75,9 @@ inline void check_alignment(
     note(
         "misaligned", at, "%s of %u bytes at %s + %zu, an address that is no multiple of %u",
         kind.verb(), kind.size, name, offset, kind.alignment);
+    if (kind.alignment >= kTrapped) {
+      stop(); // the processor would end the process
+    }
   }
 }
 

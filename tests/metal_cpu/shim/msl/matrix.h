@@ -1,4 +1,6 @@
-// 8 x 8 matrices of a SIMD-group. A lane holds two elements, where MLX's kernels expect them.
+// 8 x 8 matrices of a SIMD-group. A lane holds two elements, where MLX's kernels expect them. Apple's
+// type is as wide as the matrix, and so is this one where nothing runs: what takes the elements of a
+// lane for a vector of two is refused.
 #pragma once
 
 namespace metal {
@@ -6,7 +8,12 @@ namespace metal {
 template <class T, int Rows, int Columns>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "the only size");
-  vec<T, 2> elements;
+#ifdef MSL_LINT
+  typedef vec<T, 64> Elements;
+#else
+  typedef vec<T, 2> Elements;
+#endif
+  Elements elements;
 
   simdgroup_matrix() = default;
   MSL_INLINE explicit simdgroup_matrix(T diagonal) {
@@ -16,8 +23,8 @@ struct simdgroup_matrix {
     elements[1] = row == column + 1 ? diagonal : T(0);
   }
 
-  MSL_INLINE vec<T, 2>& thread_elements() { return elements; }
-  MSL_INLINE const vec<T, 2>& thread_elements() const { return elements; }
+  MSL_INLINE Elements& thread_elements() { return elements; }
+  MSL_INLINE const Elements& thread_elements() const { return elements; }
 
   // Row and first of the two columns of the running lane.
   static MSL_INLINE void place(int& row, int& column) {
@@ -36,7 +43,7 @@ typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 template <class T, int Rows, int Columns>
 MSL_INLINE simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, Rows, Columns> matrix;
-  matrix.elements = vec<T, 2>{value, value};
+  matrix.elements[0] = matrix.elements[1] = value;
   return matrix;
 }
 
@@ -83,7 +90,8 @@ MSL_HIDDEN void simdgroup_multiply_accumulate(
     left += factor * other[2];
     right += factor * other[3];
   }
-  result.elements = vec<D, 2>{(D)left, (D)right};
+  result.elements[0] = (D)left;
+  result.elements[1] = (D)right;
 }
 
 template <class D, class A, class B>

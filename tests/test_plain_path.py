@@ -18,7 +18,7 @@ FEATURES = (  # folders and files of the package
         "layers/streamed_moe.py",
         "models/zoo/",
     ),
-    *("cache/disk/", "cache/state.py", "cache/own.py", "cache/latent.py", "cache/joint.py"),
+    *("cache/disk/", "cache/state.py", "cache/own.py", "cache/latent.py"),
     "sampling/rejection.py",
     "text/tools/",
 )

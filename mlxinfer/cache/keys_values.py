@@ -26,9 +26,8 @@ from ..metal_kernels.prefill_cases import prefill_variant
 from ..metal_kernels.stored import Affine
 from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Stored
 from .plain import is_fused
-from .planes import Plane, Stored
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
@@ -100,6 +99,7 @@ class KeyValueLayer(PagedLayer):
         super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
         self.form = (spec.num_kv_heads, spec.key_dim, spec.value_dim, formats)
         self.chunked = spec.chunked
+        self._as_they_are = not keys.bits and not values.bits
 
     @classmethod
     def of(cls, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> "KeyValueLayer":
@@ -152,14 +152,9 @@ class KeyValueLayer(PagedLayer):
 
     # -- a step ---------------------------------------------------------------------------------
 
-    @property
-    def heads(self) -> Heads | None:
-        """Settings of the kernel that writes heads; None: the layer norms and turns them."""
-        return None if self.prepared.place.positions is None else self.write_heads
-
     def attend_heads(self, qkv: mx.array, softmax: Softmax) -> mx.array:
         """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
-        prepared, heads, place = self.prepared, self.write_heads, self.prepared.place
+        prepared, heads, place = self.prepared, self.heads, self.prepared.place
         assert heads is not None
         assert place.positions is not None
         if self.writes_tails and place.is_decode:
@@ -179,6 +174,9 @@ class KeyValueLayer(PagedLayer):
 
         Written first, since a view taken before a write would make the write a copy.
         """
+        if self._as_they_are:
+            self.prepared.write(self, [[keys], [values]])
+            return self.prepared.attend(self, queries, softmax)
         self.prepared.write(self, self.encode(keys, values))
         return self.attend_again(queries, softmax)
 
@@ -316,7 +314,7 @@ class JointLayer(KeyValueLayer):
     def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:
         dim, turning = spec.value_dim, spec.turning
         assert spec.key_dim == dim > turning > 0
-        self.subtracts_bias = False
+        self.subtracts_bias = self._as_they_are = False
         self.chunked = spec.chunked
         kinds = [(formats[0], spec.joint_dim)]
         PagedLayer.__init__(self, spec, formats, dtype, kinds, heads=spec.num_kv_heads)

@@ -15,9 +15,8 @@ from .groups import ENDLESS, AttentionWindow
 from .inputs import CacheWork, Spill, StepMetadata
 from .layout import LayerCache, paged_of, sequence_layers
 from .page_group import LayerGroup
-from .paged import GroupKey, PagedLayer
+from .paged import GroupKey, PagedLayer, TailPlace
 from .pages import PageAllocator
-from .planes import TailPlace
 from .state import SequenceGroup
 
 MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget

@@ -32,9 +32,8 @@ from ..metal_kernels.stored import PLAIN, KVFormat
 from ..metal_kernels.variants import Variant
 from .inputs import Ints
 from .keys_values import rotatable
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, attend_rows
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored, attend_rows
 from .plain import Chunk, cut_runs
-from .planes import Plane, Runs, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 

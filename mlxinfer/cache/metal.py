@@ -17,9 +17,8 @@ from ..metal_kernels.prefill_plan import Chunks
 from ..metal_kernels.variants import ReadyFor
 from .groups import PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
-from .paged import PagedLayer, Part, Prepared
+from .paged import PagedLayer, Part, Prepared, TailPlace
 from .plain import PlainAttention, chunks_of
-from .planes import TailPlace
 
 PlanFor = Callable[[PagedLayer, mx.array], AttentionPlan]  # of a layer and its queries
 

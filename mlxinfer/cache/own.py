@@ -13,8 +13,7 @@ from ..config import KVOptions
 from ..core import OwnCacheSpec
 from ..errors import InvalidRequestError
 from .inputs import CacheWork, StepMetadata
-from .paged import Formats
-from .planes import TailPlace
+from .paged import Formats, TailPlace
 from .state import SequenceGroup, SequenceLayer
 
 

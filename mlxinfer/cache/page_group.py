@@ -17,9 +17,8 @@ from .budget import FIRST_PAGES, growth_threshold, layers_to_grow
 from .groups import PageGroup
 from .inputs import CacheWork, StepMetadata, seal_index
 from .metal import MetalAttention
-from .paged import PagedLayer
+from .paged import PagedLayer, Plane, TailPlace
 from .plain import PlainAttention
-from .planes import Plane, TailPlace
 
 FIRST_SLOTS = 4
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
@@ -132,6 +131,7 @@ class LayerGroup(PageGroup):
         prepared = self._attention.prepare(metadata, self, self.number, place)
         for layer in self.layers:
             layer.prepared = prepared
+            layer.heads = None if place.positions is None else layer.write_heads
 
     def before_step(self, work: CacheWork) -> None:
         """Move tail pages into the page arrays.

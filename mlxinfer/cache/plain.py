@@ -27,8 +27,7 @@ from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import Softmax, capped, gathered_attention
 from .groups import AttentionWindow, PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
-from .paged import PagedLayer, Part, Prepared
-from .planes import Runs, TailPlace
+from .paged import PagedLayer, Part, Prepared, Runs, TailPlace
 
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
 QUERY_BLOCK = 128

@@ -23,8 +23,7 @@ from ..core import OwnCacheSpec, StateSpec
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
 from .groups import StateGroup
 from .inputs import CacheWork, Ints, Segments, StepMetadata
-from .paged import Formats
-from .planes import TailPlace
+from .paged import Formats, TailPlace
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 # (inputs of a part, states before it) -> outputs, and states after the tokens that count

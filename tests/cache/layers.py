@@ -10,9 +10,9 @@ from mlxinfer.cache.groups import AttentionWindow, PageGroup
 from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.layout import LAYERS
 from mlxinfer.cache.metal import MetalAttention
+from mlxinfer.cache.paged import TailPlace
 from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.plain import PlainAttention
-from mlxinfer.cache.planes import TailPlace
 from mlxinfer.core import CacheSpec
 from mlxinfer.metal_kernels.stored import FORMATS
 
@@ -73,3 +73,4 @@ def prepare(
     place = TailPlace.of(metadata, layer.page_size, by_position=layer.by_position)
     attention = attention or PlainAttention(1 << 20)
     layer.prepared = attention.prepare(metadata, group, 0, place)
+    layer.heads = layer.write_heads

@@ -6,7 +6,7 @@ import pytest
 from cache.layers import PAGE, Bits, layer_of
 
 from mlxinfer.cache.keys_values import KeyValueLayer
-from mlxinfer.cache.planes import Plane, TailPlace
+from mlxinfer.cache.paged import Plane, TailPlace
 from mlxinfer.core import KVSpec
 
 HEADS, COUNT = 2, 20

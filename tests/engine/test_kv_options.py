@@ -14,7 +14,7 @@ from models.dense_kv import DenseCache, DenseLayerKV
 from mlxinfer.cache.keys_values import LessBias, rotatable
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import LayerCache, lay_out
-from mlxinfer.cache.planes import vector_bytes
+from mlxinfer.cache.paged import vector_bytes
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InvalidRequestError

@@ -11,7 +11,7 @@ from ..models.adapters.loaded import ModelAdapters
 from ..models.adapters.targets import Placement
 from ..models.language import LanguageModel
 from .batch import Sequence
-from .forward import OtherAdapters
+from .runner import OtherAdapters
 
 
 @dataclass(slots=True)

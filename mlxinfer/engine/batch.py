@@ -164,6 +164,7 @@ class DecodeBatch:
     slots: tuple[int, ...]  # (B,) of their tails and in the sampler
     segments: Segments  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
+    has_grammar: bool  # whether any of them has one
 
     @staticmethod
     def of(sequences: list[Sequence]) -> "DecodeBatch":
@@ -179,7 +180,8 @@ class DecodeBatch:
             width=1,
         )
         output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
-        return DecodeBatch(sequences, tuple(slots), segments, output_index)
+        has_grammar = any(s.request.grammar is not None for s in sequences)
+        return DecodeBatch(sequences, tuple(slots), segments, output_index, has_grammar)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -187,7 +189,7 @@ class DecodeBatch:
     def advance(self) -> "DecodeBatch":
         """The same sequences, each at its next position."""
         segments, output_index = self.segments.advance(), self.output_index + 1
-        return DecodeBatch(self.sequences, self.slots, segments, output_index)
+        return DecodeBatch(self.sequences, self.slots, segments, output_index, self.has_grammar)
 
     def sealed_to(self, stops: Ints) -> "DecodeBatch":
         """The same batch after its tails were sealed up to these positions (B,)."""
@@ -260,6 +262,8 @@ def sampling_rows(decodes: DecodeBatch, ragged: list[Segment]) -> SamplingRows:
     """The rows of every decoding sequence, of prompts that end in the step, and of proposals."""
     sequences, slots, slot_ids = decodes.sequences, decodes.slots, decodes.segments.slots
     output_index, flat_rows, proposals = decodes.output_index, None, None
+    if not ragged and not decodes.has_grammar:  # most steps
+        return SamplingRows(sequences, slots, slot_ids, output_index, flat_rows)
     if ragged:
         samples = [(s, i) for s in ragged for i in range(s.num_samples)]
         sequences = sequences + [s.sequence for s, _ in samples]
@@ -337,7 +341,7 @@ class Batch:
     def segments(self) -> StepMetadata:
         """The tokens of the step as the KV cache sees them."""
         single = self.decodes.segments if self.decodes.sequences else None
-        verified = [segment.slot for segment in self.short if segment.proposals]
+        verified = [s.slot for s in self.short if s.proposals] if self.short else []
         return step_metadata(self.short, self.long, single, verified=verified)
 
     def known_ids(self) -> Ints:

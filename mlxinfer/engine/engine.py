@@ -28,9 +28,9 @@ from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, MlxinferError, RequestFailedError
 from ..models.language import LanguageModel
 from ..threads import Reply, start
-from .forward import Followers
 from .kernels import choose_on_this_machine
 from .loop import Loop
+from .runner import Followers
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]

@@ -28,18 +28,19 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable, no_adapter
 from .batch import Batch, CommitResult, SamplingRows, Sequence
-from .forward import (
+from .grammar_masks import GrammarMasks
+from .kernels import Chooser, Kernels, choose_none
+from .kv_manager import KVManager
+from .pagestore import SAVE_S, PageStore
+from .runner import (
     Followers,
+    Launched,
+    Runner,
     attention_kernels,
     cache_layers,
     disk_namespace,
     make_cache,
 )
-from .grammar_masks import GrammarMasks
-from .kernels import Chooser, Kernels, choose_none
-from .kv_manager import KVManager
-from .pagestore import SAVE_S, PageStore
-from .runner import Launched, Runner
 from .scheduler import Counters, Proposer, Scheduler
 
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered

@@ -1,25 +1,326 @@
-"""Runs a batch: forward pass and sampling. The only place that evaluates; knows no queues."""
+"""Runs a batch: the forward pass and sampling. The only place that evaluates; knows no queues.
+
+`Forward` is the forward pass and the KV cache that it runs on. Where a model is spread over ranks,
+all of them run the same steps: one of them schedules and samples, and sends the inputs of a step to
+the others before it runs the step. `Runner` is that one.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from math import inf
 from operator import attrgetter
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.inputs import Ints, Spill
+from ..cache.disk import namespace_key
+from ..cache.inputs import CacheWork, Ints, Spill, StepMetadata
 from ..cache.kv import KVCache
+from ..cache.layout import LayerCache, kernel_uses, lay_out
+from ..config import EngineConfig
 from ..core import TokenLogprobs
+from ..errors import RanksFailedError
+from ..layers.ranks import AbsentMixer, Link
+from ..layers.step import Step, Taps
+from ..metal_kernels.variants import KernelUse
+from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
 from ..sampling.logprobs import read_logprobs
 from ..sampling.rejection import DrawnToken
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
-from .forward import Computed, Followers, Forward, StepInputs
+from .batch import Batch, CommitResult, Proposals, SamplingRows, Segment, Sequence
+from .kernels import Chooser, Kernels
+from .pagestore import OtherDisks
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What a step computes: tokens, where they belong, and what is done to the cache before it."""
+
+    segments: StepMetadata
+    follows: bool  # its ids are the tokens of the step before, in order: the next two are None
+    known_ids: Ints | None  # (T,) ids as far as the host knows them
+    pending: Ints | None  # (T,) place among the tokens of the step before, -1: known; None: all are
+    work: CacheWork
+    num_slots: int  # tails that must be there
+    new_slots: list[int]  # that have a new owner
+    is_barrier: bool  # the step before must have ended
+    rows: Ints | None  # (R,) flat rows that need logits; None: of all, in order
+    num_rows: int  # R; 0: the step samples nothing
+    prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
+    rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
+    adapters: Ints | None = None  # (T,) the same
+
+
+@dataclass(slots=True)
+class Computed:
+    """What a forward pass gives, not evaluated yet."""
+
+    ids: mx.array  # (T,)
+    logits: mx.array | None  # (R, vocab)
+    prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
+    taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
+    hidden: list[mx.array]  # (T, hidden), where no row gives a token; else none
+    outputs: list[mx.array] = field(default_factory=list)  # what the cache needs beside logits
+
+
+class InFlight(Protocol):
+    """A step that MLX is working on."""
+
+    def wait(self) -> None:
+        """Return when the step is done and MLX holds none of its inputs."""
+        ...
+
+
+class OtherAdapters(Protocol):
+    """The adapters on the other ranks, each of which loads its part of them."""
+
+    def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
+        """Let them read an adapter; the most bytes on one of them. Raises CheckpointError.
+
+        Yields seconds until the next look for their answers.
+        """
+        ...
+
+    def begin_piece(self, number: int) -> None:
+        """Let them load the next piece of it."""
+        ...
+
+    def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
+        """Wait until they have; whether that was all. Raises CheckpointError."""
+        ...
+
+    def remove(self, number: int) -> None:
+        """Let them take an adapter off."""
+        ...
+
+
+class Followers(Protocol):
+    """The other ranks, which run every step that is sent to them."""
+
+    @property
+    def disks(self) -> OtherDisks:
+        """Their disk tiers."""
+        ...
+
+    @property
+    def adapters(self) -> OtherAdapters:
+        """Their parts of adapters."""
+        ...
+
+    @property
+    def link(self) -> Link | None:
+        """The link by which every rank gets the tokens of a step; None: only this one does."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks, this one included, that can work on different steps at the same time.
+
+        1: all of them work on each step together.
+        """
+        ...
+
+    def assembled(self, cache: KVCache, config: EngineConfig, taps: Seq[int]) -> None:
+        """Let them make a cache like this; every step gives the outputs of the layers `taps`.
+
+        Raises:
+            RanksFailedError: one of them cannot.
+        """
+        ...
+
+    def send(self, step: StepInputs) -> None:
+        """Let them run a step too; raises RanksFailedError where one of them cannot."""
+        ...
+
+    def commit(self, num_kept: Mapping[int, int]) -> None:
+        """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
+        ...
+
+    def carry_out(self, work: CacheWork) -> None:
+        """Let them do to their caches what no step does."""
+        ...
+
+    def resize(self, num_pages: Seq[int]) -> None:
+        """So many pages of each layer group may be in use from now on."""
+        ...
+
+    def reset(self, error: BaseException) -> None:
+        """A step failed by this error: what is in the cache is forgotten.
+
+        Raises:
+            RanksFailedError: the step failed on other ranks too, and nothing there can be trusted.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> RanksFailedError:
+        """End the other ranks after a fault, and return the error to raise for it."""
+        ...
+
+    def release(self) -> None:
+        """Let the other ranks go: the model is not used any more."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers."""
+        ...
+
+
+class Forward:
+    """A model, or the part of it that a rank has, and its KV cache.
+
+    Args:
+        taps: layers of which every step gives the outputs, see `Taps`.
+        link: over which every rank gets the tokens of a step; None: this one has them.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        cache: KVCache,
+        *,
+        taps: Seq[int] = (),
+        link: Link | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self._caches = dict(zip(model.mixers, cache.layers, strict=True))
+        self._taps = tuple(taps)
+        self._link = link
+
+    def prepare(
+        self, step: StepInputs, in_flight: InFlight | None
+    ) -> tuple[bool, list[tuple[Spill, bytes]]]:
+        """Do what must be done to the cache before a step.
+
+        Returns:
+            Whether the step before may still be in flight, and the pages that were read out.
+        """
+        cache, runs_ahead = self.cache, in_flight is not None
+        if in_flight is not None and (step.is_barrier or cache.must_grow(step.num_slots)):
+            in_flight.wait()
+            runs_ahead = False
+        if step.is_barrier:  # what was written and not read since would keep all of its prompt
+            mx.eval([layer.arrays() for layer in cache.paged])
+        cache.make_room(step.num_slots)
+        return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
+
+    def run(self, step: StepInputs, tokens: mx.array | None) -> Computed:
+        """The forward pass.
+
+        Args:
+            step: of which `prepare` was called.
+            tokens: (N,) that the step before samples; of other ranks, zeros. None: none of them is
+                an input.
+        """
+        ids = self._ids(step, tokens)
+        taps = Taps(self._taps) if self._taps else None
+        self.cache.begin_step(step.segments)
+        adapters = step.adapters
+        seen = Step(
+            mx.array(step.segments.turning),
+            self._caches,
+            rope_variants=step.rope_variants,
+            adapters=adapters,
+            taps=taps,
+        )
+        hidden = self.model(ids, seen)
+        prompt = [
+            self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
+            for a, b in step.prompt_rows
+        ]
+        logits = None
+        if step.num_rows:
+            wanted = hidden if step.rows is None else hidden[mx.array(step.rows)]
+            if adapters is not None and step.rows is not None:
+                adapters = adapters[step.rows]
+            logits = self.model.logits(wanted, adapters)  # (R, vocab)
+        unused = [] if step.num_rows else [hidden]
+        return Computed(ids, logits, prompt, taps, unused, self.cache.step_outputs())
+
+    def _ids(self, step: StepInputs, tokens: mx.array | None) -> mx.array:
+        """(T,) token ids; those that are pending are taken from the step in flight."""
+        known = None if step.known_ids is None else mx.array(step.known_ids)
+        if known is not None and step.pending is None:
+            return known
+        assert tokens is not None
+        if self._link is not None:
+            tokens = self._link.sum(tokens.astype(mx.int32), "tokens")  # those of other ranks are 0
+        if step.pending is None:
+            return tokens
+        if (step.pending >= 0).all():
+            return tokens[mx.array(step.pending)]
+        assert known is not None
+        sampled = tokens[mx.array(step.pending.clip(0))]
+        return mx.where(mx.array(step.pending >= 0), sampled, known)
+
+
+def absent_layers(model: LanguageModel) -> set[int]:
+    """Which of `cache_specs` are of other ranks, and take no memory here."""
+    return {i for i, mixer in enumerate(model.mixers) if isinstance(mixer, AbsentMixer)}
+
+
+def cache_layers(model: LanguageModel, config: EngineConfig) -> list[LayerCache]:
+    """The layers of a model's cache, without arrays. Raises InvalidRequestError."""
+    key_bias, dtype = model.config.qkv_bias, model.activation_dtype
+    layers = lay_out(model.cache_specs, config.kv, dtype=dtype, key_bias=key_bias)
+    for layer, mixer in _present(model, layers):
+        layer.take_from(mixer)
+    return layers
+
+
+def attention_kernels(model: LanguageModel, layers: Seq[LayerCache]) -> list[KernelUse]:
+    """The kernels for the attention of a model's layers."""
+    return kernel_uses(_present(model, layers))
+
+
+def _present(model: LanguageModel, layers: Seq[LayerCache]) -> list[tuple[LayerCache, Any]]:
+    """Layers of the cache that this rank has, each with its mixer."""
+    absent = absent_layers(model)
+    pairs = zip(layers, model.mixers, strict=True)
+    return [pair for i, pair in enumerate(pairs) if i not in absent]
+
+
+def make_cache(model: LanguageModel, config: EngineConfig, layers: Seq[LayerCache]) -> KVCache:
+    """The KV cache of a model, as an engine of this config has it."""
+    return KVCache(
+        layers,
+        page_size=config.page_size,
+        max_batch=config.max_batch,
+        prefill_chunk=config.prefill_chunk,
+        budget_bytes=config.kv_budget_bytes,
+        num_pages=config.num_pages,
+        absent=absent_layers(model),
+    )
+
+
+def cache_of(model: LanguageModel, config: EngineConfig, chooser: Chooser) -> KVCache:
+    """The KV cache of a rank without a loop, which runs the steps that rank 0 sends."""
+    layers = cache_layers(model, config)
+    Kernels([*model.kernels(), *attention_kernels(model, layers)], chooser)
+    return make_cache(model, config, layers)
+
+
+def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
+    """Pages on disk are shared only between equal weights, versions, device and KV format.
+
+    Args:
+        identity: of the weights.
+        cache: what is stored.
+        form: what part of a model spread over ranks this is; empty: it is not spread.
+    """
+    return namespace_key(
+        identity,
+        f"mlxinfer {version('mlxinfer')} MLX {version('mlx')} {mx.default_device()}",
+        f"{cache.page_size} {cache.identity}",
+        *([form] if form else []),
+    )
+
 
 Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
@@ -116,8 +417,9 @@ class Runner:
         Raises:
             RanksFailedError: another rank, or a step that others run already, went wrong.
         """
-        admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
-        if admitted:
+        admitted: list[Sequence] = []
+        if batch.admitted:
+            admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
             self._has_variants |= any(s.namespace is not None for s in admitted)
         step = self._inputs(batch, previous, admitted)
         if self._followers is None:
@@ -133,7 +435,9 @@ class Runner:
     ) -> StepInputs:
         """What the step computes, as any rank can."""
         follows, pending = _pending(batch, previous)
-        sampling, asking = batch.sampling, _with_prompt_logits(batch) if batch.ragged else []
+        sampling, prompt_rows = batch.sampling, []
+        if batch.ragged:
+            prompt_rows = [_prompt_rows(segment) for segment in _with_prompt_logits(batch)]
         return StepInputs(
             segments=batch.segments,
             follows=follows,
@@ -141,11 +445,11 @@ class Runner:
             pending=pending,
             work=batch.cache_work,
             num_slots=batch.num_slots,
-            new_slots=[s.slot for s in admitted],
+            new_slots=[s.slot for s in admitted] if admitted else [],
             is_barrier=batch.writes_pages,
             rows=sampling.flat_rows,
-            num_rows=len(sampling),
-            prompt_rows=[_prompt_rows(segment) for segment in asking],
+            num_rows=len(sampling.sequences),
+            prompt_rows=prompt_rows,
             rope_variants=_of_rows(batch, ROPE_VARIANT) if self._has_variants else None,
             adapters=_of_rows(batch, ADAPTER) if self._has_variants else None,
         )
@@ -181,13 +485,17 @@ class Runner:
         assert launched.constrained_logits is not None
         sampling = launched.batch.sampling
         first, proposals = sampling.num_free, sampling.proposals
+        proposed, recent = [], None
+        if proposals is not None:
+            recent = mx.array(proposals.token_ids[first:])
+            proposed = _drawn(proposals, first, len(sampling))
         constrained = self.sampler.sample(
             launched.constrained_logits,
             sampling.slots[first:],
             sampling.output_index[first:],
-            recent=None if proposals is None else mx.array(proposals.token_ids[first:]),
+            recent=recent,
             mask=mx.array(masks),
-            proposed=_drawn(sampling, first, len(sampling)),
+            proposed=proposed,
         )
         free = launched.sampled
         tokens = constrained.tokens
@@ -236,12 +544,11 @@ class Runner:
 
     def _sampled(self, batch: Batch, step: StepInputs, computed: Computed) -> Launched:
         """The step with the tokens of the rows that give one."""
-        asking = _with_prompt_logits(batch) if computed.prompt_logits else []
-        prompt_logits = [
-            (segment.sequence, segment.start, logits.astype(mx.float32))
-            for segment, logits in zip(asking, computed.prompt_logits, strict=True)
-        ]
-        outputs = [logits for *_, logits in prompt_logits]
+        prompt_logits, outputs = [], []
+        if computed.prompt_logits:
+            asking = zip(_with_prompt_logits(batch), computed.prompt_logits, strict=True)
+            prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
+            outputs = [rows for *_, rows in prompt_logits]
         sampling, ids, logits = batch.sampling, computed.ids, computed.logits
         if logits is None:
             return Launched(batch, None, prompt_logits, outputs)
@@ -276,15 +583,15 @@ class Runner:
             ids, pending = ids[:free], pending[:free]
         if not free:
             return None, constrained_logits
-        recent = None
+        recent, proposed = None, []
         if sampling.proposals is not None:  # then all tokens before are known
             recent = mx.array(sampling.proposals.token_ids[:free])
+            proposed = _drawn(sampling.proposals, 0, free)
         elif pending.all():
             recent = ids[:, None]
         elif pending.any():
             recent = mx.where(mx.array(pending), ids, -1)[:, None]
         slots, output_index = sampling.slots[:free], sampling.output_index[:free]
-        proposed = _drawn(sampling, 0, free)
         sampled = self.sampler.sample(logits, slots, output_index, recent, proposed=proposed)
         return sampled, constrained_logits
 
@@ -305,11 +612,9 @@ def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None
     return False, rows if (rows >= 0).any() else None
 
 
-def _drawn(sampling: SamplingRows, first: int, stop: int) -> list[DrawnToken | None]:
-    """The drawn proposals that rows [first, stop) verify; empty: none."""
-    if sampling.proposals is None:
-        return []
-    found = sampling.proposals.drawn[first:stop]
+def _drawn(proposals: Proposals, first: int, stop: int) -> list[DrawnToken | None]:
+    """The drawn proposals that rows [first, stop) verify."""
+    found = proposals.drawn[first:stop]
     return [None if drawn is None else DrawnToken(*drawn) for drawn in found]
 
 

@@ -115,8 +115,11 @@ class PrefillSizer:
         """
         if self._slice_s is None or not batch.num_tokens:
             return
-        prompts = [segment for segment in batch.ragged if not segment.proposals]
-        num_tokens = sum([segment.num_tokens for segment in prompts])
+        prompts, num_tokens = [], 0
+        for segment in batch.ragged:
+            if not segment.proposals:
+                prompts.append(segment)
+                num_tokens += segment.num_tokens
         unseen, unseen_s = self._unseen
         self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
         if goes_on:
@@ -493,17 +496,16 @@ class Scheduler:
         if not segments and not decodes.sequences:
             assert queues.idle or any(s.num_pending for s in queues.unfinished()), "stuck"
             return None
-        admitted, queues.admitted = queues.admitted, []
-        batch = Batch(
-            decodes,
-            short=sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1),
-            long=[s for s in segments if s.seals],
-            cache_work=self.kv_manager.take_work(),
-            admitted=admitted,
-            num_decoding=num_decoding,
-        )
+        short: list[Segment] = []
+        long: list[Segment] = []
+        if segments:
+            short = sorted([s for s in segments if not s.seals], key=lambda s: s.num_tokens > 1)
+            long = [s for s in segments if s.seals]
+        work, admitted = self.kv_manager.take_work(), queues.admitted
+        queues.admitted = []
+        batch = Batch(decodes, short, long, work, admitted, num_decoding=num_decoding)
         self._seal_tails(batch)
-        self._launch(batch)
+        self._count(batch)
         return batch
 
     def _next_decodes(self) -> tuple[DecodeBatch, list[Segment], int]:
@@ -518,14 +520,17 @@ class Scheduler:
             decoding, num_decoding = self._micro_batch(decoding)
         proposals = self._propose(decoding, num_decoding)
         singles = [s for s in decoding if s not in proposals] if proposals else decoding
-        steady = next((before for before in self._steady if before.sequences == singles), None)
-        decodes = DecodeBatch.of(singles) if steady is None else steady.advance()
+        decodes = None
+        for before in self._steady:
+            if before.sequences == singles:
+                decodes = before.advance()
+        if decodes is None:
+            decodes = DecodeBatch.of(singles)
         self._hold_decodes(decodes)
-        verified = [
-            self._verification(sequence, proposed)
-            for sequence, proposed in proposals.items()
-            if sequence.slot >= 0 and self.queues.hold(sequence, sequence.num_computed + 1)
-        ]
+        verified = []
+        for sequence, proposed in proposals.items():
+            if sequence.slot >= 0 and self.queues.hold(sequence, sequence.num_computed + 1):
+                verified.append(self._verification(sequence, proposed))
         if self.counters.preemptions > preemptions:
             decodes, verified = _without_preempted(decodes, verified)
         return decodes, verified, num_decoding
@@ -596,8 +601,8 @@ class Scheduler:
         They are cut where the answer would have its full length, and where its grammar forbids one.
         `num_decoding` as of `_next_decodes`.
         """
-        known, proposer = [s for s in decoding if not s.num_pending], self._proposer
-        if proposer is None or not known:
+        proposer = self._proposer
+        if proposer is None or not (known := [s for s in decoding if not s.num_pending]):
             return {}
         depth = min(proposer.depth(known, num_decoding or len(known)), self._max_short - 1)
         if depth <= 0:
@@ -639,7 +644,7 @@ class Scheduler:
 
         A tail is a ring of two pages. A barrier costs the same for one tail as for all.
         """
-        longest = max([s.stop - s.sealed for s in batch.short], default=0)
+        longest = max([s.stop - s.sealed for s in batch.short], default=0) if batch.short else 0
         if max(longest, batch.decodes.max_tail) <= 2 * self.page_size and not batch.writes_pages:
             return
         segments, sequences = batch.decodes.segments, batch.decodes.sequences
@@ -665,7 +670,7 @@ class Scheduler:
 
     # -- what is known of a step ----------------------------------------------------------------
 
-    def _launch(self, batch: Batch) -> None:
+    def _count(self, batch: Batch) -> None:
         """Count the step as computed: it will be by the time that anything depends on it."""
         for sequence in batch.admitted:  # some get no token in it, but a copy of a shared page
             sequence.started = sequence.slot >= 0

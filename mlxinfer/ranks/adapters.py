@@ -29,7 +29,7 @@ Hear = Callable[[type, float], Any]
 
 
 class OtherAdapters:
-    """The adapters of the other ranks, as rank 0 sees them; see `engine.forward.OtherAdapters`.
+    """The adapters of the other ranks, as rank 0 sees them; see `engine.runner.OtherAdapters`.
 
     Args:
         num_others: how many ranks there are.

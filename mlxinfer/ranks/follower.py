@@ -19,8 +19,8 @@ import mlx.core as mx
 import msgspec
 
 from ..config import EngineConfig, KVOptions
-from ..engine.forward import Computed, Forward, cache_of
 from ..engine.kernels import choose_on_this_machine
+from ..engine.runner import Computed, Forward, cache_of
 from ..errors import MlxinferError
 from ..memory import total_memory_bytes
 from ..models import load_share

@@ -21,7 +21,7 @@ import msgspec
 from ..cache.inputs import CacheWork
 from ..cache.kv import KVCache
 from ..config import EngineConfig
-from ..engine.forward import StepInputs
+from ..engine.runner import StepInputs
 from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share
@@ -45,7 +45,7 @@ log = logging.getLogger("mlxinfer.ranks")
 
 
 class RankGroup:
-    """The other ranks, as rank 0 sees them; see `engine.forward.Followers`.
+    """The other ranks, as rank 0 sees them; see `engine.runner.Followers`.
 
     Args:
         place: this process, as rank 0.
@@ -104,12 +104,12 @@ class RankGroup:
 
     @property
     def link(self) -> GroupLink | None:
-        """As of `engine.forward.Followers`: stages give no tokens to each other."""
+        """As of `engine.runner.Followers`: stages give no tokens to each other."""
         return None if self._pipeline else self._group_link
 
     @property
     def num_stages(self) -> int:
-        """As of `engine.forward.Followers`."""
+        """As of `engine.runner.Followers`."""
         return self.place.size if self._pipeline and self.place.overlaps else 1
 
     # -- models ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ..cache.inputs import (
     StepMetadata,
 )
 from ..cache.pages import PageTable
-from ..engine.forward import StepInputs
+from ..engine.runner import StepInputs
 
 CHECK_EVERY = 32  # steps between two checksums
 _ENCODER = msgspec.msgpack.Encoder()

@@ -8,8 +8,8 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..core import CacheSpec
-from ..engine.forward import absent_layers
 from ..engine.kernels import choose_on_this_machine
+from ..engine.runner import absent_layers
 from ..errors import InvalidRequestError
 from ..models import load, whole_tables
 from ..models.decoder import Model

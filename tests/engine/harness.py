@@ -18,9 +18,9 @@ from mlxinfer.core import (
     TokenEvent,
     TokenLogprobs,
 )
-from mlxinfer.engine.forward import Followers
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
+from mlxinfer.engine.runner import Followers
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter

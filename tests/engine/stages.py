@@ -6,12 +6,12 @@ from typing import Any
 from mlxinfer.cache.inputs import CacheWork
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.config import EngineConfig
-from mlxinfer.engine.forward import Followers, StepInputs
+from mlxinfer.engine.runner import Followers, StepInputs
 from mlxinfer.errors import RanksFailedError
 
 
 class NoOtherRanks(Followers):
-    """See `engine.forward.Followers`; as many stages as are asked for."""
+    """See `engine.runner.Followers`; as many stages as are asked for."""
 
     disks: Any = None
     adapters: Any = None

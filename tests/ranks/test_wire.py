@@ -19,7 +19,7 @@ from mlxinfer.cache.inputs import (
     ints,
 )
 from mlxinfer.cache.pages import PageTable
-from mlxinfer.engine.forward import StepInputs
+from mlxinfer.engine.runner import StepInputs
 from mlxinfer.ranks.messages import orders
 from mlxinfer.ranks.wire import LongSegment, Reader, Writer, checksum
 

@@ -17,9 +17,8 @@ from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
 
 from mlxinfer.engine.batch import Batch
-from mlxinfer.engine.forward import Forward
 from mlxinfer.engine.grammar_masks import GrammarMasks
-from mlxinfer.engine.runner import Launched, Runner
+from mlxinfer.engine.runner import Forward, Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
 from mlxinfer.sampling.sampler import Sampler

@@ -1,5 +1,6 @@
 """Options that several commands share, and how they become SamplingParams and LLM arguments."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -77,35 +78,67 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 
 _SAMPLING = (
     click.option(
-        "--max-tokens", type=int, help="Longest answer, in tokens.  [default: the context]"
+        "--max-tokens", type=int, help="Longest answer in tokens.  [default: as the context allows]"
     ),
     click.option(
-        "--temperature", type=float, help="0 takes the most probable.  [default: the model's own]"
+        "--temperature",
+        type=float,
+        help="Randomness; 0 takes the most probable token.  [default: the model's own]",
     ),
-    click.option("--top-p", type=float, help="Draw from the most probable that add up to P."),
-    click.option("--top-k", type=int, help="Draw from the K most probable."),
-    click.option("--min-p", type=float, help="Drop tokens below P times the most probable."),
     click.option(
-        "--repetition-penalty", type=float, help="Divide logits of tokens that came before by N."
+        "--top-p",
+        type=float,
+        help="Draw from the most probable tokens whose probabilities add up to P.",
+    ),
+    click.option("--top-k", type=int, help="Draw from the K most probable tokens."),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Drop tokens that are less probable than P times the most probable one.",
+    ),
+    click.option(
+        "--repetition-penalty", type=float, help="Divide the logits of earlier tokens by N."
     ),
     click.option(
         "--repetition-window",
         type=int,
         metavar="N",
-        help="That penalty looks at the last N tokens only.  [default: all]",
+        help="Tokens that --repetition-penalty looks back at.  [default: all]",
     ),
-    click.option("--top-n-sigma", type=float, help="Drop logits N deviations below the highest."),
-    click.option("--typical-p", type=float, help="Draw from the most typical that add up to P."),
     click.option(
-        "--xtc-probability", type=float, help="Exclude top choices, at so many of the tokens."
+        "--top-n-sigma",
+        type=float,
+        help="Drop tokens with logits more than N standard deviations below the highest.",
     ),
-    click.option("--xtc-threshold", type=float, help="Choices that XTC excludes.  [default: 0.1]"),
     click.option(
-        "--dry-multiplier", type=float, help="Penalise repetitions, such as 0.8.  [default: 0]"
+        "--typical-p",
+        type=float,
+        help="Draw from the most typical tokens whose probabilities add up to P.",
     ),
-    click.option("--dry-allowed-length", type=int, help="Tokens that may repeat.  [default: 2]"),
-    click.option("--seed", type=int, help="Same seed, same answer."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before TEXT; repeatable."),
+    click.option(
+        "--xtc-probability",
+        type=float,
+        help="XTC: share of tokens at which the most probable choices are excluded.",
+    ),
+    click.option(
+        "--xtc-threshold",
+        type=float,
+        help="XTC: probability from which a choice is excluded.  [default: 0.1]",
+    ),
+    click.option(
+        "--dry-multiplier",
+        type=float,
+        help="DRY: strength of the penalty for repeated text, such as 0.8.  [default: 0]",
+    ),
+    click.option(
+        "--dry-allowed-length",
+        type=int,
+        help="DRY: length of a repetition that is not penalised.  [default: 2]",
+    ),
+    click.option("--seed", type=int, help="The same seed gives the same answer."),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="The answer ends before TEXT; repeatable."
+    ),
 )
 
 
@@ -137,14 +170,15 @@ _SERVED_ADAPTERS = (
         "adapters",
         multiple=True,
         metavar="NAME=PATH",
-        help="An adapter of the first model, asked for as MODEL:NAME; or MODEL:NAME=PATH.",
+        help="Adapter of the first model; requests name it as MODEL:NAME. Of another model: "
+        "MODEL:NAME=PATH.",
     ),
     click.option(
         "--adapter-dir",
         "adapter_folders",
         multiple=True,
         metavar="FOLDER",
-        help="Let requests load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
+        help="Requests may load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
     ),
 )
 SAMPLING_NAMES = (
@@ -179,11 +213,20 @@ def rank_options(*, file_only: Sequence[str] = ()) -> Callable[[Function], Funct
 def _add(names: Sequence[str], file_only: Sequence[str], function: Function) -> Function:
     options = []
     for name in names:
-        how = {"help": help_of(name), **_KINDS.get(EngineArguments.__annotations__[name], {})}
+        how = {"help": _flag_help(name), **_KINDS.get(EngineArguments.__annotations__[name], {})}
         how["cls"] = FileOption if name in file_only else click.Option
         flag = f"--{name.replace('_', '-')}"
         options.append(click.option(flag, **{**how, **_DETAILS.get(name, {})}))
     return apply_options(options, function)
+
+
+def _flag_help(name: str) -> str:
+    """Return the help of an engine's option as other flags have it: names as flags, a default."""
+    text, default = help_of(name), ""
+    if found := re.search(r" Default: ([^.]+)\.", text):
+        text, default = text.replace(found[0], ""), f"  [default: {found[1]}]"
+    flags = {each: f"--{each.replace('_', '-')}" for each in ENGINE_NAMES if "_" in each}
+    return re.sub("|".join(flags), lambda found: flags[found[0]], text) + default
 
 
 def served_adapter_options(function: Function) -> Function:

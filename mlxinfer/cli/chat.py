@@ -32,16 +32,23 @@ if TYPE_CHECKING:
 @model_option
 @sampling_options
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--think/--no-think", default=None, help="Whether a model that can think does.")
 @click.option(
-    "--show-thinking/--hide-thinking", default=True, show_default=True, help="Its thoughts, dim."
+    "--think/--no-think",
+    default=None,
+    help="Switch the thinking of a model that has such a switch on or off.",
+)
+@click.option(
+    "--show-thinking/--hide-thinking",
+    default=True,
+    show_default=True,
+    help="Show the model's thoughts, dim.",
 )
 @continue_option
 @click.option(
     "--history/--no-history",
     default=True,
     show_default=True,
-    help="Keep the conversation on this disk, where it is held in a terminal.",
+    help="Keep a conversation of a terminal on this disk.",
 )
 @adapter_option
 @engine_options()

@@ -51,29 +51,32 @@ FORMAT_OPTIONS = (
     click.option("--set", "overrides", multiple=True, metavar="PATTERN=FORMAT",
                  help="An exception, such as lm_head=8bit or 'layers.0=dense'; repeatable."),
     click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]),
-                 help="Of what is not quantised.  [default: as it is]"),
-    click.option("--keep-format", is_flag=True, help="What the source has quantised stays so, or "
-                 "close to it; the rest as --recipe says.  [default then: keep]"),
+                 help="Type of tensors that are not quantised.  [default: as in the source]"),
+    click.option("--keep-format", is_flag=True,
+                 help="Tensors that the source has quantised stay so, or close to it; --recipe is "
+                 "for the rest.  [default then: keep]"),
     click.option("--target-bpw", type=Above(1, 32), metavar="X",
-                 help="Bits per weight to stay below: formats are chosen by what each costs, as "
+                 help="Most bits per weight. Each tensor gets the format that loses least, as "
                  "measured."),
     click.option("--target-size", type=Size(), metavar="SIZE",
-                 help="The same as bytes, such as 4GB."),
+                 help="The same as a size, such as 4GB."),
     click.option("--scales", type=click.Choice(["searched", "minmax"]),
-                 help="By squared error, or by each group's extremes.  [default: searched]"),
+                 help="How scales are chosen: by squared error, or by each group's extremes.  "
+                 "[default: searched]"),
     click.option("--rounding", type=click.Choice(["gptq", "nearest"]),
-                 help="With error feedback, which needs calibration, or to the nearest code.  "
-                 "[default: gptq]"),
+                 help="How weights are rounded: with error feedback, which needs calibration, or "
+                 "to the nearest code.  [default: gptq]"),
     click.option("--learn", type=Above(0), metavar="MINUTES",
-                 help="Then fit scales and biases, layer by layer, for so long."),
-    click.option("--calibration", metavar="FILE", help="Text that shows which weights matter; "
-                 "'none': all alike.  [default: one that comes along]"),
+                 help="Minutes to fit scales and biases afterwards, layer by layer."),
+    click.option("--calibration", metavar="FILE",
+                 help="Text by which the importance of weights is measured; 'none': all count the "
+                 "same.  [default: a bundled text]"),
 )  # fmt: skip
 CHECK_OPTIONS = (
     click.option("--check", type=click.Choice(["full", "tensors", "none"]),
-                 help="Compare tensors with the source, and logits.  [default: full]"),
+                 help="Compare tensors, or also logits (full), with the source.  [default: full]"),
     click.option("--check-text", type=click.Path(path_type=Path), metavar="FILE",
-                 help="What logits are compared on.  [default: a part of the calibration text]"),
+                 help="Text for comparing logits.  [default: a part of the calibration text]"),
     click.option("--max-kl", type=Above(0), metavar="X",
                  help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
@@ -84,10 +87,13 @@ RUN_OPTIONS = (
         "--tokenizer",
         type=click.Path(path_type=Path),
         metavar="FOLDER",
-        help="Whose tokenizer to take instead of the source's own.",
+        help="Folder with a tokenizer to take instead of the source's own.",
     ),
     click.option(
-        "--max-memory", type=Size(), metavar="SIZE", help="Such as 2GB.  [default: what is useful]"
+        "--max-memory",
+        type=Size(),
+        metavar="SIZE",
+        help="Memory that the conversion may take, such as 2GB.  [default: as much as helps]",
     ),
     click.option(
         "--shard-size",
@@ -95,17 +101,19 @@ RUN_OPTIONS = (
         default="5GB",
         show_default=True,
         metavar="SIZE",
-        help="Of a file of weights, at most.",
+        help="Largest size of one file of weights.",
     ),
     click.option(
         "--split-experts",
         is_flag=True,
-        help="What of an expert lies side by side in a file, for --expert-memory.",
+        help="Store the parts of each expert side by side, for --expert-memory.",
     ),
-    click.option("--resume", is_flag=True, help="Go on with what was interrupted."),
-    click.option("--restart", is_flag=True, help="Throw away what was interrupted."),
-    click.option("--dry-run", is_flag=True, help="Only say what would be done."),
-    click.option("--upload", metavar="REPO", help="Put the result onto the hub, as org/name."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
+    click.option(
+        "--restart", is_flag=True, help="Delete an interrupted conversion and begin again."
+    ),
+    click.option("--dry-run", is_flag=True, help="Show the plan; convert nothing."),
+    click.option("--upload", metavar="REPO", help="Upload the result to the hub as org/name."),
     click.option("--upload-only", is_flag=True, help="Upload OUT, which exists."),
     click.option("--private", is_flag=True, help="With --upload: make the repository private."),
 )

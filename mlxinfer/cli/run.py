@@ -38,17 +38,21 @@ from ._ranks import follow_if_asked
     "files",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="A text to send along; repeatable.",
+    help="Text file to send along; repeatable.",
 )
-@click.option("--schema", metavar="FILE|JSON", help="JSON schema that the answer conforms to.")
-@click.option("--think/--no-think", default=None, help="Whether a model that can think does.")
+@click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
+@click.option(
+    "--think/--no-think",
+    default=None,
+    help="Switch the thinking of a model that has such a switch on or off.",
+)
 @click.option(
     "--show-thinking/--hide-thinking",
     default=None,
-    help="Write its thoughts; into a pipe: to stderr.  [default: on a terminal]",
+    help="Write the model's thoughts; in a pipe they go to stderr.  [default: on a terminal]",
 )
 @continue_option
-@click.option("--raw", is_flag=True, help="Continue PROMPT as it is, without a chat template.")
+@click.option("--raw", is_flag=True, help="Continue the text of PROMPT, without a chat template.")
 @adapter_option
 @engine_options()
 @rank_options()
@@ -58,9 +62,8 @@ from ._ranks import follow_if_asked
 def command(ctx: click.Context, /, prompt: str | None, model: str, **options: Any) -> None:
     """Answer PROMPT and exit.
 
-    PROMPT is read from stdin where it is "-", or left out; what is piped in beside it, and each
-    --file, is sent along. The answer is as long as the context allows, unless --max-tokens says
-    otherwise.
+    If PROMPT is missing or "-", it is read from stdin. Otherwise text that is piped in is sent
+    along, and so is each --file.
     """
     values, arguments = sampling_values(options), llm_arguments(options)
     check_usage(options)

@@ -64,8 +64,8 @@ file_option = partial(click.option, cls=FileOption)
 @click.option(
     "--default-model",
     metavar="NAME",
-    help="Answers requests that name no model, or one that is not here.  [default: the first "
-    "model, and they are refused]",
+    help="Model for requests that name none, or one that is not served.  [default: the first "
+    "model; unknown names are refused]",
 )
 @click.option(
     "--alias",
@@ -95,12 +95,12 @@ file_option = partial(click.option, cls=FileOption)
     "api_keys",
     multiple=True,
     metavar="KEY",
-    help=f"Answer only who sends KEY; repeatable. Better: {API_KEY}, which `ps` does not show.",
+    help=f"Only clients that send KEY are answered; repeatable. `ps` shows it: {API_KEY} is safer.",
 )
 @click.option(
     "--keys-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="TOML with a table for each key: its name, key or sha256, and admin.",
+    help="TOML file with a table for each key: its name, key or sha256, and admin.",
 )
 @file_option(
     "--share-prefixes",
@@ -110,27 +110,28 @@ file_option = partial(click.option, cls=FileOption)
 @served_adapter_options
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
-@click.option("--insecure", is_flag=True, help="Let other machines in without a key.")
+@click.option("--insecure", is_flag=True, help="Other machines need no key.")
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
     metavar="NAME",
-    help="Answer to this name in the Host header too, such as that of a proxy; repeatable.",
+    help="Another name that the Host header may have, such as that of a proxy; repeatable.",
 )
 @click.option(
     "--allowed-origin",
     "allowed_origins",
     multiple=True,
     metavar="URL",
-    help="Let web pages from here ask, such as https://chat.example; repeatable.",
+    help="Web pages of this address may send requests, such as https://chat.example; repeatable.",
 )
 @click.option(
     "--allowed-app",
     "allowed_apps",
     multiple=True,
     metavar="NAME",
-    help="Let an app or browser extensions ask: obsidian, vscode, chrome-extensions …; repeatable.",
+    help="Desktop app or kind of browser extension that may send requests: obsidian, vscode, "
+    "chrome-extensions …; repeatable.",
 )
 @file_option(
     "--deadline", "deadline_s", type=click.FloatRange(min=0.001), help="Seconds a request may take."
@@ -180,18 +181,18 @@ file_option = partial(click.option, cls=FileOption)
     default="info",
     show_default=True,
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="The least that is logged.",
+    help="Messages below this level are not logged.",
 )
 @click.option(
     "--max-memory",
     type=Size(),
     metavar="SIZE",
-    help="Weights and KV caches of all loaded models.  [default: 0.7 of this machine's]",
+    help="Memory for weights and KV caches of all loaded models.  [default: 0.7 of the machine's]",
 )
 @click.option(
     "--ttl",
     metavar="TIME",
-    help="Unload a model after so long without a request, such as 30m.  [default: never]",
+    help="Time without a request after which a model is unloaded, such as 30m.  [default: never]",
 )
 @click.option(
     "--history/--no-history",
@@ -200,7 +201,7 @@ file_option = partial(click.option, cls=FileOption)
     help="Keep conversations of the page on this disk.",
 )
 @click.option(
-    "--allow-pull", is_flag=True, help="Let clients of Ollama's API download models from the hub."
+    "--allow-pull", is_flag=True, help="Clients of Ollama's API may download models from the hub."
 )
 @file_option(
     "--store/--no-store",
@@ -236,9 +237,9 @@ def command(
 ) -> None:
     """Serve models over HTTP, with OpenAI's and Anthropic's APIs.
 
-    Models of -m are loaded at the start as far as there is room, those of the config file when a
-    request names them, unless they are pinned. The config file has more options than there are
-    here; `mlxinfer config show` lists all.
+    Models of -m are loaded at the start while there is room. Models of the config file are loaded
+    when a request names them; pinned ones at the start. The config file has more options than
+    those below; `mlxinfer config show` lists all.
     """
     from ..server.app import ENDPOINTS
     from ..server.calls.service import Service

@@ -2,6 +2,8 @@
 
 import sys
 import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -10,7 +12,7 @@ from mlxinfer import LLM, SamplingParams
 
 PACKAGE = Path(mlxinfer.__file__).resolve().parent
 FEATURES = (  # folders and files of the package
-    *("ranks/", "pooling/", "speculation/", "grammar/", "remote/", "server/", "display/"),
+    *("ranks/", "pooling/", "grammar/", "remote/", "server/", "display/"),
     *("engine/adapters.py", "engine/grammar_masks.py", "engine/pagestore.py", "layers/adapters.py"),
     *(
         "models/adapters/",
@@ -20,21 +22,32 @@ FEATURES = (  # folders and files of the package
     ),
     *("cache/disk/", "cache/state.py", "cache/own.py", "cache/latent.py"),
     "sampling/rejection.py",
+    *("speculation/draft.py", "speculation/heads.py", "speculation/block.py"),
     "text/tools/",
 )
-MOST_FILES = 47
+MOST_FILES = 54
+MOST_CALLS = 290  # of the package in a decode step
 
 
 class Visited:
-    """The files of the package in which functions were called, in all threads begun meanwhile."""
+    """The files in which functions were called, and how often, in all threads begun meanwhile."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.files: Counter[str] = Counter()
         self.on = False
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         if self.on and event == "call":
-            self.files.add(frame.f_code.co_filename)
+            self.files[frame.f_code.co_filename] += 1
+
+    def during(self, work: Callable[[], object]) -> Counter[str]:
+        """The files of the package that some work visits, with the number of calls."""
+        self.files, self.on = Counter(), True
+        work()
+        self.on = False
+        paths = {Path(file).resolve(): count for file, count in self.files.items()}
+        own = {path: count for path, count in paths.items() if path.is_relative_to(PACKAGE)}
+        return Counter({str(path.relative_to(PACKAGE)): count for path, count in own.items()})
 
 
 def test_a_plain_chat_visits_no_feature_that_it_does_not_use() -> None:
@@ -44,17 +57,18 @@ def test_a_plain_chat_visits_no_feature_that_it_does_not_use() -> None:
     sys.setprofile(visited)
     threading.setprofile(visited)
     try:
-        with LLM("demo", speculate="off") as llm:
-            params = SamplingParams(max_tokens=12, ignore_eos=True)
-            list(llm.stream_chat("What is a KV cache?", params))
-            visited.on = True
-            list(llm.stream_chat("What is a KV cache?", params))
-            visited.on = False
+        with LLM("demo") as llm:  # as it is shipped, with n-grams
+
+            def chat(max_tokens: int) -> object:
+                params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+                return list(llm.stream_chat("What is a KV cache?", params))
+
+            chat(12)
+            short, long = visited.during(lambda: chat(12)), visited.during(lambda: chat(44))
     finally:
         sys.setprofile(before)
         threading.setprofile(None)  # type: ignore[arg-type]  # as its documentation has it
-    paths = {Path(file).resolve() for file in visited.files}
-    own = sorted(str(p.relative_to(PACKAGE)) for p in paths if p.is_relative_to(PACKAGE))
-    assert "engine/loop.py" in own, "the engine's thread was not watched"
-    assert [path for path in own if path.startswith(FEATURES)] == []
-    assert len(own) <= MOST_FILES, own
+    assert "engine/loop.py" in short, "the engine's thread was not watched"
+    assert [path for path in short if path.startswith(FEATURES)] == []
+    assert len(short) <= MOST_FILES, sorted(short)
+    assert (long.total() - short.total()) / 32 <= MOST_CALLS

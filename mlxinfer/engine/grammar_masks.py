@@ -71,8 +71,7 @@ class GrammarMasks:
 
 def num_allowed(request: Request, token_ids: Seq[int]) -> int:
     """How many of these tokens the answer may go on with; it does not end within them."""
-    if request.grammar is None:
-        return len(token_ids)
+    assert request.grammar is not None
     try:
         state = request.grammar.fork()
         for count, token_id in enumerate(token_ids):

@@ -610,9 +610,10 @@ class Scheduler:
         found: dict[Sequence, Proposal] = {}
         for sequence, proposed in zip(known, proposer.propose(known, depth), strict=True):
             usable = proposed.cut(min(depth, sequence.max_known - sequence.num_known - 1))
-            allowed = usable.cut(num_allowed(sequence.request, usable.token_ids))
-            if allowed.token_ids:
-                found[sequence] = allowed
+            if sequence.request.grammar is not None:
+                usable = usable.cut(num_allowed(sequence.request, usable.token_ids))
+            if usable.token_ids:
+                found[sequence] = usable
         return found
 
     def _verification(self, sequence: Sequence, proposal: Proposal) -> Segment:

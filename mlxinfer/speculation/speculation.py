@@ -290,14 +290,18 @@ class Speculation(Proposer):
         self._num_plain = self._num_plain + 1 if steady and not num_proposals else 0
         if seconds is None:
             turns = 1
-        plans = [(s, self._planned[s.sequence]) for s in drafted if s.sequence in self._planned]
+        draft_s, depth = 0.0, 0
+        for segment in drafted:
+            plan = self._planned.get(segment.sequence)
+            if plan is not None and plan.source.cost:
+                draft_s, depth = plan.draft_s, max(depth, len(segment.proposals))
         step = MeasuredStep(
             num_decoding,
             round(num_proposals * turns),
             round((len(batch.sampling.sequences) - len(result.discarded)) * turns),
             seconds,
-            max([plan.draft_s for _, plan in plans], default=0.0) * turns,
-            max([len(s.proposals) for s, plan in plans if plan.source.cost], default=0),
+            draft_s * turns,
+            depth,
         )
         if self._policy.observe(step):
             for source in self._sources:

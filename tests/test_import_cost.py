@@ -16,7 +16,7 @@ HEAVY = {
     "huggingface_hub",
     "rich",
     "prompt_toolkit",
-    "starlette",
+    "uvicorn",
 }
 
 

@@ -57,25 +57,40 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "server": LEAVES
     | {"backend", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
 }
-SERVER_LEAVES = {"errors", "keys", "settings", "background", "store"}
+SERVER_BASE = {"errors", "keys", "config", "workers", "http", "routes"}
+SERVER_MODELS = SERVER_BASE | {
+    "served",
+    "models",
+    "metrics",
+    "admission",
+    "readiness",
+    "log",
+    "store",
+}
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
-    "background": set(),
+    "workers": set(),
     "store": set(),
+    "log": set(),
     "keys": {"errors"},
-    "settings": {"keys"},
-    "http": SERVER_LEAVES,
-    "registry": SERVER_LEAVES,
-    "watch": SERVER_LEAVES | {"registry"},
-    "fields": SERVER_LEAVES | {"http", "registry"},
-    "calls": SERVER_LEAVES | {"http", "registry", "watch"},
-    "openai": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
-    "anthropic": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
-    "ollama": SERVER_LEAVES | {"calls", "fields", "http", "registry"},
-    "ops": SERVER_LEAVES | {"calls", "http", "registry", "watch"},
-    "page": SERVER_LEAVES | {"calls", "http", "ops", "registry", "watch"},
+    "config": {"keys"},
+    "http": {"errors"},
+    "routes": {"errors"},
+    "protocol": {"http"},
+    "served": set(),
+    "models": {"errors", "served", "workers"},
+    "metrics": {"models", "served", "workers"},
+    "admission": {"metrics"},
+    "readiness": {"metrics", "models", "served"},
+    "service": SERVER_MODELS,
+    "guard": SERVER_BASE | {"protocol"},
+    "call": SERVER_MODELS | {"protocol", "service"},
+    "apis": SERVER_MODELS | {"call"},
+    "ops": SERVER_MODELS | {"call", "service"},
+    "openapi": SERVER_BASE | {"call"},
+    "page": SERVER_MODELS | {"call", "ops", "service"},
 }
-SERVER_ASSEMBLERS = {"app", "running", "__init__"}
+SERVER_ASSEMBLERS = {"app", "run", "__init__"}
 ASSEMBLERS = {
     "llm",
     "library",
@@ -241,13 +256,13 @@ def test_imports_inside_the_server_point_down() -> None:
 
 def test_an_import_upward_is_found(tmp_path: Path) -> None:
     module = tmp_path / "body.py"
-    module.write_text("from ..openai import chat\nfrom ..errors import ServerError\n")
+    module.write_text("from .apis import chat\nfrom .errors import ServerError\n")
     found = upward(
-        [("server.http.body", module)], "mlxinfer.server.", SERVER_MAY_IMPORT, SERVER_ASSEMBLERS
+        [("server.http", module)], "mlxinfer.server.", SERVER_MAY_IMPORT, SERVER_ASSEMBLERS
     )
     assert set(found) == {
-        "server.http.body imports server.openai",
-        "server.http.body imports server.openai.chat",
+        "server.http imports server.apis",
+        "server.http imports server.apis.chat",
     }
 
 

@@ -29,8 +29,8 @@ from ._options import (
 
 if TYPE_CHECKING:
     from ..progress import Watch
-    from ..server.registry.served import ServedModel
-    from ..server.registry.slots import Entry
+    from ..server.models import Entry
+    from ..server.served import ServedModel
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -185,7 +185,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     from ..memory import parse_bytes
     from ..models import stoppable
     from ..models.weights.files import weights_bytes
-    from ..server.registry.slots import Entry
+    from ..server.models import Entry
 
     options, tool_format = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
@@ -255,7 +255,7 @@ def open_model(
     watch: "Watch",
 ) -> "ServedModel":
     """Load a model with weights and KV cache that fit; a KV budget of its own is kept."""
-    from ..server.registry.served import ServedModel
+    from ..server.served import ServedModel
 
     sized = replace(options, room_bytes=room_bytes)
     return ServedModel.open(

@@ -24,9 +24,8 @@ from ._output import counted, note
 from .serve import registry
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message
-
-    from ..server.calls.service import Service
+    from ..server.http import App, Message
+    from ..server.service import Service
 
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
 RETRY_S = 1.0  # between two tries of a request whose model finds no room beside the others
@@ -96,8 +95,8 @@ def command(
     /v1/embeddings, /v1/rerank or /v1/score. Run the same command again after an interruption: it
     skips the requests that have an answer. Delete the file of errors to try those again.
     """
-    from ..server.calls.service import Service
-    from ..server.settings import ServerConfig
+    from ..server.config import ServerConfig
+    from ..server.service import Service
 
     if not input_path.is_file():
         raise click.UsageError(f"{input_path} is no file; it is read twice, so write it to one.")
@@ -364,7 +363,7 @@ async def _answer_all(
         raise errors.exceptions[0] from None
 
 
-async def _answered(app: "ASGIApp", line: Line) -> Answer:
+async def _answered(app: "App", line: Line) -> Answer:
     """The answer to a request; tried again while its model finds no room beside the others."""
     while True:
         reply = await _post(app, line)
@@ -400,8 +399,8 @@ class _Exchange:
             self.parts.append(message.get("body", b""))
 
 
-async def _post(app: "ASGIApp", line: Line) -> Response:
-    from ..server.http.protocol import ABORT, CONNECTIONS
+async def _post(app: "App", line: Line) -> Response:
+    from ..server.protocol import ABORT, CONNECTIONS
 
     exchange = _Exchange(bytes(line.body))
     scope = {

@@ -39,11 +39,10 @@ from ._options import (
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
 
 if TYPE_CHECKING:
-    from ..server.calls.service import Fetch
+    from ..server.models import Entry, Models
     from ..server.page.library import Library
     from ..server.page.routes import PageRoutes, Setting
-    from ..server.registry.models import Models
-    from ..server.registry.slots import Entry
+    from ..server.service import Fetch
     from ..server.store import ResponseStore
 
 file_option = partial(click.option, cls=FileOption)
@@ -241,10 +240,10 @@ def command(
     when a request names them; pinned ones at the start. The config file has more options than
     those below; `mlxinfer config show` lists all.
     """
-    from ..server.app import ENDPOINTS
-    from ..server.calls.service import Service
-    from ..server.running import Server, bind, url_of
-    from ..server.watch.logs import set_up_logging
+    from ..server.app import ROUTES
+    from ..server.log import set_up_logging
+    from ..server.run import Server, bind, url_of
+    from ..server.service import Service
 
     keep_history = options.pop("history")
     config = server_config(options)
@@ -271,7 +270,7 @@ def command(
     names, page = ", ".join(service.models.names()), urls[0]
     places = " and ".join(f"{url}/v1" for url in urls)
     ready = f"mlxinfer serves {names} at {places} (Ctrl-C ends it)\nchat at {page}"
-    served = (*ENDPOINTS, *routes.endpoints())
+    served = (*ROUTES, *routes.routes())
     server = Server(service, listeners, lambda: click.echo(ready, err=True), served)
     if spread:
         restart_when_failed(service.refuse, listeners)
@@ -283,9 +282,9 @@ def command(
 
 def server_config(options: dict[str, Any]) -> Any:
     """Return the ServerConfig of the command line; a value out of range is wrong usage."""
+    from ..server.config import ServerConfig
     from ..server.keys import ApiKeys
-    from ..server.running import check_tls
-    from ..server.settings import ServerConfig
+    from ..server.run import check_tls
 
     keys = [*options["api_keys"], *filter(None, [os.environ.get(API_KEY)])]
     names = (
@@ -352,7 +351,7 @@ def with_aliases(
 
 def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
-    from ..server.registry.models import Models
+    from ..server.models import Models
 
     try:
         ttl_s = ttl_of(options)

@@ -1,92 +1,93 @@
-"""The ASGI app: every endpoint of every API, behind the guard."""
+"""The ASGI app: one table of all routes, behind the guard."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Set
 
-from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from .anthropic import messages
-from .anthropic import models as anthropic_models
-from .calls.endpoint import Endpoint, Served
-from .calls.service import Service
-from .errors import NoSuchPathError
-from .http.guard import Guard
-from .ollama import chat as ollama_chat
-from .ollama import embed as ollama_embed
-from .ollama import models as ollama_models
-from .openai import (
-    adapters,
+from . import ops
+from .apis import (
+    anthropic,
     chat,
     completions,
     embeddings,
-    infill,
     models,
+    ollama,
     rerank,
     responses,
-    stored_responses,
     tokens,
 )
-from .ops import admin, health, loads, metrics
-from .ops.openapi import documentation
+from .apis.anthropic import ANTHROPIC
+from .apis.ollama import OLLAMA
+from .apis.responses import RESPONSES
+from .call import answer_call
+from .guard import Guard
+from .http import OPENAI, App, ErrorForm, Receive, Scope, Send
+from .openapi import documentation
 from .page import files, state
+from .routes import Route, RouteTable
+from .service import Service
 
-ENDPOINTS: tuple[Endpoint, ...] = (
-    *chat.ENDPOINTS,
-    *completions.ENDPOINTS,
-    *infill.ENDPOINTS,
-    *models.ENDPOINTS,
-    *adapters.ENDPOINTS,
-    *responses.ENDPOINTS,
-    *stored_responses.ENDPOINTS,
-    *messages.ENDPOINTS,
-    *anthropic_models.ENDPOINTS,
-    *tokens.ENDPOINTS,
-    *embeddings.ENDPOINTS,
-    *rerank.ENDPOINTS,
-    *ollama_chat.ENDPOINTS,
-    *ollama_models.ENDPOINTS,
-    *ollama_embed.ENDPOINTS,
-    *health.ENDPOINTS,
-    *metrics.ENDPOINTS,
-    *loads.ENDPOINTS,
-    *admin.ENDPOINTS,
-    *state.ENDPOINTS,
+ROUTES: tuple[Route, ...] = (
+    Route("POST", "/v1/chat/completions", chat.chat),
+    Route("POST", "/v1/completions", completions.complete),
+    Route("POST", "/infill", completions.infill),
+    Route("POST", "/v1/responses", responses.responses),
+    Route("POST", "/v1/responses/input_tokens", responses.input_tokens),
+    Route("GET", "/v1/responses/{id}", responses.show_response),
+    Route("DELETE", "/v1/responses/{id}", responses.delete_response),
+    Route("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    Route("POST", "/v1/responses/{id}/cancel", responses.cancel_response),
+    Route("POST", "/v1/messages", anthropic.messages),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    Route("GET", "/v1/models", models.list_models),
+    Route("GET", "/v1/models/{name:path}", models.show_model),
+    Route("POST", "/tokenize", tokens.tokenize),
+    Route("POST", "/detokenize", tokens.detokenize),
+    Route("GET", "/tokenizer_info", tokens.tokenizer_info),
+    Route("POST", "/v1/embeddings", embeddings.embed),
+    Route("POST", "/v1/rerank", rerank.rerank),
+    Route("POST", "/v2/rerank", rerank.rerank),
+    Route("POST", "/rerank", rerank.rerank),
+    Route("POST", "/v1/reranking", rerank.rerank),
+    Route("POST", "/reranking", rerank.rerank),
+    Route("POST", "/v1/score", rerank.score),
+    Route("POST", "/score", rerank.score),
+    Route("POST", "/api/chat", ollama.ollama_chat),
+    Route("POST", "/api/generate", ollama.ollama_generate),
+    Route("POST", "/api/embed", ollama.embed_texts),
+    Route("POST", "/api/embeddings", ollama.embed_text),
+    Route("GET", "/api/tags", ollama.tags),
+    Route("GET", "/api/ps", ollama.running),
+    Route("GET", "/api/version", ollama.ollama_version),
+    Route("POST", "/api/show", ollama.show_details),
+    Route("POST", "/api/pull", ollama.pull, "admin"),
+    Route("GET", "/health", ops.health, "anyone"),
+    Route("GET", "/ready", ops.ready, "anyone"),
+    Route("GET", "/server_info", ops.server_info),
+    Route("GET", "/metrics", ops.metrics, "admin"),
+    Route("GET", "/v1/loads", ops.loads, "admin"),
+    Route("GET", "/admin/models", ops.list_states, "admin"),
+    Route("POST", "/admin/models/load", ops.load_model, "admin"),
+    Route("POST", "/admin/models/unload", ops.unload_model, "admin"),
+    Route("POST", "/admin/models/pin", ops.pin_model, "admin"),
+    Route("POST", "/v1/load_lora_adapter", ops.load_adapter, "admin"),
+    Route("POST", "/v1/unload_lora_adapter", ops.unload_adapter, "admin"),
+    Route("GET", "/admin/state", state.state, "admin"),
 )
+FORMS = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES, "/api/": OLLAMA}  # by beginning
 
 
-def build_app(service: Service, endpoints: Iterable[Endpoint] = ENDPOINTS) -> ASGIApp:
+def form_of(path: str, headers: Set[bytes]) -> ErrorForm:
+    """How errors of a path look; /v1/models has Anthropic's form too, for its clients."""
+    if models.ANTHROPIC_VERSION in headers and path.startswith("/v1/models"):
+        return ANTHROPIC
+    return next((form for start, form in FORMS.items() if path.startswith(start)), OPENAI)
+
+
+def build_app(service: Service, routes: Iterable[Route] = ROUTES) -> App:
     """The ASGI app of a service."""
-    listed = tuple(endpoints)
-    listed += (*documentation(listed), *files.ENDPOINTS)
-    places: dict[tuple[str, str], list[Served]] = {}
-    for endpoint in listed:
-        places.setdefault((endpoint.method, endpoint.path), []).append(Served(endpoint, service))
-    routes = [
-        Route(path, HeaderRouter(served), methods=[method], name=f"{method} {path}")
-        for (method, path), served in places.items()
-    ]
-    router = Router(routes, redirect_slashes=False, default=_nothing_here)
+    listed = tuple(routes)
+    table = RouteTable((*listed, *documentation(listed), *files.ROUTES))
 
-    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = router  # lets starlette raise for a wrong method instead of answering
-        await router(scope, receive, send)
+    async def answer(route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        await answer_call(service, route, scope, receive, send)
 
-    return Guard(routed, service.config, listed)
-
-
-class HeaderRouter:
-    """Serves one path: by the endpoint of a header in the request, else by the plain one."""
-
-    def __init__(self, served: Sequence[Served]) -> None:
-        (self._plain,) = [each for each in served if each.endpoint.if_header is None]
-        self._named = [each for each in served if each.endpoint.if_header is not None]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        sent = {name for name, _ in scope["headers"]}
-        found = [each for each in self._named if each.endpoint.if_header in sent]
-        await (found[0] if found else self._plain)(scope, receive, send)
-
-
-async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
-    raise NoSuchPathError("Nothing is served at this path; /docs lists what is.")
+    return Guard(answer, service.config, table, form_of)

@@ -4,7 +4,8 @@ MlxinferError
 ├── UnauthorizedError          401  invalid_api_key
 ├── ForbiddenError             403  forbidden             Host, Origin or key
 ├── NoSuchPathError            404  not_found
-├── NotStoredError             404  not_found             a stored response, file or batch
+├── NotStoredError             404  not_found             a stored response
+│   └── PreviousResponseError  404  previous_response_not_found
 ├── MethodError                405  method_not_allowed
 ├── SlowBodyError              408  request_timeout
 ├── BodyTooLargeError          413  request_too_large
@@ -19,8 +20,6 @@ MlxinferError
 """
 
 from ..errors import MlxinferError, OverloadedError
-from ..errors import PromptTooLongError as PromptTooLongError
-from ..errors import UnsupportedFieldError as UnsupportedFieldError
 
 
 class UnauthorizedError(MlxinferError):
@@ -45,7 +44,7 @@ class NoSuchPathError(MlxinferError):
 
 
 class NotStoredError(MlxinferError):
-    """What a request names is not stored, or not for its key."""
+    """The response that a request names is not stored, or not for its key."""
 
     status = 404
     code = "not_found"
@@ -53,6 +52,12 @@ class NotStoredError(MlxinferError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class PreviousResponseError(NotStoredError):
+    """The response that a request follows is not stored."""
+
+    code = "previous_response_not_found"
 
 
 class MethodError(MlxinferError):

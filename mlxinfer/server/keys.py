@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidRequestError
-from .errors import UnauthorizedError
+from .errors import ForbiddenError, UnauthorizedError
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -60,6 +60,14 @@ class ApiKeys:
     def administers(self, name: str | None) -> bool:
         """Whether the key of a name may load, download, delete and see what others run."""
         return name not in self.users
+
+    def require_admin(self, name: str | None) -> None:
+        """Raise ForbiddenError unless the key of a name administers the server."""
+        if not self.administers(name):
+            raise ForbiddenError(
+                f"The key {name} may not administer this server; `admin = true` in its table of "
+                "the keys file lets it."
+            )
 
     def __bool__(self) -> bool:
         return bool(self.digests)

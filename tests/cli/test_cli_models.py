@@ -12,7 +12,7 @@ from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
 from mlxinfer.models import ExpertOptions
 from mlxinfer.models.weights.files import expert_bytes, weights_bytes
-from mlxinfer.server.registry.slots import Entry
+from mlxinfer.server.models import Entry
 from mlxinfer.session.options import EngineOptions
 from tests.bench.experts import SMALL as MIXTURE
 

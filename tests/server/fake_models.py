@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxinfer.errors import CheckpointError
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.slots import Entry
+from mlxinfer.server.models import Entry, Models
 
 MB = 10**6
 

@@ -7,9 +7,8 @@ from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
 from mlxinfer.models.weights.files import weights_bytes
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.server.registry.slots import Entry
+from mlxinfer.server.models import Entry, Models
+from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions
 
 MB = 10**6

@@ -13,13 +13,13 @@ import httpx2 as httpx
 
 from mlxinfer import hub
 from mlxinfer.core import TokenEvent
-from mlxinfer.server.app import ENDPOINTS
-from mlxinfer.server.calls.endpoint import Endpoint
-from mlxinfer.server.calls.service import Service
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.server.running import Server, bind, url_of
-from mlxinfer.server.settings import ServerConfig
+from mlxinfer.server.app import ROUTES
+from mlxinfer.server.config import ServerConfig
+from mlxinfer.server.models import Models
+from mlxinfer.server.routes import Route
+from mlxinfer.server.run import Server, bind, url_of
+from mlxinfer.server.served import ServedModel
+from mlxinfer.server.service import Service
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.options import EngineOptions
 
@@ -41,7 +41,7 @@ def long_chat(**fields: Any) -> dict[str, Any]:
 
 def in_no_hurry(model: ServedModel) -> ServedModel:
     """The same model, which takes its time where an answer may be long."""
-    loop: Any = model.client.engine._loop
+    loop: Any = model.session.engine._loop
     emit = loop._emit
 
     def emit_slowly(events: list[TokenEvent]) -> None:
@@ -56,7 +56,7 @@ def in_no_hurry(model: ServedModel) -> ServedModel:
 
 
 class LiveServer:
-    """The demo model behind a real socket, with `endpoints`.
+    """The demo model behind a real socket, with `routes_served`.
 
     Args:
         engine: arguments of EngineOptions.
@@ -65,7 +65,7 @@ class LiveServer:
         config: of ServerConfig.
     """
 
-    endpoints: tuple[Endpoint, ...] = ENDPOINTS
+    routes_served: tuple[Route, ...] = ROUTES
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class LiveServer:
             listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         self.url = url_of(listeners[0], tls=self.config.tls_cert is not None)
         self.port: int = listeners[0].getsockname()[1]
-        self.server = Server(self.service, listeners, endpoints=self.endpoints)
+        self.server = Server(self.service, listeners, routes=self.routes_served)
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
         self._ahead_s = 0.0  # of the event loop's clock
 
@@ -152,7 +152,7 @@ class LiveServer:
         return len(self.server.server_state.connections)
 
     def stats(self) -> dict[str, Any]:
-        return self.model.client.engine.stats()
+        return self.model.session.engine.stats()
 
     def is_idle(self) -> bool:
         """Nothing runs, waits or is held but for cached pages."""

@@ -9,7 +9,7 @@ from live_server import LiveServer, wait_until
 
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.loop import EngineLimits
-from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.server.served import ServedModel
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
@@ -30,7 +30,7 @@ def teach(model: ServedModel, template: str) -> None:
     tokenizer = model.tokenizer
     tokenizer.template = ChatTemplate(template, variables=tokenizer.named_tokens)
     assert isinstance(model.session, Session)
-    model.builder.close()
+    model.session.builder.close()
     model.session.builder = RequestBuilder(tokenizer, model.info, "auto")
 
 
@@ -83,7 +83,7 @@ class ScriptedServer(LiveServer):
 
     def __init__(self, template: str = TEMPLATE, **config: Any) -> None:
         super().__init__(**config)
-        self.model.client.engine.close()
+        self.model.session.engine.close()
         tokenizer = self.model.tokenizer
         teach(self.model, template)
         session = self.model.session
@@ -91,7 +91,7 @@ class ScriptedServer(LiveServer):
         self.script = Script(
             lambda text: tokenizer.encode(text, parse_special=True), session.limits
         )
-        self.model.client.engine = self.script  # type: ignore[assignment]  # as far as it is used
+        self.model.session.engine = self.script  # type: ignore[assignment]  # as far as it is used
 
     @contextmanager
     def says(self, text: str, cached_tokens: int = 0) -> Iterator[None]:

@@ -12,14 +12,14 @@ SECRET = "/Users/somebody/secret"
 
 def break_next_step(server: LiveServer) -> None:
     """Let one launch of the engine fail, on its own thread, as an exception in MLX would."""
-    loop: Any = server.model.client.engine._loop
+    loop: Any = server.model.session.engine._loop
     runner = loop.runner
 
     def fail(*args: Any) -> Any:
         del vars(runner)["launch"]  # the class's is seen again, whatever a later test makes of it
         raise RuntimeError(f"[metal] out of memory at 0x7ffe in {SECRET}")
 
-    server.model.client.engine.call(lambda: setattr(runner, "launch", fail))
+    server.model.session.engine.call(lambda: setattr(runner, "launch", fail))
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
         behind: it is the first that samples a later token than this one of an answer; else the
             next step.
     """
-    loop: Any = server.model.client.engine._loop
+    loop: Any = server.model.session.engine._loop
     runner, go_on = loop.runner, threading.Event()
     launch = runner.launch
 
@@ -40,7 +40,7 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
             del vars(runner)["launch"]
         return launch(batch, previous)
 
-    server.model.client.engine.call(lambda: setattr(runner, "launch", hang))
+    server.model.session.engine.call(lambda: setattr(runner, "launch", hang))
     try:
         yield go_on
     finally:

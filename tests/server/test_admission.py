@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
-from mlxinfer.server.calls.service import MAX_RETRY_S, MIN_RETRY_S, Admission
-from mlxinfer.server.registry.served import SamplingDefaults, read_defaults
+from mlxinfer.server.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
+from mlxinfer.server.served import read_defaults
 
 arrivals = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.booleans()), max_size=40)
 
@@ -56,4 +57,6 @@ def test_defaults_are_the_models_own(
 ) -> None:
     if given_values is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(given_values))
-    assert read_defaults(tmp_path) == SamplingDefaults(**expected)
+    assert read_defaults(tmp_path) == SamplingParams(
+        **{"max_tokens": None, "temperature": 1.0, **expected}
+    )

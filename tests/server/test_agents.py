@@ -16,7 +16,7 @@ import pytest
 from live_server import CHAT
 from scripted import ScriptedServer
 
-from mlxinfer.server.registry.models import Models
+from mlxinfer.server.models import Models
 from mlxinfer.server.store import ResponseStore
 
 SHELL: Any = {

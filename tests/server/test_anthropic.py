@@ -399,7 +399,7 @@ def test_an_interrupted_stream_ends_with_an_error_event() -> None:
         events = iter(ask(client, max_tokens=1800, stream=True, extra_body=form))
         while next(events).type != "content_block_delta":
             pass
-        server.model.client.engine.close()
+        server.model.session.engine.close()
         with pytest.raises(anthropic.APIStatusError) as caught:
             list(events)
     assert "overloaded_error" in str(caught.value.body)

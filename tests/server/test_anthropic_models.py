@@ -9,9 +9,8 @@ from live_server import LiveServer
 from sdk_clients import anthropic_client
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.server.registry.slots import Entry
+from mlxinfer.server.models import Entry, Models
+from mlxinfer.server.served import ServedModel
 
 NAMES = ["one", "two", "three"]
 VERSION = {"anthropic-version": "2023-06-01"}
@@ -110,8 +109,6 @@ def test_without_a_key_the_error_is_theirs_too() -> None:
 
 def test_both_forms_are_described(live: LiveServer) -> None:
     operation = live.get("/openapi.json").json()["paths"]["/v1/models"]["get"]
-    (parameter,) = operation["parameters"]
-    assert (parameter["in"], parameter["name"]) == ("header", "anthropic-version")
     schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
     assert [each["$ref"].rpartition("/")[2] for each in schema["anyOf"]] == [
         "ModelList",

@@ -12,7 +12,7 @@ from bad_input import GOOD, unharmed
 from live_server import CHAT, LiveServer, long_chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
 
-from mlxinfer.server.http.protocol import READ_BYTES, TimedProtocol
+from mlxinfer.server.protocol import READ_BYTES, TimedProtocol
 
 BODY = json.dumps(GOOD[CHAT]).encode()
 LENGTH = f"content-length: {len(BODY)}\r\n".encode()

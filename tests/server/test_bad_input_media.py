@@ -47,7 +47,6 @@ BLOCKS: list[dict[str, Any]] = [
     {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
     {"type": "image", "source": None},
     {"type": "document", "source": {"type": "file", "file_id": "x"}},
-    {"type": "search_result", "source": "x", "title": "x", "content": []},
     {"type": "container_upload", "file_id": "x"},
 ]
 

@@ -146,7 +146,7 @@ FLAT: list[dict[str, Any]] = [
     {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function"}},
     {"tools": [{"type": "function", "name": "f"}], "tool_choice": "any"},
     {"tool_choice": "required"},
-    {"max_tool_calls": 1},
+    {"max_tool_calls": 0},
 ]
 
 

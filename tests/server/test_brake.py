@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.server.registry.slots import FIRST_PAUSE_S, MAX_PAUSE_S, Brake
+from mlxinfer.server.models import FIRST_PAUSE_S, MAX_PAUSE_S, Brake
 
 
 def test_a_model_that_did_not_fail_has_no_pause() -> None:

@@ -4,7 +4,7 @@ import pytest
 from text.text_data import KINDS, load_tokenizer
 
 from mlxinfer.core import TokenLogprobs
-from mlxinfer.server.openai.logprobs import CompletionLogprobs, LogprobsWriter
+from mlxinfer.server.apis.usage import CompletionLogprobs, LogprobsWriter
 
 SURE = TokenLogprobs(0.0, ())
 

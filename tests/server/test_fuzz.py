@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import CHAT, LiveServer
 
-from mlxinfer.server.openai.chat_types import ChatRequest
-from mlxinfer.server.openai.completion_types import CompletionRequest
+from mlxinfer.server.apis.chat import ChatRequest
+from mlxinfer.server.apis.completions import CompletionRequest
 
 EXTREMES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 0.5, -0.0, 1e308),

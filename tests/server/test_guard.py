@@ -13,8 +13,8 @@ from live_server import CHAT, LiveServer, chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.settings import ServerConfig
 
 KEY = "sk-secret"
 

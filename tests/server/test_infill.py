@@ -7,7 +7,7 @@ import pytest
 from live_server import LiveServer
 from scripted import ScriptedServer
 
-from mlxinfer.server.fields import prompt as prompt_fields
+from mlxinfer.session import request_builder
 from mlxinfer.session.session import Session
 from mlxinfer.text.fim import FimTokens
 from mlxinfer.text.tokenizer import Tokenizer, load_backend
@@ -31,7 +31,7 @@ def with_marks(tokenizer: Tokenizer, marks: list[str]) -> Tokenizer:
 def coder() -> Iterator[ScriptedServer]:
     """A scripted model with tokens for filling in the middle."""
     with ScriptedServer() as server:
-        builder = server.model.builder
+        builder = server.model.session.builder
         builder.tokenizer = with_marks(builder.tokenizer, MARKS)
         yield server
 
@@ -57,7 +57,7 @@ def test_a_suffix_makes_the_prompt_of_a_gap(coder: ScriptedServer) -> None:
     [
         ({"echo": True}, "echo"),
         ({"prompt": [1, 2]}, "suffix"),
-        ({"prompt": []}, "suffix"),
+        ({"prompt": []}, "prompt"),
         ({"suffix": 3}, "suffix"),
     ],
 )
@@ -124,7 +124,7 @@ def test_what_was_typed_since_is_all_that_is_computed(
 ) -> None:
     """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
-    monkeypatch.setattr(prompt_fields, "fim_tokens", lambda _: marks)
+    monkeypatch.setattr(request_builder, "fim_tokens", lambda _: marks)
     assert isinstance(live.model.session, Session)
     page = live.model.session.limits.page_size
     lines = [f"    value_{number} = {number} * factor\n" for number in range(60)]

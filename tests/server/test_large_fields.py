@@ -24,10 +24,8 @@ from scripted import ScriptedServer
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.grammar import response_format, schema, spec
-from mlxinfer.server.anthropic import messages as messages_api
-from mlxinfer.server.fields import checks
-from mlxinfer.server.http import body
-from mlxinfer.server.openai import chat, completions, responses
+from mlxinfer.server import http
+from mlxinfer.server.apis import anthropic, chat, completions, responses
 from mlxinfer.text.tokenizer import PIECE_CHARS
 
 MANY = [0] * 600_000  # of which a request may have two bytes each, and a field has too many
@@ -65,7 +63,6 @@ LARGE: list[tuple[str, str, Any]] = [
 def test_what_is_large_is_refused_before_it_is_walked(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, value: Any
 ) -> None:
-    monkeypatch.setattr(checks, "_check_depth", not_so_large(checks._check_depth))
     monkeypatch.setattr(schema, "_walk", not_so_large(schema._walk))
     given = {"messages": HELLO} if path == TOKENIZE else with_fields(path)
     error = expect_refusal(live, path, {**given, field: value}, param=field)
@@ -94,11 +91,11 @@ def not_so_large(walk: Any) -> Any:
 
 
 READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
-    (CHAT, chat, ("constraint", "tool_use")),
+    (CHAT, chat, ("constraint", "read_chat_tools")),
     (COMPLETIONS, completions, ("constraint",)),
-    (RESPONSES, responses, ("format_constraint", "tool_use", "read_tools")),
-    (MESSAGES, messages_api, ("format_constraint", "tool_use", "openai_tools")),
-    (COUNT, messages_api, ("tool_use", "openai_tools")),
+    (RESPONSES, responses, ("conversation", "read_tools")),
+    (MESSAGES, anthropic, ("sampling_params", "openai_tools")),
+    (COUNT, anthropic, ("conversation", "openai_tools")),
 ]
 
 
@@ -169,7 +166,7 @@ def test_a_body_of_millions_of_lists_is_not_decoded(
 ) -> None:
     request = b'{"messages":[{"role":"user","content":"x"}],"documents":[' + pair
     large = request + (b"," + pair) * 1_000_000 + b"]}"
-    monkeypatch.setattr(body, "msgspec", None)  # decoding it fails
+    monkeypatch.setattr(http, "msgspec", None)  # decoding it fails
     error = expect_refusal(live, CHAT, large)
     assert error["message"].startswith("The body holds 100000")
 

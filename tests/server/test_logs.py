@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
 
-from mlxinfer.server.watch.logs import JsonLines, TextLines, set_up_logging
+from mlxinfer.server.log import JsonLines, TextLines, set_up_logging
 
 SECRET = "swordfish"
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from steps import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.watch.request_metrics import Histogram
+from mlxinfer.server.metrics import Histogram
 
 Numbers = dict[str, float]
 DASHBOARDS = """
@@ -108,7 +108,7 @@ def test_an_answer_is_counted_once(server: LiveServer, numbers: Numbers, stream:
 
 def test_proposals_are_counted_by_position(server: LiveServer) -> None:
     numbers = read(server)
-    stats = server.model.client.engine.stats()["speculation"]
+    stats = server.model.session.engine.stats()["speculation"]
     assert numbers["vllm:spec_decode_num_draft_tokens_total"] == stats["drafted"]
     assert numbers["vllm:spec_decode_num_accepted_tokens_total"] == stats["accepted"]
     for place, count in enumerate(stats["accepted_at"]):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.server.registry.budget import MIN_KV_BYTES, Need, kv_budgets
+from mlxinfer.server.models import MIN_KV_BYTES, Need, kv_budgets
 
 GB = 10**9
 

@@ -13,7 +13,7 @@ from live_server import CHAT, chat, long_chat, wait_until
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.errors import CheckpointError
-from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.server.served import ServedModel
 
 
 @pytest.fixture(scope="module")

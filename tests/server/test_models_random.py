@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.errors import MlxinferError
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.slots import State
+from mlxinfer.server.models import Models, State
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)

@@ -16,8 +16,7 @@ from mlxinfer.errors import (
     OverloadedError,
 )
 from mlxinfer.server.errors import ModelBusyError, ModelLoadError
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.slots import FIRST_PAUSE_S, MAX_PAUSE_S, Entry, State
+from mlxinfer.server.models import FIRST_PAUSE_S, MAX_PAUSE_S, Entry, Models, State
 
 
 @pytest.fixture
@@ -332,7 +331,7 @@ def test_a_share_shrinks_where_weights_are_larger_than_their_files(machine: Mach
 def test_a_model_stuck_in_its_unload_keeps_its_memory(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.server.registry.loader.UNLOAD_S", 0.01)
+    monkeypatch.setattr("mlxinfer.server.models.UNLOAD_S", 0.01)
 
     async def work() -> None:
         await touch(models, "a")
@@ -353,7 +352,7 @@ def test_a_model_stuck_in_its_unload_keeps_its_memory(
 def test_close_ends_loading_models_and_leaves_stuck_ones_behind(
     machine: Machine, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxinfer.server.registry.models.CLOSE_S", 0.1)
+    monkeypatch.setattr("mlxinfer.server.models.CLOSE_S", 0.1)
     loads, ends = machine.hold("a"), machine.hold("b")
 
     async def work() -> None:

@@ -95,6 +95,15 @@ def test_a_form(demo: ollama.Client) -> None:
     assert said.message.content.startswith("{")
 
 
+def test_log_probabilities(demo: ollama.Client) -> None:
+    said = demo.chat("demo", HELLO, logprobs=True, top_logprobs=2, options=GREEDY)
+    assert said.logprobs is not None
+    assert "".join(each.token for each in said.logprobs) == said.message.content
+    assert len(said.logprobs[0].top_logprobs or ()) == 2
+    pieces = demo.generate("demo", "Hello", logprobs=True, options=GREEDY, stream=True)
+    assert all(piece.logprobs for piece in pieces if piece.response)
+
+
 @pytest.mark.parametrize(
     "ask",
     [
@@ -106,7 +115,6 @@ def test_a_form(demo: ollama.Client) -> None:
         lambda c: c.chat("demo", HELLO, options={"mirostat": 2}),
         lambda c: c.chat("demo", HELLO, options={"temperature": -1}),
         lambda c: c.chat("demo", HELLO, format={"type": "strng"}),
-        lambda c: c.chat("demo", HELLO, logprobs=True),
         lambda c: c.embed("demo", "x"),  # it generates text
     ],
 )

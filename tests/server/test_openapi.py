@@ -5,13 +5,13 @@ import re
 import jsonschema
 from live_server import CHAT, LiveServer, chat
 
-from mlxinfer.server.app import ENDPOINTS
+from mlxinfer.server.app import ROUTES
 
 
 def test_every_endpoint_is_described(server: LiveServer) -> None:
     document = server.get("/openapi.json").json()
     described = {(m.upper(), p) for p, ops in document["paths"].items() for m in ops}
-    assert described == {(e.method, e.path.replace(":path}", "}")) for e in ENDPOINTS}
+    assert described == {(e.method, e.path.replace(":path}", "}")) for e in ROUTES}
     identifiers = [o["operationId"] for ops in document["paths"].values() for o in ops.values()]
     assert len(set(identifiers)) == len(identifiers)
 

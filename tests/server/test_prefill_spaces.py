@@ -9,6 +9,7 @@ from scripted import ScriptedServer
 from text.text_data import load_tokenizer
 
 from mlxinfer.core import FinishReason, TokenEvent
+from mlxinfer.session.inputs import ChatInput
 from mlxinfer.session.request_builder import RequestBuilder
 from mlxinfer.session.session import Session
 from mlxinfer.text import ChatTemplate
@@ -28,7 +29,7 @@ def spaced() -> Iterator[ScriptedServer]:
         tokenizer = load_tokenizer("sentencepiece")
         tokenizer.template = ChatTemplate(TEMPLATE, variables={})
         model = server.model
-        model.builder.close()
+        model.session.builder.close()
         info = replace(model.info, vocab_size=tokenizer.vocab_size)
         assert isinstance(model.session, Session)
         model.session.builder = RequestBuilder(tokenizer, info, "auto")
@@ -57,14 +58,13 @@ def test_a_message_of_anthropics(spaced: ScriptedServer) -> None:
 
 
 def test_the_library(spaced: ScriptedServer) -> None:
-    builder = spaced.model.builder
+    session = spaced.model.generator
     ids = spaced.model.tokenizer.encode("sleeps", add_special_tokens=False)
-    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
-    for messages, variables, expected in (
-        ([ASKED], {}, "sleeps"),
-        ([ASKED, BEGUN], goes_on, " sleeps"),
+    for messages, continues, expected in (
+        ([ASKED], False, "sleeps"),
+        ([ASKED, BEGUN], True, " sleeps"),
     ):
-        answer = builder.chat(messages, None, chat_template_kwargs=variables).output
+        (answer,) = session.start(ChatInput(messages=messages, continues=continues)).answers
         for token_id in ids:
             answer.push(TokenEvent(answer.request.id, token_id))
         answer.push(TokenEvent.without_token(answer.request.id, FinishReason.LENGTH))

@@ -15,7 +15,7 @@ def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
 
         def accepted(key: str) -> tuple[str, int]:
             """The answer, and how many of its tokens were proposed."""
-            stats = server.model.client.engine.stats
+            stats = server.model.session.engine.stats
             before = stats()["speculation"]["accepted"]
             answer = server.client.post(
                 CHAT, json=chat("Hello", max_tokens=30), headers={"x-api-key": key}
@@ -54,7 +54,7 @@ def test_a_request_may_do_without_proposals(path: str, body: dict[str, Any]) -> 
     with LiveServer(engine=always) as server:
 
         def drafted(**fields: object) -> int:
-            stats = server.model.client.engine.stats
+            stats = server.model.session.engine.stats
             before: int = stats()["speculation"]["drafted"]
             answer = server.client.post(path, json={**body, **fields})
             assert answer.status_code == 200, answer.text

@@ -14,9 +14,8 @@ from scripted import ScriptedServer
 from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta
-from mlxinfer.server.openai.logprobs import TokenLogprob
-from mlxinfer.server.openai.responses_output import OutputItems
-from mlxinfer.server.openai.responses_types import MessageItem
+from mlxinfer.server.apis.responses_items import MessageItem, OutputItems
+from mlxinfer.server.apis.usage import TokenLogprob
 
 TOOLS: Any = [
     {
@@ -175,7 +174,7 @@ def test_a_conversation_with_tools(client: openai.OpenAI, scripted: ScriptedServ
         prompt = scripted.prompt
     assert "system\nRule.<|im_end|>" in prompt
     assert "assistant\n<think>hm</think>I look.<tool_call>" in prompt
-    assert prompt.count('{"name": "now", "arguments": {}}</tool_call><|im_end|>') == 1
+    assert prompt.count('{"name": "now", "arguments": {}}\n</tool_call><|im_end|>') == 1
     assert prompt.count("tool\n5<|im_end|>") == 2
     assert "system\nBe brief." in prompt
     assert last.output_text == "Fine."
@@ -255,11 +254,11 @@ def test_an_interrupted_stream_fails() -> None:
         events = iter(ask(client, text=form, stream=True))
         while next(events).type != "response.output_text.delta":
             pass
-        server.model.client.engine.close()
+        server.model.session.engine.close()
         *_, last = events
         strictly(ResponseStreamEvent, last)
     assert last.type == "response.failed"
-    assert "unloaded" in last.response.error.message
+    assert "closed" in last.response.error.message
 
 
 def test_log_probabilities_of_the_text(demo: openai.OpenAI, server: LiveServer) -> None:

@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 from sdk_clients import openai_client, strictly
 
-from mlxinfer.server.fields.lark_pattern import NotRegularError, lark_pattern
+from mlxinfer.grammar.lark_pattern import NotRegularError, lark_pattern
 
 PATCH_GRAMMAR = r"""start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF

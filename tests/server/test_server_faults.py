@@ -4,8 +4,8 @@ import pytest
 from live_server import CHAT, LiveServer, chat, events_of, long_chat
 from steps import SECRET, break_next_step
 
-from mlxinfer.server.calls.endpoint import Endpoint
-from mlxinfer.server.http.replies import HIDDEN
+from mlxinfer.server.http import HIDDEN
+from mlxinfer.server.routes import Route
 
 
 def test_a_failed_step_is_a_500_without_details(server: LiveServer) -> None:
@@ -34,7 +34,7 @@ def test_a_closed_engine_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
             events = events_of(response)
             next(events)
             next(events)
-            server.model.client.engine.close()
+            server.model.session.engine.close()
             *_, last = events
         assert last["error"]["code"] == "engine_closed"
         answer = server.post(CHAT, chat())
@@ -45,7 +45,7 @@ def test_a_closed_engine_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bug_in_a_handler_costs_one_request(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(server.model.builder), "output", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(type(server.model.session.builder), "output", lambda *args, **kwargs: 1 / 0)
     answer = server.post(CHAT, chat())
     monkeypatch.undo()
     assert answer.status_code == 500
@@ -72,9 +72,9 @@ def test_control_tokens_in_a_message_stay_text(server: LiveServer) -> None:
     assert [tokens.count(end) for tokens in counts] == [counts[1].count(end)] * 2
 
 
-def test_endpoints_are_told_apart() -> None:
-    from mlxinfer.server.app import ENDPOINTS
+def test_every_route_has_a_summary() -> None:
+    from mlxinfer.server.app import ROUTES
 
-    keys = [(e.method, e.path, e.if_header) for e in ENDPOINTS]
+    keys = [(e.method, e.path) for e in ROUTES]
     assert len(set(keys)) == len(keys)
-    assert all(isinstance(e, Endpoint) and e.summary for e in ENDPOINTS)
+    assert all(isinstance(e, Route) and e.summary for e in ROUTES)

@@ -22,12 +22,11 @@ from mlxinfer.engine.runner import Forward, Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
 from mlxinfer.sampling.sampler import Sampler
-from mlxinfer.server.calls.generation import Generation
-from mlxinfer.server.calls.service import Admission
-from mlxinfer.server.http import sse
-from mlxinfer.server.http.replies import HIDDEN
-from mlxinfer.server.openai import chat as chat_module
-from mlxinfer.session.output_processor import OutputProcessor
+from mlxinfer.server import call as call_module
+from mlxinfer.server.admission import Admission
+from mlxinfer.server.apis import chat as chat_module
+from mlxinfer.server.http import HIDDEN
+from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.text import ChatTemplate, Tokenizer
 
 VICTIM = "zebra"  # stands in the prompt of the request that is to fail
@@ -100,19 +99,19 @@ BEFORE = {  # the first token
     "tokenise": Stage(Tokenizer, "encode", mentions),
     "compile": Stage(GrammarCompiler, "compile", lambda *_: True),
     "admit": Stage(Admission, "enter", lambda _, count, __: count == 2),
-    "submit": Stage(Generation, "start", lambda g: of_two(g.answers)),
+    "submit": Stage(Answers, "begin", lambda g, **_: of_two(g.answers)),
 }
 WITHIN = {
     "detokenise": Stage(
-        OutputProcessor,
+        Answer,
         "_push_text",
         lambda answer, _: answer.request.params.presence_penalty == 0.5,
     ),
-    "count": Stage(chat_module, "usage_of", lambda g, **_: of_two(g.answers)),
+    "count": Stage(call_module.Call, "note_usage", lambda _, a, *__: of_two(a.answers)),
 }
 SENDING = {
-    "send": Stage(chat_module, "json_body", lambda body: of_two(body.choices)),
-    "send a part": Stage(sse, "data", lambda c: any(x.index == 1 for x in c.choices)),
+    "send": Stage(call_module, "encode", lambda body: of_two(body.choices)),
+    "send a part": Stage(chat_module, "data", lambda c: any(x.index == 1 for x in c.choices)),
 }
 
 
@@ -189,16 +188,16 @@ def test_in_other_words(live: LiveServer, path: str) -> None:
     asked = {COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}, MESSAGES: {}}[path]
     body = {**asked, "messages": messages, "max_tokens": 5} if path == MESSAGES else asked
 
-    def hits(answer: OutputProcessor, _: Any) -> bool:
+    def hits(answer: Answer, _: Any) -> bool:
         return VICTIM in live.model.tokenizer.decode(answer.request.prompt_ids)
 
-    with neighbours(live), fault(OutputProcessor, "_push_text", hits):
+    with neighbours(live), fault(Answer, "_push_text", hits):
         answer = live.post(path, body)
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == HIDDEN
     with (
         neighbours(live),
-        fault(OutputProcessor, "_push_text", hits),
+        fault(Answer, "_push_text", hits),
         live.stream(path, body) as response,
     ):
         *_, last = [event for event in events_of(response) if event != "[DONE]"]
@@ -227,7 +226,7 @@ def single() -> Iterator[LiveServer]:
 @pytest.mark.parametrize("name", [*STEPS, "forward", "mask"])
 def test_in_a_step(single: LiveServer, name: str) -> None:
     """Requests that wait while a step fails are answered as ever."""
-    loop: Any = single.model.client.engine._loop
+    loop: Any = single.model.session.engine._loop
     model = type(loop.model)
     owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (GrammarMasks, "fill")}[
         name

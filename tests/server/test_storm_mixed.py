@@ -21,8 +21,8 @@ from storm_client import Plan, draw_body, draw_leaver, perform
 from test_storm import held, resident_kb
 
 from mlxinfer import hub
-from mlxinfer.server.registry.models import Models
-from mlxinfer.server.registry.served import ServedModel
+from mlxinfer.server.models import Models
+from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions
 
 ADAPTERS = ("pirate", "poet")

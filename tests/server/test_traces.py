@@ -4,9 +4,9 @@ import logging
 import sys
 
 import pytest
-from starlette.types import Receive, Scope, Send
 
-from mlxinfer.server.running import traced
+from mlxinfer.server.http import Receive, Scope, Send
+from mlxinfer.server.run import traced
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

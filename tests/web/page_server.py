@@ -15,11 +15,11 @@ from mlxinfer.cli._inspect import fit_of_repository
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.history import History
 from mlxinfer.models.weights.files import weights_bytes
-from mlxinfer.server.app import ENDPOINTS
+from mlxinfer.server.app import ROUTES
+from mlxinfer.server.models import Entry
 from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting
-from mlxinfer.server.registry.served import ServedModel
-from mlxinfer.server.registry.slots import Entry
+from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions
 
 LIMIT_BYTES = 8_000_000_000
@@ -144,7 +144,7 @@ class PageServer(ScriptedServer):
     ) -> None:
         self.folder = folder
         self.routes = routes_of(folder, history=history)
-        self.endpoints = (*ENDPOINTS, *self.routes.endpoints())
+        self.routes_served = (*ROUTES, *self.routes.routes())
         super().__init__(template, **config)
         self.service.models._loader.limit_bytes = LIMIT_BYTES  # room for models that are added
         tokenizer = self.model.tokenizer
@@ -152,7 +152,7 @@ class PageServer(ScriptedServer):
             lambda text: tokenizer.encode(text, parse_special=True), self.model.session.limits
         )
         self.script = script
-        self.model.client.engine = script  # type: ignore[assignment]  # as far as it is used
+        self.model.session.engine = script  # type: ignore[assignment]  # as far as it is used
 
     def __exit__(self, *error: object) -> None:
         self.script.go_on.set()
@@ -166,7 +166,7 @@ class LivePageServer(LiveServer):
     def __init__(self, folder: Path, **config: Any) -> None:
         self.folder = folder
         self.routes = routes_of(folder)
-        self.endpoints = (*ENDPOINTS, *self.routes.endpoints())
+        self.routes_served = (*ROUTES, *self.routes.routes())
         super().__init__(**config)
 
     def __exit__(self, *error: object) -> None:

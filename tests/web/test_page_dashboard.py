@@ -7,7 +7,7 @@ from lazy_server import MB, LazyServer
 from page_driver import PageDriver
 from page_server import PageServer, routes_of
 
-from mlxinfer.server.app import ENDPOINTS
+from mlxinfer.server.app import ROUTES
 
 
 class LazyPage(LazyServer):
@@ -15,7 +15,7 @@ class LazyPage(LazyServer):
 
     def __init__(self, folder: Path) -> None:
         self.routes = routes_of(folder)
-        self.endpoints = (*ENDPOINTS, *self.routes.endpoints())
+        self.routes_served = (*ROUTES, *self.routes.routes())
         super().__init__(200 * MB, {"small": {"ttl_s": 900.0, "kv_bits": (8, 4)}})
 
     def __exit__(self, *error: object) -> None:

@@ -2,22 +2,21 @@
 
 from dataclasses import asdict
 from typing import Annotated, Any
-from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError
-from ...history import Conversation, History, Match, StoredMessage, owner_of
-from ..calls.call import Call
-from ..calls.endpoint import Endpoint
-from ..http.replies import Reply, json_body
+from ...history import Conversation, History, StoredMessage, owner_of
+from ..call import Call
+from ..http import RequestBody
+from ..routes import Route
 
 MAX_LISTED = 200
 MAX_QUERY_CHARS = 400
 
 
-class ConversationFields(msgspec.Struct, kw_only=True):
+class ConversationFields(RequestBody, kw_only=True):
     """What to change of a conversation, which is made if it is not there; null: nothing."""
 
     id: str
@@ -27,7 +26,7 @@ class ConversationFields(msgspec.Struct, kw_only=True):
     head: str | None = None  # the last message of the branch that is shown
 
 
-class MessageFields(msgspec.Struct, kw_only=True):
+class MessageFields(RequestBody, kw_only=True):
     """A message of a conversation, new or in place of the one with this id."""
 
     conversation: str
@@ -36,7 +35,7 @@ class MessageFields(msgspec.Struct, kw_only=True):
     content: str
     parent: str | None = None  # the message before it; null: it is the first
     reasoning: str = ""
-    details: dict[str, Any] = {}
+    details: dict[str, Any] = msgspec.field(default_factory=dict)
     created_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
@@ -90,115 +89,75 @@ class ConversationRoutes:
     def __init__(self, history: History) -> None:
         self._history = history
 
-    async def list(self, call: Call, _: None) -> Reply:
-        """The newest conversations; `limit` and `before` (a changed_s) page through them."""
-        query = query_of(call)
-        limit = int(_number(query, "limit", MAX_LISTED) or 50)
-        before_s = _number(query, "before", None)
+    async def list(self, call: Call) -> ConversationList:
+        """Stored conversations, the last changed first; `limit` and `before` page through them."""
+        limit = int(_number(call.query, "limit", MAX_LISTED) or 50)
+        before_s = _number(call.query, "before", None)
         found = await call.in_worker(
             self._history.conversations, _owner(call), limit=limit + 1, before_s=before_s
         )
         cards = [_card(conversation) for conversation in found[:limit]]
-        return json_body(ConversationList(data=cards, more=len(found) > limit))
+        return ConversationList(data=cards, more=len(found) > limit)
 
-    async def show(self, call: Call, _: None) -> Reply:
-        """One conversation with the messages of all its branches."""
+    async def show(self, call: Call) -> ConversationCard:
+        """A conversation with the messages of all its branches."""
         owner, id = _owner(call), call.path_params["id"]
-        conversation = await call.in_worker(self._history.conversation, owner, id)
+        card = _card(await call.in_worker(self._history.conversation, owner, id))
         messages = await call.in_worker(self._history.messages, owner, id)
-        card = _card(conversation)
         card.messages = [asdict(message) for message in messages]
-        return json_body(card)
+        return card
 
-    async def save(self, call: Call, body: ConversationFields) -> Reply:
-        """Make or change a conversation."""
+    async def save(self, call: Call, body: ConversationFields) -> ConversationCard:
+        """Make a conversation, or change its title, model, settings or branch."""
         fields = {name: getattr(body, name) for name in ("title", "model", "settings", "head")}
         saved = await call.in_worker(
             self._history.save_conversation, _owner(call), body.id, **fields
         )
-        return json_body(_card(saved))
+        return _card(saved)
 
-    async def save_message(self, call: Call, body: MessageFields) -> Reply:
+    async def save_message(self, call: Call, body: MessageFields) -> ConversationCard:
         """Store a message; a first question gives the conversation its title."""
         owner = _owner(call)
         message = StoredMessage(
             **{name: getattr(body, name) for name in StoredMessage.__dataclass_fields__}
         )
         await call.in_worker(self._history.save_message, owner, body.conversation, message)
-        saved = await call.in_worker(self._history.conversation, owner, body.conversation)
-        return json_body(_card(saved))
+        return _card(await call.in_worker(self._history.conversation, owner, body.conversation))
 
-    async def delete(self, call: Call, _: None) -> Reply:
+    async def delete(self, call: Call) -> Deleted:
         """Delete a conversation."""
         id = call.path_params["id"]
         await call.in_worker(self._history.delete, _owner(call), id)
-        return json_body(Deleted(id=id))
+        return Deleted(id=id)
 
-    async def search(self, call: Call, _: None) -> Reply:
-        """Messages with all words of `q`."""
-        words = query_of(call).get("q", "")[:MAX_QUERY_CHARS]
-        found = await call.in_worker(self._history.search, _owner(call), words)
-        return json_body(FoundMessages(data=[_found(match) for match in found]))
-
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Of /history."""
-        return (
-            Endpoint(
-                method="GET",
-                path="/history/conversations",
-                handler=self.list,
-                summary="Stored conversations, the last changed first.",
-                answer=ConversationList,
-            ),
-            Endpoint(
-                method="POST",
-                path="/history/conversations",
-                handler=self.save,
-                summary="Make a conversation, or change its title, model, settings or branch.",
-                body=ConversationFields,
-                answer=ConversationCard,
-            ),
-            Endpoint(
-                method="GET",
-                path="/history/conversations/{id}",
-                handler=self.show,
-                summary="A conversation with all its messages.",
-                answer=ConversationCard,
-            ),
-            Endpoint(
-                method="DELETE",
-                path="/history/conversations/{id}",
-                handler=self.delete,
-                summary="Delete a conversation.",
-                answer=Deleted,
-            ),
-            *self._of_messages(),
+    async def search(self, call: Call) -> FoundMessages:
+        """Messages with all words of the query `q`."""
+        words = call.query.get("q", "")[:MAX_QUERY_CHARS]
+        matches = await call.in_worker(self._history.search, _owner(call), words)
+        return FoundMessages(
+            data=[
+                FoundMessage(
+                    conversation=match.conversation.id,
+                    title=match.conversation.title,
+                    message=match.message,
+                    role=match.role,
+                    excerpt=match.excerpt,
+                    created_s=match.created_s,
+                )
+                for match in matches
+            ]
         )
 
-    def _of_messages(self) -> tuple[Endpoint, ...]:
+    def routes(self) -> tuple[Route, ...]:
+        """The routes of /history."""
         return (
-            Endpoint(
-                method="POST",
-                path="/history/messages",
-                handler=self.save_message,
-                summary="Store a message of a conversation.",
-                body=MessageFields,
-                answer=ConversationCard,
-            ),
-            Endpoint(
-                method="GET",
-                path="/history/search",
-                handler=self.search,
-                summary="Messages with all words of the query q.",
-                answer=FoundMessages,
-            ),
+            Route("GET", "/history/conversations", self.list),
+            Route("POST", "/history/conversations", self.save),
+            Route("GET", "/history/conversations/{id}", self.show),
+            Route("DELETE", "/history/conversations/{id}", self.delete),
+            Route("POST", "/history/messages", self.save_message),
+            Route("GET", "/history/search", self.search),
         )
-
-
-def query_of(call: Call) -> dict[str, str]:
-    """The query of a request's path; the last of several values counts."""
-    text = call.scope["query_string"].decode("ascii", "replace")
-    return {name: values[-1] for name, values in parse_qs(text).items()}
 
 
 def _number(query: dict[str, str], name: str, most: float | None) -> float | None:
@@ -216,20 +175,8 @@ def _number(query: dict[str, str], name: str, most: float | None) -> float | Non
 def _owner(call: Call) -> str:
     """The owner of the request's key; the guard has checked it and noted its name."""
     digests = dict(call.service.config.keys.digests)
-    name = call.log.get("key")
-    return owner_of(None if name is None else digests[name])
+    return owner_of(None if call.key is None else digests[call.key])
 
 
 def _card(conversation: Conversation) -> ConversationCard:
     return ConversationCard(**asdict(conversation))
-
-
-def _found(match: Match) -> FoundMessage:
-    return FoundMessage(
-        conversation=match.conversation.id,
-        title=match.conversation.title,
-        message=match.message,
-        role=match.role,
-        excerpt=match.excerpt,
-        created_s=match.created_s,
-    )

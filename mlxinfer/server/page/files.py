@@ -8,9 +8,9 @@ writes can neither run nor phone home even if the page failed to clean it.
 import hashlib
 from pathlib import Path
 
-from ..calls.call import Call
-from ..calls.endpoint import Endpoint
-from ..http.replies import Body, Reply
+from ..call import Call
+from ..http import Body
+from ..routes import Route
 
 BUILT = Path(__file__).parent / "built"
 MEDIA_TYPES = {
@@ -50,18 +50,16 @@ def _answer(file: Path) -> Body:
     return Body(content, media_type=MEDIA_TYPES[file.suffix], headers=headers)
 
 
-def _endpoint(path: str, answer: Body) -> Endpoint:
+def _route(path: str, answer: Body) -> Route:
     etag = dict(answer.headers)[b"etag"]
 
-    async def page_file(call: Call, _: None) -> Reply:
-        """One file; 304 where the browser has it."""
-        if dict(call.scope["headers"]).get(b"if-none-match") == etag:
+    async def page_file(call: Call) -> Body:
+        """The page; 304 where the browser has the file."""
+        if call.header(b"if-none-match") == etag:
             return Body(b"", 304, answer.media_type, answer.headers)
         return answer
 
-    return Endpoint(
-        method="GET", path=path, handler=page_file, summary="The page.", needs_key=False
-    )
+    return Route("GET", path, page_file, "anyone")
 
 
-ENDPOINTS = tuple(_endpoint(path, answer) for path, answer in built_files().items())
+ROUTES = tuple(_route(path, answer) for path, answer in built_files().items())

@@ -12,20 +12,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ... import hub
 from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import parse_repo_name
 from ...hub.remote import search_models
-from ..calls.call import Call
-from ..calls.endpoint import Endpoint
-from ..calls.service import Service, Workers
-from ..http.replies import Reply, json_body
-from ..registry.slots import Entry
-from .conversations import query_of
+from ..call import Call
+from ..http import RequestBody
+from ..models import Entry
+from ..routes import Route
+from ..service import Service
+from ..workers import Workers
 from .jobs import Job, Jobs
 
+Plain = dict[str, Any]
 RECIPES = ("4bit", "8bit", "6bit", "5bit", "3bit", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16")
 DRAIN_S = 30.0  # that the requests of a model get that is served no longer
 MAX_FITS = 200  # verdicts that are remembered
@@ -33,13 +32,13 @@ log = logging.getLogger("mlxinfer.server")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
-class ModelName(msgspec.Struct, kw_only=True):
+class ModelName(RequestBody, kw_only=True):
     """A model by name."""
 
     model: str
 
 
-class ConversionFields(msgspec.Struct, kw_only=True):
+class ConversionFields(RequestBody, kw_only=True):
     """What to convert, how, and the name of the result."""
 
     model: str
@@ -48,7 +47,7 @@ class ConversionFields(msgspec.Struct, kw_only=True):
     check: bool = True  # compare logits with the source's; takes longer
 
 
-class JobAction(msgspec.Struct, kw_only=True):
+class JobAction(RequestBody, kw_only=True):
     """pause, resume or cancel."""
 
     action: str
@@ -97,7 +96,7 @@ class LibraryRoutes:
             except MlxinferError as error:
                 log.warning("%s, which was added on the page, is not served: %s", name, error)
 
-    async def models(self, call: Call, _: None) -> Reply:
+    async def models(self, call: Call) -> Plain:
         """The models on this disk: bundled, downloaded, converted."""
         added = self._added()
         served = {slot.entry.source for slot in call.service.models.slots()}
@@ -106,39 +105,39 @@ class LibraryRoutes:
         for model in found:
             model["served"] = model["name"] in served
             model["added"] = model["name"] in added
-        return json_body({"data": found})
+        return {"data": found}
 
-    async def search(self, call: Call, _: None) -> Reply:
+    async def search(self, call: Call) -> Plain:
         """Models of the hub with the words of `q` in their names; all=1: also those not for MLX."""
-        query = query_of(call)
+        query = call.query
         mlx_only = query.get("all") != "1"
         found = await self._workers.run(search_models, query.get("q", "")[:200], mlx_only=mlx_only)
         here = {model["name"]: model["complete"] for model in await self._workers.run(self._local)}
         data = [{**asdict(model), "here": here.get(model.name)} for model in found]
-        return json_body({"data": data})
+        return {"data": data}
 
-    async def fit(self, call: Call, _: None) -> Reply:
+    async def fit(self, call: Call) -> Plain:
         """Whether a repository of the hub fits this machine, and at which context."""
-        name = str(parse_repo_name(query_of(call).get("model", "")))
+        name = str(parse_repo_name(call.query.get("model", "")))
         if name not in self._fits:
             found = await self._workers.run(self._library.fit_of, name)
             while len(self._fits) >= MAX_FITS:
                 del self._fits[next(iter(self._fits))]
             self._fits[name] = found
-        return json_body(self._fits[name])
+        return self._fits[name]
 
-    async def jobs(self, call: Call, _: None) -> Reply:
+    async def jobs(self, call: Call) -> Plain:
         """Downloads and conversions, the newest first."""
-        return json_body({"data": [job.as_dict() for job in self._jobs.all()]})
+        return {"data": [job.as_dict() for job in self._jobs.all()]}
 
-    async def download(self, call: Call, body: ModelName) -> Reply:
+    async def download(self, call: Call, body: ModelName) -> Plain:
         """Start a download, or go on with one."""
         name = str(parse_repo_name(body.model))
         arguments = ["pull", name, "--json"]
         job = Job("download", name, arguments, arguments, lambda: _discard_download(name))
-        return json_body(self._jobs.start(job).as_dict())
+        return self._jobs.start(job).as_dict()
 
-    async def convert(self, call: Call, body: ConversionFields) -> Reply:
+    async def convert(self, call: Call, body: ConversionFields) -> Plain:
         """Start a conversion of a model on this disk."""
         out = self._library.converted / body.name
         if not _NAME.fullmatch(body.name) or ".." in body.name:
@@ -163,13 +162,13 @@ class LibraryRoutes:
             [*arguments, "--resume"],
             lambda: shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True),
         )
-        return json_body(self._jobs.start(job).as_dict())
+        return self._jobs.start(job).as_dict()
 
-    async def act(self, call: Call, body: JobAction) -> Reply:
+    async def act(self, call: Call, body: JobAction) -> Plain:
         """Pause, resume or cancel a job."""
-        return json_body(self._jobs.act(call.path_params["id"], body.action).as_dict())
+        return self._jobs.act(call.path_params["id"], body.action).as_dict()
 
-    async def serve(self, call: Call, body: ModelName) -> Reply:
+    async def serve(self, call: Call, body: ModelName) -> Plain:
         """Serve a model of this disk, from now on and after the next start of the server."""
         call.refuse_while_draining()
         if body.model not in call.service.models.names():
@@ -177,9 +176,9 @@ class LibraryRoutes:
             entry = await self._workers.run(self._library.entry_of, body.model, source)
             call.service.add_model(entry)
             self._remember([*self._added(), body.model])
-        return json_body({"model": body.model})
+        return {"model": body.model}
 
-    async def serve_no_longer(self, call: Call, _: None) -> Reply:
+    async def serve_no_longer(self, call: Call) -> Plain:
         """Unload a model that was added, and forget it; it stays on the disk."""
         name, added = call.path_params["name"], self._added()
         if name not in added:
@@ -189,34 +188,30 @@ class LibraryRoutes:
         if name in call.service.models.names():
             await call.service.models.remove(name, DRAIN_S)
         self._remember([each for each in added if each != name])
-        return json_body({"model": name})
+        return {"model": name}
 
-    async def remove(self, call: Call, _: None) -> Reply:
+    async def remove(self, call: Call) -> Plain:
         """Delete a model from this disk; one that is served stays."""
         name = call.path_params["name"]
         served = {name for slot in call.service.models.slots() for name in (slot.entry.source,)}
         if name in served or name in call.service.models.names():
             raise InvalidRequestError(f"{name} is served by this server, and so it stays.")
         freed = await self._workers.run(self._remove, name)
-        return json_body({"model": name, "freed_bytes": freed})
+        return {"model": name, "freed_bytes": freed}
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Of /hub."""
-        rows: tuple[tuple[str, str, Any, str, type | None], ...] = (
-            ("GET", "/hub/models", self.models, "Models on this disk.", None),
-            ("GET", "/hub/search", self.search, "Models of the hub by words.", None),
-            ("GET", "/hub/fit", self.fit, "Whether a model of the hub fits this machine.", None),
-            ("GET", "/hub/jobs", self.jobs, "Downloads and conversions.", None),
-            ("POST", "/hub/jobs/{id}", self.act, "Pause, resume or cancel one.", JobAction),
-            ("POST", "/hub/downloads", self.download, "Download a model.", ModelName),
-            ("POST", "/hub/conversions", self.convert, "Convert a model.", ConversionFields),
-            ("POST", "/hub/serve", self.serve, "Serve a model of this disk.", ModelName),
-            ("DELETE", "/hub/serve/{name:path}", self.serve_no_longer, "Serve it no longer.", None),
-            ("DELETE", "/hub/models/{name:path}", self.remove, "Delete a model.", None),
-        )
-        return tuple(
-            Endpoint(method=method, path=path, handler=handler, summary=summary, body=body)
-            for method, path, handler, summary, body in rows
+    def routes(self) -> tuple[Route, ...]:
+        """The routes of /hub."""
+        return (
+            Route("GET", "/hub/models", self.models, "admin"),
+            Route("GET", "/hub/search", self.search, "admin"),
+            Route("GET", "/hub/fit", self.fit, "admin"),
+            Route("GET", "/hub/jobs", self.jobs, "admin"),
+            Route("POST", "/hub/jobs/{id}", self.act, "admin"),
+            Route("POST", "/hub/downloads", self.download, "admin"),
+            Route("POST", "/hub/conversions", self.convert, "admin"),
+            Route("POST", "/hub/serve", self.serve, "admin"),
+            Route("DELETE", "/hub/serve/{name:path}", self.serve_no_longer, "admin"),
+            Route("DELETE", "/hub/models/{name:path}", self.remove, "admin"),
         )
 
     def _added(self) -> list[str]:

@@ -1,19 +1,38 @@
-"""All routes of the page beside its files: history, models, PDFs, settings, as far as there are."""
+"""What a server offers to the page beside its files: history, models, PDFs, settings."""
 
+import base64
+import binascii
+import subprocess
+import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
 
 from ... import __version__
+from ...errors import InvalidRequestError
 from ...history import History
-from ..calls.call import Call
-from ..calls.endpoint import Endpoint
-from ..calls.service import Service, Workers
-from ..http.replies import Reply, json_body
+from ..call import Call
+from ..http import RequestBody
+from ..routes import Route
+from ..service import Service
+from ..workers import Workers
 from .conversations import ConversationRoutes
 from .library import RECIPES, Library, LibraryRoutes
-from .pdf import can_read_pdf, pdf_endpoint
+
+LIMIT_S = 30.0
+MEMORY_BYTES = 2 << 30
+MAX_CHARS = 4_000_000
+_READ = f"""
+import io, resource, sys
+if sys.platform == "linux":  # macOS does not limit address space
+    resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
+from pypdf import PdfReader
+reader = PdfReader(io.BytesIO(sys.stdin.buffer.read()))
+pages = (page.extract_text() for page in reader.pages)
+sys.stdout.buffer.write("\\n\\n".join(pages).encode(errors="replace"))
+"""
 
 
 class Features(msgspec.Struct, kw_only=True):
@@ -33,6 +52,48 @@ class Setting(msgspec.Struct, kw_only=True):
     name: str
     value: Any
     origin: str
+
+
+class PdfFile(RequestBody, kw_only=True):
+    """A file and its content in base64."""
+
+    name: str
+    data: str
+
+
+class PdfText(msgspec.Struct, kw_only=True):
+    """The text of all pages."""
+
+    name: str
+    text: str
+
+
+def can_read_pdf() -> bool:
+    """Whether pypdf, of the extra `pdf`, is installed."""
+    return find_spec("pypdf") is not None
+
+
+def pdf_text(name: str, data: bytes) -> str:
+    """The text of a PDF, its pages separated by empty lines.
+
+    Raises:
+        InvalidRequestError: it cannot be read, takes too long or too much memory, or has no text.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _READ],
+            input=data,
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise InvalidRequestError(f"{name} takes too long to read.", param="data") from None
+    if done.returncode != 0:
+        raise InvalidRequestError(f"{name} is no PDF that can be read.", param="data")
+    text = done.stdout.decode(errors="replace")[:MAX_CHARS].strip()
+    if not text:
+        raise InvalidRequestError(f"{name} has no text: its pages are images.", param="data")
+    return text
 
 
 class PageRoutes:
@@ -56,45 +117,41 @@ class PageRoutes:
         self._workers = Workers(1)
         self._pdf = can_read_pdf()
 
-    async def features(self, call: Call, _: None) -> Reply:
+    async def features(self, call: Call) -> Features:
         """What this server offers to the page."""
-        is_admin = call.service.config.keys.administers(call.log.get("key"))
-        return json_body(
-            Features(
-                version=__version__,
-                history=self._history is not None,
-                hub=self._library is not None and is_admin,
-                pdf=self._pdf,
-                admin=is_admin,
-            )
+        is_admin = call.service.config.keys.administers(call.key)
+        return Features(
+            version=__version__,
+            history=self._history is not None,
+            hub=self._library is not None and is_admin,
+            pdf=self._pdf,
+            admin=is_admin,
         )
 
-    async def settings(self, call: Call, _: None) -> Reply:
+    async def settings(self, call: Call) -> dict[str, list[Setting]]:
         """The effective settings with their origin; keys are not shown."""
-        return json_body({"data": self._settings})
+        return {"data": self._settings}
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Of this server."""
-        found: tuple[Endpoint, ...] = (
-            Endpoint(
-                method="GET",
-                path="/page/features",
-                handler=self.features,
-                summary="What this server offers to the page.",
-                answer=Features,
-            ),
-            Endpoint(
-                method="GET",
-                path="/admin/settings",
-                handler=self.settings,
-                summary="The effective settings, and where each comes from.",
-            ),
+    async def read_pdf(self, call: Call, body: PdfFile) -> PdfText:
+        """The text of a PDF."""
+        try:
+            data = base64.b64decode(body.data, validate=True)
+        except binascii.Error:
+            raise InvalidRequestError("data is not base64.", param="data") from None
+        text = await self._workers.run(pdf_text, body.name[:200], data)
+        return PdfText(name=body.name, text=text)
+
+    def routes(self) -> tuple[Route, ...]:
+        """The routes of this server's page."""
+        found: tuple[Route, ...] = (
+            Route("GET", "/page/features", self.features),
+            Route("GET", "/admin/settings", self.settings, "admin"),
         )
         if self._history is not None:
-            found += ConversationRoutes(self._history).endpoints()
+            found += ConversationRoutes(self._history).routes()
         if self._library is not None:
-            found += self._library.endpoints()
-        return (*found, pdf_endpoint(self._workers)) if self._pdf else found
+            found += self._library.routes()
+        return (*found, Route("POST", "/page/pdf", self.read_pdf)) if self._pdf else found
 
     def restore(self, service: Service) -> None:
         """Serve the models that were added on the page before."""

@@ -1,20 +1,15 @@
 """GET /admin/state: models with their memory, the live batch, what failed; for the dashboard."""
 
-import time
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from ...memory import total_memory_bytes
-from ..calls.call import Call
-from ..calls.endpoint import Endpoint
-from ..calls.service import Service
-from ..http.replies import Reply, json_body
-from ..ops.admin import ModelState, model_state
-from ..ops.metrics import snapshot
-from ..registry.slots import Slot
-from ..watch.request_metrics import RequestMetrics
+from ..call import Call
+from ..models import Slot
+from ..ops import ModelState, model_state
+from ..service import Service
 
 
 class EngineState(msgspec.Struct, kw_only=True):
@@ -92,80 +87,35 @@ class Dashboard(msgspec.Struct, kw_only=True):
     draining: bool
 
 
-async def state(call: Call, _: None) -> Reply:
-    """Everything that the dashboard shows, but for the settings."""
+async def state(call: Call) -> Dashboard:
+    """Models with their memory, running requests, the last errors; all but the settings."""
     service = call.service
-    now = await snapshot(service)
+    now = await service.metrics()
     active = [stats["active_memory_bytes"] for stats in now.engine_stats.values()]
     peaks = [stats["peak_memory_bytes"] for stats in now.engine_stats.values()]
-    return json_body(
-        Dashboard(
-            models=[
-                _model(service, slot, now.engine_stats.get(slot.entry.name)) for slot in now.slots
-            ],
-            requests=running_requests(service),
-            problems=[Problem(**asdict(each)) for each in service.problems.newest()],
-            memory_reserved_bytes=service.models.held_bytes,
-            memory_limit_bytes=service.models.limit_bytes,
-            memory_active_bytes=max(active, default=0),
-            memory_peak_bytes=max(peaks, default=0),
-            machine_bytes=total_memory_bytes(),
-            draining=service.draining,
-        )
-    )
-
-
-ENDPOINTS = (
-    Endpoint(
-        method="GET",
-        path="/admin/state",
-        handler=state,
-        summary="Models with their memory, running requests, the last errors.",
-        answer=Dashboard,
-    ),
-)
-
-
-def running_requests(service: Service) -> list[RunningRequest]:
-    """What generates or waits to, the oldest first."""
-    found = [_request(call) for call in service.calls if isinstance(call, Call) if call.generations]
-    return sorted(found, key=lambda each: -each.age_s)
-
-
-def _request(call: Call) -> RunningRequest:
-    generations = call.generations
-    requests = [answer.request for each in generations for answer in each.answers]
-    limits = [request.params.max_tokens for request in requests]
-    return RunningRequest(
-        id=call.id,
-        path=call.scope["path"],
-        key=call.log.get("key"),
-        model=generations[0].model.name,
-        answers=len(requests),
-        waiting=all(each.num_waiting == len(each.answers) for each in generations),
-        prompt_tokens=len(requests[0].prompt_ids),
-        answer_tokens=sum(sum(each.num_tokens) for each in generations),
-        max_tokens=None if None in limits else sum(limit or 0 for limit in limits),
-        age_s=time.monotonic() - min(request.arrived_s for request in requests),
+    running = [found for each in service.calls if (found := each.state()) is not None]
+    return Dashboard(
+        models=[_model(service, slot, now.engine_stats.get(slot.entry.name)) for slot in now.slots],
+        requests=[RunningRequest(**found) for found in sorted(running, key=lambda r: -r["age_s"])],
+        problems=[Problem(**asdict(each)) for each in service.problems.newest()],
+        memory_reserved_bytes=service.models.held_bytes,
+        memory_limit_bytes=service.models.limit_bytes,
+        memory_active_bytes=max(active, default=0),
+        memory_peak_bytes=max(peaks, default=0),
+        machine_bytes=total_memory_bytes(),
+        draining=service.draining,
     )
 
 
 def _model(service: Service, slot: Slot, stats: Any) -> ShownModel:
+    metrics = service.request_metrics[slot.entry.name]
+    names = ModelCounters.__struct_fields__
     return ShownModel(
         state=model_state(service, slot),
         source=slot.entry.source,
         kv_bits=slot.entry.kv_bits,
-        counters=_counters(service.request_metrics[slot.entry.name]),
+        counters=ModelCounters(**{name: getattr(metrics, name) for name in names}),
         engine=None if stats is None else _engine(slot, stats),
-    )
-
-
-def _counters(metrics: RequestMetrics) -> ModelCounters:
-    return ModelCounters(
-        prompt_tokens=metrics.prompt_tokens,
-        cached_tokens=metrics.cached_tokens,
-        generation_tokens=metrics.generation_tokens,
-        finished=metrics.finished,
     )
 
 

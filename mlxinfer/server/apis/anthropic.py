@@ -1,0 +1,659 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...core import FinishReason
+from ...errors import (
+    InvalidRequestError,
+    MlxinferError,
+    PromptTooLongError,
+    UnsupportedFieldError,
+)
+from ...outputs import (
+    CallStatus,
+    Part,
+    ReasoningPart,
+    Result,
+    TextPart,
+    ToolCall,
+    ToolCallDelta,
+    merged,
+)
+from ...session.answers import Answer, Answers, Step
+from ...session.inputs import ChatInput
+from ..call import Call
+from ..http import ErrorForm, Events, clipped_message, encode, named, refuse
+from ..served import ServedModel
+from .anthropic_tools import DEFINED, HOSTED_BLOCKS
+from .constraint import read_form
+from .documents import check_text_type, shown_file, text_of_file
+from .sampling import MAX_STOPS, REFUSED_ELSEWHERE, SamplerFields, StopString, sampling_params
+from .tools import Plain, Skipped, begun_object, check_tools
+
+PING = named("ping", {"type": "ping"})
+
+
+# -- the request --------------------------------------------------------------------------------
+
+
+class Source(msgspec.Struct, kw_only=True):
+    """The content of a document."""
+
+    type: str
+    media_type: str = "text/plain"
+    data: str | None = None
+    content: "str | list[Block] | None" = None
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A content block of any type: of a message, a system prompt or a tool result."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+    source: "Source | str | None" = None  # of a document; of a search result its URL
+    title: str | None = None
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    """One turn; system messages may be among them."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    """A tool of the client's own, one with a schema that Anthropic has defined, or a hosted one."""
+
+    name: str | None = None
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    defer_loading: Any = None
+    allowed_callers: Any = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """Whether a tool is used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model may reason before it answers.
+
+    The switch has no effect on templates without one. The budget holds whatever the template: the
+    reasoning is closed after so many tokens.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """Form and effort of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Any = None
+
+
+class CountRequest(SamplerFields, kw_only=True):
+    """A conversation, for its tokens to be counted."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **REFUSED_ELSEWHERE,
+        "mcp_servers": ([],),
+        "container": (),
+    }
+
+    messages: Annotated[list[AnthropicMessage], Meta(max_length=100_000)]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: Any = None
+
+    def resolve(self) -> None:
+        """Raise UnsupportedFieldError for a context that is to be cleared."""
+        if not _keeps_all(self.context_management):
+            refuse("context_management", self.context_management, ({},))
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """A conversation to be answered."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountRequest.refused,
+        "speed": ("standard",),
+        "diagnostics": (),
+        "stop": ([],),
+        "n": (1,),
+        "logprobs": (False,),
+        "response_format": ({"type": "text"},),
+        "reasoning_effort": (),
+    }
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether thoughts are shown; otherwise their blocks are empty."""
+        return self.thinking is None or self.thinking.display != "omitted"
+
+    def resolve(self) -> None:
+        """Raise InvalidRequestError for a budget of thinking that leaves the answer nothing."""
+        super().resolve()
+        if self.thinking is not None and self.thinking.type == "enabled":
+            budget = self.thinking.budget_tokens
+            if budget is not None and budget >= self.max_tokens:  # some clients send none
+                raise InvalidRequestError(
+                    f"thinking.budget_tokens is {budget}; expected a number below max_tokens, "
+                    f"{self.max_tokens}.",
+                    param="thinking.budget_tokens",
+                )
+
+
+def _keeps_all(management: Any) -> bool:
+    """Whether a context_management asks for what happens anyway: nothing is cleared."""
+    edits = management.get("edits", []) if isinstance(management, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(edit, dict) and edit.get("keep") == "all" for edit in edits
+    )
+
+
+def read(body: CountRequest, skipped: Skipped, **fields: Any) -> ChatInput:
+    """The conversation of a request. Takes a while.
+
+    Args:
+        body: of the request.
+        skipped: gets hosted tools and their blocks.
+        fields: further fields of ChatInput.
+    """
+    effort = body.output_config.effort if body.output_config else None
+    variables: Plain = {}
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    if body.thinking is not None:
+        variables["enable_thinking"] = body.thinking.type != "disabled"
+    choice = body.tool_choice
+    tools = openai_tools(body.tools, skipped)
+    check_tools(tools)
+    return ChatInput(
+        messages=conversation(body, skipped),
+        tools=tools,
+        tool_choice=_openai_choice(choice),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        template_variables=variables,
+        ignores_unread=True,
+        continues=_continues_last(body.messages),
+        cache_salt=body.cache_salt,
+        **fields,
+    )
+
+
+def read_messages(body: MessagesRequest, model: ServedModel, skipped: Skipped) -> ChatInput:
+    """The conversation that a request wants answered. Takes a while."""
+    form = body.output_config.format if body.output_config else None
+    return read(
+        body,
+        skipped,
+        constraint=None if form is None else read_form(form, "output_config.format"),
+        params=sampling_params(
+            body,
+            model,
+            max_tokens=body.max_tokens,
+            max_reasoning_tokens=body.thinking.budget_tokens if body.thinking else None,
+            stop=tuple(body.stop_sequences or ()),
+        ),
+    )
+
+
+def conversation(body: CountRequest, skipped: Skipped) -> list[Plain]:
+    """System prompt and turns; neighbours of one role become one message.
+
+    A tool result is a message of the role tool; one that reports an error says so in its text.
+    Blocks of tools that Anthropic's servers run are left out, and noted in `skipped`.
+
+    Raises:
+        InvalidRequestError: no messages, or an incomplete block.
+        UnsupportedFieldError: images and other blocks that are not text.
+    """
+    if not body.messages:
+        raise InvalidRequestError("messages is empty; send at least one.", param="messages")
+    found: list[Plain] = []
+    if body.system:
+        found.append({"role": "system", "content": _text(body.system, "system")})
+    for number, message in enumerate(body.messages):
+        for plain in _turn(message, f"messages[{number}]", skipped):
+            if found and _together(found[-1], plain):
+                found[-1]["content"] += "\n\n" + plain["content"]
+            else:
+                found.append(plain)
+    return found
+
+
+def _together(one: Plain, two: Plain) -> bool:
+    """Whether two messages are one turn in Anthropic's API."""
+    plain = {"role", "content"}
+    return one["role"] == two["role"] and one["role"] != "tool" and set(one) == set(two) == plain
+
+
+def _continues_last(messages: Sequence[AnthropicMessage]) -> bool:
+    """Whether the answer continues the last message, the assistant's (a prefill).
+
+    Raises:
+        InvalidRequestError: that message calls a tool, and its result is missing.
+    """
+    if not messages or messages[-1].role != "assistant":
+        return False
+    last = messages[-1]
+    if isinstance(last.content, list) and any(b.type == "tool_use" for b in last.content):
+        raise InvalidRequestError(
+            "The last message calls a tool; its tool_result has to follow.", param="messages"
+        )
+    return True
+
+
+def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: Skipped) -> list[Plain]:
+    """The tools in OpenAI's form, which templates expect.
+
+    Tools that clients run by a schema of Anthropic's (shell, text editor) have that schema; tools
+    that Anthropic's servers run are left out, and noted in `skipped`.
+
+    Raises:
+        UnsupportedFieldError: a field that would change the answer.
+    """
+    found = []
+    for number, tool in enumerate(tools or ()):
+        where = f"tools[{number}]"
+        if tool.type is not None and tool.type != "custom" and tool.type not in DEFINED:
+            skipped.add(where, tool.type)
+            continue
+        if tool.name is None:
+            raise InvalidRequestError(
+                f"{where}.name is missing, and is required.", param=f"{where}.name"
+            )
+        refuse(f"{where}.defer_loading", tool.defer_loading, (False,))
+        refuse(f"{where}.allowed_callers", tool.allowed_callers, (["direct"],))
+        function: Plain = {"name": tool.name, **DEFINED.get(tool.type or "", {})}
+        function.setdefault("parameters", tool.input_schema or {})
+        if tool.description:
+            function["description"] = tool.description
+        if tool.strict:
+            function["strict"] = True
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _openai_choice(choice: ToolChoice | None) -> str | Plain:
+    """The tool_choice in OpenAI's form; raises InvalidRequestError for a missing name."""
+    if choice is None:
+        return "auto"
+    if choice.type != "tool":
+        return {"any": "required"}.get(choice.type, choice.type)
+    if choice.name is None:
+        raise InvalidRequestError("tool_choice.name is missing.", param="tool_choice.name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _turn(message: AnthropicMessage, path: str, skipped: Skipped) -> list[Plain]:
+    if message.role == "assistant":
+        return [_earlier_answer(message.content, f"{path}.content", skipped)]
+    if isinstance(message.content, str) or message.role == "system":
+        return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
+    found: list[Plain] = []
+    rest: list[Block] = []
+    for number, block in enumerate(message.content):
+        if block.type == "tool_result":
+            found.append(_tool_result(block, f"{path}.content[{number}]"))
+        else:
+            rest.append(block)
+    if rest or not found:
+        found.append({"role": "user", "content": _text(rest, f"{path}.content")})
+    return found
+
+
+def _earlier_answer(content: str | list[Block], path: str, skipped: Skipped) -> Plain:
+    """An earlier answer: its text, reasoning and calls."""
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    of_type: dict[str, list[Block]] = {"text": [], "thinking": [], "tool_use": []}
+    for number, block in enumerate(content):
+        if block.type == "redacted_thinking":  # encrypted by another server
+            continue
+        if block.type in HOSTED_BLOCKS:
+            skipped.add(f"{path}[{number}]", block.type)
+            continue
+        if block.type not in of_type:
+            raise _unsupported(block, f"{path}[{number}]")
+        of_type[block.type].append(block)
+    plain: Plain = {"role": "assistant", "content": _text(of_type["text"], path)}
+    thoughts = [block.thinking or "" for block in of_type["thinking"]]
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
+    if of_type["tool_use"]:
+        plain["tool_calls"] = [_earlier_call(block, path) for block in of_type["tool_use"]]
+    return plain
+
+
+def _earlier_call(block: Block, path: str) -> Plain:
+    if block.name is None or block.id is None:
+        raise InvalidRequestError(f"{path}: a tool_use has neither name nor id.", param=path)
+    function = {"name": block.name, "arguments": block.input or {}}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _tool_result(block: Block, path: str) -> Plain:
+    if block.tool_use_id is None:
+        raise InvalidRequestError(f"{path}.tool_use_id is missing.", param=f"{path}.tool_use_id")
+    text = _text(block.content or "", f"{path}.content")
+    if block.is_error:
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
+def _text(content: str | Sequence[Block], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join([_block_text(block, f"{path}[{i}]") for i, block in enumerate(content)])
+
+
+def _block_text(block: Block, path: str) -> str:
+    if block.type == "search_result" and isinstance(block.source, str):
+        text = _text(block.content or "", f"{path}.content")
+        return shown_file(text, block.title or block.source)
+    if block.type == "document" and isinstance(block.source, Source):
+        return shown_file(_document(block, block.source, path), block.title)
+    if block.type != "text":
+        raise _unsupported(block, path)
+    if block.text is None:
+        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+    return block.text
+
+
+def _document(block: Block, source: Source, path: str) -> str:
+    """The text of a document."""
+    if source.type == "content" and source.content is not None:
+        return _text(source.content, f"{path}.source.content")
+    if source.type not in ("text", "base64") or source.data is None:
+        raise _unsupported(block, path)
+    check_text_type(source.media_type, f"{path}.source.media_type")
+    if source.type == "text":
+        return source.data
+    return text_of_file(source.data, f"{path}.source.data")
+
+
+def _unsupported(block: Block, path: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"{path} is of type {block.type[:50]!r}; this model reads text only.", param=f"{path}.type"
+    )
+
+
+# -- the answer ---------------------------------------------------------------------------------
+
+
+class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
+    """Visible text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
+    """Reasoning of the model; the signature is never checked."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
+    """A call."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class AnthropicUsage(msgspec.Struct, kw_only=True):
+    """Token counts; input_tokens are those not read from the cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class AnthropicAnswer(msgspec.Struct, kw_only=True):
+    """The answer to a request without `stream`."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCount(msgspec.Struct, kw_only=True):
+    """Length of a prompt."""
+
+    input_tokens: int
+
+
+async def messages(call: Call, body: MessagesRequest) -> AnthropicAnswer | Events:
+    """Answer a conversation (Anthropic's API)."""
+    model = await call.model(body.model)
+    skipped = Skipped()
+    answers = await call.start(model, lambda: [read_messages(body, model, skipped)])
+    skipped.report(call)
+    writer = MessageWriter(call, body, model, answers)
+    return Events(writer.frames()) if body.stream else await writer.whole()
+
+
+async def count_tokens(call: Call, body: CountRequest) -> TokenCount:
+    """Count the tokens of a conversation (Anthropic's API)."""
+    model = await call.model(body.model)
+
+    def count() -> int:
+        return len(model.generator.encode(read(body, Skipped()), bounded=False).ids)
+
+    return TokenCount(input_tokens=await call.in_worker(count))
+
+
+class MessageWriter:
+    """Writes the answer to one request: whole, or as events of blocks, one block open at a time."""
+
+    def __init__(
+        self, call: Call, body: MessagesRequest, model: ServedModel, answers: Answers
+    ) -> None:
+        self._call, self._body, self._model, self._answers = call, body, model, answers
+        self._index = -1
+        self._open: str | None = None  # the type of the open block
+
+    async def whole(self) -> AnthropicAnswer:
+        """The answer to a request without `stream`."""
+        parts: list[Part] = []
+        async for steps in self._answers:
+            for step in steps:
+                parts += step.delta.parts
+        result, ending = self._result, self._ending()
+        return AnthropicAnswer(
+            id=f"msg_{self._call.id}",
+            model=self._model.name,
+            content=self.blocks(merged(parts), result.tool_calls),
+            stop_reason=ending["stop_reason"],
+            stop_sequence=ending["stop_sequence"],
+            usage=usage_of_result(result),
+        )
+
+    def blocks(self, parts: Sequence[Part], calls: Sequence[ToolCall]) -> list[Any]:
+        """The content of a complete answer, in the order in which it came; the rest is text.
+
+        Args:
+            parts: of the answer, neighbours joined.
+            calls: of the answer; the last one may be cut off.
+        """
+        complete = {call.id: call for call in calls}
+        found: list[Any] = []
+        for part in parts:
+            if isinstance(part, TextPart):
+                found.append(TextBlock(text=part.text))
+            elif isinstance(part, ReasoningPart):
+                shown = part.text if self._body.shows_thinking else ""
+                found.append(ThinkingBlock(thinking=shown, signature=self._call.id))
+            elif part.id in complete:
+                call = complete[part.id]
+                given = begun_object(call.arguments)
+                found.append(ToolUseBlock(id=call.id, name=call.name, input=given))
+        return found
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the events of the message: its start, its blocks, its end."""
+        num_prompt = len(self._answer.request.prompt_ids)
+        begun = AnthropicAnswer(
+            id=f"msg_{self._call.id}",
+            model=self._model.name,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=AnthropicUsage(input_tokens=num_prompt, output_tokens=0),
+        )
+        yield named("message_start", {"type": "message_start", "message": begun}) + PING
+        async for frames in self._call.frames(self._answers, self.step_frames, PING):
+            yield frames
+        usage = usage_of_result(self._result)
+        last = {"type": "message_delta", "delta": self._ending(), "usage": usage}
+        stop = named("message_stop", {"type": "message_stop"})
+        yield b"".join(self.close()) + named("message_delta", last) + stop
+
+    def step_frames(self, step: Step) -> Iterator[bytes]:
+        """The events of a step."""
+        for part in step.delta.parts:
+            if isinstance(part, TextPart):
+                yield from self._within("text", {"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": part.text})
+            elif isinstance(part, ReasoningPart):
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+                yield from self._within("thinking", empty)
+                if self._body.shows_thinking:
+                    yield self._delta({"type": "thinking_delta", "thinking": part.text})
+            else:
+                yield from self._tool_use(part)
+
+    def close(self) -> Iterator[bytes]:
+        """The events that end the open block, if there is one."""
+        if self._open is None:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": self._call.id})
+        self._open = None
+        yield named("content_block_stop", {"type": "content_block_stop", "index": self._index})
+
+    def _tool_use(self, piece: ToolCallDelta) -> Iterator[bytes]:
+        if piece.id is not None:
+            yield from self.close()
+            block: Plain = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
+            yield from self._within("tool_use", block)
+        if piece.arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        if piece.status is not CallStatus.OPEN:
+            yield from self.close()
+
+    def _within(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        """The events that lead into a block of this kind."""
+        if self._open == kind:
+            return
+        yield from self.close()
+        self._open = kind
+        self._index += 1
+        event = {"type": "content_block_start", "index": self._index, "content_block": block}
+        yield named("content_block_start", event)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        event = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return named("content_block_delta", event)
+
+    @property
+    def _answer(self) -> Answer:
+        return self._answers.answers[0]
+
+    @property
+    def _result(self) -> Result:
+        assert self._answer.result is not None
+        return self._answer.result
+
+    def _ending(self) -> dict[str, Any]:
+        """Why the answer ended, which is logged too."""
+        clipped = (self._answer.request.params.max_tokens or 0) < self._body.max_tokens
+        match = self._answer.stop_match
+        reason = stop_reason(self._result, stopped=match is not None, clipped=clipped)
+        self._call.note_usage(self._answers, reason)
+        return {"stop_reason": reason, "stop_sequence": match}
+
+
+def usage_of_result(result: Result) -> AnthropicUsage:
+    """The token counts of a finished answer."""
+    return AnthropicUsage(
+        input_tokens=result.prompt_tokens - result.cached_tokens,
+        output_tokens=len(result.token_ids),
+        cache_read_input_tokens=result.cached_tokens,
+    )
+
+
+def stop_reason(result: Result, *, stopped: bool, clipped: bool) -> str:
+    """Why an answer ended: by a stop string; or the context had less room than max_tokens, ...."""
+    if result.finish_reason is FinishReason.LENGTH:
+        return "model_context_window_exceeded" if clipped else "max_tokens"
+    if stopped:
+        return "stop_sequence"
+    return "tool_use" if result.tool_calls else "end_turn"
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: MlxinferError) -> dict[str, object]:
+    """The body of an error."""
+    fallback = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _TYPES.get(error.status, fallback)
+    message = clipped_message(error)
+    if isinstance(error, PromptTooLongError):  # agents read both numbers from these words
+        message = f"prompt is too long: {error.num_tokens} tokens > {error.max_prompt} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+ANTHROPIC = ErrorForm(
+    body=lambda error: encode(anthropic_error(error)),
+    event=lambda error: named("error", anthropic_error(error)),
+    id_headers=(b"request-id",),
+)

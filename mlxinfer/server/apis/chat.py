@@ -1,0 +1,640 @@
+"""POST /v1/chat/completions: OpenAI's chat."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ...core import MAX_LOGPROBS, FinishReason
+from ...errors import InvalidRequestError, UnsupportedFieldError
+from ...outputs import CallStatus, Result, ToolCall, ToolCallDelta
+from ...session.answers import Answers, Step
+from ...session.inputs import ChatInput
+from ..call import Call
+from ..http import DONE, Events, data, refuse, same_field
+from ..served import ServedModel
+from .constraint import ConstraintFields, constraint
+from .sampling import (
+    REFUSED,
+    UNLIMITED,
+    ReasoningLimit,
+    TokenLimit,
+    check_json_size,
+    sampling_params,
+)
+from .tools import (
+    INPUT,
+    DeclaredTool,
+    DeclaredTools,
+    call_arguments,
+    check_tools,
+    custom_input,
+    read_chat_tools,
+)
+from .usage import (
+    ChoiceLogprobs,
+    PromptProgress,
+    Timings,
+    Usage,
+    logprob_of,
+    logprobs_of,
+    progress_of,
+    timings_of,
+    usage_of,
+)
+
+MAX_VARIABLE_DEPTH = 8  # levels of JSON of a template variable
+_BUDGETS = ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+# -- the request --------------------------------------------------------------------------------
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """The function of a call; its arguments are JSON in a string."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class CustomCall(msgspec.Struct, kw_only=True):
+    """The custom tool of a call; its input is plain text."""
+
+    name: str
+    input: str = ""
+
+
+class EarlierCall(msgspec.Struct, kw_only=True):
+    """A call in an earlier answer of the assistant."""
+
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+    id: str | None = None
+    type: Literal["function", "custom"] = "function"
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name of the same
+    refusal: str | None = None
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    """The switch of DeepSeek's and GLM's APIs, and Anthropic's budget."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: ReasoningLimit | None = None
+
+
+class ReasoningSwitch(msgspec.Struct, kw_only=True):
+    """The switch of OpenRouter's API."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: ReasoningLimit | None = None
+    exclude: Any = None
+
+
+class ChatRequest(ConstraintFields, kw_only=True):
+    """A conversation to be answered.
+
+    A call that tool_choice demands always conforms to its tool's schema. So does a call that the
+    model chooses to make, if a tool is `strict` and the model marks calls by special tokens, as
+    nearly all do; for calls in plain text (Llama 3) `strict` has no effect. An answer has at most
+    32 calls under such a grammar (`text/tools/lark.py`), or one if parallel_tool_calls is false, so
+    that it ends whatever the model does.
+    """
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **REFUSED,
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "echo": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+    }
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: TokenLimit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | ThinkingSwitch | None = None
+    think: bool | Effort | None = None
+    reasoning: ReasoningSwitch | None = None
+    reasoning_budget: Annotated[int, Meta(ge=-1)] | None = None  # of llama.cpp; -1: no limit
+    thinking_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # llama.cpp's too
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # of vLLM
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer; None: until the context is full.
+
+        Raises:
+            InvalidRequestError: it is 0.
+        """
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        given: int | None = getattr(self, name)
+        if given == 0:
+            raise InvalidRequestError(f"{name} is 0; expected 1 or more.", param=name)
+        return None if given == UNLIMITED else given
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are named beside each; None: none are scored."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs goes with logprobs: true.", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def reasoning_limit(self) -> int | None:
+        """The most tokens of reasoning, under whichever name; None: no limit.
+
+        Raises:
+            InvalidRequestError: two names with different limits.
+        """
+        given = {name: getattr(self, name) for name in _BUDGETS}
+        if isinstance(self.thinking, ThinkingSwitch):
+            given["thinking.budget_tokens"] = self.thinking.budget_tokens
+        if self.reasoning is not None:
+            given["reasoning.max_tokens"] = self.reasoning.max_tokens
+        return same_field({name: limit for name, limit in given.items() if limit and limit > 0})
+
+    def resolve(self) -> None:
+        """Give other servers' switches of reasoning to the chat template.
+
+        Raises:
+            InvalidRequestError: two fields that contradict each other.
+        """
+        super().resolve()
+        switch = self.reasoning or ReasoningSwitch()
+        refuse("reasoning.exclude", switch.exclude, (False,))
+        thinking = self.thinking
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = thinking.type != "disabled"
+        by_effort = None if isinstance(self.think, bool) else self.think
+        self.reasoning_effort = same_field(
+            {
+                "reasoning_effort": self.reasoning_effort,
+                "think": by_effort,
+                "reasoning.effort": switch.effort,
+            }
+        )
+        wishes: dict[str, bool | None] = {
+            "enable_thinking": self.enable_thinking,
+            "thinking": thinking,
+            "think": self.think if isinstance(self.think, bool) else None,
+            "reasoning.enabled": switch.enabled,
+            **{name: False for name in _BUDGETS if getattr(self, name) == 0},
+        }
+        for name, enabled in wishes.items():
+            if enabled is None:
+                continue
+            kwargs = self.chat_template_kwargs = dict(self.chat_template_kwargs or {})
+            if kwargs.setdefault("enable_thinking", enabled) is not enabled:
+                raise InvalidRequestError(
+                    f"{name} contradicts another field that switches reasoning.", param=name
+                )
+
+
+class TemplateFields(Protocol):
+    """Fields of requests that a chat template renders."""
+
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: Effort | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def template_fields(fields: TemplateFields, allowed: frozenset[str]) -> dict[str, Any]:
+    """Fields of a ChatInput that say how the conversation is rendered.
+
+    Raises:
+        UnsupportedFieldError: a variable that clients may not set.
+    """
+    kwargs = dict(fields.chat_template_kwargs or {})
+    for name in kwargs:
+        if name not in allowed:
+            raise UnsupportedFieldError(
+                f"chat_template_kwargs may hold {', '.join(sorted(allowed))}; not {name[:50]!r}.",
+                param="chat_template_kwargs",
+            )
+    check_json_size(kwargs, param="chat_template_kwargs", max_depth=MAX_VARIABLE_DEPTH)
+    return {
+        "template_variables": kwargs,
+        "ignores_unread": True,
+        "reasoning_effort": fields.reasoning_effort,
+        "continues": bool(fields.continue_final_message),
+        "begins": fields.add_generation_prompt,
+    }
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as chat templates read them.
+
+    Text parts are joined by newlines. Arguments of tool calls become objects.
+
+    Raises:
+        InvalidRequestError: there is no message, or one is incomplete.
+        UnsupportedFieldError: images, audio and other parts that are not text.
+    """
+    if not messages:
+        raise InvalidRequestError("messages is empty; send at least one.", param="messages")
+    return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _plain(message: Message, path: str) -> dict[str, Any]:
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise UnsupportedFieldError(f"{path}.{name} is not supported.", param=f"{path}.{name}")
+    if message.role == "function":
+        raise UnsupportedFieldError(
+            f"{path}: the role function is not supported; use tool.", param=f"{path}.role"
+        )
+    content = message.content
+    if isinstance(content, list):
+        parts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+        content = "\n".join(parts)
+    if content is None:
+        content = message.refusal
+    if content is None and message.role == "tool":  # a tool that says nothing
+        content = ""
+    if content is None and message.role != "assistant":
+        raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
+    if content is None and not message.tool_calls:
+        content = ""
+    plain: dict[str, Any] = {"role": message.role, "content": content}
+    optional = {
+        "name": message.name,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+        "tool_call_id": message.tool_call_id,
+    }
+    plain.update({key: value for key, value in optional.items() if value is not None})
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _earlier_call(call, f"{path}.tool_calls[{index}]")
+            for index, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def _part_text(part: Part, path: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in ("text", "input_text", "output_text", "refusal"):
+        raise UnsupportedFieldError(
+            f"{path} is of type {part.type[:50]!r}; this model reads text only.",
+            param=f"{path}.type",
+        )
+    if text is None:
+        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+    return text
+
+
+def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:
+    if call.type == "custom" and call.custom is not None:
+        function = {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
+    elif call.type == "function" and call.function is not None:
+        arguments = call_arguments(call.function.arguments)
+        function = {"name": call.function.name, "arguments": arguments}
+    else:
+        raise InvalidRequestError(
+            f"{path}.{call.type} is missing, and is required.", param=f"{path}.{call.type}"
+        )
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def read(
+    body: ChatRequest, model: ServedModel, tools: DeclaredTools, allowed: frozenset[str]
+) -> ChatInput:
+    """The conversation of a request. Takes a while.
+
+    Args:
+        body: of the request.
+        model: gives values that the request leaves out.
+        tools: of the body.
+        allowed: names that chat_template_kwargs may hold.
+    """
+    check_tools(None, body.tool_choice)
+    choice = body.tool_choice
+    if tools.declared or (isinstance(choice, dict) and choice.get("type") == "allowed_tools"):
+        choice = tools.choose(choice)
+    return ChatInput(
+        messages=template_messages(body.messages),
+        tools=tools.functions,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        constraint=constraint(body),
+        params=sampling_params(
+            body,
+            model,
+            max_tokens=body.token_limit,
+            stop=body.stops,
+            logprobs=body.num_logprobs,
+            max_reasoning_tokens=body.reasoning_limit,
+        ),
+        n=body.n or 1,
+        cache_salt=body.cache_salt,
+        reports_prompt=body.wants_progress,
+        **template_fields(body, allowed),
+    )
+
+
+# -- the answer ---------------------------------------------------------------------------------
+
+
+class ChatFunction(msgspec.Struct, kw_only=True):
+    """The function of a call; its arguments are a JSON object in a string."""
+
+    name: str
+    arguments: str
+
+
+class CustomInput(msgspec.Struct, kw_only=True):
+    """The custom tool of a call; its input is plain text."""
+
+    name: str
+    input: str
+
+
+class ChatToolCall(msgspec.Struct, kw_only=True):
+    """A complete call of a tool, which is a function or a custom one."""
+
+    id: str
+    type: Literal["function", "custom"] = "function"
+    function: ChatFunction | UnsetType = UNSET
+    custom: CustomInput | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The message of an answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One of `n` answers."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str
+    timings: Timings | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of the answer, its end token included
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """The answer to a request without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings | UnsetType = UNSET  # of the first choice, where llama.cpp has them
+
+
+class FunctionPiece(msgspec.Struct, kw_only=True):
+    """A delta of a function; only the first one has the name."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallPiece(msgspec.Struct, kw_only=True):
+    """What a chunk adds to a call; only the first one has id and type.
+
+    The call of a custom tool comes in one piece.
+    """
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionPiece | UnsetType = UNSET
+    custom: CustomInput | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """What a chunk adds to an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, kw_only=True):
+    """The choice that a chunk continues."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    timings: Timings | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET  # of the choice that ends with this event
+
+
+async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Events:
+    """Answer a conversation."""
+    model = await call.model(body.model)
+    tools = await call.in_worker(read_chat_tools, body.tools)
+    allowed = call.service.config.template_kwargs
+    answers = await call.start(model, lambda: [read(body, model, tools, allowed)])
+    tools.skipped.report(call)
+    writer = ChatWriter(call, body, model, answers, tools.declared)
+    if body.stream:
+        return Events(writer.frames())
+    return writer.whole(await answers.aresults())
+
+
+@dataclass(slots=True)
+class ChatWriter:
+    """Writes the answers to one request: whole, or as chunks.
+
+    `declared` has the custom tools by name.
+    """
+
+    call: Call
+    body: ChatRequest
+    model: ServedModel
+    answers: Answers
+    declared: Mapping[str, DeclaredTool]
+    _custom: dict[tuple[int, int], list[ToolCallDelta]] = field(default_factory=dict)
+
+    def whole(self, results: Sequence[Result]) -> ChatCompletion:
+        """The answer to a request without `stream`."""
+        choices = [self._choice(index, result) for index, result in enumerate(results)]
+        self.call.note_usage(self.answers, *(choice.finish_reason for choice in choices))
+        return ChatCompletion(
+            id=f"chatcmpl-{self.call.id}",
+            created=self.call.created_s,
+            model=self.model.name,
+            choices=choices,
+            usage=usage_of(self.answers),
+            timings=choices[0].timings,
+        )
+
+    def _choice(self, index: int, result: Result) -> ChatChoice:
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(
+                content=None if result.tool_calls and not result.text else result.text,
+                reasoning_content=UNSET if result.reasoning is None else result.reasoning,
+                tool_calls=[self._tool_call(each) for each in result.tool_calls] or UNSET,
+            ),
+            logprobs=logprobs_of(self.model.tokenizer, self.answers.answers[index]),
+            finish_reason=finish_reason(result),
+            timings=timings_of(result) if self.body.wants_timings else UNSET,
+            token_ids=list(result.token_ids) if self.body.return_token_ids else UNSET,
+        )
+
+    def _tool_call(self, call: ToolCall) -> ChatToolCall:
+        if call.name in self.declared:
+            custom = CustomInput(name=call.name, input=custom_input(call.arguments))
+            return ChatToolCall(id=call.id, type="custom", custom=custom)
+        function = ChatFunction(name=call.name, arguments=call.arguments)
+        return ChatToolCall(id=call.id, function=function)
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the role, the deltas, the token counts if they were asked for, and [DONE]."""
+        count = len(self.answers.answers)
+        role = ChatDelta(role="assistant", content="")
+        yield b"".join(self._frame(ChunkChoice(index=i, delta=role)) for i in range(count))
+        async for frames in self.call.frames(self.answers, self.step_frames):
+            yield frames
+        results = [answer.result for answer in self.answers.answers]
+        reasons = [finish_reason(result) for result in results if result is not None]
+        self.call.note_usage(self.answers, *reasons)
+        if self.body.wants_usage:
+            yield data(self._chunk([], usage=usage_of(self.answers)))
+        yield DONE
+
+    def step_frames(self, step: Step) -> Iterator[bytes]:
+        """The frames of a step: none while its text is held back, two where the answer ends."""
+        delta, body = step.delta, self.body
+        if step.progress is not None:
+            choice = ChunkChoice(index=step.index, delta=ChatDelta())
+            progress = progress_of(self.answers, step)
+            yield data(self._chunk([choice], prompt_progress=progress))
+            return
+        answer = self.answers.answers[step.index]
+        scored = logprob_of(self.model.tokenizer, answer, step)
+        pieces = [p for each in delta.tool_calls for p in self._pieces(step.index, each)]
+        ids = list(delta.token_ids) if body.return_token_ids else []
+        if delta.text or delta.reasoning or pieces or scored or ids:
+            fields = ChatDelta(
+                reasoning_content=delta.reasoning or UNSET, tool_calls=pieces or UNSET
+            )
+            if delta.text or not (delta.reasoning or pieces):
+                fields.content = delta.text
+            logprobs = ChoiceLogprobs(content=scored) if scored else None
+            yield self._frame(
+                ChunkChoice(
+                    index=step.index, delta=fields, logprobs=logprobs, token_ids=ids or UNSET
+                )
+            )
+        if delta.result is not None:
+            last = ChunkChoice(
+                index=step.index, delta=ChatDelta(), finish_reason=finish_reason(delta.result)
+            )
+            last.timings = timings_of(delta.result) if body.wants_timings else UNSET
+            yield self._frame(last)
+
+    def _frame(self, choice: ChunkChoice) -> bytes:
+        usage = None if self.body.wants_usage else UNSET
+        counts = usage_of(self.answers) if self.body.wants_running_usage else usage
+        return data(self._chunk([choice], usage=counts, timings=choice.timings))
+
+    def _chunk(self, choices: list[ChunkChoice], **rest: Any) -> ChatChunk:
+        return ChatChunk(
+            id=f"chatcmpl-{self.call.id}",
+            created=self.call.created_s,
+            model=self.model.name,
+            choices=choices,
+            **rest,
+        )
+
+    def _pieces(self, choice: int, piece: ToolCallDelta) -> Iterator[ToolCallPiece]:
+        """A delta of a call; that of a custom tool comes once its arguments are complete."""
+        place = (choice, piece.index)
+        if piece.name not in self.declared and place not in self._custom:
+            if piece.id is not None or piece.arguments:
+                yield _function_piece(piece)
+            return
+        begun = self._custom.setdefault(place, [])
+        begun.append(piece)
+        if piece.status is CallStatus.OPEN:
+            return
+        del self._custom[place]
+        if piece.status is not CallStatus.BROKEN:  # a broken call follows as text
+            first = begun[0]
+            assert first.id is not None
+            assert first.name is not None
+            text = custom_input("".join(each.arguments for each in begun))
+            custom = CustomInput(name=first.name, input=text)
+            yield ToolCallPiece(index=piece.index, id=first.id, type="custom", custom=custom)
+
+
+def finish_reason(result: Result) -> str:
+    """OpenAI's finish reason: `tool_calls` for an answer that ended with calls."""
+    if result.tool_calls and result.finish_reason is FinishReason.STOP:
+        return "tool_calls"
+    return str(result.finish_reason)
+
+
+def _function_piece(piece: ToolCallDelta) -> ToolCallPiece:
+    function = FunctionPiece(arguments=piece.arguments)
+    if piece.id is None or piece.name is None:
+        return ToolCallPiece(index=piece.index, function=function)
+    function.name = piece.name
+    return ToolCallPiece(index=piece.index, id=piece.id, type="function", function=function)

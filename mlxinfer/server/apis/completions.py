@@ -1,0 +1,413 @@
+"""POST /v1/completions and /infill: texts and token ids to be continued, and gaps to be filled."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ...core import MAX_LOGPROBS, FinishReason
+from ...errors import InvalidRequestError
+from ...outputs import Result
+from ...session.answers import Answer, Answers, Step
+from ...session.inputs import TextInput
+from ..call import Call
+from ..http import DONE, Events, data, refuse
+from ..served import ServedModel
+from .constraint import ConstraintFields, constraint
+from .sampling import REFUSED, UNLIMITED, sampling_params
+from .usage import (
+    CompletionLogprobs,
+    LogprobsWriter,
+    PromptProgress,
+    Timings,
+    Usage,
+    progress_of,
+    timings_of,
+    usage_of,
+)
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+INFILL_MAX_TOKENS = 128
+MAX_PROMPTS = 1024
+MAX_ANSWERS = 1024  # prompts times n
+MAX_FILES = 256
+SAMPLERS = frozenset(  # of llama.cpp's usual order, which is that of this server
+    ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+) | {"infill"}
+_NO_REASONING = {  # a plain text has no reasoning that could be bounded
+    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), (-1,))
+}
+
+
+class CompletionRequest(ConstraintFields, kw_only=True):
+    """Texts or token ids to be continued."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, **_NO_REASONING}
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None  # the text after the gap that the model fills
+
+    def resolve(self) -> None:
+        """Raise InvalidRequestError for fields that do not go together."""
+        super().resolve()
+        if self.suffix:
+            refuse("echo", self.echo, (False,))
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError(
+                "max_tokens is 0; that goes with echo: true.", param="max_tokens"
+            )
+
+    @property
+    def num_tokens(self) -> int | None:
+        """The most tokens of an answer; None: until the context is full. Of 0 one is left out."""
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return None if limit == UNLIMITED else max(limit, 1)
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """An answer or a delta of it; the index of choice c of prompt p is p * n + c."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    timings: Timings | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET  # of the answer, its end token included
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answer, or an event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET  # of events on request
+
+
+def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
+    """The texts of a request. Takes a while.
+
+    Raises:
+        InvalidRequestError: a mixture of texts and ids, or too many answers.
+    """
+    prompts = prompts_of(body.prompt)
+    count = body.n or 1
+    if len(prompts) * count > MAX_ANSWERS:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts times n={count} are more than {MAX_ANSWERS}.", param="prompt"
+        )
+    if body.suffix and not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise InvalidRequestError("suffix goes with a prompt of texts.", param="suffix")
+    params = sampling_params(
+        body, model, max_tokens=body.num_tokens, stop=body.stops, logprobs=body.logprobs
+    )
+    form = constraint(body)
+    return [
+        TextInput(
+            prompt=prompt,
+            suffix=body.suffix or None,
+            params=params,
+            n=count,
+            constraint=form,
+            cache_salt=body.cache_salt,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            reasons=False,
+            reports_prompt=body.wants_progress,
+            place=place,
+        )
+        for place, prompt in prompts.items()
+    ]
+
+
+def prompts_of(given: str | list[str | int | list[int]]) -> dict[str, str | list[int]]:
+    """The prompts of a text, a list of texts, a list of token ids, or a list of such lists.
+
+    Returns:
+        The place of each prompt in the request, and the prompt.
+
+    Raises:
+        InvalidRequestError: a mixture, or too many prompts.
+    """
+    if isinstance(given, str):
+        return {"prompt": given}
+    if given and all(type(item) is int for item in given):
+        return {"prompt": given}  # type: ignore[dict-item]  # they are ids
+    if not given or len(given) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt holds {len(given)} prompts; expected 1 to {MAX_PROMPTS}.", param="prompt"
+        )
+    found: dict[str, str | list[int]] = {}
+    for index, item in enumerate(given):
+        if not isinstance(item, str | list):
+            raise InvalidRequestError(
+                "prompt mixes token ids with prompts; expected a text, a list of texts, a list of "
+                "ids, or a list of lists of ids.",
+                param="prompt",
+            )
+        found[f"prompt[{index}]"] = item
+    return found
+
+
+async def complete(call: Call, body: CompletionRequest) -> Completion | Events:
+    """Continue each text."""
+    model = await call.model(body.model)
+    answers = await call.start(model, lambda: read(body, model))
+    writers = await call.in_worker(
+        lambda: [ChoiceWriter(model, answer, body) for answer in answers.answers]
+    )
+    writer = CompletionWriter(call, body, model, answers, writers)
+    if body.stream:
+        return Events(writer.frames())
+    return await writer.whole()
+
+
+class ChoiceWriter:
+    """Writes one choice: the prompt if it is echoed, then the generated text.
+
+    Attributes:
+        silent: max_tokens is 0, so the one token that is generated is left out.
+    """
+
+    def __init__(self, model: ServedModel, answer: Answer, body: CompletionRequest) -> None:
+        self.silent = body.max_tokens == 0
+        self._body, self._answer = body, answer
+        self._echo = ""
+        self._logprobs: LogprobsWriter | None = None
+        text, half = "", ""
+        if body.echo or body.logprobs is not None:
+            text, half = model.generator.text_of(answer.prompt)
+        if body.echo:
+            self._echo = text + half if self.silent else text
+        if body.logprobs is not None:
+            self._logprobs = LogprobsWriter(model.tokenizer, 0 if body.echo else len(text))
+        self._begun = False
+
+    def write(self, step: Step) -> list[CompletionChoice]:
+        """The pieces of a step: none while its text is held back, two where the answer ends."""
+        index, delta, body = step.index, step.delta, self._body
+        text = self._begin()
+        if not self.silent:
+            text += delta.text
+            if self._logprobs is not None and delta.token_ids and step.logprobs:
+                self._logprobs.add(delta.token_ids[0], step.logprobs)
+        logprobs = self._logprobs.take() if self._logprobs else None
+        ids = list(delta.token_ids) if body.return_token_ids and not self.silent else []
+        found = []
+        if text or ids or (logprobs is not None and logprobs.tokens):
+            piece = CompletionChoice(text=text, index=index, logprobs=logprobs)
+            piece.token_ids = ids or UNSET
+            found.append(piece)
+        if delta.result is not None:
+            reason = FinishReason.LENGTH if self.silent else delta.result.finish_reason
+            last = CompletionChoice(text="", index=index, finish_reason=str(reason))
+            last.timings = timings_of(delta.result) if body.wants_timings else UNSET
+            found.append(last)
+        return found
+
+    def _begin(self) -> str:
+        """The echoed prompt, at the first call."""
+        if self._begun:
+            return ""
+        self._begun = True
+        scores = self._answer.prompt_scores
+        if self._logprobs is not None and scores is not None:
+            for token_id, found in zip(self._answer.prompt.ids, scores.scores, strict=True):
+                self._logprobs.add(token_id, found)
+        return self._echo
+
+
+class CompletionWriter:
+    """Writes the answers to one request: whole, or as events."""
+
+    def __init__(
+        self,
+        call: Call,
+        body: CompletionRequest,
+        model: ServedModel,
+        answers: Answers,
+        writers: Sequence[ChoiceWriter],
+    ) -> None:
+        self._call, self._body, self._model = call, body, model
+        self._answers, self._writers = answers, writers
+
+    async def whole(self) -> Completion:
+        """The answer to a request without `stream`."""
+        pieces: list[list[CompletionChoice]] = [[] for _ in self._writers]
+        async for steps in self._answers:
+            for step in steps:
+                pieces[step.index] += self._writers[step.index].write(step)
+        return self._completion([merged(each) for each in pieces], usage=self._usage())
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield the pieces, the token counts if they were asked for, and [DONE]."""
+        async for frames in self._call.frames(self._answers, self.step_frames):
+            yield frames
+        counts = self._usage()
+        if self._body.wants_usage:
+            yield data(self._completion([], usage=counts))
+        yield DONE
+
+    def step_frames(self, step: Step) -> Iterator[bytes]:
+        """The frames of a step: how far its prompt is, or the pieces of its choice."""
+        if step.progress is not None:
+            nothing = CompletionChoice(text="", index=step.index)
+            progress = progress_of(self._answers, step)
+            yield data(self._completion([nothing], prompt_progress=progress))
+            return
+        usage = None if self._body.wants_usage else UNSET
+        for piece in self._writers[step.index].write(step):
+            counts = self._usage() if self._body.wants_running_usage else usage
+            yield data(self._completion([piece], usage=counts))
+
+    def _completion(self, choices: list[CompletionChoice], **rest: Any) -> Completion:
+        return Completion(
+            id=f"cmpl-{self._call.id}",
+            created=self._call.created_s,
+            model=self._model.name,
+            choices=choices,
+            **rest,
+        )
+
+    def _usage(self) -> Usage:
+        """The token counts, which are logged too."""
+        results = [answer.result for answer in self._answers.answers]
+        self._call.note_usage(
+            self._answers, *(str(result.finish_reason) for result in results if result)
+        )
+        usage = usage_of(self._answers)
+        silent = sum(writer.silent for writer in self._writers)
+        usage.completion_tokens -= silent
+        usage.total_tokens -= silent
+        return usage
+
+
+def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+    """All pieces of a choice joined."""
+    scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    whole = None
+    if scored:
+        whole = CompletionLogprobs(
+            **{
+                name: [entry for each in scored for entry in getattr(each, name)]
+                for name in CompletionLogprobs.__struct_fields__
+            }
+        )
+    ids = [i for piece in pieces if piece.token_ids is not UNSET for i in piece.token_ids]
+    return CompletionChoice(
+        text="".join([piece.text for piece in pieces]),
+        index=pieces[0].index,
+        logprobs=whole,
+        token_ids=ids or UNSET,
+        finish_reason=pieces[-1].finish_reason,
+        timings=pieces[-1].timings,
+    )
+
+
+# -- /infill: llama.cpp's path for editors (source: tools/server/README.md of llama.cpp) ---------
+
+
+class ExtraFile(msgspec.Struct, kw_only=True):
+    """Another file of the project."""
+
+    filename: str = "file"
+    text: str = ""
+
+
+class InfillRequest(ConstraintFields, kw_only=True):
+    """Code before and after the cursor; `prompt` is what was typed last, after the prefix."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: neutral for name, neutral in REFUSED.items() if name != "samplers"},
+        "n": (1,),
+        "logprobs": (False, 0),
+        "top_logprobs": (0,),
+    }
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[ExtraFile], Meta(max_length=MAX_FILES)] | None = None
+    prompt: str | None = None
+    samplers: list[str] | None = None
+
+    def resolve(self) -> None:
+        """Raise UnsupportedFieldError for another order of samplers."""
+        super().resolve()
+        if not SAMPLERS.issuperset(self.samplers or ()):
+            refuse("samplers", self.samplers)
+
+
+class InfillAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The code at the cursor, or a piece of it; the last piece has what follows `stop`."""
+
+    content: str
+    stop: bool
+    model: str = ""
+    stop_type: str = ""  # eos, limit or word
+    stopping_word: str | None = None
+    tokens_predicted: int = 0
+    tokens_evaluated: int = 0
+    tokens_cached: int = 0
+    timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None  # of pieces on request
+
+
+def read_infill(body: InfillRequest, model: ServedModel) -> TextInput:
+    """The text of a request with its gap."""
+    limit = INFILL_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = None if limit == UNLIMITED else max(limit, 1)  # 0 fills the cache alone
+    return TextInput(
+        prompt=body.input_prefix + (body.prompt or ""),
+        suffix=body.input_suffix,
+        files=[(file.filename, file.text) for file in body.input_extra or ()],
+        params=sampling_params(body, model, max_tokens=max_tokens, stop=body.stops),
+        constraint=constraint(body),
+        cache_salt=body.cache_salt,
+        reasons=False,
+        reports_prompt=body.wants_progress,
+    )
+
+
+async def infill(call: Call, body: InfillRequest) -> InfillAnswer | Events:
+    """Complete code at the cursor (llama.cpp's form)."""
+    model = await call.model(body.model)
+    answers = await call.start(model, lambda: [read_infill(body, model)])
+
+    def last(result: Result, text: str) -> InfillAnswer:
+        call.note_usage(answers, str(result.finish_reason))
+        return _infill_end(result, text, model.name, answers.answers[0].stop_match)
+
+    def write(step: Step) -> Iterator[bytes]:
+        text, result = step.delta.text, step.delta.result
+        if step.progress is not None:
+            progress = progress_of(answers, step)
+            yield data(InfillAnswer(content="", stop=False, prompt_progress=progress))
+        elif result is not None:
+            yield data(last(result, text))
+        elif text:
+            yield data(InfillAnswer(content=text, stop=False))
+
+    if body.stream:
+        return Events(call.frames(answers, write))
+    (result,) = await answers.aresults()
+    return last(result, "" if body.max_tokens == 0 else result.text)
+
+
+def _infill_end(result: Result, text: str, model: str, word: str | None) -> InfillAnswer:
+    limit = result.finish_reason is FinishReason.LENGTH
+    return InfillAnswer(
+        content=text,
+        stop=True,
+        model=model,
+        stop_type="limit" if limit else "eos" if word is None else "word",
+        stopping_word=word or "",
+        tokens_predicted=len(result.token_ids),
+        tokens_evaluated=result.prompt_tokens,
+        tokens_cached=result.cached_tokens,
+        timings=timings_of(result),
+    )

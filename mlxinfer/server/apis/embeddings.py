@@ -1,0 +1,159 @@
+"""POST /v1/embeddings: vectors of texts and token ids."""
+
+import base64
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...errors import InvalidRequestError
+from ...pooling.request import TokenRow
+from ...session.pooling_session import PoolingSession
+from ..call import Call
+from ..http import RequestBody
+from ..served import ServedModel
+
+MAX_INPUTS = 2048  # of one request: OpenAI's bound
+# Words of Cohere, Voyage and NVIDIA for what a text is, and the model's prompts that they mean.
+INPUT_TYPES = {
+    "query": ("query", "search_query"),
+    "search_query": ("query", "search_query"),
+    "document": ("document", "passage", "search_document"),
+    "passage": ("passage", "document", "search_document"),
+    "search_document": ("document", "passage", "search_document"),
+    "classification": ("classification", "Classification"),
+    "clustering": ("clustering", "Clustering"),
+}
+Truncate = Annotated[int, Meta(ge=-1)]  # tokens; -1: what the model reads
+Input = str | list[str | int | list[int]]
+
+
+class EmbeddingRequest(RequestBody, kw_only=True):
+    """Texts or token ids; fields behind `user` are vLLM's, TEI's and Cohere's."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "messages": (),
+    }
+
+    model: str | None = None
+    input: Input
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    user: str | None = None
+    truncate_prompt_tokens: Truncate | None = None
+    truncate: bool | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None  # which of the model's own prompts stands before the texts
+    prompt: str | None = None  # a text that stands there instead
+    input_type: str | None = None  # as prompt_name, by other servers' words
+
+
+class Vector(msgspec.Struct, kw_only=True):
+    """One vector: numbers, or float32 bytes in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class PoolingUsage(msgspec.Struct, kw_only=True):
+    """Tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, rows: list[TokenRow]) -> "PoolingUsage":
+        """The tokens of these rows."""
+        count = sum(len(row.ids) for row in rows)
+        return cls(prompt_tokens=count, total_tokens=count)
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    """Vectors in the order of the texts."""
+
+    object: Literal["list"] = "list"
+    data: list[Vector]
+    model: str
+    usage: PoolingUsage
+
+
+async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
+    """The vectors of texts."""
+    model = await call.model(body.model)
+    rows = await call.in_worker(_rows, model, body)
+    vectors = await call.pool(model, rows)
+
+    def answer() -> Embeddings:
+        finished = model.pooler.finished_vectors(vectors, body.dimensions, body.normalize)
+        found: list[Any] = finished.tolist()
+        if body.encoding_format == "base64":
+            found = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in finished]
+        data = [Vector(index=index, embedding=each) for index, each in enumerate(found)]
+        return Embeddings(data=data, model=model.name, usage=PoolingUsage.of(rows))
+
+    return await call.in_worker(answer)
+
+
+def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
+    """What requests say of texts that are too long, as PoolingSession.embed takes it.
+
+    Raises:
+        InvalidRequestError: no tokens would be left.
+    """
+    if tokens is None:
+        return bool(flag)
+    if tokens == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens is 0; expected a number of tokens, or -1.",
+            param="truncate_prompt_tokens",
+        )
+    return True if tokens == -1 else tokens
+
+
+def read_input(given: Input) -> list[str | list[int]]:
+    """One text, several, one list of token ids, or several.
+
+    Raises:
+        InvalidRequestError: nothing, too many, or a mixture of ids and texts.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(type(item) is int for item in given):
+        return [given]  # type: ignore[list-item]  # they are ids
+    if not 0 < len(given) <= MAX_INPUTS:
+        raise InvalidRequestError(
+            f"input has {len(given)} texts; expected 1 to {MAX_INPUTS}.", param="input"
+        )
+    if any(type(item) is int for item in given):
+        raise InvalidRequestError(
+            "input mixes token ids with texts; expected texts, ids, or lists of ids.",
+            param="input",
+        )
+    return given  # type: ignore[return-value]  # checked
+
+
+def _rows(model: ServedModel, body: EmbeddingRequest) -> list[TokenRow]:
+    session = model.pooler
+    session.require_vectors()
+    session.check_dimensions(body.dimensions)
+    cut = truncation(body.truncate_prompt_tokens, body.truncate)
+    before = session.prompt(_prompt_name(session, body), body.prompt)
+    return session.rows.texts(read_input(body.input), prompt=before, truncate=cut)
+
+
+def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:
+    """Of prompt_name, or of input_type where the model has such a prompt at all."""
+    if body.prompt_name is not None or body.input_type is None:
+        return body.prompt_name
+    if body.input_type not in INPUT_TYPES:
+        raise InvalidRequestError(
+            f"input_type is {body.input_type[:40]!r}; expected one of {', '.join(INPUT_TYPES)}.",
+            param="input_type",
+        )
+    names = INPUT_TYPES[body.input_type]
+    return next((name for name in names if name in session.pooling.prompts), None)

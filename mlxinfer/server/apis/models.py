@@ -1,0 +1,148 @@
+"""GET /v1/models and /v1/models/{id}, in OpenAI's form, and in Anthropic's for its clients."""
+
+from datetime import UTC, datetime
+from typing import Literal
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from ...errors import InvalidRequestError
+from ..call import Call
+from ..models import Slot
+
+ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
+DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models a page
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A model of the server."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "mlxinfer"
+    max_model_len: int | None  # tokens of prompt and answer; null before its first load
+    context_length: int | None  # the same
+    capabilities: dict[str, bool] | None  # null before its first load
+    state: str  # unloaded, loading, loaded or unloading; of a broken adapter failed
+    aliases: list[str]  # other names that requests may use
+    parent: str | None = None  # of an adapter: the model that it changes
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class AnthropicModel(msgspec.Struct, kw_only=True):
+    """A model of the server."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # RFC 3339
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None  # of prompt and answer together; null before its first load
+    max_tokens: int | None
+
+
+class AnthropicModelPage(msgspec.Struct, kw_only=True):
+    """A page of models in the server's order; its ids are cursors of the pages beside it."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+async def list_models(call: Call) -> ModelList | AnthropicModelPage:
+    """All models and their adapters, loaded or not; a page of models for Anthropic's clients."""
+    slots = call.service.models.slots()
+    if call.header(ANTHROPIC_VERSION) is not None:
+        query = call.scope["query_string"].decode("ascii", "replace")
+        stages = [v for k, v in parse_qsl(query) if k in ("lifecycle", "lifecycle[]")]
+        shown = slots if not stages or "active" in stages else []
+        return _page([_anthropic_card(slot) for slot in shown], call.query)
+    cards = [card for slot in slots for card in (_card(slot), *_adapter_cards(slot))]
+    return ModelList(data=cards)
+
+
+async def show_model(call: Call) -> ModelCard | AnthropicModel:
+    """One model, by name or alias."""
+    slot, adapter = call.service.models.resolve(call.path_params["name"])
+    if call.header(ANTHROPIC_VERSION) is not None:
+        return _anthropic_card(slot)
+    return _card(slot) if adapter is None else _adapter_card(slot, adapter)
+
+
+def _adapter_cards(slot: Slot) -> list[ModelCard]:
+    return [_adapter_card(slot, adapter) for adapter in slot.adapters]
+
+
+def _adapter_card(slot: Slot, adapter: str) -> ModelCard:
+    card = _card(slot)
+    card.id, card.parent, card.aliases = f"{card.id}:{adapter}", card.id, [adapter]
+    if adapter in slot.adapter_failures:
+        card.state = "failed"
+    return card
+
+
+def _card(slot: Slot) -> ModelCard:
+    return ModelCard(
+        id=slot.entry.name,
+        created=slot.entry.created_s,
+        max_model_len=slot.max_context,
+        context_length=slot.max_context,
+        capabilities=slot.capabilities,
+        state=slot.state,
+        aliases=list(slot.entry.aliases),
+    )
+
+
+def _anthropic_card(slot: Slot) -> AnthropicModel:
+    created = datetime.fromtimestamp(slot.entry.created_s, UTC)
+    return AnthropicModel(
+        id=slot.entry.name,
+        display_name=slot.entry.name,
+        created_at=created.isoformat().replace("+00:00", "Z"),
+        max_input_tokens=slot.max_context,
+        max_tokens=slot.max_context,
+    )
+
+
+def _page(cards: list[AnthropicModel], query: dict[str, str]) -> AnthropicModelPage:
+    """The page after `after_id` or before `before_id`, of at most `limit` models.
+
+    Raises:
+        InvalidRequestError: an unknown model, both cursors, or an invalid limit.
+    """
+    text = query.get("limit", str(DEFAULT_LIMIT))
+    limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 9 else 0
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InvalidRequestError(
+            f"limit is {text[:20]!r}; expected 1 to {MAX_LIMIT}.", param="limit"
+        )
+    after, before = query.get("after_id"), query.get("before_id")
+    if after is not None and before is not None:
+        raise InvalidRequestError("Send after_id or before_id, not both.", param="before_id")
+    if before is not None:
+        rest = cards[: _place(cards, before, "before_id")]
+        data = rest[-limit:]
+    else:
+        rest = cards if after is None else cards[_place(cards, after, "after_id") + 1 :]
+        data = rest[:limit]
+    return AnthropicModelPage(
+        data=data,
+        has_more=len(rest) > limit,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+    )
+
+
+def _place(cards: list[AnthropicModel], model_id: str, param: str) -> int:
+    for index, card in enumerate(cards):
+        if card.id == model_id:
+            return index
+    raise InvalidRequestError(f"{param}: there is no model {model_id[:100]!r}.", param=param)

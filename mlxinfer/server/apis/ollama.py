@@ -1,0 +1,628 @@
+"""Ollama's API, for clients that speak nothing else. Source: its docs/api.md and library 0.6."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ...core import MAX_LOGPROBS, SamplingParams
+from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
+from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
+from ...pooling.request import TokenRow
+from ...session.answers import Answers, Step
+from ...session.inputs import ChatInput, Input, TextInput
+from ..call import Call
+from ..errors import ForbiddenError
+from ..http import ErrorForm, Events, RequestBody, clipped_message, decode, encode
+from ..models import Slot, State
+from ..served import ServedModel
+from ..workers import in_background
+from .chat import Effort
+from .constraint import ollama_format, read_form
+from .sampling import REFUSED, UNLIMITED, SamplingFields, sampling_params
+from .tools import Plain, begun_object, check_tools
+from .usage import TokenLogprob, logprob_of, logprobs_of
+
+API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest
+LATEST = ":latest"  # a tag that clients add to names without one
+MAX_INPUTS = 2048
+NDJSON = b"application/x-ndjson"
+POLL_S = 0.2  # between two lines of progress
+_NONE = msgspec.Raw(b"null")
+
+
+# -- requests -----------------------------------------------------------------------------------
+
+
+class Options(SamplingFields, kw_only=True):
+    """Sampling options; those of the machine (num_ctx, num_gpu, …) are the server's own here."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {**REFUSED, "n": (1,)}
+
+
+class CallFunction(msgspec.Struct, kw_only=True):
+    """The function of a call."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class Called(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A call of a tool."""
+
+    function: CallFunction
+    id: str | None = None
+
+
+class ChatTurn(msgspec.Struct, kw_only=True):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[Called] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class AskFields(RequestBody, kw_only=True):
+    """Fields that chats and plain texts share."""
+
+    model: str
+    stream: bool | None = None  # true unless it is false
+    format: Any = None
+    options: msgspec.Raw = msgspec.field(default_factory=lambda: _NONE)
+    think: bool | Effort | None = None
+    keep_alive: Any = None  # 0 without a prompt unloads; otherwise the server's own times hold
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether a request without a prompt asks to unload the model."""
+        return self.keep_alive in (0, "0", "0s", "0m")
+
+    def sampling(self) -> Options:
+        """The options; raises as `http.decode`."""
+        given = bytes(self.options)
+        return Options() if given == bytes(_NONE) else decode(given, Options, "options")
+
+    def input_fields(self, model: ServedModel, options: Options) -> dict[str, Any]:
+        """Fields of the session's input: how tokens are chosen, and the form of the answer."""
+        limit = options.max_tokens
+        params: SamplingParams = sampling_params(
+            options,
+            model,
+            max_tokens=None if limit is None or limit == UNLIMITED else max(limit, 1),
+            stop=options.stops,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+        form = None if self.format is None else read_form(self.format, "format", ollama_format)
+        return {"params": params, "constraint": form, "cache_salt": options.cache_salt}
+
+
+class ChatAsk(AskFields, kw_only=True):
+    """A conversation to be answered; without messages the model is loaded, or unloaded."""
+
+    messages: list[ChatTurn] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+
+
+class GenerateAsk(AskFields, kw_only=True):
+    """A text to be answered, or continued as it is (`raw`)."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"template": ("",), "context": ([],)}
+
+    prompt: str = ""
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    images: list[Any] | None = None
+
+    def resolve(self) -> None:
+        """Raise UnsupportedFieldError for images."""
+        if self.images:
+            raise _no_images("images")
+
+
+def _no_images(param: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError("images are not supported: models read text only.", param=param)
+
+
+def read_chat(body: ChatAsk, options: Options, model: ServedModel) -> Input:
+    """The conversation of a request. Takes a while."""
+    check_tools(body.tools)
+    return ChatInput(
+        messages=[_message(turn, f"messages[{i}]") for i, turn in enumerate(body.messages)],
+        tools=body.tools,
+        reasoning_effort=body.think,
+        **body.input_fields(model, options),
+    )
+
+
+def read_text(body: GenerateAsk, options: Options, model: ServedModel) -> Input:
+    """The text of a request: to be continued, or answered as a user's message."""
+    fields = body.input_fields(model, options)
+    if body.raw or body.suffix:
+        suffix = body.suffix or None
+        return TextInput(prompt=body.prompt, suffix=suffix, reasons=False, **fields)
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt})
+    return ChatInput(messages=messages, reasoning_effort=body.think, **fields)
+
+
+def _message(turn: ChatTurn, path: str) -> Plain:
+    """A message as templates read it."""
+    if turn.images:
+        raise _no_images(f"{path}.images")
+    if turn.content is None and turn.role != "assistant":
+        raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
+    plain: Plain = {"role": turn.role, "content": turn.content or ""}
+    if turn.thinking:
+        plain["reasoning_content"] = turn.thinking
+    if turn.role == "tool":
+        plain |= {"name": turn.tool_name} if turn.tool_name else {}
+        plain |= {"tool_call_id": turn.tool_call_id} if turn.tool_call_id else {}
+    if turn.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": each.id or f"call_{place}",
+                "type": "function",
+                "function": {"name": each.function.name, "arguments": each.function.arguments},
+            }
+            for place, each in enumerate(turn.tool_calls)
+        ]
+    return plain
+
+
+# -- answers ------------------------------------------------------------------------------------
+
+
+class SaidMessage(msgspec.Struct, kw_only=True):
+    """A message of an answer, or a piece of it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[Called] | UnsetType = UNSET
+
+
+class Said(msgspec.Struct, kw_only=True):
+    """An answer, or a piece of it; the last one has the counts. Durations are nanoseconds."""
+
+    model: str
+    created_at: str
+    message: SaidMessage | UnsetType = UNSET  # of chats
+    response: str | UnsetType = UNSET  # of plain texts
+    thinking: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+async def ollama_chat(call: Call, body: ChatAsk) -> Said | Events:
+    """Answer a conversation (Ollama's API)."""
+    options = body.sampling()
+    if not body.messages:
+        return await _load_or_unload(call, body, chats=True)
+    return await _answer(call, body, lambda model: read_chat(body, options, model), chats=True)
+
+
+async def ollama_generate(call: Call, body: GenerateAsk) -> Said | Events:
+    """Answer or continue a text (Ollama's API)."""
+    options = body.sampling()
+    if not body.prompt and not body.suffix:
+        return await _load_or_unload(call, body, chats=False)
+    return await _answer(call, body, lambda model: read_text(body, options, model), chats=False)
+
+
+async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Said:
+    """What Ollama's clients do with a request without a prompt."""
+    name = slot_of(call, body.model).entry.name
+    if body.unloads:
+        call.require_admin()
+        await call.service.models.unload(name)
+    else:
+        await call.model(name)
+    said = Said(model=body.model, created_at=_now(), done=True)
+    said.done_reason = "unload" if body.unloads else "load"
+    if chats:
+        said.message = SaidMessage()
+    else:
+        said.response = ""
+    return said
+
+
+async def _answer(
+    call: Call, body: AskFields, read: Callable[[ServedModel], Input], *, chats: bool
+) -> Said | Events:
+    began_s = time.monotonic()
+    model = await call.model(slot_of(call, body.model).entry.name)
+    load_s = time.monotonic() - began_s
+    answers = await call.start(model, lambda: [read(model)])
+    writer = SaidWriter(call, body.model, model, answers, load_s, chats=chats)
+    if body.stream is not False:
+        return Events(call.frames(answers, writer.lines, b""), media_type=NDJSON)
+    (result,) = await answers.aresults()
+    return writer.whole(result)
+
+
+class SaidWriter:
+    """Writes one answer: whole, or as lines.
+
+    Args:
+        call, model, answers: of the request.
+        name: of the model, as the request has it.
+        load_s: seconds until the model was loaded.
+        chats: the answer is a message, not a text.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        name: str,
+        model: ServedModel,
+        answers: Answers,
+        load_s: float,
+        *,
+        chats: bool,
+    ) -> None:
+        self._call, self._name, self._model, self._answers = call, name, model, answers
+        self._load_s, self._chats = load_s, chats
+        self._pieces: list[ToolCallDelta] = []  # of the call that has begun
+
+    def whole(self, result: Result) -> Said:
+        """The answer to a request without a stream."""
+        said = self._said(result.text, result.reasoning or "", list(result.tool_calls))
+        scored = logprobs_of(self._model.tokenizer, self._answers.answers[0])
+        if scored is not None:
+            said.logprobs = scored.content or []
+        return self._ended(said, result)
+
+    def lines(self, step: Step) -> Iterator[bytes]:
+        """The lines of a step."""
+        delta, result = step.delta, step.delta.result
+        calls = self._complete_calls(delta)
+        scored = logprob_of(self._model.tokenizer, self._answers.answers[0], step)
+        if delta.text or delta.reasoning or calls or scored:
+            said = self._said(delta.text, delta.reasoning, calls)
+            said.logprobs = scored or UNSET
+            yield _line(said)
+        if result is not None:
+            yield _line(self._ended(self._said("", "", []), result))
+
+    def _complete_calls(self, delta: Delta) -> list[ToolCall]:
+        """The calls that end with this delta: clients expect each in one piece."""
+        found: list[ToolCall] = []
+        for piece in delta.tool_calls:
+            self._pieces.append(piece)
+            if piece.status is not CallStatus.OPEN:
+                found += joined_calls(self._pieces)
+                self._pieces = []
+        return found
+
+    def _said(self, text: str, thinking: str, calls: list[ToolCall]) -> Said:
+        said = Said(model=self._name, created_at=_now())
+        if not self._chats:
+            said.response, said.thinking = text, thinking or UNSET
+            return said
+        called = [
+            Called(
+                id=each.id,
+                function=CallFunction(name=each.name, arguments=begun_object(each.arguments)),
+            )
+            for each in calls
+        ]
+        said.message = SaidMessage(
+            content=text, thinking=thinking or UNSET, tool_calls=called or UNSET
+        )
+        return said
+
+    def _ended(self, said: Said, result: Result) -> Said:
+        """The last piece, with counts and durations."""
+        timing = result.timing
+        self._call.note_usage(self._answers, str(result.finish_reason))
+        said.done, said.done_reason = True, str(result.finish_reason)
+        said.load_duration = int(1e9 * self._load_s)
+        said.prompt_eval_count = result.prompt_tokens
+        said.prompt_eval_duration = int(1e9 * timing.prefill_s)
+        said.eval_count = len(result.token_ids)
+        said.eval_duration = int(1e9 * timing.decode_s)
+        said.total_duration = int(1e9 * timing.total_s) + said.load_duration
+        return said
+
+
+# -- vectors ------------------------------------------------------------------------------------
+
+
+class EmbedAsk(RequestBody, kw_only=True):
+    """Texts; one that is too long is cut unless `truncate` is false."""
+
+    model: str
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] = ""
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+
+
+class Embedded(msgspec.Struct, kw_only=True):
+    """Vectors of length 1. Durations are nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OldEmbedAsk(RequestBody, kw_only=True):
+    """One text, at the older path."""
+
+    model: str
+    prompt: str = ""
+
+
+class OldEmbedded(msgspec.Struct, kw_only=True):
+    """The vector of the text."""
+
+    embedding: list[float]
+
+
+async def embed_texts(call: Call, body: EmbedAsk) -> Embedded:
+    """The vectors of texts; without texts the model is loaded (Ollama's API)."""
+    began_s = time.monotonic()
+    model = await call.model(slot_of(call, body.model).entry.name)
+    loaded_s = time.monotonic()
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    texts = [] if texts == [""] else texts
+    rows, vectors = await _vectors(call, model, texts, body.truncate is not False, body.dimensions)
+    return Embedded(
+        model=body.model,
+        embeddings=vectors,
+        total_duration=int((time.monotonic() - began_s) * 1e9),
+        load_duration=int((loaded_s - began_s) * 1e9),
+        prompt_eval_count=sum(len(row.ids) for row in rows),
+    )
+
+
+async def embed_text(call: Call, body: OldEmbedAsk) -> OldEmbedded:
+    """The vector of a text, as the model gives it (Ollama's API)."""
+    model = await call.model(slot_of(call, body.model).entry.name)
+    texts = [body.prompt] if body.prompt else []
+    _, vectors = await _vectors(call, model, texts, True, None, normalize=None)
+    return OldEmbedded(embedding=vectors[0] if vectors else [])
+
+
+async def _vectors(
+    call: Call,
+    model: ServedModel,
+    texts: list[str],
+    truncate: bool,
+    dimensions: int | None,
+    *,
+    normalize: bool | None = True,
+) -> tuple[list[TokenRow], list[list[float]]]:
+    """The rows that were read, and their vectors."""
+    session = model.pooler
+    session.require_vectors()
+    session.check_dimensions(dimensions)
+    if not texts:
+        return [], []
+
+    def read() -> list[TokenRow]:
+        return session.rows.texts(texts, prompt=session.prompt(None, None), truncate=truncate)
+
+    rows = await call.in_worker(read)
+    vectors = await call.pool(model, rows)
+    finished = await call.in_worker(session.finished_vectors, vectors, dimensions, normalize)
+    return rows, finished.tolist()
+
+
+# -- models -------------------------------------------------------------------------------------
+
+
+class NamedModel(RequestBody, kw_only=True):
+    """A request about one model; `name` is the older field."""
+
+    model: str | None = None
+    name: str | None = None
+    stream: bool | None = None
+    insecure: Annotated[Any, Meta(description="not supported")] = None
+
+    @property
+    def called(self) -> str:
+        """The model's name."""
+        return self.model or self.name or ""
+
+
+class Details(msgspec.Struct, kw_only=True):
+    """What a model is, as far as it is known."""
+
+    parent_model: str = ""
+    format: str = "safetensors"
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class ModelTag(msgspec.Struct, kw_only=True):
+    """A model that requests may name."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int  # bytes of weights
+    digest: str  # of the name: the files are not hashed
+    details: Details
+
+
+class RunningTag(ModelTag, kw_only=True):
+    """A loaded model."""
+
+    size_vram: int  # weights and KV cache
+    expires_at: str
+    context_length: int
+
+
+class Tags(msgspec.Struct, kw_only=True):
+    """Models."""
+
+    models: list[Any]
+
+
+def slot_of(call: Call, name: str) -> Slot:
+    """The model of a name, with Ollama's tag or without; raises ModelNotFoundError."""
+    models = call.service.models
+    plain = name.removesuffix(LATEST)
+    return models.find(plain if name not in models.names() else name)
+
+
+async def tags(call: Call) -> Tags:
+    """The models that requests may name (Ollama's API)."""
+    return Tags(models=[_tag(slot) for slot in call.service.models.slots()])
+
+
+async def running(call: Call) -> Tags:
+    """The models that are loaded (Ollama's API)."""
+    models = call.service.models
+    found = []
+    for slot in models.slots():
+        if slot.state is not State.LOADED:
+            continue
+        left_s = models.ttl_left_s(slot)
+        expires = datetime.fromtimestamp(call.created_s + (left_s or 0), UTC)
+        if left_s is None:  # it stays
+            expires = expires.replace(year=expires.year + 100, day=1)
+        found.append(
+            RunningTag(
+                **msgspec.structs.asdict(_tag(slot)),
+                size_vram=slot.held_bytes,
+                expires_at=_written(expires),
+                context_length=slot.max_context or 0,
+            )
+        )
+    return Tags(models=found)
+
+
+async def ollama_version(call: Call) -> dict[str, str]:
+    """The version of the API (Ollama's API)."""
+    return {"version": API_VERSION}
+
+
+async def show_details(call: Call, body: NamedModel) -> dict[str, Any]:
+    """What a model is; loads it (Ollama's API)."""
+    model = await call.model(slot_of(call, body.called).entry.name)
+    slot, info = slot_of(call, body.called), model.info
+    able, template = model.capabilities, model.tokenizer.template
+    named = {"completion": "completion", "tools": "tools", "thinking": "reasoning"}
+    named |= {"embedding": "embeddings", "insert": "infill"}
+    architecture, dim = info.architecture, info.embedding_dim
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "" if template is None else template.source_for(None),
+        "details": _details(slot),
+        "model_info": {
+            "general.architecture": architecture,
+            f"{architecture}.context_length": model.max_context,
+            f"{architecture}.block_count": info.num_layers,
+            f"{architecture}.vocab_size": info.vocab_size,
+            **({} if dim is None else {f"{architecture}.embedding_length": dim}),
+        },
+        "capabilities": [name for name, key in named.items() if able[key]],
+        "modified_at": _tag(slot).modified_at,
+    }
+
+
+async def pull(call: Call, body: NamedModel) -> Any:
+    """Download a model from the hub and serve it, if that is allowed (Ollama's API)."""
+    service = call.service
+    if service.fetch is None:
+        raise ForbiddenError("Downloads are off here; the server is started with --allow-pull.")
+    name = body.called
+    if not name:
+        raise InvalidRequestError("model is missing, and is required.", param="model")
+    lines = _pulling(call, name)
+    if body.stream is not False:
+        return Events(lines, media_type=NDJSON)
+    last = b""
+    async for text in lines:
+        last = text
+    return msgspec.json.decode(last)
+
+
+async def _pulling(call: Call, name: str) -> AsyncIterator[bytes]:
+    """Yield lines of progress until the model is served; a client that leaves stops watching."""
+    fetch = call.service.fetch
+    assert fetch is not None
+    seen = [(0, 0)]
+    yield _line({"status": "pulling manifest"})
+    pending = asyncio.wrap_future(in_background(lambda: fetch(name, seen.append), "mlxinfer-pull"))
+    digest = _digest(name)
+    while not pending.done():
+        await asyncio.wait({pending}, timeout=POLL_S)
+        done, total = seen[-1]
+        state = {"status": f"pulling {digest[:12]}", "digest": f"sha256:{digest}"}
+        yield _line({**state, "total": total, "completed": done})
+    entry = await pending
+    if name not in call.service.models.names():
+        call.service.add_model(entry)
+    yield _line({"status": "success"})
+
+
+def _tag(slot: Slot) -> ModelTag:
+    entry = slot.entry
+    name = entry.name if ":" in entry.name else f"{entry.name}{LATEST}"
+    return ModelTag(
+        name=name,
+        model=name,
+        modified_at=_written(datetime.fromtimestamp(entry.created_s, UTC)),
+        size=slot.weights_bytes,
+        digest=_digest(entry.name),
+        details=_details(slot),
+    )
+
+
+def _details(slot: Slot) -> Details:
+    """What is known of a model: more once it is loaded."""
+    if slot.served is None:
+        return Details()
+    info = slot.served.info
+    family = info.architecture
+    return Details(family=family, families=[family], quantization_level=info.quantization or "")
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
+
+
+def _written(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def _now() -> str:
+    return _written(datetime.now(UTC))
+
+
+def _line(value: Any) -> bytes:
+    """One line of a stream."""
+    return encode(value) + b"\n"
+
+
+def _error(error: MlxinferError) -> bytes:
+    return encode({"error": clipped_message(error)})
+
+
+OLLAMA = ErrorForm(body=_error, event=lambda error: _error(error) + b"\n")

@@ -1,0 +1,210 @@
+"""POST /v1/rerank and /v1/score: how well texts go together, in the forms of Jina, Cohere, vLLM."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ...errors import InvalidRequestError
+from ...pooling.request import TokenRow
+from ...session.ranking import paired, ranked
+from ..call import Call
+from ..http import RequestBody
+from ..served import ServedModel
+from .embeddings import PoolingUsage, Truncate, truncation
+
+if TYPE_CHECKING:
+    from ...session.pooling_session import Vectors
+
+MAX_PAIRS = 4096  # of one request
+
+
+class TextDocument(msgspec.Struct, kw_only=True):
+    """A document in an object, as Jina and Cohere take it."""
+
+    text: str
+
+
+Texts = str | list[str | TextDocument]
+
+
+class RerankRequest(RequestBody, kw_only=True):
+    """A query and documents; TEI calls the documents `texts`."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "max_chunks_per_doc": (1,),
+        "rank_fields": (["text"],),
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"texts": "documents"}
+
+    model: str | None = None
+    query: str
+    documents: list[str | TextDocument] | None = None
+    top_n: Annotated[int, Meta(ge=0)] | None = None  # 0: all
+    return_documents: bool | None = None  # default true, as vLLM has it
+    instruction: str | None = None
+    truncate_prompt_tokens: Truncate | None = None
+    truncate: bool | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None
+    user: str | None = None
+
+
+class RankedDocument(msgspec.Struct, kw_only=True):
+    """One document, by its place in the request."""
+
+    index: int
+    relevance_score: float
+    document: TextDocument | UnsetType = UNSET
+
+
+class Reranked(msgspec.Struct, kw_only=True):
+    """Documents, the best first."""
+
+    id: str
+    object: Literal["list"] = "list"
+    model: str
+    results: list[RankedDocument]
+    usage: PoolingUsage
+    meta: dict[str, Any]  # where Cohere's clients look for usage
+
+
+class ScoreRequest(RequestBody, kw_only=True):
+    """Texts of two sides: one goes with each of the other's. Names of vLLM, older and newer."""
+
+    model: str | None = None
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    instruction: str | None = None
+    truncate_prompt_tokens: Truncate | None = None
+    truncate: bool | None = None
+    user: str | None = None
+
+
+class Score(msgspec.Struct, kw_only=True):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class Scores(msgspec.Struct, kw_only=True):
+    """Scores in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+async def rerank(call: Call, body: RerankRequest) -> Reranked:
+    """Documents by how well they go with a query."""
+    if body.documents is None:
+        raise InvalidRequestError("documents is missing, and is required.", param="documents")
+    model = await call.model(body.model)
+    documents = _texts(body.documents)
+    if not 0 < len(documents) <= MAX_PAIRS:
+        raise InvalidRequestError(
+            f"There are {len(documents)} documents; expected 1 to {MAX_PAIRS}.", param="documents"
+        )
+    queries = [body.query] * len(documents)
+    cut = truncation(body.truncate_prompt_tokens, body.truncate)
+    texts, most = documents, body.max_tokens_per_doc
+    if most is not None:
+        texts = await call.in_worker(_shortened, model, documents, most)
+    rows, scores = await _scores(call, model, queries, texts, body.instruction, cut)
+    shows = body.return_documents is not False
+    usage = PoolingUsage.of(rows)
+    return Reranked(
+        id=f"rerank-{call.id}",
+        model=model.name,
+        results=[
+            RankedDocument(
+                index=each.index,
+                relevance_score=each.score,
+                document=TextDocument(text=each.document) if shows else UNSET,
+            )
+            for each in ranked(documents, scores, body.top_n or None)
+        ],
+        usage=usage,
+        meta={
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": usage.prompt_tokens},
+        },
+    )
+
+
+async def score(call: Call, body: ScoreRequest) -> Scores:
+    """The scores of pairs of texts."""
+    model = await call.model(body.model)
+    one, other = paired(*_sides(body), names=("text_1", "text_2"))
+    if len(one) > MAX_PAIRS:
+        raise InvalidRequestError(
+            f"There are {len(one)} pairs; expected at most {MAX_PAIRS}.", param="text_1"
+        )
+    cut = truncation(body.truncate_prompt_tokens, body.truncate)
+    rows, scores = await _scores(call, model, one, other, body.instruction, cut)
+    return Scores(
+        id=f"score-{call.id}",
+        created=call.created_s,
+        model=model.name,
+        data=[Score(index=i, score=float(each)) for i, each in enumerate(scores)],
+        usage=PoolingUsage.of(rows),
+    )
+
+
+async def _scores(
+    call: Call,
+    model: ServedModel,
+    one: list[str],
+    other: list[str],
+    instruction: str | None,
+    truncate: int | bool,
+) -> "tuple[list[TokenRow], Vectors]":
+    """The rows that were read, and a score for each pair."""
+    session = model.pooler
+
+    def read() -> list[TokenRow]:
+        return session.score_rows(one, other, instruction=instruction, truncate=truncate)
+
+    rows = await call.in_worker(read)
+    results = await call.pool(model, rows)
+    return rows, session.finished_scores(results, one, other)
+
+
+def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]:
+    """Documents cut to as many tokens each."""
+    tokenizer = model.tokenizer
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in documents]
+    return [
+        text if len(each) <= most else tokenizer.decode(each[:most])
+        for text, each in zip(documents, ids, strict=True)
+    ]
+
+
+def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
+    """The texts of both sides, whatever they are called."""
+    named = ((body.text_1, body.queries, body.data_1), (body.text_2, body.documents, body.data_2))
+    sides = []
+    for index, given in enumerate(named):
+        there = [each for each in given if each is not None]
+        if len(there) != 1:
+            raise InvalidRequestError(
+                f"Send text_1 and text_2 (or queries and documents); of side {index + 1} there are "
+                f"{len(there)}.",
+                param=f"text_{index + 1}",
+            )
+        sides.append([there[0]] if isinstance(there[0], str) else _texts(there[0]))
+    return sides[0], sides[1]
+
+
+def _texts(given: list[str | TextDocument]) -> list[str]:
+    return [each if isinstance(each, str) else each.text for each in given]

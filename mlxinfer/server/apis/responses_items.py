@@ -1,0 +1,394 @@
+"""Items of the responses API: those of a request as messages, those of an answer as they grow."""
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from ...errors import InvalidRequestError, UnsupportedFieldError
+from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
+from ..http import named
+from .documents import shown_file, text_of_file
+from .tools import INPUT, DeclaredTool, Plain, Skipped, call_arguments, custom_input, shown_name
+from .usage import TokenLogprob
+
+HOSTED_ITEMS = frozenset(  # of tools that are skipped
+    f"{tool}_{kind}"
+    for tool in (
+        *("web_search", "file_search", "computer", "code_interpreter", "image_generation", "mcp"),
+        *("local_shell", "shell", "apply_patch", "tool_search", "program"),
+    )
+    for kind in ("call", "call_output", "output")
+) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
+_TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+# -- a request's items --------------------------------------------------------------------------
+
+
+class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of a message or of a tool's output."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    file_data: str | None = None  # of a text file: a data URL, or base64
+    filename: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A message, a call, its output or reasoning, by `type`.
+
+    Fields of any type differ between items: an item that is skipped has its own.
+    """
+
+    type: str = "message"
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    output: Any = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+def conversation(
+    instructions: str | None,
+    before: Sequence[InputItem],
+    items: Sequence[InputItem],
+    skipped: Skipped,
+) -> list[Plain]:
+    """Instructions and items as messages; reasoning, text and calls of one turn are one message.
+
+    Args:
+        instructions: the system message.
+        before: items of the responses that the request follows.
+        items: of the request.
+        skipped: gets the items that are left out.
+
+    Raises:
+        InvalidRequestError: no input, or an incomplete item.
+        UnsupportedFieldError: an item or a part of a type that is not supported.
+    """
+    if not items and not before:
+        raise InvalidRequestError(
+            "input is missing or empty; send a text or an item.", param="input"
+        )
+    found: list[Plain] = [{"role": "system", "content": instructions}] if instructions else []
+    for number, item in enumerate([*before, *items], start=-len(before)):
+        place = "previous_response_id" if number < 0 else f"input[{number}]"
+        if item.type in HOSTED_ITEMS:
+            skipped.add(place, item.type)
+        else:
+            _add(found, item, place)
+    if len(found) == bool(instructions):
+        raise InvalidRequestError("input has no item that can be used here.", param="input")
+    for message in found:
+        message.setdefault("content", "")
+    return found
+
+
+def _add(found: list[Plain], item: InputItem, path: str) -> None:
+    if item.type == "message":
+        if item.role is None or item.content is None:
+            raise InvalidRequestError(f"{path} has no role or no content.", param=path)
+        text = _text(item.content, f"{path}.content")
+        if item.role == "assistant":
+            _turn(found, "content")["content"] = text
+        else:
+            found.append({"role": item.role, "content": text})
+    elif item.type in ("function_call", "custom_tool_call"):
+        _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
+        if item.call_id is None:
+            raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
+        text = _text(_output(item, path), f"{path}.output")
+        found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+    elif item.type == "reasoning":
+        _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
+    else:
+        raise UnsupportedFieldError(
+            f"{path} is of type {item.type[:50]!r}, which is not supported.", param=f"{path}.type"
+        )
+
+
+def _turn(found: list[Plain], key: str) -> Plain:
+    """The assistant's message that a key belongs to: the last message or a new one."""
+    last = found[-1] if found else {}
+    follows = {"reasoning_content": (), "content": ("reasoning_content",)}
+    before = follows.get(key, ("reasoning_content", "content", "tool_calls"))
+    if last.get("role") == "assistant" and set(last) - {"role"} <= set(before):
+        return last
+    found.append({"role": "assistant"})
+    return found[-1]
+
+
+def _call(item: InputItem, path: str) -> Plain:
+    if item.call_id is None or item.name is None:
+        raise InvalidRequestError(f"{path} has no call_id or no name.", param=path)
+    custom = item.type == "custom_tool_call"
+    given = item.input if custom else item.arguments
+    if not isinstance(given, str | None):
+        place = f"{path}.{'input' if custom else 'arguments'}"
+        raise InvalidRequestError(f"{place} is no text.", param=place)
+    arguments: Plain | str = {INPUT: given or ""} if custom else call_arguments(given)
+    function = {"name": shown_name(item.name, item.namespace), "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _output(item: InputItem, path: str) -> str | list[InputPart]:
+    """The output of a call; a tool that says nothing may send null."""
+    try:
+        return msgspec.convert(item.output or "", str | list[InputPart])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"{path}.output: {error}.", param=f"{path}.output") from None
+
+
+def _thoughts(item: InputItem, path: str) -> str:
+    """The reasoning of an earlier answer, as text or in our `encrypted_content`."""
+    if item.content:
+        return _text(item.content, f"{path}.content")
+    if item.encrypted_content is None:
+        return _text(item.summary or "", f"{path}.summary")
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        raise InvalidRequestError(
+            f"{path}.encrypted_content is not of this server; leave the item out.", param=path
+        ) from None
+
+
+def _text(content: str | list[InputPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join([_part(part, f"{path}[{i}]") for i, part in enumerate(content)])
+
+
+def _part(part: InputPart, path: str) -> str:
+    if part.type == "input_file" and part.file_data is not None:
+        return shown_file(text_of_file(part.file_data, f"{path}.file_data"), part.filename)
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in _TEXTS and part.type != "refusal":
+        raise UnsupportedFieldError(
+            f"{path} is of type {part.type[:50]!r}; this model reads text only.",
+            param=f"{path}.type",
+        )
+    if text is None:
+        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+    return text
+
+
+# -- an answer's items --------------------------------------------------------------------------
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
+    """Visible text."""
+
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
+    """Reasoning of the model."""
+
+    text: str
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag="message"):
+    """Visible text as an item."""
+
+    id: str
+    status: Status
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
+    """Reasoning as an item."""
+
+    id: str
+    status: Status
+    summary: list[Any] = []
+    content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
+
+
+class CallItem(msgspec.Struct, kw_only=True, tag="function_call"):
+    """A call as an item."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET
+
+
+class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
+    """A call of a custom tool as an item; its input is plain text."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
+Item = MessageItem | ReasoningItem | CallItem | CustomCallItem
+
+
+class OutputItems:
+    """The items of one answer as they grow, one open at a time.
+
+    `push` yields the events, which an answer without a stream drops. `done` has the ended items; a
+    call that the end of the answer cut off is incomplete, and a broken one is text instead.
+
+    Args:
+        answer_id: part of the items' ids.
+        wrap: reasoning items also carry `encrypted_content`: base64 for clients that send it back
+            unread; it is no secret.
+        declared: tools that the client declared under other names than the model sees.
+    """
+
+    def __init__(self, answer_id: str, *, wrap: bool, declared: Mapping[str, DeclaredTool]) -> None:
+        self.done: list[Item] = []
+        self._answer_id = answer_id
+        self._wrap = wrap
+        self._declared = declared
+        self._number = 0  # of the next event
+        self._open: Item | None = None
+        self._texts: list[str] = []
+        self._index = -1
+        self._broken = False  # the open item is a call that turned out to be text
+        self._item_id = ""
+        self._scores: list[TokenLogprob] = []  # of the open message
+        self._pending: list[TokenLogprob] = []  # of tokens without text so far
+
+    def frame(self, kind: str, **fields: Any) -> bytes:
+        """The frame of one event, with the next sequence number."""
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return named(kind, event)
+
+    def push(self, parts: Sequence[Part], scored: Sequence[TokenLogprob] = ()) -> Iterator[bytes]:
+        """Add parts; yield their events.
+
+        Args:
+            parts: that a step has brought; none while its text is held back.
+            scored: its token, where log-probabilities were asked for. It belongs to the text that
+                comes next; tokens of reasoning, of calls and of marks are left out.
+        """
+        self._pending += scored
+        if not parts and isinstance(self._open, ReasoningItem):
+            self._pending.clear()
+        for part in parts:
+            if isinstance(part, TextPart):
+                yield from self._text(part.text)
+                continue
+            self._pending.clear()
+            if isinstance(part, ReasoningPart):
+                yield from self._reasoning(part.text)
+            else:
+                yield from self._call(part)
+
+    def close(self, status: Status) -> Iterator[bytes]:
+        """End the open item, if there is one."""
+        item = self._open
+        if item is None:
+            return
+        self._open = None
+        whole = "".join(self._texts)
+        if isinstance(item, CustomCallItem):
+            item = replace(item, input=custom_input(whole))
+            if item.input:
+                yield self._event("custom_tool_call_input.delta", delta=item.input)
+            yield self._event("custom_tool_call_input.done", input=item.input)
+        elif isinstance(item, CallItem):
+            item = replace(item, arguments=whole, status=status)
+            yield self._event("function_call_arguments.done", name=item.name, arguments=whole)
+        elif isinstance(item, MessageItem):
+            self._scores += self._pending
+            self._pending = []
+            text = OutputText(text=whole, logprobs=self._scores)
+            item = replace(item, content=[text], status=status)
+            yield self._event(
+                "output_text.done", content_index=0, text=whole, logprobs=self._scores
+            )
+            yield self._event("content_part.done", content_index=0, part=text)
+        else:
+            thought = ReasoningText(text=whole)
+            item = replace(item, content=[thought], status=status)
+            if self._wrap:
+                item.encrypted_content = base64.b64encode(whole.encode()).decode()
+            yield self._event("reasoning_text.done", content_index=0, text=whole)
+            yield self._event("content_part.done", content_index=0, part=thought)
+        yield self.frame("response.output_item.done", output_index=self._index, item=item)
+        if self._broken:
+            self._broken = False
+        else:
+            self.done.append(item)
+
+    def _text(self, text: str) -> Iterator[bytes]:
+        if not isinstance(self._open, MessageItem):
+            empty = MessageItem(id=self._make_id("msg"), status="in_progress", content=[])
+            yield from self._begin(empty, OutputText(text=""))
+        self._texts.append(text)
+        scores, self._pending = self._pending, []
+        self._scores += scores
+        yield self._event("output_text.delta", content_index=0, delta=text, logprobs=scores)
+
+    def _reasoning(self, text: str) -> Iterator[bytes]:
+        if not isinstance(self._open, ReasoningItem):
+            empty = ReasoningItem(id=self._make_id("rs"), status="in_progress", content=[])
+            yield from self._begin(empty, ReasoningText(text=""))
+        self._texts.append(text)
+        yield self._event("reasoning_text.delta", content_index=0, delta=text)
+
+    def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
+        if piece.id is not None and piece.name is not None:
+            yield from self._begin(self._call_item(piece.id, piece.name))
+        if piece.arguments:
+            self._texts.append(piece.arguments)
+            if isinstance(self._open, CallItem):  # a custom tool's input is known at the end
+                yield self._event("function_call_arguments.delta", delta=piece.arguments)
+        if piece.status is not CallStatus.OPEN:
+            self._broken = piece.status is CallStatus.BROKEN
+            yield from self.close("completed" if piece.status is CallStatus.DONE else "incomplete")
+
+    def _make_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._answer_id}_{self._index + 2}"
+
+    def _call_item(self, call_id: str, name: str) -> CallItem | CustomCallItem:
+        """An item without arguments, under the names that the client has declared."""
+        tool = self._declared.get(name, DeclaredTool(name))
+        names: dict[str, Any] = {"call_id": call_id, "name": tool.name}
+        names["namespace"] = tool.namespace or UNSET
+        if tool.custom:
+            return CustomCallItem(id=self._make_id("ctc"), input="", **names)
+        return CallItem(id=self._make_id("fc"), status="in_progress", arguments="", **names)
+
+    def _begin(
+        self, item: Item, content: OutputText | ReasoningText | None = None
+    ) -> Iterator[bytes]:
+        yield from self.close("completed")
+        self._open, self._texts, self._item_id = item, [], item.id
+        self._scores = []
+        self._index += 1
+        yield self.frame("response.output_item.added", output_index=self._index, item=item)
+        if content is not None:
+            yield self._event("content_part.added", content_index=0, part=content)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        """An event of the item that was opened last."""
+        place = {"output_index": self._index, "item_id": self._item_id}
+        return self.frame(f"response.{kind}", **place, **fields)

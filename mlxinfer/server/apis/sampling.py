@@ -1,0 +1,279 @@
+"""Fields that say how tokens are chosen, whichever API they came by, and their SamplingParams.
+
+A new sampling field is one line of SamplerFields, under its name in SamplingParams, beside the
+sampler itself. A field of other servers that would change the answer and is not supported is one
+line of REFUSED.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import msgspec.structs
+from msgspec import Meta
+
+from ...core import MAX_COUNT, SamplingParams
+from ...errors import InvalidRequestError
+from ...grammar.schema import MAX_BYTES
+from ..http import RequestBody
+from ..served import ServedModel
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1000
+MAX_STOP_IDS = 128
+MAX_BIASES = 10_000
+MAX_CHOICES = 16
+MAX_SALT_CHARS = 1024
+MAX_BREAKERS = 32
+MAX_DEPTH = 128  # levels of JSON, more than any grammar takes
+UNLIMITED = -1  # of max_tokens: until the context is full
+BANNED = -1e9  # added to a logit
+
+TokenLimit = Annotated[int, Meta(ge=UNLIMITED)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Mass = Annotated[float, Meta(gt=0, le=1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+ReasoningLimit = Annotated[int, Meta(ge=1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+# [token id or text, bias], as llama.cpp has it: each token of a text gets the bias; false: never
+TextBias = tuple[int | StopString, Bias | bool]
+Stops = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+
+# Fields of OpenAI, vLLM, SGLang, llama.cpp and mlx-lm -> values that ask for what happens anyway.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "mirostat": (0,),
+    "dynatemp_range": (0, 0.0),
+    "adapters": (),
+    "draft_model": (),
+    "no_repeat_ngram_size": (0,),
+    "samplers": ([],),
+    "sampler_priority": ([],),
+    "tfs_z": (1, 1.0),
+    "tfs": (1, 1.0),
+    "top_a": (0, 0.0),
+    "adaptive_target": (-1, -1.0),
+    "eta_cutoff": (0, 0.0),
+    "epsilon_cutoff": (0, 0.0),
+    "smoothing_factor": (0, 0.0),
+    "mirostat_mode": (0,),
+    "penalty_alpha": (0, 0.0),
+    "guidance_scale": (1, 1.0),
+    "cfg_scale": (1, 1.0),
+    "num_beams": (1,),
+    "do_sample": (True,),
+    "safe_prompt": (False,),
+    "lora": ([],),
+    "lora_request": (),
+    "repetition_detection": (False,),
+    "n_probs": (0,),
+}
+# The same of APIs that have fields of their own for these.
+REFUSED_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    **REFUSED,
+    **dict.fromkeys(("num_predict", "n_predict", "max_new_tokens", "enable_thinking", "think"), ()),
+    "format": ("",),
+    "options": ({},),
+    "reasoning_budget": (-1,),
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget_tokens"), ()),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ()),
+    **dict.fromkeys(("guided_grammar", "json_schema", "grammar", "ebnf", "regex"), ()),
+}
+ALIASES = {  # of llama.cpp, Hugging Face and Mistral
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_window",
+    "penalty_last_n": "repetition_window",
+    "repetition_context_size": "repetition_window",
+    "min_new_tokens": "min_tokens",
+    "random_seed": "seed",
+    "typ_p": "typical_p",
+    "typical": "typical_p",
+}
+LIMIT_ALIASES = {  # of llama.cpp, Ollama and Hugging Face
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+
+
+class SamplerFields(RequestBody, kw_only=True):
+    """Fields of all APIs, by their names in SamplingParams; null means absent."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Mass | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: off
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_window: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # tokens; -1: all
+    logit_bias: (
+        Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)]
+        | Annotated[list[TextBias], Meta(max_length=MAX_BIASES)]
+        | None
+    ) = None
+    top_n_sigma: Annotated[float, Meta(le=100)] | None = None  # of llama.cpp; up to 0: off
+    typical_p: Mass | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # -1: all
+    dry_sequence_breakers: Annotated[list[StopString], Meta(max_length=MAX_BREAKERS)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    speculate: bool | None = None  # false: no tokens are proposed for this request
+    # prompts with different salts share no prefix cache
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+
+_SAMPLING = [
+    each.name
+    for each in msgspec.structs.fields(SamplerFields)
+    if each.name in SamplingParams.__dataclass_fields__
+]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """Options of requests with `stream`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding of events: none is sent
+    continuous_usage_stats: bool | None = None  # with include_usage: counts in every event
+
+
+class SamplingFields(SamplerFields, kw_only=True):
+    """Fields of chat and plain completions."""
+
+    aliases: ClassVar[Mapping[str, str]] = {**ALIASES, **LIMIT_ALIASES}
+
+    model: str | None = None
+    max_tokens: TokenLimit | None = None
+    stop: Stops | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timings: bool | None = None  # answers say where their time went; so do they with:
+    timings_per_token: bool | None = None  # llama.cpp's name
+    return_progress: bool | None = None  # of llama.cpp: streams say how far the prompt is
+    return_token_ids: bool | None = None  # answers have the ids of their tokens, as vLLM's
+
+    def resolve(self) -> None:
+        """Raise InvalidRequestError for options of a stream without one."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options goes with stream: true.", param="stream_options"
+            )
+
+    @property
+    def wants_timings(self) -> bool:
+        """Whether the end of each choice says where its time went."""
+        return bool(self.timings or self.timings_per_token)
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a stream says how far the prompt is."""
+        return bool(self.stream and self.return_progress)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        options = self.stream_options
+        return bool(options and options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every event of a stream has the token counts so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+def sampling_params(fields: SamplerFields, model: ServedModel, **others: Any) -> SamplingParams:
+    """How tokens are chosen. Takes a while: a bias may name texts.
+
+    Args:
+        fields: of the request. Fields that it leaves out are the model's defaults.
+        model: generates the answer.
+        others: further values, by their names in SamplingParams.
+
+    Raises:
+        InvalidRequestError: a value out of range.
+    """
+    given = {name: getattr(fields, name) for name in _SAMPLING}
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in ("top_k", "top_n_sigma"):
+        if name in values:
+            values[name] = max(values[name], 0)
+    if "logit_bias" in values:
+        values["logit_bias"] = _logit_bias(values["logit_bias"], model)
+    return model.defaults.changed({**values, **others})
+
+
+def _logit_bias(
+    given: dict[int, float] | list[tuple[int | str, float | bool]], model: ServedModel
+) -> dict[int, float]:
+    """The numbers to add to tokens' logits; the later of two entries for one token counts."""
+    if isinstance(given, dict):
+        return given
+    found: dict[int, float] = {}
+    for number, (token, bias) in enumerate(given):
+        if bias is True:
+            place = f"logit_bias[{number}]"
+            raise InvalidRequestError(f"{place} is true; expected a number or false.", param=place)
+        if isinstance(token, str):
+            ids = model.tokenizer.encode(token, add_special_tokens=False, parse_special=True)
+        else:
+            ids = [token]
+        found.update(dict.fromkeys(ids, BANNED if bias is False else float(bias)))
+    return found
+
+
+def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> None:
+    """Raise InvalidRequestError for plain data over MAX_BYTES or nested deeper than `max_depth`.
+
+    The size is checked first, in C: a walk through 30 MB of numbers takes a minute.
+    """
+    deep = InvalidRequestError(f"{param} nests more than {max_depth} levels deep.", param=param)
+    try:
+        size = len(msgspec.json.encode(value))
+    except RecursionError:
+        raise deep from None
+    if size > MAX_BYTES:
+        raise InvalidRequestError(
+            f"{param} has {size} bytes of JSON; at most {MAX_BYTES} are accepted. Send less of it.",
+            param=param,
+        )
+    stack = [(value, 1)]
+    while stack:
+        item, depth = stack.pop()
+        if not isinstance(item, (dict, list)):
+            continue
+        if depth > max_depth:
+            raise deep
+        children = item.values() if isinstance(item, dict) else item
+        stack += [(child, depth + 1) for child in children]

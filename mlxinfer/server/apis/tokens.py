@@ -1,0 +1,118 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: vLLM's paths."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ...core import check_token_ids
+from ...errors import InvalidRequestError
+from ...session.inputs import ChatInput
+from ..call import Call
+from ..http import RequestBody, refuse
+from ..served import ServedModel
+from .chat import Effort, Message, template_fields, template_messages
+from .tools import check_tools
+
+
+class TokenizeRequest(RequestBody, kw_only=True):
+    """Either a text, or a conversation that the chat template renders."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "documents": ([],),
+        "mm_processor_kwargs": ({},),
+    }
+    aliases: ClassVar[Mapping[str, str]] = {"content": "prompt"}  # llama.cpp's
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None  # of a text; default true
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def resolve(self) -> None:
+        """Raise InvalidRequestError unless there is either a text or a conversation."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("Send either prompt or messages.", param="prompt")
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Token ids, and the context length."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType | None = UNSET
+
+
+class DetokenizeRequest(RequestBody, kw_only=True):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Meta(max_length=1_000_000)]
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """The text of token ids, control tokens included."""
+
+    prompt: str
+
+
+async def tokenize(call: Call, body: TokenizeRequest) -> Tokenized:
+    """The token ids of a text or a conversation."""
+    model = await call.model(body.model)
+    allowed = call.service.config.template_kwargs
+    ids = await call.in_worker(_encode, model, body, allowed)
+    strings = (
+        [model.tokenizer.id_to_piece(i) or "" for i in ids] if body.return_token_strs else None
+    )
+    return Tokenized(
+        count=len(ids),
+        max_model_len=model.max_context,
+        tokens=ids,
+        token_strs=UNSET if strings is None else strings,
+    )
+
+
+async def detokenize(call: Call, body: DetokenizeRequest) -> Detokenized:
+    """The text of token ids."""
+    model = await call.model(body.model)
+
+    def text() -> str:
+        check_token_ids(body.tokens, model.info.vocab_size, param="tokens")
+        return model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    return Detokenized(prompt=await call.in_worker(text))
+
+
+async def tokenizer_info(call: Call) -> dict[str, Any]:
+    """Special tokens and chat template of the first model, as in tokenizer_config.json."""
+    model = await call.model(None)
+    tokenizer = model.tokenizer
+    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
+    if tokenizer.template is not None:
+        info["chat_template"] = tokenizer.template.source_for(None)
+    return {**info, "model_max_length": model.max_context}
+
+
+def _encode(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) -> list[int]:
+    if body.messages is None:
+        refuse("tools", body.tools, ([],))
+        special = body.add_special_tokens is not False
+        return model.tokenizer.encode(
+            body.prompt or "", add_special_tokens=special, parse_special=True
+        )
+    check_tools(body.tools)
+    given = ChatInput(
+        messages=template_messages(body.messages),
+        tools=body.tools,
+        **template_fields(body, allowed),
+    )
+    return model.generator.encode(given, bounded=False).ids

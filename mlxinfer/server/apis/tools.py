@@ -1,0 +1,289 @@
+"""Tools in requests, whichever API they came by: those declared, and calls in conversations.
+
+Functions, custom tools and namespaces are told to the model as functions. Hosted tools (web search,
+file search, MCP and others) and the shells of particular clients have nothing here that would run
+them: they are left out of a request, and named in a header and the log.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...errors import InvalidRequestError, UnsupportedFieldError
+from ...grammar.lark_pattern import NotRegularError, lark_pattern
+from ..call import Call
+from .sampling import check_json_size
+
+Plain = dict[str, Any]
+MAX_TOOLS = 512
+MAX_SHOWN = 16
+HEADER = b"x-mlxinfer-skipped"
+INPUT = "input"  # the one parameter of a custom tool
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+_KIND = re.compile(r"[a-z0-9_]{1,40}")
+
+
+def check_tools(tools: list[Any] | None, choice: Any = None) -> None:
+    """Raise InvalidRequestError for too many tools, or too large ones."""
+    if tools and len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"{len(tools)} tools; at most {MAX_TOOLS} are accepted.", param="tools"
+        )
+    check_json_size(tools, param="tools")
+    check_json_size(choice, param="tool_choice")
+
+
+def call_arguments(text: str | None) -> dict[str, Any] | str:
+    """The arguments of a call in a conversation as an object; as text if they are no object.
+
+    max_tokens may have cut them off, and not every model writes JSON.
+    """
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return text or ""
+
+
+def begun_object(text: str) -> dict[str, Any]:
+    """A JSON object that may be cut off: its whole members, and a string that was begun."""
+    closers: list[str] = []
+    in_string = escaped = False
+    whole = ("", "")  # the text up to the last whole member, and the brackets that close it
+    for index, char in enumerate(text):
+        if in_string:
+            in_string = escaped or char != '"'
+            escaped = char == "\\" and not escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            closers.append("}" if char == "{" else "]")
+            whole = (text[: index + 1], "".join(reversed(closers)))
+        elif char in "}]" and closers:
+            closers.pop()
+        elif char == ",":
+            whole = (text[:index], "".join(reversed(closers)))
+    closed = text + '"' * in_string + "".join(reversed(closers))
+    for candidate in (closed, "".join(whole)):
+        with suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+            return msgspec.json.decode(candidate, type=dict[str, Any])
+    return {}
+
+
+class Skipped:
+    """Hosted tools of a request and their items in its history, which are left out."""
+
+    def __init__(self) -> None:
+        self._entries: list[str] = []
+
+    def add(self, place: str, kind: object) -> None:
+        """Note that the item or tool at `place` is left out; an odd `kind` is not repeated."""
+        text = str(kind)
+        self._entries.append(f"{place} {text if _KIND.fullmatch(text) else 'unknown'}")
+
+    def report(self, call: Call) -> None:
+        """Name the entries in the log and in a header of the reply, if there are any."""
+        if not self._entries:
+            return
+        call.log["skipped"] = ", ".join(self._entries)
+        more = len(self._entries) - MAX_SHOWN
+        shown = [*self._entries[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
+        call.headers.append((HEADER, ", ".join(shown).encode()))
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredTool:
+    """A tool under the names that the client has declared."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+@dataclass(slots=True)
+class DeclaredTools:
+    """The callable tools of a request.
+
+    Attributes:
+        functions: in the form of chat completions.
+        declared: by the names that the model sees, of all tools but plain functions.
+        skipped: hosted tools, and grammars of custom tools that are not enforced.
+    """
+
+    functions: list[Plain] = field(default_factory=list)
+    declared: dict[str, DeclaredTool] = field(default_factory=dict)
+    skipped: Skipped = field(default_factory=Skipped)
+
+    def choose(self, choice: str | Plain | None) -> str | Plain:
+        """The tool_choice in the form of chat completions; `allowed_tools` leaves only those.
+
+        Raises:
+            InvalidRequestError: it allows a tool that is not declared.
+            UnsupportedFieldError: it demands a tool that is not callable here.
+        """
+        if not isinstance(choice, dict):
+            return "auto" if choice is None else choice
+        kind = choice.get("type")
+        inner = choice.get(str(kind))
+        if isinstance(inner, dict):  # as chat completions nest it
+            choice = {**inner, "type": kind}
+        if kind in ("function", "custom") and "name" in choice:
+            return {"type": "function", "function": {"name": self._shown(choice)}}
+        if kind == "allowed_tools":
+            return self._allow(choice)
+        raise UnsupportedFieldError(
+            f"tool_choice demands a tool of type {str(kind)[:50]!r}, which is not callable here.",
+            param="tool_choice",
+        )
+
+    def _allow(self, choice: Plain) -> str:
+        """Leave only the tools that a choice allows; returns its mode."""
+        tools, mode = choice.get("tools"), choice.get("mode", "auto")
+        if not isinstance(tools, list) or not tools or mode not in ("auto", "required"):
+            raise InvalidRequestError(
+                'tool_choice of type allowed_tools: expected tools, and mode "auto" or "required".',
+                param="tool_choice",
+            )
+        each = [tool for tool in tools if isinstance(tool, dict)]
+        named = [{**tool, **(tool.get(str(tool.get("type"))) or {})} for tool in each]
+        names = {self._shown(tool) for tool in named if tool.get("type") in ("function", "custom")}
+        known = {function["function"].get("name") for function in self.functions}
+        for name in sorted(names - known):
+            raise InvalidRequestError(
+                f"tool_choice allows {name[:100]!r}, which is none of tools.", param="tool_choice"
+            )
+        self.functions = [f for f in self.functions if f["function"].get("name") in names]
+        return mode if self.functions else "none"
+
+    def _shown(self, named: Plain) -> str:
+        return shown_name(str(named.get("name")), named.get("namespace"))
+
+    def add(self, tool: Plain, path: str, namespace: str | None = None) -> None:
+        """Add the tool at `path`, or skip it; raises as `read_tools`."""
+        kind = tool.get("type")
+        if kind == "namespace" and namespace is None:
+            name, inner = tool.get("name"), tool.get("tools")
+            if not isinstance(name, str) or not isinstance(inner, list):
+                raise InvalidRequestError(f"{path} has no name or no tools.", param=path)
+            for number, each in enumerate(inner):
+                if not isinstance(each, dict):
+                    raise InvalidRequestError(f"{path}.tools[{number}] is no object.", param=path)
+                self.add(each, f"{path}.tools[{number}]", name)
+        elif kind in ("function", "custom"):
+            self._add_callable(tool, path, namespace)
+        elif kind is None:
+            raise InvalidRequestError(f"{path}.type is missing.", param=f"{path}.type")
+        else:
+            self.skipped.add(path, kind)
+
+    def _add_callable(self, tool: Plain, path: str, namespace: str | None) -> None:
+        function = {k: v for k, v in tool.items() if k in _FUNCTION_KEYS and v is not None}
+        custom = tool["type"] == "custom"
+        if custom:
+            function = self._custom(tool, path)
+        name = tool.get("name")
+        if isinstance(name, str) and (custom or namespace):
+            function["name"] = shown_name(name, namespace)
+            self.declared[function["name"]] = DeclaredTool(name, namespace, custom)
+        self.functions.append({"type": "function", "function": function})
+
+    def _custom(self, tool: Plain, path: str) -> Plain:
+        """A custom tool as a function with one text, constrained by the tool's grammar."""
+        given: Mapping[str, Any] = tool.get("format") or {"type": "text"}
+        if not isinstance(given, Mapping):
+            raise InvalidRequestError(f"{path}.format is no object.", param=f"{path}.format")
+        text: Plain = {"type": "string", "description": "The whole input of the tool, as text."}
+        description, strict = tool.get("description"), False
+        if given.get("type") == "grammar":
+            definition = given.get("definition")
+            if not isinstance(definition, str):
+                raise InvalidRequestError(
+                    f"{path}.format.definition is missing.", param=f"{path}.format.definition"
+                )
+            text["description"] += f" It follows this grammar:\n{definition}"
+            pattern = self._pattern(given.get("syntax"), definition, path)
+            if pattern is not None:
+                text["pattern"], strict = pattern, True
+        elif given.get("type") != "text":
+            raise UnsupportedFieldError(
+                f"{path}.format is of type {str(given.get('type'))[:50]!r}; expected text or "
+                "grammar.",
+                param=f"{path}.format",
+            )
+        function: Plain = {
+            "name": tool.get("name"),
+            "parameters": {"type": "object", "properties": {INPUT: text}, "required": [INPUT]},
+            "strict": strict,
+        }
+        return function if description is None else {**function, "description": description}
+
+    def _pattern(self, syntax: object, definition: str, path: str) -> str | None:
+        """The grammar as a pattern; None, and noted, if it is beyond regular expressions."""
+        if syntax == "regex":
+            return f"^(?:{definition})$"
+        if syntax != "lark":
+            raise UnsupportedFieldError(
+                f"{path}.format.syntax is {str(syntax)[:50]!r}; expected lark or regex.",
+                param=f"{path}.format.syntax",
+            )
+        try:
+            return f"^(?:{lark_pattern(definition)})$"
+        except NotRegularError:
+            self.skipped.add(f"{path}.format", "grammar")
+            return None
+
+
+def read_tools(tools: list[Plain] | None) -> DeclaredTools:
+    """The tools of a request to the responses API. Takes a while.
+
+    Raises:
+        InvalidRequestError: a tool is incomplete, or all of them are too large.
+    """
+    check_tools(tools)
+    found = DeclaredTools()
+    for number, tool in enumerate(tools or ()):
+        found.add(tool, f"tools[{number}]")
+    return found
+
+
+def read_chat_tools(tools: list[Plain] | None) -> DeclaredTools:
+    """The tools of a chat request; raises as `read_tools`, but for functions, which pass."""
+    check_tools(tools)
+    found = DeclaredTools()
+    for number, tool in enumerate(tools or ()):
+        if tool.get("type") == "custom":
+            found.add(_flat(tool, f"tools[{number}]"), f"tools[{number}].custom")
+        else:
+            found.functions.append(tool)
+    return found
+
+
+def _flat(tool: Plain, path: str) -> Plain:
+    """A custom tool of a chat request in the form of the responses API."""
+    custom = tool.get("custom")
+    if not isinstance(custom, dict):
+        raise InvalidRequestError(f"{path}.custom is no object.", param=f"{path}.custom")
+    form = custom.get("format")
+    if isinstance(form, dict) and isinstance(form.get("grammar"), dict):
+        form = {**form["grammar"], "type": form.get("type")}
+    return {**custom, "type": "custom", "format": form}
+
+
+def shown_name(name: str, namespace: object) -> str:
+    """The name by which the model calls a tool: unlike those of other namespaces."""
+    if not isinstance(namespace, str):
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool, from the arguments of its call, which may be cut off.
+
+    A model may use a name of its own for the parameter, or write no JSON.
+    """
+    values: Iterable[Any] = begun_object(arguments).values()
+    texts = [value for value in values if isinstance(value, str)]
+    return texts[0] if len(texts) == 1 else arguments

@@ -1,0 +1,233 @@
+"""Token counts, times and log-probabilities as OpenAI's APIs and llama.cpp write them."""
+
+import codecs
+from collections.abc import Sequence
+
+import msgspec
+
+from ...core import FinishReason, TokenLogprobs
+from ...outputs import Result
+from ...session.answers import Answer, Answers, Step
+from ...text import Detokenizer, Tokenizer
+
+LEAST = -9999.0  # JSON has no -Infinity
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Details of the prompt's token count."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    """Details of the answer's token count."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts of one request, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+def usage_of(answers: Answers) -> Usage:
+    """The token counts so far; a prompt with several choices counts once."""
+    usage = answers.usage
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.answer_tokens,
+        total_tokens=usage.prompt_tokens + usage.answer_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+    )
+
+
+class PromptProgress(msgspec.Struct, kw_only=True):
+    """How far the prompt of an answer is computed, in llama.cpp's names."""
+
+    total: int
+    cache: int  # tokens that were found in the cache; they are processed from the beginning
+    processed: int
+    time_ms: float
+
+
+def progress_of(answers: Answers, step: Step) -> PromptProgress:
+    """The progress that a step reports."""
+    assert step.progress is not None
+    return PromptProgress(
+        total=len(answers.answers[step.index].request.prompt_ids),
+        cache=step.progress.cached,
+        processed=step.progress.computed,
+        time_ms=1e3 * step.progress.seconds,
+    )
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """Where the time of one answer went, in llama.cpp's names; a rate is null if there is none."""
+
+    cache_n: int  # prompt tokens found in the cache
+    prompt_n: int  # prompt tokens computed
+    prompt_ms: float
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+    queued_ms: float
+
+
+def timings_of(result: Result) -> Timings:
+    """The timings of a complete answer."""
+    timing = result.timing
+    return Timings(
+        cache_n=result.cached_tokens,
+        prompt_n=result.prompt_tokens - result.cached_tokens,
+        prompt_ms=1e3 * timing.prefill_s,
+        prompt_per_second=timing.prompt_tokens_per_s,
+        predicted_n=len(result.token_ids),
+        predicted_ms=1e3 * timing.decode_s,
+        predicted_per_second=timing.tokens_per_s,
+        queued_ms=1e3 * timing.queued_s,
+    )
+
+
+# -- log-probabilities: entries in chat, parallel lists in completions --------------------------
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """One of the most probable tokens."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """The sampled token and the most probable ones."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(msgspec.Struct, kw_only=True):
+    """One entry for each token except an end token."""
+
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+def logprob_of(tokenizer: Tokenizer, answer: Answer, step: Step) -> list[TokenLogprob]:
+    """The entry of a step's token; none: it was not asked for, or the token ends the answer."""
+    ids = step.delta.token_ids
+    if step.logprobs is None or not ids or _is_end(answer, ids[-1]):
+        return []
+    return [_entry(tokenizer, ids[0], step.logprobs)]
+
+
+def logprobs_of(tokenizer: Tokenizer, answer: Answer) -> ChoiceLogprobs | None:
+    """The entries of a complete answer; None: they were not asked for."""
+    result = answer.result
+    assert result is not None
+    if result.logprobs is None:
+        return None
+    ids: Sequence[int] = result.token_ids
+    ids = ids[:-1] if ids and _is_end(answer, ids[-1]) else ids
+    pairs = zip(ids, result.logprobs, strict=False)
+    return ChoiceLogprobs(content=[_entry(tokenizer, i, found) for i, found in pairs])
+
+
+def _is_end(answer: Answer, token_id: int) -> bool:
+    """Whether a token has ended the answer and is no part of its text."""
+    result = answer.result
+    ended = result is not None and result.finish_reason is FinishReason.STOP
+    return ended and token_id in answer.request.stop_ids
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, found: TokenLogprobs) -> TokenLogprob:
+    def top(token_id: int, logprob: float) -> TopLogprob:
+        raw = tokenizer.token_bytes(token_id)
+        text = raw.decode(errors="replace")
+        return TopLogprob(token=text, bytes=list(raw), logprob=_finite(logprob))
+
+    own = top(token_id, found.logprob)
+    return TokenLogprob(
+        token=own.token,
+        bytes=own.bytes,
+        logprob=own.logprob,
+        top_logprobs=[top(*pair) for pair in found.top],
+    )
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Parallel lists with one entry a token. A prompt's first token has no log-probability.
+
+    The end token of an answer has an entry, so that there is one for every generated token, which
+    evaluation harnesses rely on.
+    """
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class LogprobsWriter:
+    """Writes the entries of one choice, at once or in chunks.
+
+    Args:
+        tokenizer: of the model.
+        offset: number of characters before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._lists = CompletionLogprobs()
+
+    def add(self, token_id: int, found: TokenLogprobs | None) -> None:
+        """Add one token; `found` is None for the first one of a prompt."""
+        lists = self._lists
+        lists.tokens.append(self._spelled(token_id))
+        lists.text_offset.append(self._offset)
+        lists.token_logprobs.append(None if found is None else _finite(found.logprob))
+        lists.top_logprobs.append(None if found is None else self._top(token_id, found))
+        if token_id not in self._tokenizer.special_ids:  # those are not in the text
+            self._offset += self._num_characters(token_id)
+
+    def take(self) -> CompletionLogprobs:
+        """The entries added since the last call."""
+        lists, self._lists = self._lists, CompletionLogprobs()
+        return lists
+
+    def _num_characters(self, token_id: int) -> int:
+        """The characters that a token adds; some decoders strip the text's first space."""
+        spelled = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        if self._offset:
+            return len(spelled)
+        first = Detokenizer(self._tokenizer)
+        return min(len(spelled), len(first.push(token_id) + first.flush()))
+
+    def _top(self, token_id: int, found: TokenLogprobs) -> dict[str, float]:
+        """The most probable tokens, and the sampled one if it is not among them."""
+        top = {self._spelled(i): _finite(logprob) for i, logprob in found.top}
+        top.setdefault(self._spelled(token_id), _finite(found.logprob))
+        return top
+
+    def _spelled(self, token_id: int) -> str:
+        """The token's text, or its bytes where it is not whole characters."""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,1 +1,0 @@
-"""The meaning of request fields that several APIs share: sampling, grammars, prompts."""

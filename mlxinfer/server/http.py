@@ -1,0 +1,419 @@
+"""Bodies of requests within limits, and replies: JSON, event streams, errors in the form of an API.
+
+No frame of a stream carries an `id:`, and silence is broken by comments: empty data frames and
+named pings break clients that parse every event.
+"""
+
+import asyncio
+import errno
+import math
+import re
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+import msgspec.structs
+
+from ..errors import (
+    InvalidRequestError,
+    MlxinferError,
+    OverloadedError,
+    UnsupportedFieldError,
+)
+from .errors import BodyTooLargeError, DiskFullError, SlowBodyError
+
+T = TypeVar("T")
+Scope = MutableMapping[str, Any]  # ASGI's: of one request
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+# -- bodies of requests -------------------------------------------------------------------------
+
+MAX_CONTAINERS = 1_000_000  # brackets and braces, in strings too
+_HALF_A_PAIR = re.compile(  # of an escaped surrogate pair: a lone first half, or a lone second one
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+_AT = re.compile(r" - at (`key` in |`value` in )?`\$\.?(.*)`$")
+
+
+class ClientGoneError(Exception):
+    """The client disconnected before its request was complete."""
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Read the complete body.
+
+    Raises:
+        BodyTooLargeError: the body is longer than `max_bytes`, as declared or as received.
+        SlowBodyError: the body is not complete after `timeout_s`.
+        ClientGoneError: the client disconnected.
+    """
+    declared = dict(scope["headers"]).get(b"content-length", b"0")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _collect(receive, max_bytes)
+    except TimeoutError:
+        raise SlowBodyError(f"The body did not arrive within {timeout_s:g} seconds.") from None
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body is longer than {max_bytes} bytes, which is the limit.")
+
+
+class RequestBody(msgspec.Struct, kw_only=True):
+    """The body of a request. Unknown fields are skipped: clients send many of their own.
+
+    Attributes:
+        refused: fields that would change the answer and are not supported: name -> values that
+            ask for what happens anyway.
+        aliases: other servers' names of fields: alias -> name.
+    """
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
+
+    def resolve(self) -> None:
+        """Raise InvalidRequestError for fields that do not go together. Called once."""
+
+
+B = TypeVar("B", bound=RequestBody)
+
+
+def decode(body: bytes, kind: type[B], place: str = "") -> B:
+    """Return the body as a struct, checked.
+
+    Args:
+        body: JSON in UTF-8.
+        kind: the struct.
+        place: the field that the JSON is the value of, for errors; "": the JSON is a whole body.
+
+    Raises:
+        InvalidRequestError: the body is not JSON in UTF-8, holds too many lists and objects, or a
+            field has the wrong type; `param` is then the path of that field.
+        UnsupportedFieldError: a refused field asks for something.
+    """
+    _check_containers(body)
+    try:
+        body.decode()  # msgspec does not look into strings of fields that it skips
+        value = msgspec.json.decode(body, type=kind)
+        if kind.refused or kind.aliases:
+            _take_tables(value, msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"The body is not UTF-8 (byte {error.start}).") from None
+    except RecursionError:
+        raise InvalidRequestError("The body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error), place) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequestError(_not_json(body, str(error))) from None
+    value.resolve()
+    return value
+
+
+def _take_tables(value: RequestBody, given: Mapping[str, msgspec.Raw]) -> None:
+    """Refuse the refused fields of a body, and take the values of its aliases."""
+    for name, neutral in value.refused.items():
+        if name in given:
+            refuse(name, _decoded(given[name], Any, name), neutral)
+    kinds = {each.name: each.type for each in msgspec.structs.fields(type(value))}
+    for alias, name in value.aliases.items():
+        if alias in given:
+            found = _decoded(given[alias], kinds[name], alias)
+            setattr(value, name, same_field({name: getattr(value, name), alias: found}))
+
+
+def _decoded(value: msgspec.Raw, kind: Any, name: str) -> Any:
+    """The value of one field."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except msgspec.ValidationError as error:
+        raise wrong_field(str(error), name) from None
+
+
+def refuse(name: str, value: Any, neutral: tuple[Any, ...] = ()) -> None:
+    """Raise UnsupportedFieldError unless `value` is absent or neutral: it changes nothing."""
+    if value is None or any(type(value) is type(n) and value == n for n in neutral):
+        return
+    usable = f" (only {neutral[0]!r} is)" if neutral else ""
+    raise UnsupportedFieldError(f"{name} is not supported here{usable}.", param=name)
+
+
+def same_field(given: Mapping[str, T | None]) -> T | None:
+    """The value of a field that has several names; None: it is absent.
+
+    Args:
+        given: values of the request, by name.
+
+    Raises:
+        InvalidRequestError: two names with different values.
+    """
+    found = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise InvalidRequestError(
+                f"{name} and {found[0][0]} are one field, and differ; send one.", param=name
+            )
+    return found[0][1] if found else None
+
+
+def _not_json(body: bytes, message: str) -> str:
+    """A message that names an empty body and half a character, which the parser does not name."""
+    if not body.strip():
+        return "The body is empty; expected a JSON object."
+    half = _HALF_A_PAIR.search(body)
+    if half:
+        return (
+            f"The body holds half of a surrogate pair, {half.group().decode()}: a text was cut "
+            "in the middle of a character. Send valid Unicode."
+        )
+    return f"The body is not valid JSON: {message}"
+
+
+def _check_containers(body: bytes) -> None:
+    """Refuse millions of lists: they take 25 times their text, and block all other threads."""
+    found = body.count(b"[") + body.count(b"{")
+    if found > MAX_CONTAINERS:
+        raise InvalidRequestError(
+            f"The body holds {found} lists and objects, or texts with as many brackets; "
+            f"at most {MAX_CONTAINERS} are accepted. Send less at once."
+        )
+
+
+def wrong_field(message: str, place: str = "") -> InvalidRequestError:
+    """The error of msgspec's `Expected int, got str - at $.a[0].b`, with the path as `param`."""
+    found = _AT.search(message)
+    missing = re.match(r"Object missing required field `(\w+)`", message)
+    parts = [place, found.group(2) if found else "", missing.group(1) if missing else ""]
+    path = ".".join(part for part in parts if part)
+    if missing:
+        return InvalidRequestError(f"{path} is missing, and is required.", param=path)
+    text = _AT.sub("", message)
+    return InvalidRequestError(f"{path}: {text}." if path else f"{text}.", param=path or None)
+
+
+# -- replies ------------------------------------------------------------------------------------
+
+NO_STORE = (b"cache-control", b"no-store")
+EVENTS = b"text/event-stream; charset=utf-8"
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(slots=True)
+class Body:
+    """A complete answer."""
+
+    content: bytes
+    status: int = 200
+    media_type: bytes = b"application/json"
+    headers: Headers = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Events:
+    """A stream of events; an item of `frames` holds one frame or several."""
+
+    frames: AsyncIterator[bytes]
+    media_type: bytes = EVENTS
+    headers: Headers = field(default_factory=list)
+
+
+def encode(value: Any) -> bytes:
+    """Return the JSON of structs and plain data."""
+    return _encoder.encode(value)
+
+
+def data(value: Any) -> bytes:
+    """The frame of an event without a name, as OpenAI's chat and completions send it."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def named(event: str, value: Any) -> bytes:
+    """The frame of a named event, as Anthropic's messages and OpenAI's responses send it."""
+    return b"event: " + event.encode() + b"\ndata: " + _encoder.encode(value) + b"\n\n"
+
+
+async def send_body(send: Send, reply: Body) -> None:
+    """Send a complete answer."""
+    headers = [
+        (b"content-type", reply.media_type),
+        (b"content-length", str(len(reply.content)).encode()),
+        NO_STORE,
+        *reply.headers,
+    ]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.content, "more_body": False})
+
+
+async def send_events(
+    send: Send, reply: Events, last: Callable[[Exception], bytes], stall: "StallWatch"
+) -> None:
+    """Send a stream; `last` gives the frame that ends a stream which fails."""
+    headers = [(b"content-type", reply.media_type), NO_STORE]
+    headers += [(b"x-accel-buffering", b"no"), *reply.headers]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    with stall:
+        try:
+            async for frame in reply.frames:
+                await stall.send(_part(frame))
+        except Exception as error:  # the fault boundary of a stream: it ends by saying so
+            await stall.send(_part(last(error)))
+        await stall.send(_part(b"", more=False))
+
+
+def _part(body: bytes, *, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class StallWatch:
+    """Sends the messages of one stream; ends the connection of a client that stops reading.
+
+    One timer a stream, not one a message. An aborted connection makes `send` return, and the client
+    counts as disconnected.
+
+    Args:
+        send: of the connection.
+        limit_s: seconds that a message may wait to be taken. It may take up to twice as long until
+            this is noticed.
+        abort: ends the connection without sending the data that waits.
+    """
+
+    def __init__(self, send: Send, limit_s: float, abort: Callable[[], None]) -> None:
+        self._send = send
+        self._limit_s = limit_s
+        self._abort = abort
+        self._since_s: float | None = None  # event-loop time at which a message began to wait
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def send(self, message: Message) -> None:
+        """Send one message."""
+        self._since_s = asyncio.get_running_loop().time()
+        await self._send(message)
+        self._since_s = None
+
+    def __enter__(self) -> "StallWatch":
+        self._check_later()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
+
+    def _check(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if self._since_s is not None and now_s - self._since_s >= self._limit_s:
+            self._abort()
+        else:
+            self._check_later()
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+HIDDEN = "The server failed to answer this request. Its log says why, under the request id."
+MAX_LOGGED_CHARS = 60  # of a field's name, which a schema may choose
+MAX_MESSAGE_CHARS = 2000
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How an API writes errors: `body` gives an error's JSON, `event` a stream's last frame.
+
+    `id_headers`: where its clients look for the request id, beside x-request-id.
+    """
+
+    body: Callable[[MlxinferError], bytes]
+    event: Callable[[MlxinferError], bytes]
+    id_headers: tuple[bytes, ...] = ()
+
+
+def public(error: Exception) -> MlxinferError:
+    """The error that a client is shown: details of the server's own faults are hidden."""
+    if isinstance(error, MlxinferError) and error.status != 500:
+        return error
+    if _is_of_full_disk(error):
+        return DiskFullError("The server's disk is full; nothing was stored. Make room there.")
+    return MlxinferError(HIDDEN)
+
+
+def _is_of_full_disk(error: Exception) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def logged(error: Exception) -> dict[str, object]:
+    """The log's fields of an error: its class and parameter. Messages may quote a prompt."""
+    param = error.param if isinstance(error, MlxinferError) else None
+    return {"error": type(error).__name__, "param": param and param[:MAX_LOGGED_CHARS]}
+
+
+def error_reply(error: Exception, form: ErrorForm) -> Body:
+    """The answer to a request that failed before its reply began."""
+    shown = public(error)
+    reply = Body(form.body(shown), shown.status)
+    if isinstance(shown, OverloadedError):
+        reply.headers.append((b"retry-after", str(max(1, math.ceil(shown.retry_after_s))).encode()))
+    if shown.status == 401:
+        reply.headers.append((b"www-authenticate", b"Bearer"))
+    if shown.status in (408, 504, 507):  # to try again would cost as much and end the same way
+        reply.headers.append((b"x-should-retry", b"false"))
+    return reply
+
+
+def clipped_message(error: MlxinferError) -> str:
+    """The message of an error, at most MAX_MESSAGE_CHARS of it."""
+    message = str(error)
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[:MAX_MESSAGE_CHARS] + "…"
+
+
+def openai_error(error: MlxinferError) -> dict[str, Any]:
+    """The body of OpenAI's errors; all four keys are always there."""
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "error": {
+            "message": clipped_message(error),
+            "type": _TYPES.get(error.status, fallback),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+OPENAI = ErrorForm(
+    body=lambda error: encode(openai_error(error)),
+    event=lambda error: data(openai_error(error)),
+)

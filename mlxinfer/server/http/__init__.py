@@ -1,1 +1,0 @@
-"""HTTP without any API: bytes, headers, limits, replies, event streams, errors on the wire."""

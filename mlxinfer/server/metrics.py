@@ -1,0 +1,377 @@
+"""Numbers of requests and engines, as Prometheus reads them.
+
+Names of metrics are vLLM's, so that its dashboards and alerts fit; the others begin with mlxinfer.
+Counting happens on the event loop, so nothing is locked. A token costs a bisection and a few
+additions.
+"""
+
+import asyncio
+import time
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter, itemgetter
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from ..errors import EngineClosedError
+from ..outputs import Result
+from .models import Models, Slot, State
+from .served import ServedModel
+from .workers import in_background
+
+# vLLM's buckets (vllm/v1/metrics/loggers.py)
+FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+REASONS = ("stop", "length", "abort", "error")
+
+MODEL = ["model_name"]
+HISTOGRAMS = {  # field of RequestMetrics -> name, bounds, help
+    "first_token_s": ("vllm:time_to_first_token_seconds", FIRST_TOKEN_S, "To the first token."),
+    "inter_token_s": ("vllm:inter_token_latency_seconds", TOKEN_S, "Between two tokens."),
+    "per_token_s": ("vllm:request_time_per_output_token_seconds", TOKEN_S, "Mean of a request."),
+    "e2e_s": ("vllm:e2e_request_latency_seconds", REQUEST_S, "From the request to its end."),
+    "queue_s": ("vllm:request_queue_time_seconds", REQUEST_S, "Before the first step."),
+    "prefill_s": ("vllm:request_prefill_time_seconds", REQUEST_S, "First step to first token."),
+    "decode_s": ("vllm:request_decode_time_seconds", REQUEST_S, "First token to last."),
+    "inference_s": ("vllm:request_inference_time_seconds", REQUEST_S, "First step to last token."),
+    "request_prompt_tokens": ("vllm:request_prompt_tokens", TOKENS, "Prompt tokens of a request."),
+    "request_tokens": ("vllm:request_generation_tokens", TOKENS, "Answer tokens of a request."),
+    "longest_tokens": (
+        "vllm:request_max_num_generation_tokens",
+        TOKENS,
+        "Of the answers of a call.",
+    ),
+    "max_tokens": ("vllm:request_params_max_tokens", TOKENS, "max_tokens, as asked."),
+    "choices": ("vllm:request_params_n", CHOICES, "Answers of a call."),
+}
+COUNTERS = {  # name -> field of RequestMetrics, help
+    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens, cached ones included."),
+    "vllm:prompt_tokens_cached": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked for in the cache."),
+    "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+    "vllm:generation_tokens": ("generation_tokens", "Answer tokens."),
+    "vllm:admission_rejections": ("num_rejected", "Calls that found the queue full."),
+}
+ENGINE_COUNTERS = {  # name -> key of Engine.stats, help
+    "vllm:num_preemptions": ("preemptions", "Requests that had to make room for others."),
+    "mlxinfer:step_failures": ("step_failures", "Steps that ended with an error."),
+    "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Not found in any cache."),
+    "mlxinfer:kv_bytes_copied": ("bytes_copied", "Tails copied because a step was in flight."),
+}
+ENGINE_GAUGES = {
+    "mlxinfer:kv_bytes_held": ("kv_bytes_held", "KV cache of running requests."),
+    "mlxinfer:kv_bytes_cached": ("kv_bytes_cached", "KV cache kept for requests to come."),
+    "mlxinfer:kv_bytes_allocated": ("kv_bytes_allocated", "KV cache, all arrays."),
+}
+MEMORY_GAUGES = {  # of the process: the same for every engine
+    "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
+    "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
+    "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
+}
+SPECULATION_COUNTERS = {  # name -> key of stats["speculation"], help
+    "vllm:spec_decode_num_drafts": ("drafts", "Rows of steps that verified proposals."),
+    "vllm:spec_decode_num_draft_tokens": ("drafted", "Tokens proposed and verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens of answers."),
+    "mlxinfer:spec_decode_num_switched_off": ("switched_off", "Requests without a failed source."),
+}
+DISK_COUNTERS = {
+    f"mlxinfer:disk_cache_{key}": (key, "Pages.")
+    for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
+}
+SLOT_GAUGES: dict[str, tuple[Callable[[Slot], float], str]] = {
+    "mlxinfer:model_loaded": (lambda slot: slot.state is State.LOADED, "1: it is in memory."),
+    "mlxinfer:weights_bytes": (lambda slot: slot.weights_bytes, "When loaded."),
+    "mlxinfer:kv_budget_bytes": (lambda slot: slot.kv_bytes, "When loaded."),
+}
+SLOT_COUNTERS: dict[str, tuple[Callable[[Slot], float], str]] = {
+    "mlxinfer:model_loads": (lambda slot: slot.num_loads, "Loads that worked."),
+    "mlxinfer:model_load_failures": (lambda slot: slot.num_failures, "Loads that failed."),
+}
+STATS_S = 1.0  # that an engine has to answer; without its stats the rest is still served
+
+
+class Histogram:
+    """Counts of values by upper bound, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def cumulative(self) -> Iterable[tuple[str, int]]:
+        """Pairs of an upper bound and the number of values up to it, as Prometheus has them."""
+        names = [*map(str, self._bounds), "+Inf"]
+        return zip(names, accumulate(self._counts), strict=True)
+
+
+def _histograms() -> dict[str, Histogram]:
+    return {name: Histogram(bounds) for name, (_, bounds, _) in HISTOGRAMS.items()}
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Counters and histograms of the requests of one model since the server started.
+
+    A request is one answer: a call with n=3 has three. `seen` has the histograms of HISTOGRAMS.
+    """
+
+    num_waiting: int = 0  # submitted to the engine, without a token
+    num_running: int = 0  # with a token
+    num_rejected: int = 0  # calls that found the queue full
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts
+    generation_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    seen: dict[str, Histogram] = field(default_factory=_histograms)
+
+    @contextmanager
+    def pooling(self, num_tokens: int) -> Iterator[None]:
+        """Count a request for vectors or scores of so many tokens, while the block runs."""
+        began_s, reason = time.monotonic(), "error"
+        self.num_running += 1
+        try:
+            yield
+            reason = "stop"
+            self.prompt_tokens += num_tokens
+            self.observe(request_prompt_tokens=num_tokens, e2e_s=time.monotonic() - began_s)
+        except asyncio.CancelledError:
+            reason = "abort"
+            raise
+        finally:
+            self.num_running -= 1
+            self.finished[reason] += 1
+
+    def observe(self, **values: float) -> None:
+        """Count one value in each of these histograms."""
+        for name, value in values.items():
+            self.seen[name].observe(value)
+
+    def finish(self, reason: str, result: Result | None) -> None:
+        """Count a request that has ended, with its times where it was answered."""
+        self.finished[reason] += 1
+        if result is None:
+            return
+        timing, num_tokens = result.timing, len(result.token_ids)
+        self.observe(
+            e2e_s=timing.total_s,
+            queue_s=timing.queued_s,
+            prefill_s=timing.prefill_s,
+            decode_s=timing.decode_s,
+            inference_s=timing.prefill_s + timing.decode_s,
+            request_prompt_tokens=result.prompt_tokens,
+            request_tokens=num_tokens,
+        )
+        if num_tokens > 1:
+            self.observe(per_token_s=timing.decode_s / (num_tokens - 1))
+
+
+class EngineStats:
+    """Engine.stats of running models. A stuck engine costs one thread, however often it is read."""
+
+    def __init__(self) -> None:
+        self._pending: weakref.WeakKeyDictionary[ServedModel, asyncio.Future[dict[str, Any]]]
+        self._pending = weakref.WeakKeyDictionary()
+
+    async def of(self, model: ServedModel) -> dict[str, Any]:
+        """The stats of one model; waits as long as its engine takes to answer.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+        """
+        pending = self._pending.get(model)
+        if pending is None or pending.done():
+            pending = asyncio.wrap_future(in_background(model.session.stats, "mlxinfer-stats"))
+            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._pending[model] = pending
+        return await asyncio.shield(pending)
+
+    async def soon(self, model: ServedModel) -> dict[str, Any] | None:
+        """The stats of one model; None: its engine is closed, or does not answer within STATS_S."""
+        try:
+            async with asyncio.timeout(STATS_S):
+                return await self.of(model)
+        except (TimeoutError, EngineClosedError):
+            return None
+
+    async def all(self, models: Models) -> dict[str, dict[str, Any]]:
+        """The stats of the loaded models that answer in time, by name."""
+        running = models.running()
+        found = await asyncio.gather(*map(self.soon, running))
+        return {m.name: v for m, v in zip(running, found, strict=True) if v is not None}
+
+
+@dataclass(slots=True, eq=False)
+class ServerMetrics(Collector):
+    """All metrics of a server at one moment, as Prometheus's families.
+
+    Attributes:
+        slots: the models of the server.
+        request_metrics: by model name.
+        engine_stats: Engine.stats by model name, of loaded models that answered in time.
+        limit_bytes: memory budget of all models.
+    """
+
+    slots: Sequence[Slot]
+    request_metrics: Mapping[str, RequestMetrics]
+    engine_stats: Mapping[str, Mapping[str, Any]]
+    limit_bytes: int
+
+    def text(self) -> bytes:
+        """In Prometheus's text format."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        yield from self._requests()
+        yield from self._engines()
+        yield from self._models()
+        yield from self._speculation()
+
+    def _requests(self) -> Iterator[Metric]:
+        by_model = self.request_metrics
+        for name, (key, text) in COUNTERS.items():
+            yield _family(CounterMetricFamily, name, text, by_model, attrgetter(key))
+        for key, (name, _, text) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(name, text, labels=MODEL)
+            for model, metrics in by_model.items():
+                seen = metrics.seen[key]
+                histogram.add_metric([model], list(seen.cumulative()), seen.sum)
+            yield histogram
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended.", labels=[*MODEL, "finished_reason"]
+        )
+        for model, metrics in by_model.items():
+            for reason, count in metrics.finished.items():
+                ended.add_metric([model, reason], count)
+        yield ended
+
+    def _engines(self) -> Iterator[Metric]:
+        running = GaugeMetricFamily("vllm:num_requests_running", "In the batch.", labels=MODEL)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "In the queue.", labels=MODEL)
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Of the KV cache in use; 1 is all.", labels=MODEL
+        )
+        for model, metrics in self.request_metrics.items():
+            stats = self.engine_stats.get(model, {})
+            running.add_metric([model], stats.get("running", metrics.num_running))
+            waiting.add_metric([model], stats.get("waiting", metrics.num_waiting))
+            usage.add_metric([model], _usage(stats))
+        yield from (running, waiting, usage)
+        yield from _families(CounterMetricFamily, ENGINE_COUNTERS, self.engine_stats)
+        yield from _families(GaugeMetricFamily, ENGINE_GAUGES, self.engine_stats)
+        steps = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens of a step; no buckets.", labels=MODEL
+        )
+        for model, stats in self.engine_stats.items():
+            steps.add_metric([model], [("+Inf", stats["steps"])], stats["tokens_computed"])
+        yield steps
+        for name, (key, text) in MEMORY_GAUGES.items():
+            values = [stats[key] for stats in self.engine_stats.values()]
+            yield GaugeMetricFamily(name, text, value=max(values, default=0))
+        disks = {m: v["disk"] for m, v in self.engine_stats.items() if "disk" in v}
+        yield from _families(CounterMetricFamily, DISK_COUNTERS, disks)
+        sizes = {"mlxinfer:disk_cache_bytes": ("num_bytes", "Of all models.")}
+        yield from _families(GaugeMetricFamily, sizes, disks)
+
+    def _models(self) -> Iterator[Metric]:
+        loaded = sum(slot.state is State.LOADED for slot in self.slots)
+        held = sum(slot.held_bytes for slot in self.slots)
+        yield GaugeMetricFamily("mlxinfer:models_loaded", "Models in memory.", value=loaded)
+        yield GaugeMetricFamily("mlxinfer:memory_reserved_bytes", "By loaded models.", value=held)
+        yield GaugeMetricFamily(
+            "mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes
+        )
+        by_name = {slot.entry.name: slot for slot in self.slots}
+        for name, (value, text) in SLOT_GAUGES.items():
+            yield _family(GaugeMetricFamily, name, text, by_name, value)
+        for name, (value, text) in SLOT_COUNTERS.items():
+            yield _family(CounterMetricFamily, name, text, by_name, value)
+        unloads = CounterMetricFamily(
+            "mlxinfer:model_unloads",
+            "By reason: idle, memory, asked, fault.",
+            labels=[*MODEL, "reason"],
+        )
+        for slot in self.slots:
+            for reason, count in slot.unloads.items():
+                unloads.add_metric([slot.entry.name, reason], count)
+        yield unloads
+
+    def _speculation(self) -> Iterator[Metric]:
+        proposing = {
+            m: v["speculation"] for m, v in self.engine_stats.items() if "speculation" in v
+        }
+        yield from _families(CounterMetricFamily, SPECULATION_COUNTERS, proposing)
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens, by their place among the proposals of a step.",
+            labels=[*MODEL, "position"],
+        )
+        for model, stats in proposing.items():
+            for place, count in enumerate(stats["accepted_at"]):
+                by_place.add_metric([model, str(place)], count)
+        yield by_place
+
+
+def _family(
+    kind: Callable[..., Any],
+    name: str,
+    text: str,
+    sources: Mapping[str, Any],
+    value: Callable[[Any], float],
+) -> Metric:
+    """One number of each model."""
+    family: Any = kind(name, text, labels=MODEL)
+    for model, source in sources.items():
+        family.add_metric([model], value(source))
+    made: Metric = family
+    return made
+
+
+def _families(
+    kind: Callable[..., Any],
+    table: Mapping[str, tuple[str, str]],
+    stats: Mapping[str, Mapping[str, Any]],
+) -> Iterator[Metric]:
+    for name, (key, text) in table.items():
+        yield _family(kind, name, text, stats, itemgetter(key))
+
+
+def _usage(stats: Mapping[str, Any]) -> float:
+    """Share of the KV cache that running requests hold, by bytes."""
+    groups = stats.get("groups", ())
+    total = sum(group["pages"] * group["page_bytes"] for group in groups)
+    held = sum(group["pages_held"] * group["page_bytes"] for group in groups)
+    return held / total if total else 0.0

@@ -1,0 +1,785 @@
+"""The models of a server by name: loaded on request, within a memory budget, unloaded when idle.
+
+Loads and unloads run one after the other, off the event loop, so that no two loads compete for the
+disk, and the sum of the memory in use holds. Everything else lives on one event loop, so nothing is
+locked.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import (
+    EngineClosedError,
+    InvalidRequestError,
+    MlxinferError,
+    ModelNotFoundError,
+    OverloadedError,
+)
+from ..memory import KV_SHARE, human_bytes
+from .errors import ModelBusyError, ModelLoadError
+from .served import ServedModel
+from .workers import in_background
+
+FIRST_PAUSE_S = 10.0
+MAX_PAUSE_S = 600.0
+BUSY_RETRY_S = 10.0  # after which a model in the way may be idle
+UNLOAD_S = 60.0  # that a model may take to end; one that is stuck holds its memory
+CLOSE_S = 30.0  # that all may take at the end of the server
+POLL_S = 0.02
+log = logging.getLogger("mlxinfer.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One model that a server may load.
+
+    Attributes:
+        name: that requests and answers use.
+        load: makes the model run within so many bytes, weights and KV cache together (the cache
+            alone has `kv_bytes`, where that is given); called off the event loop.
+        weights_bytes: as its files say. The true size is known once it was loaded.
+        aliases: further names that requests may use; `*` in one stands for anything.
+        kv_bytes: a KV budget of its own; None: a share of the server's.
+        pinned: loaded at the start, and never unloaded.
+        preload: loaded at the start, as far as there is room.
+        ttl_s: seconds without a request after which it is unloaded; None: never.
+        created_s: seconds since 1970.
+        source: a repository, a folder or a bundled name by which the model was asked for.
+        kv_bits: of keys and of values in its KV cache; None: as computed.
+        adapters: that it has from its first load on: name -> folder.
+        stop: makes a load that is under way raise soon, and all later ones: the server ends.
+    """
+
+    name: str
+    load: Callable[[int], ServedModel]
+    weights_bytes: int = 0
+    aliases: tuple[str, ...] = ()
+    kv_bytes: int | None = None
+    pinned: bool = False
+    preload: bool = False
+    ttl_s: float | None = None
+    created_s: int = 0
+    source: str = ""
+    kv_bits: tuple[int | None, int | None] = (None, None)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    stop: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class Brake:
+    """How long a model that cannot be loaded is not tried again.
+
+    A load that fails may have read hundreds of gigabytes, and unloaded other models to make room.
+    So the pause doubles with each failure in a row. A load that succeeds, and an explicit request
+    to load, end it. Times are of one monotonic clock.
+
+    Attributes:
+        num_failures: in a row.
+        until_s: before which it is not tried.
+    """
+
+    num_failures: int = 0
+    until_s: float = 0.0
+
+    def fail(self, now_s: float) -> float:
+        """Count a failure; returns the seconds until the next attempt."""
+        self.num_failures += 1
+        doublings = min(self.num_failures - 1, 30)  # far past the longest pause
+        pause_s = min(FIRST_PAUSE_S * 2**doublings, MAX_PAUSE_S)
+        self.until_s = now_s + pause_s
+        return pause_s
+
+    def release(self) -> None:
+        """Reset the count of failures."""
+        self.num_failures, self.until_s = 0, 0.0
+
+    def left_s(self, now_s: float) -> float:
+        """Seconds until it may be tried again; 0: now."""
+        return max(self.until_s - now_s, 0.0) if self.num_failures else 0.0
+
+
+class State(StrEnum):
+    """Whether a model is in memory, or being loaded or unloaded."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One model of the server: its entry, its state and its users.
+
+    Attributes:
+        users: calls that use it or wait for it; while there is one it stays.
+        used_s: when the last user left, by the registry's clock.
+        pinned: never unloaded; at first as the entry says.
+        leaving: explicit unloads in progress; meanwhile new requests are refused.
+        adapters: that it has whenever it is loaded: name -> folder.
+        adapter_failures: why some of these are missing although the model is loaded.
+    """
+
+    entry: Entry
+    kv_bytes: int
+    weights_bytes: int
+    state: State = State.UNLOADED
+    served: ServedModel | None = None
+    users: int = 0
+    used_s: float = 0.0
+    leaving: int = 0
+    loading: "asyncio.Task[ServedModel] | None" = None
+    opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
+    failure: Exception | None = None  # why the last try to load it failed
+    adapter_failures: dict[str, Exception] = field(default_factory=dict)
+    brake: Brake = field(default_factory=Brake)
+    max_context: int | None = None  # known once it was loaded
+    capabilities: dict[str, bool] | None = None  # the same
+    num_loads: int = 0
+    num_failures: int = 0  # loads that failed
+    unloads: dict[str, int] = field(default_factory=dict)  # by reason: idle, memory, asked, fault
+    pinned: bool = field(init=False)
+    adapters: dict[str, Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pinned = self.entry.pinned
+        self.adapters = dict(self.entry.adapters)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise ModelLoadError where an adapter could not be loaded with the model."""
+        if name in self.adapter_failures:
+            raise ModelLoadError(
+                f"The adapter {name} of {self.entry.name} could not be loaded; the server's log "
+                "says why. It is tried again whenever the model is loaded."
+            )
+
+    @property
+    def need_bytes(self) -> int:
+        """Bytes that the model takes when it is loaded."""
+        return self.weights_bytes + self.kv_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the model takes now; all of them while it is being loaded or unloaded."""
+        return 0 if self.state is State.UNLOADED else self.need_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Loaded, without users, and not pinned: it may be unloaded."""
+        return self.state is State.LOADED and not self.users and not self.pinned
+
+    def ttl_left_s(self, now_s: float) -> float | None:
+        """Seconds until it may be unloaded for idleness; None: that does not happen."""
+        ttl_s = self.entry.ttl_s
+        if ttl_s is None or self.pinned or self.state is not State.LOADED:
+            return None
+        return ttl_s if self.users else max(self.used_s + ttl_s - now_s, 0.0)
+
+    def not_loaded(self, left_s: float) -> ModelLoadError:
+        """The error of requests to a model that failed to load, and is tried again in `left_s`."""
+        count = self.brake.num_failures
+        times = "" if count == 1 else f" {count} times in a row"
+        return ModelLoadError(
+            f"The model {self.entry.name} could not be loaded{times}; the server's log says why. "
+            f"It is tried again in {math.ceil(left_s)} seconds, or by `mlxinfer load`.",
+            retry_after_s=left_s,
+        )
+
+    def stuck(self) -> OverloadedError:
+        """The error of requests to a model that does not end."""
+        return OverloadedError(
+            f"The model {self.entry.name} is stuck while it is unloaded.",
+            retry_after_s=BUSY_RETRY_S,
+        )
+
+
+class Models:
+    """Models by name; the first one answers requests that name none.
+
+    Lives on one event loop, `close` apart.
+
+    Args:
+        entries: at least one.
+        limit_bytes: of weights and KV caches of all loaded models together.
+        clock: monotonic seconds.
+        default: answers requests that name no model, or one that is not here; None: the first one
+            answers those, and these are a 404.
+
+    Attributes:
+        started: the pinned and preloaded models are loaded. Before that nothing is logged, and
+            errors of loads are raised to the caller.
+
+    Raises:
+        InvalidRequestError: two have one name, one does not fit, or the default is not here.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        *,
+        limit_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        default: str | None = None,
+    ) -> None:
+        assert entries
+        self.limit_bytes = limit_bytes
+        self.started = False
+        self._clock = clock
+        self._changing = asyncio.Lock()  # held during a load or an unload
+        self._slots: list[Slot] = []
+        self._by_name: dict[str, Slot] = {}
+        budgets = kv_budgets([_need(Slot(e, 0, e.weights_bytes)) for e in entries], limit_bytes)
+        for entry in entries:
+            self._append(Slot(entry, budgets.get(entry.name, 0), entry.weights_bytes))
+        if default is not None and default not in self._by_name:
+            raise InvalidRequestError(
+                f"The default model {default!r} is none of {', '.join(self.names())}.",
+                param="default_model",
+            )
+        self._default = None if default is None else self._by_name[default]
+
+    @classmethod
+    def of(cls, served: Sequence[ServedModel]) -> "Models":
+        """Models that are loaded already, and stay."""
+        entries = [
+            Entry(
+                name=model.name,
+                load=partial(_given, model),
+                kv_bytes=0,
+                pinned=True,
+                created_s=model.created_s,
+            )
+            for model in served
+        ]
+        models = cls(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
+        for slot, model in zip(models._slots, served, strict=True):
+            models._take_in(slot, model)
+        models.started = True
+        return models
+
+    # -- names ----------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """In the order in which they were given, without aliases."""
+        return [slot.entry.name for slot in self._slots]
+
+    def slots(self) -> list[Slot]:
+        """All of them, to be looked at."""
+        return list(self._slots)
+
+    def running(self) -> list[ServedModel]:
+        """The models that are loaded."""
+        return [slot.served for slot in self._slots if slot.served is not None]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the models that are loaded, being loaded or being unloaded."""
+        return sum(slot.held_bytes for slot in self._slots)
+
+    def find(self, name: str | None) -> Slot:
+        """The model of a name, see `resolve`."""
+        return self.resolve(name)[0]
+
+    def resolve(self, name: str | None) -> tuple[Slot, str | None]:
+        """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
+
+        Without a name it is the default one, or the first. `model:adapter`, or the adapter's name
+        alone where no other model has one of that name, means a model with an adapter: the second
+        value.
+
+        Raises:
+            ModelNotFoundError: no model is called so. Requests never load by path.
+        """
+        if name is None:
+            return self._default or self._slots[0], None
+        slot = self._called(name)
+        if slot is not None:
+            return slot, None
+        having = [slot for slot in self._slots if name in slot.adapters]
+        if len(having) == 1:
+            return having[0], name
+        base, _, adapter = name.rpartition(":")
+        slot = self._called(base)
+        if slot is not None and adapter in slot.adapters:
+            return slot, adapter
+        if self._default is not None and slot is None:
+            return self._default, None
+        there = f"there is: {', '.join(self.names())}"
+        if slot is not None:
+            adapters = ", ".join(slot.adapters) or "none"
+            there = f"the adapters of {slot.entry.name} are: {adapters}"
+        raise ModelNotFoundError(f"There is no model {name[:100]!r} here; {there}.")
+
+    def _called(self, name: str) -> Slot | None:
+        """The model of a name or an alias, or of the first alias with a `*` that matches."""
+        if name in self._by_name:
+            return self._by_name[name]
+        patterns = (alias for alias in self._by_name if "*" in alias)
+        return next((self._by_name[a] for a in patterns if fnmatchcase(name, a)), None)
+
+    def ttl_left_s(self, slot: Slot) -> float | None:
+        """Seconds until a model may be unloaded for idleness; None: that does not happen."""
+        return slot.ttl_left_s(self._clock())
+
+    def retry_left_s(self, slot: Slot) -> float:
+        """Seconds until a model that failed to load may be tried again; 0: it may be loaded."""
+        return slot.brake.left_s(self._clock())
+
+    # -- use ------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """The model of a name, loaded if it is not, and kept until the block ends.
+
+        Raises:
+            ModelNotFoundError: no model is called so.
+            ModelLoadError: it could not be loaded, or not lately.
+            OverloadedError: the models in its way are in use, or it is being unloaded.
+        """
+        slot = self.find(name)
+        if slot.leaving:
+            raise OverloadedError(
+                f"The model {slot.entry.name} is being unloaded; try again.", retry_after_s=1.0
+            )
+        self._notice_end(slot)
+        slot.users += 1
+        try:
+            yield slot.served if slot.served is not None else await self._loaded(slot)
+        finally:
+            slot.users -= 1
+            slot.used_s = self._clock()
+
+    async def _loaded(self, slot: Slot) -> ServedModel:
+        """Load a model once for all calls that wait; the load goes on if all of them leave."""
+        if slot.loading is None:
+            if left_s := self.retry_left_s(slot):
+                raise slot.not_loaded(left_s)
+            slot.loading = _task(self._bring_in(slot))
+        return await asyncio.shield(slot.loading)
+
+    async def load(self, name: str) -> None:
+        """Load a model if it is not; raises as `use`, but with the reason of a failure."""
+        slot = self.find(name)
+        slot.brake.release()  # an explicit request tries it at once
+        try:
+            async with self.use(name):
+                pass
+        except ModelLoadError as error:
+            if isinstance(error.__cause__, Exception):
+                raise error.__cause__ from None
+            raise
+
+    async def load_first(self) -> None:
+        """Load pinned and preloaded models; raises the reason if a pinned one cannot be loaded."""
+        first = [slot for slot in self._slots if slot.entry.pinned]
+        first += [slot for slot in self._slots if slot.entry.preload and not slot.entry.pinned]
+        for slot in first:
+            fits = self.held_bytes + slot.need_bytes <= self.limit_bytes
+            if fits or slot.entry.pinned:
+                await self.load(slot.entry.name)
+        self.started = True
+
+    async def unload(self, name: str, drain_s: float = 0.0) -> None:
+        """Unload a model; it may end what it answers within `drain_s`, and begins nothing new.
+
+        Raises:
+            InvalidRequestError: it is pinned.
+            ModelBusyError: it still answered then, and goes on.
+        """
+        slot = self.find(name)
+        if slot.pinned:
+            raise InvalidRequestError(f"The model {slot.entry.name} is pinned, and so it stays.")
+        with _leaving(slot):
+            until_s = time.monotonic() + drain_s
+            while slot.users and time.monotonic() < until_s:
+                await asyncio.sleep(POLL_S)
+            # a client that leaves does not leave the model half unloaded
+            await asyncio.shield(_task(self._put_out_asked(slot)))
+
+    async def _put_out_asked(self, slot: Slot) -> None:
+        with _leaving(slot):
+            async with self._changing:
+                if slot.users:
+                    raise ModelBusyError(
+                        f"The model {slot.entry.name} answers {slot.users} requests; wait for "
+                        "them, or give them some seconds with drain_s."
+                    )
+                if slot.state is State.LOADED:
+                    await self._put_out(slot, "asked")
+
+    async def unload_idle(self) -> None:
+        """Unload models unused for their ttl, and forget those with an engine that ended."""
+        for slot in self.slots():
+            self._notice_end(slot)
+            if slot.idle and self.ttl_left_s(slot) == 0.0:
+                async with self._changing:
+                    if slot.idle and self.ttl_left_s(slot) == 0.0:
+                        with contextlib.suppress(OverloadedError):  # it is stuck, which shows
+                            await self._put_out(slot, "idle")
+
+    def close(self) -> None:
+        """End all of them, and loads that are under way; what is stuck is left behind.
+
+        Called when the event loop has ended.
+        """
+        ends = [in_background(partial(_end, slot), "mlxinfer-close") for slot in self._slots]
+        wait(ends, timeout=CLOSE_S)
+
+    # -- which models there are -----------------------------------------------------------------
+
+    def add(self, entry: Entry) -> None:
+        """Take in one more model, to be loaded when a request names it.
+
+        Models that are not loaded get new KV budgets; the others keep theirs while they are loaded.
+
+        Raises:
+            InvalidRequestError: a name is taken, or it does not fit beside the pinned models.
+        """
+        self._check_free(entry)
+        slot = Slot(entry, 0, entry.weights_bytes)
+        self._share_kv([*self._slots, slot])
+        self._append(slot)
+
+    async def remove(self, name: str, drain_s: float = 0.0) -> None:
+        """Unload a model and forget it; the others share the KV budget.
+
+        Raises:
+            InvalidRequestError: it is pinned, the default, or the only one.
+            ModelBusyError: it still answered after `drain_s`, and stays.
+        """
+        slot = self.find(name)
+        if slot is self._default or len(self._slots) == 1:
+            raise InvalidRequestError(f"The model {name} answers by default, and so it stays.")
+        await self.unload(name, drain_s)
+        self._slots.remove(slot)
+        self._by_name = {name: each for name, each in self._by_name.items() if each is not slot}
+        self._share_kv(self._slots)
+
+    def pin(self, name: str, pinned: bool) -> None:
+        """Keep a model loaded once it is, or let it go again; raises ModelNotFoundError."""
+        self.find(name).pinned = pinned
+
+    def _append(self, slot: Slot) -> None:
+        self._check_free(slot.entry)
+        self._slots.append(slot)
+        self._by_name |= dict.fromkeys((slot.entry.name, *slot.entry.aliases), slot)
+
+    def _check_free(self, entry: Entry) -> None:
+        names = (entry.name, *entry.aliases)
+        for at, name in enumerate(names):
+            if name in self._by_name or name in names[:at]:
+                raise InvalidRequestError(f"Two models are called {name}; rename one of them.")
+
+    def _share_kv(self, slots: Sequence[Slot]) -> None:
+        """Give models that are not loaded their KV budgets; raises InvalidRequestError."""
+        budgets = kv_budgets([_need(slot) for slot in slots], self.limit_bytes)
+        for slot in slots:
+            if slot.state is State.UNLOADED:
+                slot.kv_bytes = budgets[slot.entry.name]
+
+    # -- adapters -------------------------------------------------------------------------------
+
+    async def load_adapter(self, model: str | None, name: str, folder: Path) -> None:
+        """Load an adapter of a model, which is loaded first; it has it at later loads, too.
+
+        Raises:
+            as `use` and `Session.load_adapter`.
+        """
+        slot = self.find(model)  # a client that leaves does not leave the adapter half loaded
+        await asyncio.shield(_task(self._load_adapter(slot, name, folder)))
+
+    async def _load_adapter(self, slot: Slot, name: str, folder: Path) -> None:
+        async with self.use(slot.entry.name) as served:
+            await _give_adapter(served, name, folder)
+            slot.adapters[name] = folder
+            slot.adapter_failures.pop(name, None)
+
+    async def unload_adapter(self, model: str | None, name: str) -> None:
+        """Let no new request name an adapter; raises ModelNotFoundError where there is none."""
+        slots = self._slots if model is None else [self.find(model)]
+        for slot in slots:
+            if name in slot.adapters and slot.loading is not None:
+                await asyncio.wait({slot.loading})  # the adapter is loaded with the model
+            if name in slot.adapters:
+                del slot.adapters[name]
+                failed = slot.adapter_failures.pop(name, None) is not None
+                if slot.served is not None and not failed:
+                    work = partial(slot.served.generator.unload_adapter, name)
+                    await asyncio.wrap_future(in_background(work, "mlxinfer-adapter"))
+                return
+        raise ModelNotFoundError(f"There is no adapter {name[:100]!r} here.")
+
+    # -- loads and unloads, one at a time -------------------------------------------------------
+
+    async def _bring_in(self, slot: Slot) -> ServedModel:
+        """Load a model.
+
+        Raises:
+            ModelLoadError: it cannot be loaded.
+            OverloadedError: the models in its way are in use, or stuck.
+        """
+        try:
+            async with self._changing:
+                if slot.state is State.UNLOADING:
+                    raise slot.stuck()
+                await self._make_room(slot, slot.need_bytes)
+                began_s = time.monotonic()
+                served = await self._open(slot)
+            if self.started:
+                took_s = round(time.monotonic() - began_s, 2)
+                log.info("model loaded", extra={"model": slot.entry.name, "seconds": took_s})
+            return served
+        finally:
+            slot.loading = None
+
+    async def _open(self, slot: Slot) -> ServedModel:
+        """Load the model of a slot into memory that is free."""
+        slot.state = State.LOADING
+        served: ServedModel | None = None
+        try:
+            room = slot.need_bytes
+            slot.opening = in_background(partial(slot.entry.load, room), "mlxinfer-load")
+            served = await asyncio.wrap_future(slot.opening)
+            slot.opening = None
+            slot.weights_bytes = served.info.weights_bytes
+            if slot.entry.kv_bytes is None:
+                slot.kv_bytes = max(room - slot.weights_bytes, 0)
+            await self._make_room(slot, 0)
+            slot.adapter_failures.clear()
+            for name, folder in slot.adapters.items():
+                await self._give_own_adapter(slot, served, name, folder)
+        except BaseException as error:  # the fault boundary of a load, also a cancelled one
+            if served is not None:
+                await asyncio.wrap_future(in_background(served.close, "mlxinfer-unload"))
+            slot.state = State.UNLOADED
+            if not isinstance(error, Exception):
+                raise
+            raise self._failed(slot, error) from error
+        self._take_in(slot, served)
+        return served
+
+    async def _give_own_adapter(
+        self, slot: Slot, served: ServedModel, name: str, folder: Path
+    ) -> None:
+        """Load one adapter of a model; with a broken one the model is loaded without it.
+
+        At the start the error is raised: the command line named the folder.
+        """
+        try:
+            await _give_adapter(served, name, folder)
+        except EngineClosedError:  # that is a failure of the model
+            raise
+        except Exception as error:  # whatever is wrong with its files: the model answers without
+            if not self.started:
+                raise
+            slot.adapter_failures[name] = error
+            extra = {"model": slot.entry.name, "adapter": name}
+            known = isinstance(error, MlxinferError)
+            log.error("adapter not loaded: %s", error, exc_info=not known, extra=extra)
+
+    def _take_in(self, slot: Slot, served: ServedModel) -> None:
+        """Record that the model of a slot is loaded."""
+        slot.weights_bytes = served.info.weights_bytes
+        slot.max_context, slot.capabilities = served.max_context, served.capabilities
+        slot.served = served
+        slot.state = State.LOADED
+        slot.used_s = self._clock()
+        slot.failure = None
+        slot.brake.release()
+        slot.num_loads += 1
+
+    def _failed(self, slot: Slot, error: Exception) -> ModelLoadError:
+        """The error of the waiting requests; its reason is only logged, as it may name paths."""
+        slot.failure = error
+        slot.num_failures += 1
+        pause_s = slot.brake.fail(self._clock())
+        if self.started:
+            known = isinstance(error, MlxinferError)
+            extra = {"model": slot.entry.name, "failures": slot.brake.num_failures}
+            log.error(
+                "model not loaded: %s",
+                error,
+                exc_info=not known,
+                extra={**extra, "pause_s": pause_s},
+            )
+        return slot.not_loaded(pause_s)
+
+    async def _make_room(self, slot: Slot, num_bytes: int) -> None:
+        """Unload idle models, the longest unused first, until so many bytes more fit.
+
+        Raises:
+            OverloadedError: they would not be enough; then none is unloaded.
+        """
+        while (over := self.held_bytes + num_bytes - self.limit_bytes) > 0:
+            idle = sorted((s for s in self._slots if s.idle), key=lambda s: s.used_s)
+            if sum(s.held_bytes for s in idle) < over:
+                raise OverloadedError(
+                    f"There is no room for the model {slot.entry.name}: {human_bytes(over)} are "
+                    "missing, and the other models are in use; try again later.",
+                    retry_after_s=BUSY_RETRY_S,
+                )
+            await self._put_out(idle[0], "memory")
+
+    async def _put_out(self, slot: Slot, reason: str) -> None:
+        """Unload an idle model; the caller holds `_changing`.
+
+        Raises:
+            OverloadedError: it does not end; its memory stays taken until it does.
+        """
+        assert slot.idle
+        assert slot.served is not None
+        closing = asyncio.wrap_future(in_background(slot.served.close, "mlxinfer-unload"))
+        slot.served, slot.state = None, State.UNLOADING
+        slot.unloads[reason] = slot.unloads.get(reason, 0) + 1
+        closing.add_done_callback(lambda done: _gone(slot, reason, done.exception()))
+        await asyncio.wait({closing}, timeout=UNLOAD_S)
+        if not closing.done():
+            raise slot.stuck()
+
+    def _notice_end(self, slot: Slot) -> None:
+        """Forget a model after its engine ended in a fault: it gave back its memory.
+
+        It is not loaded again at once: it may have been too large for this machine.
+        """
+        if slot.served is None or not slot.served.closed:
+            return
+        in_background(slot.served.close, "mlxinfer-unload")
+        slot.served, slot.state = None, State.UNLOADED
+        slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1
+        pause_s = slot.brake.fail(self._clock())
+        log.error("model ended by itself", extra={"model": slot.entry.name, "pause_s": pause_s})
+
+
+def _given(model: ServedModel, _: int) -> ServedModel:
+    return model
+
+
+def _task(work: "Coroutine[Any, Any, Any]") -> "asyncio.Task[Any]":
+    """A task that ends by itself: an error that nobody awaits is no news."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
+
+
+async def _give_adapter(served: ServedModel, name: str, folder: Path) -> None:
+    """Load an adapter of a model beside its requests; raises as `Session.load_adapter`."""
+    work = partial(served.generator.load_adapter, name, folder)
+    await asyncio.wrap_future(in_background(work, "mlxinfer-adapter"))
+
+
+@contextmanager
+def _leaving(slot: Slot) -> Iterator[None]:
+    slot.leaving += 1
+    try:
+        yield
+    finally:
+        slot.leaving -= 1
+
+
+def _gone(slot: Slot, reason: str, error: BaseException | None) -> None:
+    slot.state = State.UNLOADED
+    log.info("model unloaded", extra={"model": slot.entry.name, "reason": reason})
+    if error is not None:
+        log.error("model ended badly", exc_info=error, extra={"model": slot.entry.name})
+
+
+def _end(slot: Slot) -> None:
+    """Close a model; one that is being loaded is awaited first."""
+    served = slot.served
+    if slot.opening is not None:
+        slot.entry.stop()
+        served = slot.opening.result()
+    if served is not None:
+        served.close()
+
+
+# -- how memory is divided ----------------------------------------------------------------------
+#
+# The rules, so that people can do the sum themselves. Budgets depend on the settings alone, never
+# on which model was loaded first.
+#
+# - The limit is of weights and KV caches together. By default it is seven tenths of the machine's
+#   memory; the arrays of a step come on top, for a moment.
+# - A model with a KV budget of its own gets that.
+# - If the weights of all models fit together and leave enough, the others share the rest equally,
+#   and nothing is ever unloaded for want of memory.
+# - Otherwise models take turns. Each then gets the same share of what the pinned models and the
+#   largest of the others leave, so that a few of them are loaded at once.
+
+ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse than turns
+MIN_KV_BYTES = 8 * 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory that one model needs."""
+
+    name: str
+    weights_bytes: int
+    kv_bytes: int | None = None  # its own budget; None: a share
+    pinned: bool = False
+
+
+def _need(slot: Slot) -> Need:
+    return Need(slot.entry.name, slot.weights_bytes, slot.entry.kv_bytes, slot.pinned)
+
+
+def kv_budgets(needs: Sequence[Need], limit_bytes: int) -> dict[str, int]:
+    """Bytes of KV cache for each model, by name.
+
+    Raises:
+        InvalidRequestError: a model does not fit beside the pinned ones.
+    """
+    share = _common_share(needs, limit_bytes)
+    budgets = {n.name: share if n.kv_bytes is None else n.kv_bytes for n in needs}
+    for need in needs:
+        taken = sum(n.weights_bytes + budgets[n.name] for n in _beside(needs, need))
+        if taken > limit_bytes or (need.kv_bytes is None and share < MIN_KV_BYTES):
+            raise _does_not_fit(need, needs, limit_bytes)
+    return budgets
+
+
+def _common_share(needs: Sequence[Need], limit_bytes: int) -> int:
+    """Bytes of KV cache for each model without a budget of its own."""
+    together = _share(needs, limit_bytes)
+    crowds = [_beside(needs, need) for need in needs]
+    shares = [_share(c, limit_bytes) for c in crowds if any(n.kv_bytes is None for n in c)]
+    alone = min(shares, default=0)
+    enough = max(alone * ENOUGH_SHARE, MIN_KV_BYTES)
+    return together if together >= enough else int(alone * KV_SHARE)
+
+
+def _beside(needs: Sequence[Need], one: Need) -> list[Need]:
+    """The pinned models and this one, which have to fit into memory together."""
+    return [need for need in needs if need.pinned or need is one]
+
+
+def _share(needs: Sequence[Need], limit_bytes: int) -> int:
+    """An equal share of the memory that these models leave; at least 0."""
+    sharing = sum(need.kv_bytes is None for need in needs)
+    left = limit_bytes - sum(need.weights_bytes + (need.kv_bytes or 0) for need in needs)
+    return max(left // max(sharing, 1), 0)
+
+
+def _does_not_fit(one: Need, needs: Sequence[Need], limit_bytes: int) -> InvalidRequestError:
+    others = [need for need in needs if need.pinned and need is not one]
+    beside = f" beside the pinned {', '.join(n.name for n in others)}" if others else ""
+    taken = sum(need.weights_bytes + (need.kv_bytes or 0) for need in [one, *others])
+    return InvalidRequestError(
+        f"The model {one.name} does not fit{beside}: weights and KV caches need "
+        f"more than {human_bytes(taken)}, and the limit is {human_bytes(limit_bytes)}; raise it "
+        "with --max-memory, or take smaller weights.",
+        param="max_memory",
+    )

@@ -1,1 +1,0 @@
-"""OpenAI's APIs and vLLM's additions: a file a path, its types beside it."""

@@ -1,0 +1,305 @@
+"""Paths of operators: health, metrics, load; models and adapters are loaded and unloaded."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from .. import __version__
+from ..errors import InvalidRequestError, MlxinferError, shown
+from .call import Call
+from .http import Body, RequestBody, encode
+from .metrics import ServerMetrics
+from .models import Slot
+from .readiness import Health
+from .service import Service
+
+MAX_DRAIN_S = 3600.0
+RETRY_S = {Health.LOADING: 5, Health.DRAINING: 30, Health.STUCK: 30, Health.FAILING: 10}
+
+
+class Alive(msgspec.Struct, kw_only=True):
+    """The process and its event loop answer."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """Whether requests would be answered."""
+
+    status: str  # ready; with status 503: loading, draining, stuck or failing
+
+
+async def health(call: Call) -> Alive:
+    """The server lives."""
+    return Alive()
+
+
+async def ready(call: Call) -> Ready | Body:
+    """The models make tokens; 503 while they are loaded, stuck, or about to end."""
+    found = Health.DRAINING if call.service.draining else await call.service.readiness.check()
+    if found is Health.READY:
+        return Ready(status=found)
+    retry = (b"retry-after", str(RETRY_S[found]).encode())
+    return Body(encode(Ready(status=found)), 503, headers=[retry])
+
+
+# -- numbers, for Prometheus and for routers in front of several servers ------------------------
+
+
+async def metrics(call: Call) -> Body:
+    """Numbers for Prometheus, under vLLM's names and mlxinfer's own."""
+    found = await call.service.metrics()
+    return Body(found.text(), media_type=CONTENT_TYPE_LATEST.encode())
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """What all models of this server do together; a server is one rank.
+
+    Source of the form: smg, the gateway of SGLang (github.com/lightseekorg/smg,
+    `crates/protocols/src/worker.rs`: WorkerLoadResponse, SchedulerLoadSnapshot).
+    """
+
+    dp_rank: int = 0
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int  # of running requests, in the KV cache
+    max_total_num_tokens: int  # that the KV cache holds
+    token_usage: float  # of these two
+    cache_hit_rate: float  # of all prompt tokens since the start
+
+
+class Loads(msgspec.Struct, kw_only=True):
+    """The load at a moment."""
+
+    timestamp: str  # ISO 8601
+    dp_rank_count: int = 1
+    loads: list[Load]
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """What a router wants to know of a server once."""
+
+    version: str
+    served_model_name: str  # of the first model
+    dp_size: int = 1
+
+
+async def loads(call: Call) -> Loads:
+    """Requests and KV cache now, as routers poll it."""
+    now = datetime.now(UTC).isoformat()
+    return Loads(timestamp=now, loads=[_load(await call.service.metrics())])
+
+
+async def server_info(call: Call) -> ServerInfo:
+    """The version and the first model, as routers ask for it."""
+    return ServerInfo(version=__version__, served_model_name=call.service.models.names()[0])
+
+
+def _load(found: ServerMetrics) -> Load:
+    running = waiting = used = most = 0
+    for name, each in found.request_metrics.items():
+        stats = found.engine_stats.get(name, {})
+        running += stats.get("running", each.num_running)
+        waiting += stats.get("waiting", each.num_waiting)
+        for group in stats.get("groups", ())[:1]:  # the one that holds the longest contexts
+            used += group["pages_held"] * stats["page_size"]
+            most += group["pages"] * stats["page_size"]
+    counted = found.request_metrics.values()
+    prompts = sum(each.prompt_tokens for each in counted)
+    return Load(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=used,
+        max_total_num_tokens=most,
+        token_usage=used / most if most else 0.0,
+        cache_hit_rate=sum(e.cached_tokens for e in counted) / prompts if prompts else 0.0,
+    )
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+class ModelState(msgspec.Struct, kw_only=True):
+    """One model. Bytes are what it takes when it is loaded."""
+
+    name: str
+    aliases: list[str]
+    state: str
+    pinned: bool
+    weights_bytes: int
+    kv_bytes: int
+    max_model_len: int | None
+    calls: int  # that use it or wait until it is loaded
+    requests_running: int
+    requests_waiting: int
+    ttl_left_s: float | None  # until it is unloaded for idleness; null: never
+    failure: str | None  # error of the last load
+    failures_in_a_row: int
+    retry_left_s: float  # until requests may load it again; 0: now
+    adapter_failures: dict[str, str]  # errors of its adapters that are not there, by name
+
+
+class ServerState(msgspec.Struct, kw_only=True):
+    """All models and their shared memory budget."""
+
+    models: list[ModelState]
+    memory_reserved_bytes: int
+    memory_limit_bytes: int
+    draining: bool
+
+
+class LoadRequest(RequestBody, kw_only=True):
+    """A model by name or alias."""
+
+    model: str
+
+
+class PinRequest(RequestBody, kw_only=True):
+    """A model by name or alias, and whether it is to stay once it is loaded."""
+
+    model: str
+    pinned: bool
+
+
+class UnloadRequest(RequestBody, kw_only=True):
+    """A model by name or alias, and the time that its running requests get."""
+
+    model: str
+    drain_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] = 0.0
+
+
+async def list_states(call: Call) -> ServerState:
+    """The models with their state, size, requests and time left."""
+    service = call.service
+    return ServerState(
+        models=[model_state(service, slot) for slot in service.models.slots()],
+        memory_reserved_bytes=service.models.held_bytes,
+        memory_limit_bytes=service.models.limit_bytes,
+        draining=service.draining,
+    )
+
+
+async def load_model(call: Call, body: LoadRequest) -> ModelState:
+    """Load a model and answer when it is loaded; a disconnect does not stop it."""
+    call.refuse_while_draining()
+    await call.service.models.load(body.model)
+    return _state_of(call, body.model)
+
+
+async def unload_model(call: Call, body: UnloadRequest) -> ModelState:
+    """Unload a model; 409 if it is still in use after `drain_s`, and then it stays loaded.
+
+    A disconnect while it waits cancels the unload.
+    """
+    await call.service.models.unload(body.model, body.drain_s)
+    return _state_of(call, body.model)
+
+
+async def pin_model(call: Call, body: PinRequest) -> ModelState:
+    """Keep a model in memory once it is loaded, or let it be unloaded again."""
+    call.service.models.pin(body.model, body.pinned)
+    return _state_of(call, body.model)
+
+
+def _state_of(call: Call, name: str) -> ModelState:
+    return model_state(call.service, call.service.models.find(name))
+
+
+def model_state(service: Service, slot: Slot) -> ModelState:
+    """What is known of one model."""
+    metrics = service.request_metrics[slot.entry.name]
+    return ModelState(
+        name=slot.entry.name,
+        aliases=list(slot.entry.aliases),
+        state=slot.state,
+        pinned=slot.pinned,
+        weights_bytes=slot.weights_bytes,
+        kv_bytes=slot.kv_bytes,
+        max_model_len=slot.max_context,
+        calls=slot.users,
+        requests_running=metrics.num_running,
+        requests_waiting=metrics.num_waiting,
+        ttl_left_s=service.models.ttl_left_s(slot),
+        failure=None if slot.failure is None else str(slot.failure),
+        failures_in_a_row=slot.brake.num_failures,
+        retry_left_s=service.models.retry_left_s(slot),
+        adapter_failures={name: str(error) for name, error in slot.adapter_failures.items()},
+    )
+
+
+# -- adapters, as vLLM has them -----------------------------------------------------------------
+
+
+class LoadAdapterRequest(RequestBody, kw_only=True):
+    """A folder with an adapter, and the name that it gets."""
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None  # null: the default one, or the first
+    load_inplace: bool = False  # in place of the adapter that has the name, if one has
+
+
+class UnloadAdapterRequest(RequestBody, kw_only=True):
+    """An adapter by its name."""
+
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's number; not needed
+    base_model_name: str | None = None  # null: whichever has it
+
+
+class AdapterAnswer(msgspec.Struct, kw_only=True):
+    """What was done."""
+
+    message: str
+
+
+async def load_adapter(call: Call, body: LoadAdapterRequest) -> AdapterAnswer:
+    """Load an adapter (LoRA, rsLoRA or DoRA) of a model; requests run on meanwhile."""
+    call.refuse_while_draining()
+    models = call.service.models
+    folder = _allowed(body.lora_path, call.service.config.adapter_folders)
+    slot = models.find(body.base_model_name)
+    model, before = slot.entry.name, slot.adapters.get(body.lora_name)
+    if body.load_inplace and before is not None:
+        await models.unload_adapter(model, body.lora_name)
+    try:
+        await models.load_adapter(model, body.lora_name, folder)
+    except MlxinferError as error:
+        error.param = "lora_name" if error.param == "name" else error.param
+        if body.load_inplace and before is not None:  # the adapter that was to be replaced stays
+            await models.load_adapter(model, body.lora_name, before)
+        raise
+    return AdapterAnswer(message=f"The adapter is there: model '{model}:{body.lora_name}'.")
+
+
+async def unload_adapter(call: Call, body: UnloadAdapterRequest) -> AdapterAnswer:
+    """Let no new request name an adapter; running ones end with it."""
+    await call.service.models.unload_adapter(body.base_model_name, body.lora_name)
+    return AdapterAnswer(message=f"The adapter {body.lora_name!r} is unloaded.")
+
+
+def _allowed(path: str, folders: tuple[str, ...]) -> Path:
+    """The folder of an adapter, links followed; raises where clients may not name it."""
+    if not folders:
+        raise InvalidRequestError(
+            "This server loads adapters at its start only (--adapter NAME=PATH); --adapter-dir "
+            "FOLDER lets requests load those in a folder.",
+            param="lora_path",
+        )
+    if "\0" in path:
+        raise InvalidRequestError(f"{shown(path)} is no path.", param="lora_path")
+    roots = [Path(folder).expanduser().resolve() for folder in folders]
+    for root in roots:
+        found = (root / path).resolve()  # an absolute path stays what it is
+        if found.is_relative_to(root) and found != root:
+            return found
+    raise InvalidRequestError(
+        f"{shown(path)} is not in a folder of --adapter-dir, from which alone adapters are loaded.",
+        param="lora_path",
+    )

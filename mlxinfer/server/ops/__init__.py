@@ -1,1 +1,0 @@
-"""Paths for operators: health, metrics, model administration, documentation."""

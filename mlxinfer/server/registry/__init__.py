@@ -1,1 +1,0 @@
-"""The models of a server: their entries and states, loading and unloading, memory budgets."""

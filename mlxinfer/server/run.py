@@ -1,0 +1,248 @@
+"""Sockets, signals and shutdown of a server: uvicorn around the app."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from types import FrameType
+
+import uvicorn
+
+from ..errors import InvalidRequestError
+from .app import ROUTES, build_app
+from .config import ServerConfig
+from .http import App
+from .protocol import TimedProtocol
+from .routes import Route
+from .service import Service
+
+log = logging.getLogger("mlxinfer.server")
+
+TEND_S = 0.5  # between two checks for idle models
+OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+
+class Server(uvicorn.Server):
+    """Serves until `stop()`, SIGTERM or SIGINT, which drain it; a second signal ends requests.
+
+    Args:
+        service: models and requests; closed at the end.
+        listeners: bound sockets.
+        on_ready: called once clients can connect.
+        routes: of the app.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        listeners: Sequence[socket.socket],
+        on_ready: Callable[[], None] = lambda: None,
+        routes: Iterable[Route] = ROUTES,
+    ) -> None:
+        config = service.config
+        super().__init__(
+            uvicorn.Config(
+                traced(build_app(service, routes)),
+                http=TimedProtocol.with_limits(
+                    config.header_timeout_s, config.max_connections_per_client
+                ),
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=config.max_connections,
+                timeout_keep_alive=15,
+                timeout_graceful_shutdown=3,
+                h11_max_incomplete_event_size=config.max_header_bytes,
+                ssl_certfile=config.tls_cert,
+                ssl_keyfile=config.tls_key,
+            )
+        )
+        self.service = service
+        self._listeners = list(listeners)
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._tending: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+        self._num_signals = 0
+
+    def serve_forever(self) -> None:
+        """Serve in this thread until stopped, then close the models.
+
+        Raises:
+            ModelError and others: a pinned or preloaded model cannot be loaded.
+        """
+        try:
+            with self.service.problems.kept():
+                asyncio.run(self._serve_until_drained())
+        finally:
+            self.service.close()
+
+    def stop(self) -> None:
+        """Begin to drain, from any thread; further calls have no effect."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_draining)
+
+    async def _serve_until_drained(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self.serve(sockets=self._listeners)
+        if self._tending is not None:
+            self._tending.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen; requests wait for models that are still loading."""
+        await super().startup(sockets)
+        self._tending = asyncio.get_running_loop().create_task(self._tend_models())
+
+    async def _tend_models(self) -> None:
+        """Load pinned and preloaded models, then unload idle ones from time to time."""
+        try:
+            await self.service.models.load_first()
+        except Exception as error:  # raised by serve_forever
+            self._failure = error
+            self.should_exit = True
+            return
+        self._on_ready()
+        while True:
+            await asyncio.sleep(TEND_S)
+            await self.service.models.unload_idle()
+
+    def _begin_draining(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        if num_running := len(self.service.calls):
+            log.info(
+                "ending: %d running %s at most %g seconds; a second signal ends them",
+                num_running,
+                "request has" if num_running == 1 else "requests have",
+                self.service.config.drain_s,
+            )
+        await self.service.drain()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handle signals while serving; uvicorn would raise them again at exit."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end requests with errors at the second, exit at the third."""
+        self._num_signals += 1
+        if self._num_signals > 2:
+            os._exit(128 + sig)
+        if self._num_signals == 2 and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.service.hurry)
+        self.stop()
+
+
+def traced(app: App) -> App:
+    """Add a span of OpenTelemetry for each request, where its environment names a collector.
+
+    The variables are OpenTelemetry's: https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+    """
+    if not any(os.environ.get(name) for name in OTLP_ENDPOINTS):
+        return app
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        log.warning('no traces are sent: they need pip install "mlxinfer[otel]"')
+        return app
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return OpenTelemetryMiddleware(app, exclude_spans=["receive", "send"], tracer_provider=provider)
+
+
+def bind(config: ServerConfig) -> list[socket.socket]:
+    """Sockets bound to the config's addresses; of port 0 all take the one that the first finds.
+
+    Raises:
+        InvalidRequestError: the port is taken, or an address is not this machine's.
+    """
+    bound: list[socket.socket] = []
+    try:
+        for host in config.hosts:
+            port = bound[0].getsockname()[1] if bound else config.port
+            bound.append(_bind(host, port, alone=len(config.hosts) == 1))
+    except InvalidRequestError:
+        for listener in bound:
+            listener.close()
+        raise
+    return bound
+
+
+def _bind(host: str, port: int, *, alone: bool) -> socket.socket:
+    """A socket bound to one address; raises as `bind`."""
+    plain = host.strip("[]")
+    family = socket.AF_INET6 if ":" in plain else socket.AF_INET
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it a response of two writes
+    # waits for the client's delayed acknowledgement, 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6 and not alone:  # else :: would take the IPv4 port as well
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    try:
+        listener.bind((plain, port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise InvalidRequestError(
+            f"Cannot serve on {host} port {port}: {reason}. "
+            "Choose another with --port, or end what uses this one.",
+            param="port",
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    """The URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Raise InvalidRequestError for a certificate or a key that cannot be used."""
+    if config.tls_cert is None or config.tls_key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.tls_cert, config.tls_key, password=_no_password
+        )
+    except OSError as error:  # SSLError is one
+        raise InvalidRequestError(
+            f"--tls-cert {config.tls_cert} with --tls-key {config.tls_key}: "
+            f"{error.strerror or error}. Expected a certificate chain and its key, without a "
+            "password, both PEM.",
+            param="tls_cert",
+        ) from None
+
+
+def _no_password() -> str:
+    """OpenSSL would ask for one on the terminal."""
+    return ""

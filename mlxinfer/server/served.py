@@ -1,0 +1,137 @@
+"""One running model as the server sees it: a session under a name, with sampling defaults."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..core import SamplingParams
+from ..errors import InvalidRequestError
+from ..session.engine_factory import ModelInfo
+from ..session.generation_config import read_sampling
+from ..session.options import EngineOptions
+from ..session.pooling_session import PoolingSession, Watch, open_session
+from ..session.session import Session
+from ..text import Tokenizer, fim_tokens
+
+CAPABILITIES = (
+    *("chat", "completion", "tools", "reasoning", "infill", "images", "embeddings", "rerank"),
+)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class ServedModel:
+    """A loaded model under the name that requests call it by.
+
+    Attributes:
+        defaults: sampling values for fields that a request leaves out: those of the model's
+            generation_config.json, or else OpenAI's, such as temperature 1.
+        adapter: that requests by this name use.
+    """
+
+    name: str
+    session: Session | PoolingSession
+    defaults: SamplingParams
+    created_s: int  # seconds since 1970
+    adapter: str | None = None
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        created_s: int,
+        tool_format: str = "auto",
+        watch: Watch | None = None,
+    ) -> "ServedModel":
+        """Load the model in `folder`, with `watch` as of Session.
+
+        Raises as Session, and CheckpointError as `read_defaults`.
+        """
+        defaults = read_defaults(folder)
+        session = open_session(name, folder, options, tool_format, watch)
+        return cls(name=name, session=session, defaults=defaults, created_s=created_s)
+
+    def with_adapter(self, adapter: str) -> "ServedModel":
+        """The same model, as requests see it that name an adapter."""
+        return replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
+
+    @property
+    def base(self) -> str:
+        """The model's own name."""
+        return self.name if self.adapter is None else self.name.removesuffix(f":{self.adapter}")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the model."""
+        return self.session.tokenizer
+
+    @property
+    def generator(self) -> Session:
+        """The session of a model that generates text; raises InvalidRequestError for another."""
+        if isinstance(self.session, PoolingSession):
+            kind, paths = "a reranker", "/v1/rerank and /v1/score"
+            if self.session.embeds:
+                kind, paths = "an embedding model", "/v1/embeddings"
+            raise InvalidRequestError(
+                f"{self.name} is {kind} and generates no text; it answers at {paths}.",
+                param="model",
+            )
+        return self.session
+
+    @property
+    def pooler(self) -> PoolingSession:
+        """The session of a model for vectors or scores; raises InvalidRequestError for another."""
+        if not isinstance(self.session, PoolingSession):
+            raise InvalidRequestError(
+                f"{self.name} generates text and gives no vectors and scores; name an embedding "
+                "model or a reranker. /v1/models says what each model is for.",
+                param="model",
+            )
+        return self.session
+
+    @property
+    def info(self) -> ModelInfo:
+        """Sizes and kinds of the model."""
+        return self.session.info
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.session.limits.max_context
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """What requests may use of the model; images are not there yet."""
+        if isinstance(self.session, PoolingSession):
+            can = ("embeddings", "rerank") if self.session.embeds else ("rerank",)
+            return {name: name in can for name in CAPABILITIES}
+        chat = self.tokenizer.template is not None
+        has = {
+            "chat": chat,
+            "completion": True,
+            "tools": chat,
+            "reasoning": self.session.reasoning is not None,
+            "infill": fim_tokens(self.tokenizer) is not None,
+        }
+        return {name: has.get(name, False) for name in CAPABILITIES}
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called, or the engine ended after a fault."""
+        return self.session.closed
+
+    def close(self) -> None:
+        """End what runs and free the memory."""
+        self.session.close()
+
+
+def read_defaults(folder: Path) -> SamplingParams:
+    """The sampling values of a checkpoint's generation_config.json; unusable ones are left out.
+
+    `"do_sample": false` makes the default greedy.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": None, **read_sampling(folder)})

@@ -7,7 +7,7 @@ are float32 and are rounded once, after the activation. Knows no layer.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import mlx.core as mx
@@ -217,11 +217,12 @@ def _kernel(gate: Gate, has_codes: bool) -> MetalKernel:
     )
 
 
-def _inputs(form: GateUp, rows: int, inner: int) -> tuple[mx.array, list[mx.array]]:
-    """x (rows, in_dims) and a matrix of `inner` output numbers; every code occurs.
+def _inputs(form: GateUp, rows: int) -> tuple[mx.array, list[mx.array]]:
+    """x (rows, in_dims) and a matrix of the form; every code occurs.
 
     Products are of some 4. Scales are of either sign.
     """
+    inner = form.inner
     in_dims, bits, group_size = form.in_dims, form.bits, form.group_size
     rng = np.random.default_rng(rows)
     numbers = rng.normal(0, 2, (rows, in_dims)).astype(np.float32)
@@ -239,8 +240,8 @@ def _inputs(form: GateUp, rows: int, inner: int) -> tuple[mx.array, list[mx.arra
 
 
 def _case(variant: Variant) -> Case:
-    form, rows = variant.form, variant.number("rows")
-    x, matrix = _inputs(form, rows - (rows > 2), CASE_INNER)  # one is missing
+    form, rows = replace(variant.form, inner=CASE_INNER), variant.number("rows")
+    x, matrix = _inputs(form, rows - (rows > 2))  # one is missing
     return Case(
         lambda: [gate_up(x, matrix, form)],
         lambda: [gate_up_twin(x, matrix, form)],
@@ -250,8 +251,8 @@ def _case(variant: Variant) -> Case:
 
 def _timed(variant: Variant, _: int, __: int) -> Case:
     """Beside MLX's product and its compiled activation behind it: two dispatches."""
-    form = variant.form
-    x, matrix = _inputs(form, variant.number("rows"), timed_inner(form))
+    form = replace(variant.form, inner=timed_inner(variant.form))
+    x, matrix = _inputs(form, variant.number("rows"))
     activation = compiled_product(product_of(form.gate))
     return Case(
         lambda: [gate_up(x, matrix, form)],

@@ -89,18 +89,29 @@ class Plan:
         return len(self.host_rows) >= LONG_RUN * len(self.runs)
 
 
-class StepAdapters:
-    """Which row of a step has which adapter; sorted once for all layers that have the same ones.
+class ActiveAdapters:
+    """The adapters of the step that is being built, as all adapted layers of a model see them.
 
-    Args:
-        numbers: (T,) the adapter's number of each row; 0: none.
+    Rows are sorted once for all layers that have the same adapters.
+
+    Attributes:
+        last_number: that an adapter of the model ever had; no two have the same.
     """
 
-    __slots__ = ("_numbers", "_plans")
+    __slots__ = ("_numbers", "_plans", "last_number")
 
-    def __init__(self, numbers: Rows) -> None:
-        self._numbers = numbers
+    def __init__(self) -> None:
+        self.last_number = 0
+        self._numbers: Rows | None = None
         self._plans: dict[tuple[tuple[int, ...], int], Plan | None] = {}
+
+    def begin(self, numbers: Rows | None) -> None:
+        """Set the adapter of each row (T,), 0 for none, for the layers called next.
+
+        `numbers`: None: no row has one.
+        """
+        self._numbers = numbers
+        self._plans = {}
 
     def plan(self, members: tuple[int, ...], each: int = 1) -> Plan | None:
         """The rows with one of `members` as their adapter; None: there are none.
@@ -109,43 +120,28 @@ class StepAdapters:
             members: numbers of the adapters of a stack, in their order.
             each: rows of the layer's input for each row of the step.
         """
+        if self._numbers is None:
+            return None
         key = members, each
         if key not in self._plans:
-            self._plans[key] = self._plan(members, each)
+            numbers = self._numbers if each == 1 else np.repeat(self._numbers, each)
+            self._plans[key] = _planned(numbers, members)
         return self._plans[key]
 
-    def _plan(self, members: tuple[int, ...], each: int) -> Plan | None:
-        numbers = self._numbers if each == 1 else np.repeat(self._numbers, each)
-        place_of = {number: place for place, number in enumerate(members)}
-        places = np.array([place_of.get(number, -1) for number in numbers.tolist()], np.int32)
-        order = np.argsort(places, kind="stable")
-        rows = order[int((places < 0).sum()) :].astype(np.int32)
-        if not len(rows):
-            return None
-        found = places[rows]
-        starts = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist()]
-        ends = [*starts[1:], len(rows)]
-        runs = tuple((a, b, int(found[a])) for a, b in zip(starts, ends, strict=True))
-        same = len(rows) == len(numbers) and bool((rows == np.arange(len(rows))).all())
-        return Plan(None if same else mx.array(rows), mx.array(found.astype(np.uint32)), runs, rows)
 
-
-class ActiveAdapters:
-    """The adapters of the step that is being built, as all adapted layers of a model see them.
-
-    Attributes:
-        last_number: that an adapter of the model ever had; no two have the same.
-    """
-
-    __slots__ = ("last_number", "step")
-
-    def __init__(self) -> None:
-        self.last_number = 0
-        self.step: StepAdapters | None = None
-
-    def begin(self, numbers: Rows | None) -> None:
-        """Set the adapter of each row (T,) for the layers called next; None: no row has one."""
-        self.step = None if numbers is None else StepAdapters(numbers)
+def _planned(numbers: Rows, members: tuple[int, ...]) -> Plan | None:
+    place_of = {number: place for place, number in enumerate(members)}
+    places = np.array([place_of.get(number, -1) for number in numbers.tolist()], np.int32)
+    order = np.argsort(places, kind="stable")
+    rows = order[int((places < 0).sum()) :].astype(np.int32)
+    if not len(rows):
+        return None
+    found = places[rows]
+    starts = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist()]
+    ends = [*starts[1:], len(rows)]
+    runs = tuple((a, b, int(found[a])) for a, b in zip(starts, ends, strict=True))
+    same = len(rows) == len(numbers) and bool((rows == np.arange(len(rows))).all())
+    return Plan(None if same else mx.array(rows), mx.array(found.astype(np.uint32)), runs, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,11 +386,8 @@ class Adapted:
         return sum(stack.num_bytes // len(stack.members) for stack in having)
 
     def used(self, each: int = 1) -> list[tuple[Stack, Plan]]:
-        """The stacks that rows of the step need, see `StepAdapters.plan`."""
-        step = self._active.step
-        if step is None:
-            return []
-        plans = [(stack, step.plan(stack.members, each)) for stack in self.stacks]
+        """The stacks that rows of the step need, see `ActiveAdapters.plan`."""
+        plans = [(stack, self._active.plan(stack.members, each)) for stack in self.stacks]
         return [(stack, plan) for stack, plan in plans if plan is not None]
 
 

@@ -13,16 +13,23 @@ Block = Callable[[mx.array | None], mx.array]
 
 
 class RMSNorm:
-    """MLX's fused norm: one kernel on a GPU. Its sums are float32 whatever the input's dtype."""
+    """MLX's fused norm, one kernel on a GPU. Its sums are float32 whatever the input's dtype.
 
-    __slots__ = ("eps", "weight")
+    MLX's norm takes one weight vector. Where each head has its own, the product with the weights
+    is an operation of its own.
+    """
+
+    __slots__ = ("by_head", "eps", "weight")
 
     def __init__(self, weight: mx.array, eps: float) -> None:
-        self.weight = weight  # (dims,)
+        self.weight = weight  # (dims,), or (heads, dims)
+        self.by_head = weight.ndim > 1
         self.eps = eps  # added to the mean square
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x (..., dims), of any dtype, to the same shape and dtype."""
+        """x (..., dims), of any dtype, to the same shape and dtype; (T, heads, dims) by head."""
+        if self.by_head:
+            return mx.fast.rms_norm(x, None, self.eps) * self.weight
         return mx.fast.rms_norm(x, self.weight, self.eps)
 
 
@@ -67,7 +74,7 @@ class Join:
     def _form(self) -> AddNorm | None:
         """What a kernel would do; None: there is none for these norms."""
         norms = [norm for norm in (self.after, self.before) if norm is not None]
-        rms = [norm for norm in norms if isinstance(norm, RMSNorm)]
+        rms = [norm for norm in norms if isinstance(norm, RMSNorm) and not norm.by_head]
         if not rms or len(rms) < len(norms) or len({norm.weight.dtype for norm in rms}) > 1:
             return None
         eps = [
@@ -90,31 +97,6 @@ class Join:
         weights = [norm.weight for norm in (self.after, self.before) if isinstance(norm, RMSNorm)]
         total, normed = add_norm(x, y.astype(x.dtype), form, *weights)
         return total, total if normed is None else normed
-
-
-class HeadRMSNorm:
-    """The fused norm over each head, with weights that differ between heads.
-
-    MLX's norm takes one weight vector, so the product with the weights is an operation of its own.
-    """
-
-    __slots__ = ("eps", "weight")
-
-    def __init__(self, weight: mx.array, eps: float) -> None:
-        self.weight = weight  # (heads, dims)
-        self.eps = eps
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (T, heads, dims) to the same shape and dtype."""
-        return mx.fast.rms_norm(x, None, self.eps) * self.weight
-
-
-def rms_norm(weight: mx.array, eps: float) -> Norm:
-    """An RMS norm; weight (dims,), or (heads, dims) where each head has its own.
-
-    `eps` is added to the mean square.
-    """
-    return RMSNorm(weight, eps) if weight.ndim == 1 else HeadRMSNorm(weight, eps)
 
 
 class LayerNorm:

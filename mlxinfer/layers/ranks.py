@@ -18,7 +18,6 @@ from ..core import CacheSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
 from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection
-from .mlp import FeedForward
 from .step import Layer, Passed, Step
 
 Summand = Literal["layers", "embedding", "tokens", "adapters"]
@@ -88,7 +87,9 @@ class Sums:
 
 
 class Summed:
-    """A projection of which each rank has some of the inputs.
+    """A projection or a feed-forward block; each rank has some of its inputs, and so a summand.
+
+    A block may have several summands, as experts and a shared one: one sum for all of them.
 
     Args:
         part: this rank's; its bias, if there is one, is that of one rank only.
@@ -97,32 +98,19 @@ class Summed:
 
     __slots__ = ("part", "sums")
 
-    def __init__(self, part: Projection, sums: Sums) -> None:
+    def __init__(self, part: Any, sums: Sums) -> None:
         self.part = part
         self.sums = sums
 
-    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """x (T, in_dims of this rank) -> (T, out_dims), plus the residual."""
-        return self.sums(self.part(x), residual)
-
-
-class SummedBlock:
-    """A feed-forward block of several summands, as experts and a shared one: one sum for all."""
-
-    __slots__ = ("block", "sums")
-
-    def __init__(self, block: FeedForward, sums: Sums) -> None:
-        self.block = block
-        self.sums = sums
-
     def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels of the block."""
-        return self.block.kernels(model)
+        """The kernels of a block."""
+        uses: list[KernelUse] = self.part.kernels(model)
+        return uses
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
-        """x (T, hidden) -> (T, hidden), plus the residual."""
+        """x (T, numbers of this rank) -> (T, numbers of all), plus the residual."""
         with self.sums.held():
-            y = self.block(x)
+            y = self.part(x)
         return self.sums(y, residual)
 
 

@@ -18,7 +18,7 @@ from ..layers.attention import Attention, LayerMixer, heads_maker
 from ..layers.linear import Projection
 from ..layers.mlp import ACTIVATIONS, MLP, FeedForward, Gated, gated
 from ..layers.moe import Choose
-from ..layers.norm import Norm, WideQKNorm, rms_norm
+from ..layers.norm import Norm, RMSNorm, WideQKNorm
 from ..layers.recurrent import CausalConv
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
@@ -229,7 +229,7 @@ class Family:
         """The RMS norm at `path`, over `dims` numbers; None: over the hidden size."""
         width = self.config.hidden_size if dims is None else dims
         weight = self.weights.norm(path, width, offset=self.norm_offset)
-        return rms_norm(weight, self.config.rms_norm_eps if eps is None else eps)
+        return RMSNorm(weight, self.config.rms_norm_eps if eps is None else eps)
 
     def mlp(self, index: int) -> FeedForward:
         """The feed-forward block of a layer."""
@@ -263,7 +263,7 @@ class Family:
         weight = self._head_norm_weight(index) if self.has_head_norms() else None
         norm = self.qk_norm(index)
         if weight is not None:
-            norm = rms_norm(weight, config.rms_norm_eps)
+            norm = RMSNorm(weight, config.rms_norm_eps)
         make_heads = None
         if weight is not None or norm is None:  # one kernel does norm and rope
             shape = heads, *config.heads_of(index)
@@ -329,7 +329,7 @@ class Family:
     def v_norm(self, index: int) -> Norm:
         """An RMS norm over the values (T, num_kv_heads, head_dim) of a layer, with weights of 1."""
         _, dim = self.config.heads_of(index)
-        return rms_norm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
+        return RMSNorm(mx.ones(dim, self.weights.dtype), self.config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
         """A factor of the queries of a layer that depends on their positions; None: 1."""

@@ -14,7 +14,7 @@ from mlxinfer.layers.linear import (
     QuantizedLinear,
 )
 from mlxinfer.layers.mlp import ACTIVATIONS, clamped_swiglu, gated
-from mlxinfer.layers.norm import rms_norm
+from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.models.quantization import QuantFormat
 from mlxinfer.models.weights.matrix import StoredMatrix, fused
 
@@ -32,7 +32,7 @@ def sigmoid(x):
 def test_norms_equal_their_definition(shape, size):
     x, weight, eps = normal(*shape) * size, normal(*shape[1:], seed=1), 1e-5
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
-    norm = rms_norm(mx.array(weight), eps)
+    norm = RMSNorm(mx.array(weight), eps)
     np.testing.assert_allclose(np.array(norm(mx.array(x))), expected, rtol=1e-4, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from layers.before import Before
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.linear import Linear
 from mlxinfer.layers.mamba2 import Mamba2
-from mlxinfer.layers.norm import HeadRMSNorm
+from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.recurrent import CausalConv
 from mlxinfer.layers.step import Arrays
 from mlxinfer.metal_kernels.ssm_step import CHUNK
@@ -34,7 +34,7 @@ def mixer_of(dtype: mx.Dtype = mx.float32) -> Mamba2:
         conv=CausalConv(
             normal(rng, CHANNELS, LENGTH, 1).astype(dtype), normal(rng, CHANNELS).astype(dtype)
         ),
-        norm=HeadRMSNorm(normal(rng, GROUPS, INNER // GROUPS), 1e-6),
+        norm=RMSNorm(normal(rng, GROUPS, INNER // GROUPS), 1e-6),
         num_groups=GROUPS,
         log_rate=normal(rng, HEADS) - 2,
         step_bias=normal(rng, HEADS),

@@ -31,7 +31,7 @@ from mlxinfer.metal_kernels.gate_up import (
     timed_inner,
 )
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.selfcheck import WRONG, examine
+from mlxinfer.metal_kernels.selfcheck import OK, WRONG, examine
 from mlxinfer.metal_kernels.variants import dtype_name
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -176,6 +176,14 @@ def test_infinities_and_nans_are_what_they_are_in_mlx() -> None:
     assert mx.isnan(found[1]).all()
     assert mx.array_equal(found[:2], expected[:2], equal_nan=True)
     assert_close(found[2:], expected[2:])
+
+
+@requires_compiler
+def test_it_passes_its_self_check() -> None:
+    machine = MetalCPU()
+    variant = form_of("silu", in_dims=544, inner=64, codes=(4, 32)).variant(4)
+    assert examine(variant, machine).status == OK
+    machine.assert_clean()
 
 
 @requires_compiler

@@ -8,7 +8,7 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.keys_values import rotatable
 from mlxinfer.core import KVSpec
-from mlxinfer.layers.norm import rms_norm
+from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
 from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
@@ -132,7 +132,7 @@ def test_twin_does_what_the_layers_and_formats_do(
     twin = kv_write_twin(qkv, positions, heads)
     x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
     assert heads.norm_weight is not None
-    x = turned(rms_norm(heads.norm_weight, 1e-6)(x), positions, turning)
+    x = turned(RMSNorm(heads.norm_weight, 1e-6)(x), positions, turning)
     if bits[0] == 4:
         x = mx.hadamard_transform(x)
     queries, keys = mx.split(x, [H], axis=1)
@@ -150,7 +150,7 @@ def test_twin_norms_values_as_the_layer_does() -> None:
     heads = heads_of(64, norms_values=True)
     qkv, positions = tokens_of(heads, 5)
     values = qkv.reshape(5, -1, 64)[:, -K:]
-    normed = rms_norm(mx.ones(64), 1e-6)(values)
+    normed = RMSNorm(mx.ones(64), 1e-6)(values)
     assert np.allclose(*wide(kv_write_twin(qkv, positions, heads).values[0], normed), atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, Activation, FeedForward, Gated
-from ...layers.norm import Norm, rms_norm
+from ...layers.norm import Norm, RMSNorm
 from ...layers.per_layer import PerLayerGate, PerLayerInputs
 from ...layers.step import Layer, Passed, Step
 from ..config import ModelConfig
@@ -327,7 +327,7 @@ class Gemma3n(Family):
         weight = weights.take(f"{path}.router_norm.weight", (hidden,)) / hidden
         return AltUp(
             config.fields.integer("altup_active_idx", low=0),
-            norm=rms_norm(weight, config.rms_norm_eps),
+            norm=RMSNorm(weight, config.rms_norm_eps),
             router=weights.linear(f"{path}.modality_router", count, hidden),
             prediction=weights.linear(f"{path}.prediction_coefs", count * count, count),
             correction=weights.linear(f"{path}.correction_coefs", count, count),

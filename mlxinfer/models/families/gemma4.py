@@ -19,7 +19,7 @@ from ...layers.attention import LayerMixer
 from ...layers.linear import Projection
 from ...layers.mlp import MLP, FeedForward
 from ...layers.moe import ExpertChoice, ExpertProjection, MoE
-from ...layers.norm import Join, Norm, rms_norm
+from ...layers.norm import Join, Norm, RMSNorm
 from ...layers.per_layer import PerLayerGate
 from ...layers.rope import RopeSpec
 from ...layers.step import Layer, Passed, Step
@@ -288,7 +288,7 @@ class Gemma4(Family):
         names = ("feedforward_layernorm_1", "feedforward_layernorm_2")
         return ParallelExperts(
             dense,
-            router_norm=rms_norm(scale, config.rms_norm_eps),
+            router_norm=RMSNorm(scale, config.rms_norm_eps),
             router=router,
             experts=weights.moe(
                 router=router,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ...errors import CheckpointError
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...layers.norm import Norm, rms_norm
+from ...layers.norm import Norm, RMSNorm
 from ...layers.rope import QueryScale, RopeSpec
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
@@ -113,7 +113,7 @@ class Llama4(Family):
         config = self.config
         if config.ropes[index] is None or not config.fields.boolean("use_qk_norm"):
             return None
-        return rms_norm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
+        return RMSNorm(mx.ones((config.head_dim,), self.weights.dtype), config.rms_norm_eps)
 
     def query_scale(self, index: int) -> QueryScale | None:
         """A factor that grows with the position, in layers without rope."""

@@ -8,7 +8,7 @@ from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.linear import Projection
 from ...layers.mamba2 import Mamba2
-from ...layers.norm import Norm, rms_norm
+from ...layers.norm import Norm, RMSNorm
 from ..family import Family
 from ..jsonfields import Fields
 
@@ -144,7 +144,7 @@ def group_norm(family: Family, path: str, dims: MambaDims, eps: float) -> Norm:
     """The norm over each group of heads."""
     weight = family.weights.take(f"{path}.norm.weight", (dims.inner,))
     weight = weight if dims.groups == 1 else mx.unflatten(weight, 0, (dims.groups, -1))
-    return rms_norm(weight, eps)
+    return RMSNorm(weight, eps)
 
 
 def step_limits(fields: Fields) -> tuple[float, float]:

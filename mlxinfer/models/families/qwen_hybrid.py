@@ -13,7 +13,7 @@ from ...layers.gated_delta import GatedDeltaNet
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice, GatedExpert
-from ...layers.norm import rms_norm
+from ...layers.norm import RMSNorm
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig
 from ..family import PACKED, Family
@@ -84,7 +84,7 @@ class Qwen3Next(Family):
             in_proj=fused(self.delta_inputs(path, state)),
             out_proj=weights.linear(f"{path}.out_proj", config.hidden_size, heads * values),
             conv=self.causal_conv(f"{path}.conv1d", state, parts=_conv_widths(state)),
-            norm=rms_norm(weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps),
+            norm=RMSNorm(weights.take(f"{path}.norm.weight", (values,)), config.rms_norm_eps),
             log_rate=weights.raw(f"{path}.A_log", (heads,)).astype(mx.float32),
             step_bias=weights.raw(f"{path}.dt_bias", (heads,)).astype(mx.float32),
             spec=state,

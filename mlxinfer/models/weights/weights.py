@@ -34,7 +34,6 @@ from ...layers.ranks import (
     SplitEmbedding,
     SplitHead,
     Summed,
-    SummedBlock,
     Sums,
 )
 from ...layers.step import Layer
@@ -477,7 +476,7 @@ class Weights:
 
     def block(self, block: FeedForward) -> FeedForward:
         """A block of several summands, made of matrices from here: one sum over the ranks."""
-        return block if self._sums is None else SummedBlock(block, self._sums)
+        return block if self._sums is None else Summed(block, self._sums)
 
     def once(self, bias: mx.array) -> mx.array:
         """A bias that one rank adds to a sum over the ranks, and the others do not."""

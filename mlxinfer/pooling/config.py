@@ -54,30 +54,18 @@ class Head(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """A projection of the pooled vector: sentence-transformers' module of this name."""
+class Module:
+    """A module of sentence-transformers behind pooling."""
 
-    path: str  # its folder, or the path of its weights in the model's own files
-    in_dims: int
-    out_dims: int
-    bias: bool
-    activation: str  # as in `layers.mlp.PLAIN`, or "identity"
-
-
-@dataclass(frozen=True, slots=True)
-class Normalise:
-    """To length 1."""
+    kind: str  # "Normalize", "LayerNorm" or "Dense"
+    path: str = ""  # its folder, or the path of its weights in the model's own files
+    in_dims: int = 0  # of LayerNorm and Dense
+    out_dims: int = 0  # of Dense; so are the next
+    bias: bool = False
+    activation: str = "identity"  # as in `layers.mlp.PLAIN`, or "identity"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNormalise:
-    """A layer norm over the pooled vector."""
-
-    path: str
-    dims: int
-
-
-Module = Dense | Normalise | LayerNormalise
+NORMALISE = Module("Normalize")  # to length 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +184,7 @@ def _read_embed(folder: Path, config: Fields, modules: list[tuple[str, str]]) ->
         )
     else:
         values["modes"] = ("mean",) if is_encoder(config) else ("lasttoken",)
-        values["modules"] = (Normalise(),)
+        values["modules"] = (NORMALISE,)
     default = own.text("default_prompt_name", default=None)
     lengths = config.items("matryoshka_dimensions") or []
     return PoolingConfig(
@@ -281,13 +269,14 @@ def _pooling_module(folder: Path, modules: list[tuple[str, str]]) -> dict[str, A
 
 def _module(folder: Path, kind: str, path: str) -> Module | None:
     if kind == "Normalize":
-        return Normalise()
+        return NORMALISE
     if kind == "Dense":
         stated = _fields(folder / path / "config.json")
         if stated.get("use_residual"):
             raise UnsupportedModelError(f"use_residual in {stated.where} is not supported.")
         named = stated.text("activation_function", default="torch.nn.modules.activation.Tanh")
-        return Dense(
+        return Module(
+            kind,
             path,
             stated.integer("in_features", high=2**20),
             stated.integer("out_features", high=2**20),
@@ -296,7 +285,7 @@ def _module(folder: Path, kind: str, path: str) -> Module | None:
         )
     if kind == "LayerNorm":
         stated = _fields(folder / path / "config.json")
-        return LayerNormalise(path, stated.integer("dimension", high=2**20))
+        return Module(kind, path, stated.integer("dimension", high=2**20))
     if kind == "Pooling" or kind in _IGNORED:
         return None
     raise UnsupportedModelError(

@@ -1,14 +1,14 @@
 """The loop of a pooling model, turn by turn: a pass over waiting rows, and the pass before read.
 
 A pass is a flat list of tokens of several rows, without padding; rows keep nothing between passes.
-A row that is longer than a pass is computed alone, some layers a turn, and passes of shorter rows
-come between: no text waits for more than a slice of another.
+A row that is longer than a pass is computed alone, some layers a turn: other models of the process
+get the GPU in between.
 """
 
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -53,25 +53,7 @@ class Pass:
         return self.x if self.vectors is None else self.vectors
 
 
-@dataclass(slots=True, eq=False)
-class Unfinished:
-    """A request that waits for some of its rows."""
-
-    request: PoolingRequest
-    rows: list[WaitingRow]
-    vectors: NDArray[np.float32]  # (rows, dim)
-    num_missing: int
-
-
-@dataclass(slots=True)
-class PoolingCounters:
-    """What was done since the loop began."""
-
-    steps: int = 0  # passes, and slices of long rows
-    tokens_computed: int = 0
-    rows_computed: int = 0
-    step_failures: int = 0
-    longest_pass: int = field(default=0)  # tokens
+COUNTERS = ("steps", "tokens_computed", "rows_computed", "step_failures", "longest_pass")
 
 
 class PoolingLoop:
@@ -98,7 +80,7 @@ class PoolingLoop:
         entry = model.model.entry
         num_types = entry.num_read_types if isinstance(entry, SummedEmbeddings) else 0
         self.limits = PoolingLimits(model.model.config.vocab_size, max_context, num_types)
-        self.counters = PoolingCounters()
+        self._counters = dict.fromkeys(COUNTERS, 0)  # since the loop began
         self._emit = emit
         self._pass_tokens = pass_tokens
         segment_caches(model, [])  # raises where a layer has none
@@ -108,16 +90,15 @@ class PoolingLoop:
         self._queue = PassQueue()
         most = MOST if mx.metal.is_available() else MOST_ON_CPU
         self._sizer = PassSizer(SLICE_S, self._pass_tokens, most)
-        self._unfinished: dict[str, Unfinished] = {}
+        self._unfinished: dict[str, list[WaitingRow]] = {}  # rows of requests that have not ended
         self._in_flight: Pass | None = None
-        self._long: Pass | None = None
-        self._long_is_next = False
+        self._begun: Pass | None = None  # a pass of a long row, with layers to go
         self._ended_s = 0.0  # when the pass that was read last had ended
 
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
-        waits = self._in_flight is not None or self._long is not None
+        waits = self._in_flight is not None or self._begun is not None
         return not waits and not self._queue.num_waiting
 
     def prepare_kernel(self) -> None:
@@ -138,9 +119,10 @@ class PoolingLoop:
     def add(self, request: PoolingRequest, checked: None) -> None:
         """Queue a request that `limits.check` passed."""
         rows = [WaitingRow(request, index) for index in range(len(request.rows))]
-        vectors = np.empty((len(rows), self.model.dim), np.float32)
-        self._unfinished[request.id] = Unfinished(request, rows, vectors, len(rows))
-        self._queue.add(rows, self._sizer.num_tokens)
+        request.vectors = np.empty((len(rows), self.model.dim), np.float32)
+        request.num_missing = len(rows)
+        self._unfinished[request.id] = rows
+        self._queue.add(rows)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; rows of it that are being computed are dropped."""
@@ -153,35 +135,25 @@ class PoolingLoop:
             self.abort(request_id)
 
     def _forget(self, request_id: str) -> bool:
-        unfinished = self._unfinished.pop(request_id, None)
-        if unfinished is None:
+        rows = self._unfinished.pop(request_id, None)
+        if rows is None:
             return False
-        self._queue.discard(unfinished.rows)
+        self._queue.discard(rows)
         return True
 
     # -- passes ---------------------------------------------------------------------------------
 
     def _launch(self) -> Pass | None:
-        """Launch a pass, or a slice of the long row; turn by turn where there are both."""
-        most, queue = self._sizer.num_tokens, self._queue
-        if self._long is None or self._wanted(self._long) == 0:
-            row = queue.take_long()
-            self._long = None if row is None else self._begin([row])
-        rows = [] if self._long is not None and self._long_is_next else queue.take(most)
-        self._long_is_next = bool(rows)
-        if rows:
-            made = self._begin(rows)
-            return None if made is None else self._advance(made, made.num_tokens)
-        if self._long is None:
-            return None
-        launched = self._advance(self._long, most)
-        if launched is None or launched.vectors is not None:
-            self._long = None
+        """Launch a pass, or the next slice of one; None: there is none, or it failed."""
+        most, begun = self._sizer.num_tokens, self._begun
+        self._begun = None
+        if begun is None or not any(row.request.id in self._unfinished for row in begun.rows):
+            rows = self._queue.take(most)
+            begun = self._begin(rows) if rows else None
+        launched = None if begun is None else self._advance(begun, most)
+        if launched is not None and launched.vectors is None:
+            self._begun = begun
         return launched
-
-    def _wanted(self, computed: Pass) -> int:
-        """Rows of a pass of requests that still wait."""
-        return sum(row.request.id in self._unfinished for row in computed.rows)
 
     def _begin(self, rows: Sequence[WaitingRow]) -> Pass | None:
         """A pass over rows in the order of their lengths; None: it failed."""
@@ -227,8 +199,9 @@ class PoolingLoop:
         except BaseException as error:  # the fault boundary, as in _begin
             self._fail(computed.rows, error)
             return None
-        self.counters.steps += 1
-        self.counters.longest_pass = max(self.counters.longest_pass, computed.num_tokens)
+        self._counters["steps"] += 1
+        longest = max(self._counters["longest_pass"], computed.num_tokens)
+        self._counters["longest_pass"] = longest
         return replace(computed)  # its next slice may be launched before this one is read
 
     def _read(self, computed: Pass) -> None:
@@ -239,40 +212,39 @@ class PoolingLoop:
             vectors = np.array(computed.vectors) if is_whole else None
         except BaseException as error:  # evaluation failed
             self._fail(computed.rows, error)
-            if self._long is not None and self._long.rows is computed.rows:
-                self._long = None
+            if self._begun is not None and self._begun.rows is computed.rows:
+                self._begun = None
             return
         now_s = time.monotonic()
         seconds = now_s - max(computed.began_s, self._ended_s)  # one runs after the other
         self._ended_s = now_s
         self._sizer.observe(max(computed.num_tokens * computed.share, 1.0), seconds)
         if vectors is not None:
-            self.counters.tokens_computed += computed.num_tokens
-            self.counters.rows_computed += len(computed.rows)
+            self._counters["tokens_computed"] += computed.num_tokens
+            self._counters["rows_computed"] += len(computed.rows)
             for row, vector in zip(computed.rows, vectors, strict=True):
                 self._finish(row, vector)
 
     def _finish(self, row: WaitingRow, vector: NDArray[np.float32]) -> None:
-        request_id = row.request.id
-        unfinished = self._unfinished.get(request_id)
-        if unfinished is None:  # aborted meanwhile
+        request = row.request
+        if request.id not in self._unfinished:  # aborted meanwhile
             return
         if not np.isfinite(vector).all():
-            self._fail_request(request_id, _not_finite(row.index))
+            self._fail_request(request.id, _not_finite(row.index))
             return
-        unfinished.vectors[row.index] = vector
-        unfinished.num_missing -= 1
-        if not unfinished.num_missing:
-            del self._unfinished[request_id]
-            reason, pooled = FinishReason.STOP, unfinished.vectors
-            self._emit([TokenEvent.without_token(request_id, reason, pooled=pooled)])
+        request.vectors[row.index] = vector
+        request.num_missing -= 1
+        if not request.num_missing:
+            del self._unfinished[request.id]
+            reason, pooled = FinishReason.STOP, request.vectors
+            self._emit([TokenEvent.without_token(request.id, reason, pooled=pooled)])
 
     # -- faults ---------------------------------------------------------------------------------
 
     def _fail(self, rows: Sequence[WaitingRow], error: BaseException) -> None:
         """Fail the requests of a pass; others lose nothing."""
         traceback.clear_frames(error.__traceback__)
-        self.counters.step_failures += 1
+        self._counters["step_failures"] += 1
         for request_id in {row.request.id: None for row in rows}:
             self._fail_request(request_id, _failed(error))
 
@@ -284,26 +256,21 @@ class PoolingLoop:
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the bookkeeping itself was wrong."""
         traceback.clear_frames(error.__traceback__)
-        self.counters.step_failures += 1
+        self._counters["step_failures"] += 1
         for request_id in list(self._unfinished):
             self._fail_request(request_id, _failed(error))
         self._assemble()
 
     def close(self, *, save: bool = True) -> None:
         """Release the model and every array; nothing works afterwards."""
-        del self.model, self._in_flight, self._long
+        del self.model, self._in_flight, self._begun
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers, under the names of a model that generates; there is no KV cache."""
-        counters = self.counters
-        running = sum(any(row.taken for row in each.rows) for each in self._unfinished.values())
+        running = sum(any(row.taken for row in rows) for rows in self._unfinished.values())
         return {
-            "steps": counters.steps,
-            "tokens_computed": counters.tokens_computed,
-            "prompt_tokens_computed": counters.tokens_computed,
-            "rows_computed": counters.rows_computed,
-            "step_failures": counters.step_failures,
-            "longest_pass": counters.longest_pass,
+            **self._counters,
+            "prompt_tokens_computed": self._counters["tokens_computed"],
             "pass_tokens": self._sizer.num_tokens,
             "running": running,
             "waiting": len(self._unfinished) - running,

@@ -15,8 +15,8 @@ from ..models.registry import FAMILIES, SUPPORTED, family
 from ..models.weights.source import Checkpoint
 from ..models.weights.tensors import FLOATS, load_tensors
 from ..models.weights.weights import Weights
-from .config import Dense, Head, LayerNormalise, Normalise, PoolingConfig
-from .pooler import ACTIVATIONS, Pooler, Projected, TokenLogits, Vectors, layer_normed, normalised
+from .config import Head, Module, PoolingConfig
+from .pooler import ACTIVATIONS, Pooler, Projected, Vectors, layer_normed, normalised, token_scores
 
 _HEADS = ("pooler.", "classifier.", "pre_classifier.", "head.", "score.", "dense.")
 _FRONTS = ("bert.", "roberta.", "xlm_roberta.", "distilbert.", "model.")
@@ -129,14 +129,14 @@ def _modules(
     dim = config.hidden_size * len(pooling.modes)
     behind: list[Vectors] = []
     modules = list(pooling.modules)
-    if not any(isinstance(module, Dense) for module in modules):
+    if not any(module.kind == "Dense" for module in modules):
         modules = [*_inner_dense(head, dim), *modules]  # as mlx-embeddings stores them
     for module in modules:
-        if isinstance(module, Normalise):
+        if module.kind == "Normalize":
             behind.append(normalised)
-        elif isinstance(module, LayerNormalise):
+        elif module.kind == "LayerNorm":
             own = _own_weights(folder / module.path, head)
-            shape = (module.dims,)
+            shape = (module.in_dims,)
             behind.append(
                 layer_normed(own.take("norm.weight", shape), own.take("norm.bias", shape))
             )
@@ -154,12 +154,12 @@ def _modules(
     return behind, dim
 
 
-def _inner_dense(head: Weights, dim: int) -> list[Dense]:
+def _inner_dense(head: Weights, dim: int) -> list[Module]:
     """Projections among the model's own tensors: `dense.0.weight` and so on."""
-    found: list[Dense] = []
+    found: list[Module] = []
     while (name := f"dense.{len(found)}") and f"{name}.weight" in head:
         rows = head.shape(f"{name}.weight")[0]
-        found.append(Dense(name, dim, rows, f"{name}.bias" in head, "identity"))
+        found.append(Module("Dense", name, dim, rows, f"{name}.bias" in head, "identity"))
         dim = rows
     return found
 
@@ -174,7 +174,7 @@ def _scorer(pooling: PoolingConfig, model: Model, head: Weights) -> Pooler:
     if pooling.head is Head.TOKENS:
         assert pooling.token_ids is not None, "which tokens score is known by now"
         yes, no = pooling.token_ids
-        steps: list[Vectors] = [TokenLogits(model.logits, yes, no, model.activation_dtype)]
+        steps: list[Vectors] = [token_scores(model.logits, yes, no, model.activation_dtype)]
     else:
         modes, steps = _classifier(model.config, head)
     return Pooler(modes, [*steps, ACTIVATIONS[pooling.activation]])

@@ -1,8 +1,8 @@
 """Which rows are computed together: passes of a bounded number of tokens, no padding. Pure Python.
 
 A pass takes the row that has waited longest, and fills up with the shortest: nothing waits for
-ever, and a short text does not wait behind long ones. A row of more tokens than a pass has is
-computed alone, in slices of a few layers between which passes of other rows take their turns.
+ever, and a short text does not wait behind many long ones. A row of more tokens than a pass has is
+computed alone.
 """
 
 import heapq
@@ -75,68 +75,49 @@ class PassQueue:
     def __init__(self) -> None:
         self._by_age: deque[WaitingRow] = deque()
         self._by_length: list[tuple[int, int, WaitingRow]] = []  # a heap
-        self._long: deque[WaitingRow] = deque()
         self._count = 0
         self.num_waiting = 0
 
-    def add(self, rows: Iterable[WaitingRow], most: int) -> None:
-        """Queue rows; those of more than `most` tokens are computed alone."""
+    def add(self, rows: Iterable[WaitingRow]) -> None:
+        """Queue rows."""
         for row in rows:
             self.num_waiting += 1
-            if row.num_tokens > most:
-                self._long.append(row)
-                continue
-            self._by_age.append(row)
             self._count += 1
+            self._by_age.append(row)
             heapq.heappush(self._by_length, (row.num_tokens, self._count, row))
 
     def discard(self, rows: Iterable[WaitingRow]) -> None:
         """Drop the rows of ended requests."""
         for row in rows:
             if not row.taken:
-                row.taken = True
-                self.num_waiting -= 1
+                self._take(row)
         self._drop_taken()
 
     def take(self, most: int) -> list[WaitingRow]:
         """The rows of the next pass, shortest first: about `most` tokens, at least one row."""
-        oldest = _first(self._by_age)
-        if oldest is None:
+        while self._by_age and self._by_age[0].taken:
+            self._by_age.popleft()
+        if not self._by_age:
             return []
-        found, room = [self._taken(oldest)], most - oldest.num_tokens
+        found = [self._take(self._by_age[0])]
+        room = most - found[0].num_tokens
         while self._by_length and (self._by_length[0][2].taken or self._by_length[0][0] <= room):
             row = heapq.heappop(self._by_length)[2]
             if not row.taken:
                 room -= row.num_tokens
-                found.append(self._taken(row))
+                found.append(self._take(row))
         self._drop_taken()
         return sorted(found, key=lambda row: row.num_tokens)
 
-    def take_long(self) -> WaitingRow | None:
-        """The row that is computed alone next; None: there is none."""
-        row = _first(self._long)
-        return None if row is None else self._taken(row)
-
-    def _taken(self, row: WaitingRow) -> WaitingRow:
+    def _take(self, row: WaitingRow) -> WaitingRow:
         row.taken = True
         self.num_waiting -= 1
         return row
 
     def _drop_taken(self) -> None:
         """Drop entries of rows that do not wait, once most are such: they hold their requests."""
-        entries = len(self._by_age) + len(self._by_length) + len(self._long)
-        if entries <= 4 * self.num_waiting:
+        if len(self._by_age) + len(self._by_length) <= 4 * self.num_waiting:
             return
         self._by_age = deque(row for row in self._by_age if not row.taken)
-        self._long = deque(row for row in self._long if not row.taken)
         self._by_length = [entry for entry in self._by_length if not entry[2].taken]
         heapq.heapify(self._by_length)
-
-
-def _first(rows: deque[WaitingRow]) -> WaitingRow | None:
-    """The oldest row that still waits."""
-    while rows:
-        if not rows[0].taken:
-            return rows[0]
-        rows.popleft()
-    return None

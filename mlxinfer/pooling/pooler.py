@@ -113,8 +113,8 @@ def layer_normed(weight: mx.array, bias: mx.array) -> Vectors:
     return partial(mx.fast.layer_norm, weight=weight, bias=bias, eps=1e-5)
 
 
-class TokenLogits:
-    """Scores of rows by the logits of tokens that would come next: (N, hidden) -> (N, 1).
+def token_scores(logits: Vectors, yes: int, no: int | None, dtype: mx.Dtype) -> Vectors:
+    """Scores of rows by the logits of tokens that would come next: (N, hidden) -> (N, 1) float32.
 
     Args:
         logits: (N, hidden) -> (N, vocab).
@@ -123,18 +123,10 @@ class TokenLogits:
         dtype: of hidden states.
     """
 
-    __slots__ = ("dtype", "logits", "no", "yes")
-
-    def __init__(self, logits: Vectors, yes: int, no: int | None, dtype: mx.Dtype) -> None:
-        self.logits = logits
-        self.yes = yes
-        self.no = no
-        self.dtype = dtype
-
-    def __call__(self, vectors: mx.array) -> mx.array:
-        """(N, hidden) -> (N, 1) float32."""
-        logits = self.logits(vectors.astype(self.dtype))
-        score = logits[:, self.yes : self.yes + 1]
-        if self.no is not None:
-            score = score - logits[:, self.no : self.no + 1]
+    def scores(vectors: mx.array) -> mx.array:
+        found = logits(vectors.astype(dtype))
+        score = found[:, yes : yes + 1]
+        score = score if no is None else score - found[:, no : no + 1]
         return score.astype(mx.float32)
+
+    return scores

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..core import check_token_ids
 from ..errors import ContextLengthError, InvalidRequestError
@@ -27,6 +28,8 @@ class PoolingRequest:
     rows: Sequence[TokenRow]
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first pass was launched
+    vectors: Any = None  # (rows, dim) float32, as far as they are computed; set by the loop
+    num_missing: int = 0  # rows without a vector yet
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,7 @@ from ..backend import require_mlx
 from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, InvalidRequestError, shown
 from ..models import stoppable
-from ..pooling.config import Normalise, PoolingConfig, Task, read_pooling
+from ..pooling.config import NORMALISE, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .base import ModelSession
@@ -204,7 +204,7 @@ class PoolingSession(ModelSession):
             InvalidRequestError: `normalize` is False, and the model itself normalises.
         """
         cut = vectors if dimensions is None else vectors[:, :dimensions]
-        own = any(isinstance(module, Normalise) for module in self.pooling.modules)
+        own = NORMALISE in self.pooling.modules
         if own and normalize is False:
             raise InvalidRequestError(
                 "This model's own files bring its vectors to length 1, so there are none of other "

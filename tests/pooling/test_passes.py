@@ -101,22 +101,6 @@ def test_any_program_of_requests_gives_what_each_row_gives_alone(model, seed):
         np.testing.assert_allclose(event.pooled, expected, atol=2e-5)
 
 
-def test_a_short_text_is_not_behind_a_long_one(model):
-    """While a row of many slices is computed, others come and go."""
-    rng = random.Random(3)
-    watched = Watched.of(model, 6)
-    watched.add("long", [row(rng, MOST_TOKENS)])
-    watched.loop.turn()
-    for number in range(4):
-        watched.add(f"short{number}", [row(rng, 4)])
-    for _ in range(4):
-        watched.loop.turn()
-    assert "short0" in watched.events
-    assert "long" not in watched.events
-    watched.run()
-    assert set(watched.events) == {"long", *(f"short{n}" for n in range(4))}
-
-
 def test_every_turn_launches_while_only_long_rows_wait(model):
     rng = random.Random(5)
     watched = Watched.of(model, 6)
@@ -135,8 +119,8 @@ def waiting(lengths: list[int], name: str = "a") -> list[WaitingRow]:
 
 def test_a_pass_takes_the_oldest_row_then_the_shortest():
     queue = PassQueue()
-    queue.add(waiting([8, 3, 9]), most=10)
-    queue.add(waiting([1, 2, 7], "b"), most=10)
+    queue.add(waiting([8, 3, 9]))
+    queue.add(waiting([1, 2, 7], "b"))
     passes = []
     while queue.num_waiting:
         taken = queue.take(10)
@@ -152,13 +136,13 @@ def test_a_pass_takes_the_oldest_row_then_the_shortest():
 def test_rows_longer_than_a_pass_are_taken_alone():
     queue = PassQueue()
     rows = waiting([30, 4, 20])
-    queue.add(rows, most=10)
-    assert [each.num_tokens for each in queue.take(10)] == [4]
+    queue.add(rows)
     queue.discard(rows[:1])
-    first = queue.take_long()
-    assert first is not None
-    assert first.num_tokens == 20
-    assert queue.take_long() is None
+    assert [each.num_tokens for each in queue.take(10)] == [4]
+    queue.add(waiting([2]))
+    assert [each.num_tokens for each in queue.take(10)] == [20]
+    assert [each.num_tokens for each in queue.take(10)] == [2]
+    assert not queue.take(10)
     assert queue.num_waiting == 0
 
 
@@ -259,15 +243,15 @@ def test_a_row_of_many_slices_is_read_once(model):
 def test_rows_that_do_not_wait_are_not_held():
     """Short texts never run out here, so that long ones that were taken stay behind them."""
     queue = PassQueue()
-    queue.add(waiting([1] * 20), most=10)
+    queue.add(waiting([1] * 20))
     for _ in range(300):
-        queue.add(waiting([9] + [1] * 9), most=10)
+        queue.add(waiting([9] + [1] * 9))
         for _ in range(2):
             queue.take(9)
     assert queue.num_waiting < 60
     assert len(queue._by_length) <= 4 * queue.num_waiting
     rows = waiting([5] * 9 + [50])
     other = PassQueue()
-    other.add(rows, most=10)
+    other.add(rows)
     other.discard(rows)
-    assert [*other._by_age, *other._by_length, *other._long] == []
+    assert [*other._by_age, *other._by_length] == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from mlxinfer.pooling.config import Dense, Head, Normalise, Task, read_pooling
+from mlxinfer.pooling.config import NORMALISE, Head, Module, Task, read_pooling
 
 BERT = {"model_type": "bert", "architectures": ["BertModel"]}
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -87,7 +87,7 @@ def test_modules_prompts_and_limits(tmp_path):
     )
     found = read_pooling(tmp_path)
     assert found is not None
-    assert found.modules == (Dense("2_Dense", 8, 4, False, "identity"), Normalise())
+    assert found.modules == (Module("Dense", "2_Dense", 8, 4), NORMALISE)
     assert not found.pools_prompt
     assert (found.max_tokens, found.lowercase, found.similarity) == (77, True, "dot")
     assert found.matryoshka == (64, 128)
@@ -129,7 +129,7 @@ def test_a_task_that_is_asked_for_counts_more_than_files(tmp_path):
     folder_of(tmp_path, QWEN)
     found = read_pooling(tmp_path, "chat", "embed")
     assert found is not None
-    assert (found.modes, found.modules) == (("lasttoken",), (Normalise(),))
+    assert (found.modes, found.modules) == (("lasttoken",), (NORMALISE,))
     assert read_pooling(tmp_path, "Qwen3-Embedding", "generate") is None
     with pytest.raises(InvalidRequestError, match="generate, embed, score"):
         read_pooling(tmp_path, "chat", "classify")

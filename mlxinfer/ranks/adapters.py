@@ -23,7 +23,8 @@ from . import messages
 POLL_S = 0.01  # between two looks for an answer
 CHECK_S = 600.0  # that a rank may take to read the files
 
-Tell = Callable[[msgspec.Struct], None]
+Tell = Callable[..., None]  # the name of an order, and its arguments
+Say = Callable[[msgspec.Struct], None]
 Hear = Callable[[type, float], Any]
 """The next answer of a kind; None: none came within so many seconds; 0: none is there."""
 
@@ -67,7 +68,7 @@ class OtherAdapters:
             CheckpointError: one of them has other files, or they are not for this model.
             RanksFailedError: the group has failed.
         """
-        self._tell(messages.AdapterCheck(number, str(adapter.folder), adapter.identity))
+        self._tell("check_adapter", number, str(adapter.folder), adapter.identity)
         deadline_s = time.monotonic() + CHECK_S
         while not self._all_answered(number, 0.0):
             if time.monotonic() > deadline_s:
@@ -77,7 +78,7 @@ class OtherAdapters:
 
     def begin_piece(self, number: int) -> None:
         """Let every rank load the next piece; `end_piece` must follow."""
-        self._tell(messages.AdapterPiece(number))
+        self._tell("load_adapter_piece", number)
 
     def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
         """Wait for the ends of that piece; whether it was the last of all.
@@ -95,7 +96,7 @@ class OtherAdapters:
     def remove(self, number: int) -> None:
         """Let every rank take the adapter off its part, as far as it was loaded."""
         self._answers.pop(number, None)
-        self._tell(messages.AdapterRemove(number))
+        self._tell("remove_adapter", number)
 
     def _all_answered(self, number: int, timeout_s: float) -> bool:
         """Whether all have answered about this adapter, each within so many seconds."""
@@ -126,44 +127,51 @@ class OwnAdapters:
         say: answers rank 0; from any thread.
     """
 
-    def __init__(self, rank: int, load: int, model: LanguageModel, say: Tell) -> None:
+    def __init__(self, rank: int, load: int, model: LanguageModel, say: Say) -> None:
         self._rank = rank
         self._load = load
         self._say = say
         self._loaded = ModelAdapters(model)
         self._loading: dict[int, Iterator[None]] = {}
 
-    def check(self, order: messages.AdapterCheck) -> None:
-        """Read the files, while steps go on; `AdapterDone` follows."""
-        name = "mlxinfer-adapter"
-        threading.Thread(target=self._check, args=(order,), name=name, daemon=True).start()
+    def check(self, number: int, folder: str, identity: str) -> None:
+        """Read the files, while steps go on; `AdapterDone` follows.
 
-    def _check(self, order: messages.AdapterCheck) -> None:
+        Args:
+            number: of its rows in steps.
+            folder: of the adapter.
+            identity: of the files that rank 0 has.
+        """
+        given = number, folder, identity
+        name = "mlxinfer-adapter"
+        threading.Thread(target=self._check, args=given, name=name, daemon=True).start()
+
+    def _check(self, number: int, folder: str, identity: str) -> None:
         problem, num_bytes = None, 0
         try:
-            adapter = read_adapter(Path(order.folder))
-            if adapter.identity != order.identity:
+            adapter = read_adapter(Path(folder))
+            if adapter.identity != identity:
                 raise CheckpointError("it is not the adapter that rank 0 has; copy the same files.")
             placements = self._loaded.check(adapter)
             num_bytes = self._loaded.estimate(placements)
-            self._loading[order.number] = self._loaded.load(order.number, adapter, placements)
+            self._loading[number] = self._loaded.load(number, adapter, placements)
         except Exception as error:  # whatever it is: rank 0 waits for an answer
             problem = str(error) if isinstance(error, MlxinferError) else repr(error)
-        self._done(order.number, problem, num_bytes=num_bytes, ended=False)
+        self._done(number, problem, num_bytes=num_bytes, ended=False)
 
-    def piece(self, order: messages.AdapterPiece) -> None:
+    def piece(self, number: int) -> None:
         """Load the next piece, on the thread that owns MLX."""
         problem, ended = None, True
         try:
-            ended = next(self._loading[order.number], self) is self
+            ended = next(self._loading[number], self) is self
         except MlxinferError as error:
             problem = str(error)
-        self._done(order.number, problem, num_bytes=0, ended=ended)
+        self._done(number, problem, num_bytes=0, ended=ended)
 
-    def remove(self, order: messages.AdapterRemove) -> None:
+    def remove(self, number: int) -> None:
         """Take an adapter off."""
-        self._loading.pop(order.number, None)
-        self._loaded.remove(order.number)
+        self._loading.pop(number, None)
+        self._loaded.remove(number)
 
     def _done(self, number: int, problem: str | None, *, num_bytes: int, ended: bool) -> None:
         self._say(messages.AdapterDone(self._rank, self._load, number, problem, num_bytes, ended))

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from ..cache.disk import DiskTier, namespace_key
 from ..cache.inputs import Spill
 from ..errors import RanksFailedError
@@ -19,7 +17,7 @@ from .wire import spill_part
 
 GRACE_S = 5.0  # that a rank may take to answer, beside the time that it was given to write
 
-Tell = Callable[[msgspec.Struct], None]
+Tell = Callable[..., None]  # the name of an order, and its arguments
 Hear = Callable[[type, float], Any]
 """The next answer of a kind; None: none came within so many seconds."""
 
@@ -55,12 +53,12 @@ class OtherDisks:
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
         """Let them open a folder of this path."""
-        self._tell(messages.DiskOpen(folder, namespace, max_bytes))
+        self._tell("open_disk", folder, namespace, max_bytes)
 
     def begin_fetch(self, places: Sequence[tuple[int, bytes]]) -> None:
         """Let them read (group, key); `end_fetch` must follow."""
         self._number += 1
-        self._tell(messages.DiskFetch(self._number, list(places)))
+        self._tell("fetch", self._number, list(places))
 
     def end_fetch(self) -> list[int]:
         """Places that one of them lacks, or found broken, in order; raises RanksFailedError."""
@@ -73,7 +71,7 @@ class OtherDisks:
         """Let them store pages and wait for the writes; `end_save` must follow."""
         self._number += 1
         parts = [spill_part(one) for one in spills]
-        self._tell(messages.DiskSave(self._number, parts, timeout_s))
+        self._tell("save", self._number, parts, timeout_s)
 
     def end_save(self, timeout_s: float) -> bool:
         """Whether all have written them."""
@@ -109,16 +107,19 @@ class OwnDisk:
         self._tier: DiskTier | None = None
         self.held: dict[bytes, memoryview] = {}
 
-    def open(self, order: messages.DiskOpen) -> None:
-        """Open the folder, in a namespace of this rank."""
-        namespace = namespace_key(order.namespace.hex(), f"rank {self._rank}")
-        self._tier = DiskTier(order.folder, namespace, max_bytes=order.max_bytes)
+    def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
+        """Keep pages in a folder of this path, in a namespace of this rank."""
+        own = namespace_key(namespace.hex(), f"rank {self._rank}")
+        self._tier = DiskTier(folder, own, max_bytes=max_bytes)
 
-    def fetch(self, order: messages.DiskFetch, page_bytes: Sequence[int]) -> messages.DiskDone:
-        """Read payloads of these sizes by group; a rank without layers of a group has no bytes."""
+    def fetch(self, places: Sequence[tuple[int, bytes]], page_bytes: Sequence[int]) -> list[int]:
+        """Read the payloads of (group, key); the places of those that are not there.
+
+        `page_bytes` are the sizes by group. A rank without layers of a group has no bytes of it.
+        """
         assert self._tier is not None, "rank 0 opens the disk first"
         missing: list[int] = []
-        for place, (group, key) in enumerate(order.places):
+        for place, (group, key) in enumerate(places):
             entry = self._tier.get(key) if page_bytes[group] else None
             if entry is not None and entry.payload.nbytes == page_bytes[group]:
                 self.held[key] = entry.payload
@@ -126,7 +127,7 @@ class OwnDisk:
                 missing.append(place)
             else:
                 self.held[key] = memoryview(b"")
-        return messages.DiskDone(order.number, missing)
+        return missing
 
     def put(self, spilled: Iterable[tuple[Spill, bytes]]) -> None:
         """Queue payloads to be written, of those that have any bytes."""
@@ -134,10 +135,9 @@ class OwnDisk:
             if payload and self._tier is not None:
                 self._tier.put(spill.key, spill.parent, spill.token_ids, payload)
 
-    def flush(self, order: messages.DiskSave) -> messages.DiskDone:
-        """Wait for the writes."""
-        ended = self._tier is not None and self._tier.flush(order.timeout_s)
-        return messages.DiskDone(order.number, [] if ended else [0])
+    def flush(self, timeout_s: float) -> bool:
+        """Wait for the writes; whether all ended in time."""
+        return self._tier is not None and self._tier.flush(timeout_s)
 
     def take_held(self) -> Mapping[bytes, memoryview]:
         """Payloads for the step that comes now; those that it does not want are dropped."""

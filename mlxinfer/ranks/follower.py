@@ -32,11 +32,12 @@ from .disk import OwnDisk
 from .hosts import Place, require_free
 from .join import FORM_S, JOIN_S, WAIT_S, hello_of, join_group
 from .link import GroupLink
-from .wire import Reader, StepMessage, WorkMessage, checksum, spill_of
+from .wire import Reader, SpillPart, StepMessage, WorkMessage, checksum, spill_of
 
 END_S = 2.0
 SILENCE_S = JOIN_S + 20.0  # without a word of rank 0, which says one every second but as it joins
 Find = Callable[[str], Path]  # a model's name -> its folder on this machine
+PING = messages.Call("ping", [])  # is answered by `Pong`, whatever else is being done
 log = logging.getLogger("mlxinfer.ranks")
 
 
@@ -89,22 +90,25 @@ class Follower:
     def run(self) -> None:
         """Follow until the connection ends, which ends the process; with MPI this returns."""
         threading.Thread(target=self._read, name="mlxinfer-control", daemon=True).start()
+        orders = messages.Orders(
+            form=self._form,
+            load=self._load,
+            assemble=self._assemble,
+            commit=self._commit,
+            reset=self._reset,
+            release=self._release,
+            resize=self._resize,
+            open_disk=self._disk.open,
+            fetch=self._fetch,
+            save=self._save,
+            check_adapter=self._check_adapter,
+            load_adapter_piece=self._load_adapter_piece,
+            remove_adapter=self._remove_adapter,
+        )
         obey: dict[type, Callable[[Any], None]] = {
-            messages.Form: self._form,
-            messages.Load: self._load,
-            messages.Assemble: self._assemble,
+            messages.Call: orders.obey,
             StepMessage: self._step,
-            messages.Commit: self._commit,
-            messages.Reset: self._reset,
-            messages.Release: self._release,
-            messages.Resize: self._resize,
             WorkMessage: self._work,
-            messages.DiskOpen: self._disk.open,
-            messages.DiskFetch: self._fetch,
-            messages.DiskSave: self._save,
-            messages.AdapterCheck: lambda order: self._own_adapters.check(order),
-            messages.AdapterPiece: lambda order: self._own_adapters.piece(order),
-            messages.AdapterRemove: self._remove_adapter,
         }
         while True:
             message = self._inbox.get()
@@ -130,7 +134,7 @@ class Follower:
             while True:
                 message = self._orders.decode(self._connection.receive_within(patience_s))
                 patience_s = SILENCE_S
-                if isinstance(message, messages.Ping):
+                if message == PING:
                     self._say(messages.Pong())
                 else:
                     self._inbox.put(message)
@@ -146,59 +150,82 @@ class Follower:
 
     # -- on the thread that owns MLX ------------------------------------------------------------
 
-    def _form(self, _: messages.Form) -> None:
+    def _form(self) -> None:
+        """All ranks are there: form the group of MLX."""
         self._link = GroupLink(join_group(self._place), overlaps=self._place.overlaps)
         log.info("rank %d of %d has joined", self._place.rank, self._place.size)
 
-    def _load(self, message: messages.Load) -> None:
+    def _load(
+        self, number: int, name: str, folder: str, dtype: str, pipeline: bool, digest: int
+    ) -> None:
+        """Load this rank's part of a model; `Loaded` answers.
+
+        Args:
+            number: of such orders so far.
+            name: of the model.
+            folder: of the checkpoint on rank 0's machine.
+            dtype: of activations.
+            pipeline: whether ranks have layers, rather than parts of every layer.
+            digest: of the checkpoint's files, see `digest_of`.
+        """
         assert self._link is not None, "a group is formed before a model is loaded"
         rank, problem, reads = self._place.rank, None, list[int]()
         try:
             self._model = load_share(
-                self._folder(message),
+                self._folder(name, folder, digest),
                 rank,
                 self._link,
-                dtype=message.dtype,
-                pipeline=message.pipeline,
+                dtype=dtype,
+                pipeline=pipeline,
                 read=reads.append,
             )
         except (MlxinferError, OSError) as error:  # rank 0 says so, and may load another model
-            log.error("rank %d cannot load %s: %s", rank, message.name, error)
+            log.error("rank %d cannot load %s: %s", rank, name, error)
             problem = str(error)
         if self._model is not None and problem is None:
-            self._adapters = OwnAdapters(rank, message.number, self._model, self._say)
-        self._sums_tokens = not message.pipeline
+            self._adapters = OwnAdapters(rank, number, self._model, self._say)
+        self._sums_tokens = not pipeline
         num_bytes = 0 if self._model is None else self._model.num_bytes
         facts = num_bytes, sum(reads), total_memory_bytes()
-        self._say(messages.Loaded(rank, message.number, problem, *facts))
+        self._say(messages.Loaded(rank, number, problem, *facts))
 
     @property
     def _own_adapters(self) -> OwnAdapters:
         assert self._adapters is not None, "a model is loaded before its adapters are"
         return self._adapters
 
-    def _folder(self, message: messages.Load) -> Path:
+    def _folder(self, name: str, stated: str, digest: int) -> Path:
         """Where the checkpoint lies here; MlxinferError where it is another one."""
-        folder = Path(message.folder) if self._find is None else self._find(message.name)
-        if messages.digest_of(folder) != message.digest:
+        folder = Path(stated) if self._find is None else self._find(name)
+        if messages.digest_of(folder) != digest:
             raise MlxinferError(
                 f"{folder} is not the checkpoint that rank 0 has; copy or download the same one."
             )
         return folder
 
-    def _assemble(self, message: messages.Assemble) -> None:
+    def _assemble(
+        self,
+        page_size: int,
+        max_batch: int,
+        prefill_chunk: int,
+        kv_budget_bytes: int,
+        num_pages: int | None,
+        kv: KVOptions,
+        taps: list[int],
+    ) -> None:
+        """Make the KV cache of an `EngineConfig` of these fields; `Ready` answers.
+
+        `taps` are the layers of which rank 0 wants the outputs.
+        """
         assert self._model is not None
-        page_size, max_batch, chunk, budget, num_pages, *kv, taps = msgspec.structs.astuple(message)
         config = EngineConfig(
             page_size=page_size,
             max_batch=max_batch,
-            prefill_chunk=chunk,
+            prefill_chunk=prefill_chunk,
             max_context=self._model.config.max_context,
-            kv_budget_bytes=budget,
+            kv_budget_bytes=kv_budget_bytes,
             num_pages=num_pages,
-            kv=KVOptions(
-                bits=kv[0], window=kv[1], sinks=kv[2], plain_ends=kv[3], plain_windows=kv[4]
-            ),
+            kv=kv,
         )
         cache = cache_of(self._model, config, choose_on_this_machine())
         link = self._link if self._sums_tokens else None
@@ -222,11 +249,13 @@ class Follower:
         mx.async_eval(arrays)
         self._in_flight = _InFlight(computed, arrays)
 
-    def _commit(self, message: messages.Commit) -> None:
+    def _commit(self, num_kept: dict[int, int]) -> None:
+        """Keep so many tokens of a step with proposals, see `KVCache.commit`."""
         assert self._forward is not None
-        self._forward.cache.commit(message.num_kept)
+        self._forward.cache.commit(num_kept)
 
-    def _reset(self, _: messages.Reset) -> None:
+    def _reset(self) -> None:
+        """Forget what is in the cache."""
         assert self._forward is not None
         self._in_flight = None
         self._forward.cache.reset()
@@ -247,29 +276,38 @@ class Follower:
         cache.make_room(work.num_slots)
         self._disk.put(cache.carry_out(work))
 
-    def _fetch(self, message: messages.DiskFetch) -> None:
+    def _fetch(self, number: int, places: list[tuple[int, bytes]]) -> None:
+        """Read (group, key) for the next step; `DiskDone` answers this order's number."""
         assert self._forward is not None
         cache = self._forward.cache
         page_bytes = [group.page_bytes for group in cache.groups]
         page_bytes += [] if cache.state_group is None else [cache.state_group.num_bytes]
-        self._say(self._disk.fetch(message, page_bytes))
+        self._say(messages.DiskDone(number, self._disk.fetch(places, page_bytes)))
 
-    def _save(self, message: messages.DiskSave) -> None:
+    def _save(self, number: int, spills: list[SpillPart], timeout_s: float) -> None:
+        """Store pages, and wait for the writes; `DiskDone` answers this order's number."""
         assert self._forward is not None
-        spills = [spill_of(part) for part in message.spills]
-        self._disk.put(self._forward.cache.read_out(spills))
-        self._say(self._disk.flush(message))
+        self._disk.put(self._forward.cache.read_out([spill_of(part) for part in spills]))
+        self._say(messages.DiskDone(number, [] if self._disk.flush(timeout_s) else [0]))
 
-    def _resize(self, message: messages.Resize) -> None:
+    def _resize(self, num_pages: list[int]) -> None:
+        """Each layer group may have so many pages: adapters take memory, or give it back."""
         assert self._forward is not None
-        for group, count in zip(self._forward.cache.groups, message.num_pages, strict=True):
+        for group, count in zip(self._forward.cache.groups, num_pages, strict=True):
             group.allocator.resize(count)
 
-    def _remove_adapter(self, message: messages.AdapterRemove) -> None:
-        if self._adapters is not None:  # else its model went while it was being loaded
-            self._adapters.remove(message)
+    def _check_adapter(self, number: int, folder: str, identity: str) -> None:
+        self._own_adapters.check(number, folder, identity)
 
-    def _release(self, _: messages.Release) -> None:
+    def _load_adapter_piece(self, number: int) -> None:
+        self._own_adapters.piece(number)
+
+    def _remove_adapter(self, number: int) -> None:
+        if self._adapters is not None:  # else its model went while it was being loaded
+            self._adapters.remove(number)
+
+    def _release(self) -> None:
+        """Forget the model and its cache; another may follow."""
         self._model = self._forward = self._in_flight = self._adapters = None
         self._disk.close(END_S)
         gc.collect()

@@ -96,7 +96,7 @@ class RankGroup:
         self._heard_s = dict.fromkeys(self._ranks, time.monotonic())
         self._watcher = threading.Thread(target=self._watch, name="mlxinfer-ranks", daemon=True)
         self._watcher.start()
-        self._tell(messages.Form())
+        self._tell("form")
         try:
             self._group_link = GroupLink(join_group(place), overlaps=place.overlaps)
         except RuntimeError as error:
@@ -148,13 +148,12 @@ class RankGroup:
         self._pipeline = pipeline
         self._num_loads += 1
         digest = messages.digest_of(folder)
-        order = messages.Load(self._num_loads, name, str(folder), dtype, pipeline, digest)
         self._problems.clear()
         self._answers = _no_answers()  # what was left there is of a model that was given up
-        self._tell(order)
+        self._tell("load", self._num_loads, name, str(folder), dtype, pipeline, digest)
 
         def watched(done: int, total: int) -> None:
-            self._check_loading(order)
+            self._check_loading(name)
             if watch is not None:
                 watch(done, total)
 
@@ -163,9 +162,9 @@ class RankGroup:
                 folder, 0, self._group_link, dtype=dtype, pipeline=pipeline, watch=watched
             )
             self.loaded = self._await(messages.Loaded, LOAD_S)
-            self._check_loading(order)
+            self._check_loading(name)
         except MlxinferError:  # the others are there for the next model
-            self._tell(messages.Release())
+            self._tell("release")
             raise
         form = f"{'stages' if pipeline else 'parts'} of {self.place.size} ranks"
         self.disks = OtherDisks(
@@ -176,10 +175,10 @@ class RankGroup:
         )
         return model
 
-    def _check_loading(self, order: messages.Load) -> None:
+    def _check_loading(self, name: str) -> None:
         """Raise CheckpointError where a rank has said that it cannot load its part."""
         for rank, problem in sorted(self._problems.items()):
-            raise CheckpointError(f"Rank {rank} cannot load {order.name}: {problem}")
+            raise CheckpointError(f"Rank {rank} cannot load {name}: {problem}")
 
     def kv_bytes(
         self, room: Callable[[int], int], own_bytes: int, *, adapter_bytes: int = 0
@@ -203,24 +202,12 @@ class RankGroup:
         Raises:
             RanksFailedError: the group has failed, or another's cache is different.
         """
-        kv = config.kv
         self._writer = Writer()
         self._sent_s.clear()
         self._groups = cache.groups
+        sizes = config.page_size, config.max_batch, config.prefill_chunk
         self._tell(
-            messages.Assemble(
-                config.page_size,
-                config.max_batch,
-                config.prefill_chunk,
-                config.kv_budget_bytes,
-                config.num_pages,
-                kv.bits,
-                kv.window,
-                kv.sinks,
-                kv.plain_ends,
-                kv.plain_windows,
-                list(taps),
-            )
+            "assemble", *sizes, config.kv_budget_bytes, config.num_pages, config.kv, list(taps)
         )
         own = messages.ready(cache)
         others = self._await(messages.Ready, READY_S)
@@ -241,7 +228,7 @@ class RankGroup:
     def release(self) -> None:
         """The model is not used any more; another may be loaded."""
         with contextlib.suppress(RanksFailedError):
-            self._tell(messages.Release())
+            self._tell("release")
         self._sent_s.clear()  # steps in flight are not read any more
         self._claimed = None
 
@@ -278,15 +265,16 @@ class RankGroup:
         if self._sent_s:
             self._sent_s.pop(0)
         if num_kept:
-            self._tell(messages.Commit(dict(num_kept)))
+            self._tell("commit", dict(num_kept))
 
     def carry_out(self, work: CacheWork) -> None:
         """As of `KVCache.carry_out`, without a step."""
-        self._tell(self._writer.work(work, [g.allocator.extent for g in self._groups]))
+        message = self._writer.work(work, [g.allocator.extent for g in self._groups])
+        self._send_frame(self._orders.encode(message))
 
     def resize(self, num_pages: Sequence[int]) -> None:
         """Every rank may have so many pages of each layer group from now on."""
-        self._tell(messages.Resize(list(num_pages)))
+        self._tell("resize", list(num_pages))
 
     def reset(self, error: BaseException) -> None:
         """A step failed by this error: what is in the caches is forgotten.
@@ -298,7 +286,7 @@ class RankGroup:
         if isinstance(error, RuntimeError):
             raise self.fail(error) from error
         self._sent_s.clear()
-        self._tell(messages.Reset())
+        self._tell("reset")
 
     def fail(self, error: BaseException) -> RanksFailedError:
         """Nothing is to be trusted any more: the error that says so."""
@@ -330,9 +318,9 @@ class RankGroup:
 
     # -- others ---------------------------------------------------------------------------------
 
-    def _tell(self, message: msgspec.Struct) -> None:
-        """Send a message to all others."""
-        self._send_frame(self._orders.encode(message))
+    def _tell(self, name: str, *arguments: object) -> None:
+        """Let all others call a method, see `messages.Orders`."""
+        self._send_frame(self._orders.encode(messages.Call(name, list(arguments))))
 
     def _send_frame(self, frame: bytes) -> None:
         try:
@@ -389,7 +377,7 @@ class RankGroup:
                         self._hear(key.data)
                     now_s = time.monotonic()
                     if now_s > pinged_s + PING_S:
-                        self._tell(messages.Ping())
+                        self._tell("ping")
                         pinged_s = now_s
                     self._check_time(now_s)
                 except RanksFailedError:

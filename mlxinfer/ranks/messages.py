@@ -1,112 +1,48 @@
 """What rank 0 and the others say to each other, apart from steps (wire.py)."""
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from types import GenericAlias
+from typing import Any, get_type_hints
 
 import msgspec
 
 from ..cache.kv import KVCache
 from ..models.weights.files import read_headers
 from .control import Messages
-from .wire import SpillPart, StepMessage, WorkMessage
+from .wire import StepMessage, WorkMessage
 
 
-class Load(msgspec.Struct, array_like=True, tag="load"):
-    """Load your part of a model. To be answered by `Loaded`."""
+class Call(msgspec.Struct, array_like=True, tag="call"):
+    """An order of rank 0: the others call the method of this name, see `Orders`."""
 
-    number: int  # of such orders so far
     name: str
-    folder: str
-    dtype: str
-    pipeline: bool
-    digest: int  # of the checkpoint's files, see `digest_of`
+    arguments: list[Any]
 
 
-class Assemble(msgspec.Struct, array_like=True, tag="assemble"):
-    """Make the KV cache: fields of EngineConfig and KVOptions. To be answered by `Ready`."""
+class Orders:
+    """The methods that rank 0 may call on the others, by name.
 
-    page_size: int
-    max_batch: int
-    prefill_chunk: int
-    kv_budget_bytes: int
-    num_pages: int | None
-    kv_bits: tuple[int | None, int | None]
-    kv_window: int | None
-    kv_sinks: int
-    kv_plain_ends: bool
-    kv_plain_windows: bool
-    taps: list[int]  # layers of which rank 0 wants the outputs
+    Arguments are checked against the types that the methods declare, so that nothing else than
+    numbers, bytes and text arrives.
 
+    Args:
+        methods: by the name that rank 0 uses.
+    """
 
-class Commit(msgspec.Struct, array_like=True, tag="commit"):
-    """Tokens of a step with proposals that stay, see `KVCache.commit`."""
+    def __init__(self, **methods: Callable[..., None]) -> None:
+        self._methods = methods
+        self._types: dict[str, Any] = {}
+        for name, method in methods.items():
+            hints = get_type_hints(method)
+            hints.pop("return", None)
+            self._types[name] = GenericAlias(tuple, tuple(hints.values()))
 
-    num_kept: dict[int, int]
-
-
-class Reset(msgspec.Struct, array_like=True, tag="reset"):
-    """Forget what is in the cache."""
-
-
-class Resize(msgspec.Struct, array_like=True, tag="resize"):
-    """Pages that each layer group may have from now on: adapters take memory, or give it back."""
-
-    num_pages: list[int]
-
-
-class AdapterCheck(msgspec.Struct, array_like=True, tag="adapter"):
-    """Read an adapter's files, which must be these. To be answered by `AdapterDone`."""
-
-    number: int  # of its rows in steps
-    folder: str
-    identity: str
-
-
-class AdapterPiece(msgspec.Struct, array_like=True, tag="piece"):
-    """Load the next piece of it. To be answered by `AdapterDone`."""
-
-    number: int
-
-
-class AdapterRemove(msgspec.Struct, array_like=True, tag="remove"):
-    """Take an adapter off the model, whatever of it is there."""
-
-    number: int
-
-
-class DiskOpen(msgspec.Struct, array_like=True, tag="disk"):
-    """Keep pages in a folder of this path, under this namespace and the rank's number."""
-
-    folder: str
-    namespace: bytes
-    max_bytes: int
-
-
-class DiskFetch(msgspec.Struct, array_like=True, tag="fetch"):
-    """Read pages for the next step. To be answered by `DiskDone`."""
-
-    number: int  # of such orders so far
-    places: list[tuple[int, bytes]]  # layer group, key
-
-
-class DiskSave(msgspec.Struct, array_like=True, tag="save"):
-    """Store pages, and wait for the writes. To be answered by `DiskDone`."""
-
-    number: int  # of such orders so far
-    spills: list[SpillPart]
-    timeout_s: float
-
-
-class Release(msgspec.Struct, array_like=True, tag="release"):
-    """Forget the model and its cache; another may follow."""
-
-
-class Form(msgspec.Struct, array_like=True, tag="form"):
-    """All ranks are there: form the group of MLX."""
-
-
-class Ping(msgspec.Struct, array_like=True, tag="ping"):
-    """Say that you live. To be answered by `Pong`, whatever else is being done."""
+    def obey(self, call: Call) -> None:
+        """Call a method; msgspec.ValidationError where the arguments are not of its types."""
+        arguments = msgspec.convert(call.arguments, self._types[call.name])
+        self._methods[call.name](*arguments)
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
@@ -164,11 +100,6 @@ class Pong(msgspec.Struct, array_like=True, tag="pong"):
     """It lives."""
 
 
-ORDERS = (
-    *(Load, Assemble, StepMessage, Commit, Reset, Release, Form, Ping),
-    *(Resize, AdapterCheck, AdapterPiece, AdapterRemove),
-    *(DiskOpen, DiskFetch, DiskSave, WorkMessage),
-)
 REPLIES = (Loaded, Ready, Checked, Failed, Pong, AdapterDone, DiskDone)
 
 
@@ -181,12 +112,12 @@ def ready(cache: KVCache) -> Ready:
 
 
 def orders() -> Messages:
-    """What rank 0 says."""
-    return Messages(ORDERS)
+    """The messages of rank 0."""
+    return Messages((Call, StepMessage, WorkMessage))
 
 
 def replies() -> Messages:
-    """What the others say."""
+    """The messages of the others."""
     return Messages(REPLIES)
 
 

@@ -138,7 +138,7 @@ def test_a_look_for_answers_holds_no_step_up() -> None:
         waits.append(timeout_s)
         return came.pop() if len(waits) > 3 and came else None
 
-    others, most = OtherAdapters(2, lambda _: None, hear, AssertionError, piece_s=1.0), []
+    others, most = OtherAdapters(2, lambda *_: None, hear, AssertionError, piece_s=1.0), []
 
     def checking() -> Iterator[float]:
         most.append((yield from others.check(7, adapter)))
@@ -175,14 +175,14 @@ def test_a_file_that_changes_behind_the_check_ends_no_rank(tmp_path: Path, chang
     adapter = read_adapter(folder)
     answers: Queue[messages.AdapterDone] = Queue()
     own = OwnAdapters(1, 1, load(checkpoint("qwen2-v5")), answers.put)
-    own.check(messages.AdapterCheck(7, str(folder), adapter.identity))
+    own.check(7, str(folder), adapter.identity)
     assert answers.get(timeout=60).problem is None
     if change == "deleted":
         adapter.file.unlink()
     else:
         os.truncate(adapter.file, adapter.file.stat().st_size // 2)
     for _ in range(100):
-        own.piece(messages.AdapterPiece(7))
+        own.piece(7)
         answer = answers.get_nowait()
         if answer.ended:
             break

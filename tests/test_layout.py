@@ -118,8 +118,6 @@ WITHOUT_MLX = (
     "killable",
     "ranks.control",
     "ranks.hosts",
-    "ranks.local",
-    "ranks.options",
     "session",
     "cache.pages",
     "cache.budget",

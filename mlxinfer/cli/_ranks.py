@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ..errors import InvalidRequestError
-from ..ranks.options import RankOptions
+from ..ranks.hosts import RankOptions
 from ..session.options import EngineOptions
 from ._model import fetch
 from ._options import RANK_NAMES
@@ -92,7 +92,7 @@ def inherited_listeners() -> list[socket.socket]:
 
 def restart_when_failed(refuse: Callable[[], None], listeners: Sequence[socket.socket]) -> None:
     """Let the process start again a moment after its group fails; `refuse` is called before."""
-    from ..ranks.open import when_failed
+    from ..ranks.group import when_failed
 
     def again() -> None:
         time.sleep(ANSWER_S)  # errors are on their way to clients

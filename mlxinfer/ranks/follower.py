@@ -30,8 +30,7 @@ from .adapters import OwnAdapters
 from .control import Connection, connect
 from .disk import OwnDisk
 from .hosts import Place, require_free
-from .join import FORM_S, JOIN_S, WAIT_S, hello_of, join_group
-from .link import GroupLink
+from .join import FORM_S, JOIN_S, WAIT_S, GroupLink, hello_of, join_group
 from .wire import Reader, SpillPart, StepMessage, WorkMessage, checksum, spill_of
 
 END_S = 2.0

@@ -8,11 +8,14 @@ import ipaddress
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core import check_count, check_switch
 from ..errors import InvalidRequestError, RanksFailedError
 
 RING_PORT = 32323  # of the first rank; as mlx.launch has it
@@ -225,3 +228,112 @@ def _is_here(address: str) -> bool:
         except OSError:
             return False
         return True
+
+
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """Options of a model that is spread over ranks. Checked when built.
+
+    Raises:
+        InvalidRequestError: a value out of its range.
+    """
+
+    ranks: int = 1
+    hostfile: Path | None = None  # where they are; None: on this machine, or as a launcher says
+    rank: int | None = None  # in the host file; None: the one with this machine's address
+    rank_deadline: float = 60.0  # seconds that a step may take
+    pipeline: bool = False  # ranks have some of the layers each, not a part of every layer
+
+    def __post_init__(self) -> None:
+        check_count("ranks", self.ranks, 1)
+        if self.ranks > MAX_RANKS:
+            raise InvalidRequestError(
+                f"ranks is {self.ranks}; expected {MAX_RANKS} at most.", param="ranks"
+            )
+        if self.rank is not None and self.hostfile is None:
+            raise InvalidRequestError("rank goes with hostfile.", param="rank")
+        check_switch("pipeline", self.pipeline)
+        if self.pipeline and self.is_alone:
+            raise InvalidRequestError(
+                "pipeline divides the layers among ranks, and there is one; say how many with "
+                "ranks, or hostfile.",
+                param="pipeline",
+            )
+        if not self.rank_deadline > 0:
+            raise InvalidRequestError(
+                f"rank_deadline is {self.rank_deadline}; expected seconds above 0.",
+                param="rank_deadline",
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """There are no other ranks."""
+        return self.ranks == 1 and self.hostfile is None and launched() is None
+
+    @property
+    def elsewhere(self) -> Place | None:
+        """This process among ranks that others start too; None: it is alone, or starts them.
+
+        Raises:
+            InvalidRequestError: as of `read_hosts`, or there are not as many as were asked for.
+        """
+        if self.hostfile is not None:
+            place = read_hosts(self.hostfile, self.rank)
+        elif (found := launched()) is not None:
+            place = found
+        else:
+            return None
+        if self.ranks not in (1, place.size):
+            raise InvalidRequestError(
+                f"ranks is {self.ranks}, and there are {place.size} hosts or processes; leave "
+                "ranks out.",
+                param="ranks",
+            )
+        return place
+
+
+END_S = 3.0
+
+
+class LocalRanks:
+    """Processes of all ranks but 0. They end when their connection to rank 0 does."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, place: Place, secret: bytes) -> None:
+        """Start them; what they need goes over their standard input, not where others see it."""
+        for rank in range(1, place.size):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "mlxinfer.ranks"], stdin=subprocess.PIPE
+            )
+            self._processes[rank] = process
+            given = {**asdict(place), "rank": rank, "secret": secret.hex()}
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(given).encode())
+            process.stdin.close()
+
+    def ended(self) -> str | None:
+        """Which one has ended, and how; None: none has."""
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is not None:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                return f"rank {rank} (process {process.pid}) {how}"
+        return None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process of each rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def end(self) -> None:
+        """End them."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes.values():
+            process.wait(END_S)

@@ -159,8 +159,8 @@ def _group(
     if options.spread.is_alone:
         return None
     from ..ranks.follower import follow
+    from ..ranks.group import open_group
     from ..ranks.hosts import shared_secret
-    from ..ranks.open import open_group
 
     place = options.spread.elsewhere
     if place is not None and place.rank:

@@ -15,7 +15,7 @@ from ..core import CacheSpec, KVSpec, check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
-from ..ranks.options import RankOptions
+from ..ranks.hosts import RankOptions
 from ..speculation.options import SpeculationOptions
 
 if TYPE_CHECKING:

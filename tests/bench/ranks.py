@@ -28,10 +28,8 @@ from mlxinfer import LLM, SamplingParams
 from mlxinfer.bench.peer import PeerGeneration, peer_module
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.bench.speed import TokenTimes, _token_times, generation_rate
-from mlxinfer.ranks.group import RankGroup
-from mlxinfer.ranks.hosts import local_place
-from mlxinfer.ranks.open import open_group
-from mlxinfer.ranks.options import RankOptions
+from mlxinfer.ranks.group import RankGroup, open_group
+from mlxinfer.ranks.hosts import RankOptions, local_place
 from tests.bench.checkpoints import LAPTOP, SMALL, Dense, with_tokenizer, write_checkpoint
 
 ALONE, EIGHT, PROMPT = "alone", "8 at once", "prompt"
@@ -314,7 +312,7 @@ def _be_a_peer(folder: Path) -> None:
 
 
 def _counted_bytes(size: int) -> list[int]:
-    """Count the bytes of sums, as `ranks.link.GroupLink` does."""
+    """Count the bytes of sums, as `ranks.join.GroupLink` does."""
     total, all_sum = [0], mx.distributed.all_sum
 
     def counted(x: mx.array, **how: Any) -> mx.array:

@@ -19,9 +19,8 @@ from mlxinfer.ranks import group as group_module
 from mlxinfer.ranks.control import Connection, Hello, connect
 from mlxinfer.ranks.follower import Follower
 from mlxinfer.ranks.group import RankGroup
-from mlxinfer.ranks.hosts import Place, local_place
+from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
 from mlxinfer.ranks.join import shut_ring, version
-from mlxinfer.ranks.local import LocalRanks
 from mlxinfer.ranks.messages import Checked, Loaded, replies
 from mlxinfer.ranks.wire import Writer, checksum
 

@@ -15,6 +15,7 @@ from mlxinfer.ranks import control
 from mlxinfer.ranks.control import Connection, Hello, connect, gather, listen
 from mlxinfer.ranks.hosts import (
     Place,
+    RankOptions,
     free_ports,
     launched,
     read_hosts,
@@ -22,7 +23,6 @@ from mlxinfer.ranks.hosts import (
     require_private,
     shared_secret,
 )
-from mlxinfer.ranks.options import RankOptions
 
 SECRET = b"0123456789abcdef"
 

@@ -35,9 +35,8 @@ from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.registry import family
-from mlxinfer.ranks.group import RankGroup
-from mlxinfer.ranks.open import open_group
-from mlxinfer.ranks.options import RankOptions
+from mlxinfer.ranks.group import RankGroup, open_group
+from mlxinfer.ranks.hosts import RankOptions
 
 SIZE = int(os.environ.get("MLXINFER_RANKS", "2"))
 if SIZE not in (2, 4):

@@ -120,8 +120,8 @@ def _kernel(form: AddNorm) -> MetalKernel:
         body=f"""
             threadgroup float shared[2 * THREADS / 32];
             add_norm<DIMS, THREADS, AFTER, BEFORE>(
-                x, block, {given[0]}, {given[-1]}, {form.after or 0.0!r}f,
-                {form.before or 0.0!r}f, sums, {"normed" if before else "sums"}, shared,
+                x, block, {given[0]}, {given[-1]}, {float(form.after or 0)!r}f,
+                {float(form.before or 0)!r}f, sums, {"normed" if before else "sums"}, shared,
                 threadgroup_position_in_grid.x, thread_position_in_threadgroup.x,
                 simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
         """,

@@ -46,7 +46,7 @@ class Gate(Form):
     def constructor(self) -> str:
         """The activation of `gates.h`, in Metal."""
         clamped = self.function == "clamped_swiglu"
-        numbers = f"{self.alpha!r}f, {self.limit!r}f" if clamped else ""
+        numbers = f"{float(self.alpha)!r}f, {float(self.limit)!r}f" if clamped else ""
         return f"{FUNCTIONS[self.function]}{{{numbers}}}"
 
 

@@ -170,7 +170,8 @@ def _kernel(routing: Routing) -> MetalKernel:
         outputs=("weights", "experts"),
         body=f"""
             route<EXPERTS, K, SIGMOID, NORMALISED, {str(routing.biased).lower()}>(
-                logits, {bias}, {routing.eps!r}f, {routing.factor!r}f, weights, experts,
+                logits, {bias}, {float(routing.eps)!r}f, {float(routing.factor)!r}f,
+                weights, experts,
                 thread_position_in_grid.x / 32, thread_index_in_simdgroup);
         """,
     )

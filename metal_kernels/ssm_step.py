@@ -192,7 +192,7 @@ def _chunks(x: mx.array, size: int) -> mx.array:
 
 @cache
 def _kernel(limits: tuple[float, float]) -> MetalKernel:
-    low, high = ("INFINITY" if limit == float("inf") else f"{limit!r}f" for limit in limits)
+    low, high = ("INFINITY" if limit == float("inf") else f"{float(limit)!r}f" for limit in limits)
     return MetalKernel(
         name="ssm_step",
         inputs=("mixed", "projected", "rates", "biases", "skips", *INPUTS),

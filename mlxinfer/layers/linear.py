@@ -36,8 +36,8 @@ class Linear:
         return mx.addmm(self.bias, x, self.transposed)
 
 
-class QuantizedLinear:
-    """A matrix in one of MLX's quantised formats; the product dequantises as it goes."""
+class QuantizedMatrix:
+    """A matrix, or a stack of matrices, in one of MLX's quantised formats."""
 
     __slots__ = ("bias", "biases", "bits", "group_size", "mode", "scales", "weight")
 
@@ -52,13 +52,19 @@ class QuantizedLinear:
         bits: int,
         mode: str,
     ) -> None:
-        self.weight = weight  # (out_dims, in_dims * bits / 32) uint32
-        self.scales = scales  # (out_dims, in_dims / group_size)
+        self.weight = weight  # (..., out_dims, in_dims * bits / 32) uint32
+        self.scales = scales  # (..., out_dims, in_dims / group_size)
         self.biases = biases  # as scales; affine only
-        self.bias = bias  # (out_dims,)
+        self.bias = bias  # (..., out_dims)
         self.group_size = group_size
         self.bits = bits
         self.mode = mode
+
+
+class QuantizedLinear(QuantizedMatrix):
+    """A quantised matrix; the product dequantises as it goes."""
+
+    __slots__ = ()
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """x (T, in_dims) -> (T, out_dims), plus the residual."""
@@ -182,27 +188,10 @@ class DenseHeadLinear:
         return x @ (self.transposed if transposed else self.weight)
 
 
-class QuantizedHeadLinear:
-    """Matrices in one of MLX's quantised formats, stacked."""
+class QuantizedHeadLinear(QuantizedMatrix):
+    """Quantised matrices, stacked."""
 
-    __slots__ = ("biases", "bits", "group_size", "mode", "scales", "weight")
-
-    def __init__(
-        self,
-        weight: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        *,
-        group_size: int,
-        bits: int,
-        mode: str,
-    ) -> None:
-        self.weight = weight  # (H, out_dims, in_dims * bits / 32) uint32
-        self.scales = scales  # (H, out_dims, in_dims / group_size)
-        self.biases = biases  # as scales; affine only
-        self.group_size = group_size
-        self.bits = bits
-        self.mode = mode
+    __slots__ = ()
 
     def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
         """As of HeadLinear."""

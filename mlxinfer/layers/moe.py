@@ -14,7 +14,7 @@ import numpy as np
 
 from ..metal_kernels.routing import Routing, choose_experts, route
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ModelForm, ReadyFor
-from .linear import Projection
+from .linear import Projection, QuantizedMatrix
 from .mlp import Activation, FeedForward
 
 # From this many (token, expert) pairs on, pairs are sorted by expert, so that each expert's matrix
@@ -235,29 +235,10 @@ class ExpertLinear:
         return y.astype(x.dtype)
 
 
-class QuantizedExpertLinear:
+class QuantizedExpertLinear(QuantizedMatrix):
     """Quantised matrices, stacked."""
 
-    __slots__ = ("bias", "biases", "bits", "group_size", "mode", "scales", "weight")
-
-    def __init__(
-        self,
-        weight: mx.array,
-        scales: mx.array,
-        biases: mx.array | None,
-        bias: mx.array | None = None,
-        *,
-        group_size: int,
-        bits: int,
-        mode: str,
-    ) -> None:
-        self.weight = weight  # (E, out_dims, in_dims * bits / 32) uint32
-        self.scales = scales  # (E, out_dims, in_dims / group_size)
-        self.biases = biases  # as scales; affine only
-        self.bias = bias  # (E, out_dims)
-        self.group_size = group_size
-        self.bits = bits
-        self.mode = mode
+    __slots__ = ()
 
     def __call__(self, x: mx.array, routed: Routed) -> mx.array:
         """x (..., 1, in_dims), with its experts (...) -> (..., 1, out_dims)."""

@@ -8,6 +8,7 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.layers.moe import ExpertChoice
+from mlxinfer.metal_kernels.add_norm import AddNorm
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.routing import (
     ROUNDING,
@@ -86,6 +87,11 @@ def test_of_equal_experts_the_first_and_never_one_that_is_not_there() -> None:
     experts = np.array(on_machine(routing, hidden)[1])
     assert experts[0, 0] == 7
     assert experts.max() < 40
+
+
+def test_whole_numbers_of_a_config_are_floats_in_metal() -> None:
+    assert "3.0f" in Routing(2, factor=3).launch((1, 8), mx.float32).kernel.body
+    assert "1.0f" in AddNorm(64, mx.float32, 1, None).launch((1, 64)).kernel.body
 
 
 def test_groups_have_no_kernel() -> None:

@@ -22,6 +22,7 @@ from ..models.jsonfields import read_json
 from ..text import Tokenizer
 from .arrange import ArrangedSource, arrange, check_complete
 from .calibration.allocation import MeasuredUnit, choose_formats, least_bytes
+from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
 from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limit_for, top1_for
@@ -40,7 +41,14 @@ from .plan import (
 from .read import MLXFormat, Source
 from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
-from .sidefiles import config_json, has_tokenizer, index_json, write_json, write_side_files
+from .sidefiles import (
+    config_json,
+    has_tokenizer,
+    index_json,
+    read_by_mlx_lm,
+    write_json,
+    write_side_files,
+)
 from .verify import Progress
 from .write import (
     Journal,
@@ -62,6 +70,7 @@ FEW_TOKENS_SEEN = (
     "{count} matrices of experts saw too few tokens of the calibration text for error feedback "
     "and were rounded to the nearest: a longer --calibration text would help them."
 )
+NOT_MLX_LM = "mlx-lm does not read {kind} as transformers lays it out: this folder is for mlxinfer."
 AHEAD = (
     "{count} tensors ({first} …) predict tokens further ahead: they are kept for speculation; "
     "a forward pass leaves them out."
@@ -118,6 +127,12 @@ class Conversion:
     def disk_bytes(self) -> int:
         """Estimated bytes on the disk, during the conversion and after it."""
         return disk_bytes(self.arranged, self.plan(), self.options, comparing=self._comparing)
+
+    def seconds(self) -> float:
+        """How long it takes here, about, where a text is calibrated on; else 0."""
+        return estimated_seconds(
+            self.arranged, self.plan(), self.options, self.budget, comparing=self._comparing
+        )
 
     def run(self, *, resume: bool = False, restart: bool = False) -> ConversionReport:
         """Convert.
@@ -205,6 +220,8 @@ class Conversion:
             notes.append(NO_TOKENIZER)
         if unloadable is not None:
             notes.append(unloadable)
+        if not read_by_mlx_lm(self.source, self.arranged.config):
+            notes.append(NOT_MLX_LM.format(kind=self.arranged.config.model_type))
         if ahead := [tensor.output.name for tensor in plan.tensors if tensor.output.ahead]:
             notes.append(AHEAD.format(count=len(ahead), first=min(ahead)))
         if self._learned:

@@ -27,6 +27,17 @@ _MODULE = ("_Dense/model.safetensors", "_LayerNorm/model.safetensors")  # behind
 _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
+UNREAD_BY_MLX_LM = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
+
+
+def read_by_mlx_lm(source: Source, model: ModelConfig) -> bool:
+    """Whether mlx-lm takes this family's tensors in the layout that transformers gives them."""
+    nested = language_config(source.config) is not None
+    return model.model_type not in UNREAD_BY_MLX_LM or (
+        nested and "gemma3n" not in model.model_type
+    )
+
+
 def config_json(source: Source, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
     """The output's config.json; `model` is what the source's says."""
     config = {key: value for key, value in source.config.items() if key not in _LEFT_OUT}
@@ -99,8 +110,7 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
         top["model_type"] = model.model_type
     else:
         top |= {"text_config": text, "vocab_size": model.vocab_size}
-    if not model.tie_word_embeddings:
-        top["tie_word_embeddings"] = False
+    top["tie_word_embeddings"] = text["tie_word_embeddings"] = model.tie_word_embeddings
     return top
 
 
@@ -167,6 +177,12 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
             "decoder_sparse_step": model.fields.get("decoder_sparse_step") or 1,
             "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
         }
+    found |= {
+        "lfm2": {"block_dim": model.hidden_size},
+        "lfm2_moe": {"block_dim": model.hidden_size},
+        "minimax_m2": {"rotary_dim": rope and rope.dims, "shared_intermediate_size": 0},
+        "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0}},  # which stretches nothing
+    }.get(model.model_type, {})
     for key, value in found.items():
         _fill(config, key, value)
     config.setdefault("rope_scaling", None)

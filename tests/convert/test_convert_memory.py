@@ -1,32 +1,38 @@
-"""The check of a conversion works on names and shapes: it reads no weights and makes none."""
+"""Memory of whole conversions: the process's peak, and what the check of names and shapes reads."""
 
 import json
+import shutil
 import subprocess
 import sys
 from math import prod
 from pathlib import Path
 
 import pytest
-from convert_cases import write_source
+from convert_cases import TEXT, write_source
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import Source, open_source
 from tests.bench.checkpoints import Dense
 
 WIDE = Dense(hidden=1024, inner=3072, layers=24, heads=8, kv_heads=8, head_dim=128, vocab=8192)
+MANY = Dense(hidden=192, inner=512, layers=10, heads=4, kv_heads=2, head_dim=48, vocab=32_000)
 ALLOWED = 150 << 20  # bytes beside the largest tensor group
 PROGRAM = """
 import resource, sys
-from pathlib import Path
-from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.read import open_source
+from tests.bench.blas import preload_openblas
+preload_openblas()
+from mlxinfer.cli import main
+import mlxinfer.convert.run, mlxinfer.llm
 from mlxinfer.models.registry import family
-family("llama")  # what is imported later is there
+family("qwen3")  # what is imported later is there
 unit = 1 if sys.platform == "darwin" else 1024
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 before = peak()
-arrange(open_source(Path(sys.argv[1])))
-print(peak() - before)
+try:
+    main(sys.argv[1:])
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print(peak() - before, peak())
 """
 
 
@@ -42,7 +48,20 @@ def hollow_checkpoint(folder: Path, sizes: Dense) -> Path:
         file.write(len(data).to_bytes(8, "little") + data)
         file.truncate(8 + len(data) + end)
     (folder / "config.json").write_text(json.dumps(sizes.config()))
+    demo = Path(__file__).parents[1] / "data" / "demo-bf16"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, folder / name)
+    (folder / "text").write_text(TEXT * 8)
     return folder
+
+
+def peaks(folder: Path, *options: str) -> tuple[int, int]:
+    """Bytes that a process grows by while it converts, and all of its bytes."""
+    command = [sys.executable, "-c", PROGRAM, "convert", str(folder), str(folder / ".." / "out")]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    grown, whole = map(int, done.stdout.splitlines()[-1].split())
+    return grown, whole
 
 
 @pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", "gemma3n_text-v5"])
@@ -54,12 +73,31 @@ def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> N
     assert read == []
 
 
-def test_the_check_takes_no_memory_for_weights(tmp_path: Path) -> None:
-    """A process that checks 600 MB of bfloat16 grows by less than its weights would take."""
-    folder = hollow_checkpoint(tmp_path, WIDE)
-    largest = 2 * max(map(prod, WIDE.shapes().values()))
-    assert (folder / "model.safetensors").stat().st_size > 3 * (ALLOWED + largest)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) <= largest + ALLOWED
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dry-run", "--calibration", "none"),
+        ("--dry-run",),
+        ("--fast",),
+        ("--calibration", "none", "--check", "tensors"),
+    ],
+)
+def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """600 MB of bfloat16."""
+    (tmp_path / "in").mkdir()
+    folder = hollow_checkpoint(tmp_path / "in", WIDE)
+    shapes = WIDE.shapes()
+    layer = 2 * sum(prod(s) for name, s in shapes.items() if ".layers.0." in name)
+    assert (folder / "model.safetensors").stat().st_size > 2 * (ALLOWED + layer)
+    assert peaks(folder, *options)[0] <= ALLOWED + layer
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--target-bpw", "5"), ("--learn", "0.02")], ids=["plain", "target", "learn"]
+)
+def test_calibration_keeps_to_a_limit(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Divergences of all probes at once would take a gigabyte: 32,000 tokens, 62 units."""
+    (tmp_path / "in").mkdir()
+    folder = hollow_checkpoint(tmp_path / "in", MANY)
+    text = ("--calibration", str(folder / "text"), "--check", "tensors")
+    assert peaks(folder, *text, "--max-memory", "300MB", *options)[1] <= 300e6

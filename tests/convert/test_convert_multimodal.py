@@ -11,6 +11,9 @@ from convert_cases import TEXT, convert, write_source
 from models.test_hybrid_layouts import packed, prefixed
 from test_convert_run import by_mlx_lm, by_mlxinfer
 
+from mlxinfer.convert import run
+from mlxinfer.errors import ConversionError
+
 ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.25}
 SPELLED = {"rope_theta": None, "partial_rotary_factor": None, "rope_parameters": ROPE}
 CASES = {  # model_type -> that of the text, a case, changes of its config
@@ -111,3 +114,35 @@ def test_stacks_are_calibrated_under_the_names_that_are_written(outer: str, tmp_
     changed = [name for name in stacks if one[name].dtype == mx.uint32]
     assert changed
     assert all(not mx.array_equal(one[name], other[name]) for name in changed)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_outer_statement_of_a_tied_table_counts(tmp_path: Path, tied: bool) -> None:
+    """transformers writes its default inside of text_config: what is written loads all the same."""
+    source = multimodal(tmp_path / "source", "mistral3")
+    config = json.loads((source / "config.json").read_text())
+    config["tie_word_embeddings"] = tied
+    config["text_config"]["tie_word_embeddings"] = not tied
+    tensors = {name: a for name, a in stored(source).items() if tied <= ("lm_head" not in name)}
+    if not tied:
+        tensors["lm_head.weight"] = mx.ones((config["text_config"]["vocab_size"], 64))
+    (source / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(source / "model.safetensors"), tensors)
+    convert(source, tmp_path / "out", "bf16")
+    ours = by_mlxinfer(tmp_path / "out")
+    assert np.array_equal(ours, by_mlxinfer(source))
+    assert np.allclose(ours, by_mlx_lm(tmp_path / "out"), atol=1e-2)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
+
+
+def test_a_folder_that_would_not_load_is_not_written(tmp_path: Path, monkeypatch) -> None:
+    source = write_source(tmp_path / "source")
+    right = run.config_json
+
+    def wrong(*given: Any) -> dict[str, Any]:
+        return right(*given) | {"num_hidden_layers": 7}
+
+    monkeypatch.setattr(run, "config_json", wrong)
+    with pytest.raises(ConversionError, match="What would be written does not load"):
+        convert(source, tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()

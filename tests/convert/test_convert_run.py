@@ -97,6 +97,22 @@ def test_routers_that_mlx_lm_holds_in_plain_arrays_stay_dense(tmp_path: Path, ca
     assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
 
 
+@pytest.mark.parametrize("case", ["lfm2-v5", "minimax_m2-v5", "deepseek_v2-v5"])
+def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(tmp_path: Path, case: str) -> None:
+    changes = {"tie_word_embeddings": "lfm2" in case}  # mlx-lm always has it so
+    source = write_source(tmp_path / "source", case, changes=changes, dtype=mx.float32)
+    report = convert(source, tmp_path / "out", "fp32")
+    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
+    assert np.array_equal(ours, by_mlxinfer(source))
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    assert not [note for note in report.notes if "mlx-lm" in note]
+
+
+def test_the_end_says_what_mlx_lm_does_not_read(tmp_path: Path) -> None:
+    report = convert(write_source(tmp_path / "source", "falcon_h1-v4"), tmp_path / "out", "bf16")
+    assert any(note.startswith("mlx-lm does not read falcon_h1") for note in report.notes)
+
+
 def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "gemma4_text-v4")
     convert(source, tmp_path / "out", "bf16")

@@ -540,7 +540,7 @@ class LLM:
                 "documents is a text; expected a list of them.", param="documents"
             )
         given = ScoreInput(
-            first=query,
+            first=[query],
             second=documents,
             instruction=instruction,
             truncate=truncate,

@@ -8,6 +8,7 @@ import pytest
 
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.errors import InvalidRequestError, TemplateError
+from mlxinfer.session.inputs import ChatInput
 from mlxinfer.text import ChatTemplate, detect_tools
 
 TEMPLATE = (
@@ -76,7 +77,7 @@ def test_a_template_without_tools_gets_them_as_text(llm: LLM) -> None:
     jsonschema.validate(json.loads(call.arguments), CITY)
     said = {"role": "assistant", "tool_calls": [{"id": "c", "function": CALLED}]}
     history = [*HI, said, {"role": "tool", "tool_call_id": "c", "content": "12 degrees"}]
-    ids = llm._session.builder.encode_chat(history, tools=TOOLS)
+    ids = llm._session.encode(ChatInput(messages=history, tools=TOOLS)).ids
     prompt = llm.tokenizer.decode(ids)
     assert "12 degrees" in prompt
     assert '{"name": "get_weather", "arguments": {"city": "Oslo"}}' in prompt

@@ -6,16 +6,15 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from ..errors import InvalidRequestError, OverloadedError
-from ..pooling.request import TokenRow
 from ..session.answers import Answers, Step
-from ..session.inputs import Input
+from ..session.inputs import Input, PoolingInput
 from .admission import Meter
 from .errors import DeadlineError, ShuttingDownError
 from .http import (
@@ -159,18 +158,19 @@ class Call:
         ]
         return model.generator.start(*inputs)
 
-    async def pool(self, model: ServedModel, rows: Sequence[TokenRow]) -> "Vectors":
-        """What a model gives for rows: vectors or scores, (rows, d) float32.
+    async def pool(self, model: ServedModel, given: PoolingInput) -> "tuple[int, Vectors]":
+        """The tokens that a model read, and its vectors or scores.
 
         Raises:
-            InvalidRequestError, ContextLengthError: a row can never run; or the model generates.
+            InvalidRequestError, ContextLengthError: the input is wrong; or the model generates.
             OverloadedError: too many wait.
             RequestFailedError: a pass went wrong.
             the error of an interrupt.
         """
         self._raise_interrupt()
-        request = model.pooler.request(rows)
-        num_tokens = request.num_tokens
+        pooled = await self.in_worker(model.pooler.pool, given)
+        self._raise_interrupt()
+        num_tokens = pooled.num_tokens
         metrics, admission = self._metrics_of(model), self.service.admission
         try:
             admission.enter(1, num_tokens)
@@ -178,9 +178,9 @@ class Call:
             metrics.num_rejected += 1
             raise
         self._kept.callback(admission.leave, num_tokens)
-        self.log.update(prompt_tokens=num_tokens, rows=len(rows))
+        self.log.update(prompt_tokens=num_tokens, rows=len(pooled.request.rows))
         with metrics.pooling(num_tokens):
-            return await self._interruptible(model.pooler.arun(request))
+            return num_tokens, await self._interruptible(pooled.aresult())
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, off the event loop."""

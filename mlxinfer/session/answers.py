@@ -115,16 +115,12 @@ class Answer:
         self.num_attempts = 1
         self._new_stream = new_stream
         self._first_id = request.id
-        self._fresh_grammar: Grammar | None = None
+        self.unenforced = unenforced
+        self._fresh_grammar: Grammar | None = None  # for another attempt
+        if request.grammar is not None and unenforced:
+            self._fresh_grammar = request.grammar.fork()
         self._submitted_s = time.monotonic()
-        self.constrain(request.grammar, unenforced)
         self._begin()
-
-    def constrain(self, grammar: Grammar | None, unenforced: Sequence[Unenforced]) -> None:
-        """Set the form of the answer, before the request is submitted."""
-        self.request.grammar, self.unenforced = grammar, unenforced
-        if grammar is not None and unenforced:
-            self._fresh_grammar = grammar.fork()
 
     def _begin(self) -> None:
         """Reset to the beginning of an attempt: nothing of the answer has come."""

@@ -139,23 +139,36 @@ class PoolingSession(ModelSession):
     def embed(self, given: EmbedInput) -> "Pooled":
         """The vectors of texts; as `pool`."""
         self.require_vectors()
-        self.check_dimensions(given.dimensions)
-        before = self.prompt(given.prompt_name, given.prompt)
+        self._check_dimensions(given.dimensions)
+        prompt = given.prompt
+        if prompt is None:
+            prompt = self.pooling.prompt(given.prompt_name)
+        elif given.prompt_name is not None:
+            raise InvalidRequestError(
+                "prompt and prompt_name say the same thing; leave one of them out.", param="prompt"
+            )
         rows = self.rows.texts(
-            given.each, prompt=before, truncate=given.truncate, param=given.place
+            given.each, prompt=prompt, truncate=given.truncate, param=given.place
         )
-        finish = partial(
-            self.finished_vectors, dimensions=given.dimensions, normalize=given.normalize
-        )
-        return self.pooled(rows, finish)
+        return self.pooled(rows, partial(self._finished_vectors, given))
 
     def score(self, given: ScoreInput) -> "Pooled":
         """The scores of pairs; as `pool`. An embedding model reads every text once."""
         one, two = given.pairs
-        rows = self.score_rows(
-            one, two, instruction=given.instruction, truncate=given.truncate, param=given.place
-        )
-        return self.pooled(rows, partial(self.finished_scores, first=one, second=two))
+        how: dict[str, Any] = {"truncate": given.truncate, "param": given.place}
+        if not self.embeds:
+            rows = self.rows.pairs(one, two, instruction=given.instruction, **how)
+            return self.pooled(rows, lambda scores: scores[:, 0])
+        if given.instruction is not None:
+            raise InvalidRequestError(
+                f"{self.info.name} is an embedding model and reads no instruction; leave it out.",
+                param="instruction",
+            )
+        rows = []
+        for texts, role in ((one, QUERY), (two, DOCUMENT)):
+            prompt = self.pooling.prompts.get(role) or self.pooling.prompt(None)
+            rows += self.rows.texts(list(dict.fromkeys(texts)), prompt=prompt, **how)
+        return self.pooled(rows, partial(self._similarities, one, two))
 
     def pooled(
         self,
@@ -163,84 +176,35 @@ class PoolingSession(ModelSession):
         finish: "Callable[[Vectors], Vectors]" = lambda vectors: vectors,
     ) -> "Pooled":
         """The output of the model for rows, (N, d) float32, after `finish`."""
-        return Pooled(self.engine, self.request(rows), finish, owner=self)
+        request = PoolingRequest(f"pool-{next(self._ids)}", rows)
+        return Pooled(self.engine, request, finish, owner=self)
 
-    def score_rows(
-        self,
-        first: Sequence[str],
-        second: Sequence[str],
-        *,
-        instruction: str | None = None,
-        truncate: int | bool = False,
-        param: str = "documents",
-    ) -> list[TokenRow]:
-        """Rows, for `finished_scores` to make scores of; arguments as of RowBuilder.pairs.
-
-        An embedding model reads every text once, however many pairs it is in.
-        """
-        if not self.embeds:
-            how: dict[str, Any] = {"instruction": instruction, "truncate": truncate}
-            return self.rows.pairs(first, second, param=param, **how)
-        if instruction is not None:
-            raise InvalidRequestError(
-                f"{self.info.name} is an embedding model and reads no instruction; leave it out.",
-                param="instruction",
-            )
-        rows = []
-        for texts, role in ((first, QUERY), (second, DOCUMENT)):
-            prompt = self.pooling.prompts.get(role) or self.pooling.prompt(None)
-            unique = list(dict.fromkeys(texts))
-            rows += self.rows.texts(unique, prompt=prompt, truncate=truncate, param=param)
-        return rows
-
-    def finished_vectors(
-        self, vectors: "Vectors", dimensions: int | None = None, normalize: bool | None = None
-    ) -> "Vectors":
-        """Vectors cut to `dimensions`, and of length 1 where the model's files or `normalize` say.
+    def _finished_vectors(self, given: EmbedInput, vectors: "Vectors") -> "Vectors":
+        """Vectors cut to a length, and of length 1 where the model's files or the input say so.
 
         Source of the cut: Matryoshka representations, arXiv 2205.13147.
-
-        Raises:
-            InvalidRequestError: `normalize` is False, and the model itself normalises.
         """
-        cut = vectors if dimensions is None else vectors[:, :dimensions]
+        cut = vectors if given.dimensions is None else vectors[:, : given.dimensions]
         own = NORMALISE in self.pooling.modules
-        if own and normalize is False:
+        if own and given.normalize is False:
             raise InvalidRequestError(
                 "This model's own files bring its vectors to length 1, so there are none of other "
                 "lengths: leave normalize out.",
                 param="normalize",
             )
-        if normalize if normalize is not None else (own and cut is not vectors):
-            return unit(cut)
-        return cut
+        wanted = given.normalize
+        return unit(cut) if wanted or (wanted is None and own and cut is not vectors) else cut
 
-    def finished_scores(
-        self, results: "Vectors", first: Sequence[str], second: Sequence[str]
+    def _similarities(
+        self, first: Sequence[str], second: Sequence[str], vectors: "Vectors"
     ) -> "Vectors":
-        """Scores (N,) of what the model gave for `score_rows` of the same texts."""
-        if not self.embeds:
-            return results[:, 0]
+        """Scores (N,) of pairs, from the vectors of the first texts and of the second ones."""
         ones, others = places(first), places(second)  # of each text's row
-        one = results[[ones[text] for text in first]]
-        other = results[[len(ones) + others[text] for text in second]]
+        one = vectors[[ones[text] for text in first]]
+        other = vectors[[len(ones) + others[text] for text in second]]
         return similarity(self.pooling.similarity, one, other)
 
-    def prompt(self, name: str | None, text: str | None) -> str:
-        """The prompt before texts: the given one, or the model's own of this name.
-
-        Raises:
-            InvalidRequestError: both are given, or the model has none of this name.
-        """
-        if text is None:
-            return self.pooling.prompt(name)
-        if name is not None:
-            raise InvalidRequestError(
-                "prompt and prompt_name say the same thing; leave one of them out.", param="prompt"
-            )
-        return text
-
-    def check_dimensions(self, dimensions: int | None) -> None:
+    def _check_dimensions(self, dimensions: int | None) -> None:
         """Raise InvalidRequestError for a length that vectors cannot be cut to."""
         most, lengths = self.info.embedding_dim or 0, self.pooling.matryoshka
         if dimensions is None:
@@ -257,19 +221,9 @@ class PoolingSession(ModelSession):
                 param="dimensions",
             )
 
-    # -- requests -------------------------------------------------------------------------------
-
-    def request(self, rows: Sequence[TokenRow]) -> PoolingRequest:
-        """A request for the results of rows."""
-        return PoolingRequest(f"pool-{next(self._ids)}", rows)
-
     async def canary(self) -> None:
         """Compute one token; raises RequestFailedError, or EngineClosedError after `close`."""
         await self.pooled([TokenRow([CANARY_TOKEN])]).aresult()
-
-    async def arun(self, request: PoolingRequest) -> "Vectors":
-        """The results of a request's rows; for the server until it has moved."""
-        return await Pooled(self.engine, request, lambda vectors: vectors, owner=self).aresult()
 
     # -- its state ------------------------------------------------------------------------------
 

@@ -3,14 +3,14 @@
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..core import Grammar, Request, SamplingParams, check_token_ids
-from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, shown
+from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
 from ..text import (
@@ -31,10 +31,9 @@ from ..text.tokenizer import exceeds_tokens
 from .answers import Answer, PromptScores
 from .engine_factory import ModelInfo
 from .inputs import ChatInput, EncodedPrompt, Input, Message, TextInput, check_sequence
-from .output_processor import OutputProcessor
 
 if TYPE_CHECKING:
-    from ..grammar.compiled import TokenGrammar
+    pass
 
 Prompt = str | Sequence[int]
 
@@ -125,12 +124,9 @@ class RequestBuilder:
         request.prompt_logits = prompt.logits or prompt.logprobs is not None
         grammar = None if spec is None else self.guidance.start(spec)
         request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
-        new_stream = partial(
-            self._text_stream, request, prompt.continues, prompt.reasons, prompt.use
-        )
         return Answer(
             request,
-            new_stream,
+            partial(self._text_stream, request, prompt),
             prompt=prompt,
             unenforced=() if grammar is None else grammar.unenforced,
             prompt_scores=(
@@ -147,7 +143,7 @@ class RequestBuilder:
             InvalidRequestError: a message, a tool or a variable is wrong.
         """
         template = self.tokenizer.template
-        use = self.tool_use(given.tools, given.tool_choice, parallel=given.parallel_tool_calls)
+        use = self._tool_use(given)
         tools = None if use is None else use.shown
         source = "" if template is None else template.source_for(tools)
         messages = text_messages(given.messages)
@@ -157,15 +153,13 @@ class RequestBuilder:
         if max_context is not None:
             self._check_messages(messages, max_context, given.place)
             check = partial(self._check_text, max_context=max_context, place=given.place)
-        ids = self.encode_chat(
-            messages,
-            check,
-            tools=tools,
-            add_generation_prompt=not given.continues if given.begins is None else given.begins,
-            continue_final_message=given.continues,
+        variables = {
             **effort_variables(given.reasoning_effort, source),
             **given.template_variables,
-        )
+            "add_generation_prompt": not given.continues if given.begins is None else given.begins,
+            "continue_final_message": given.continues,
+        }
+        ids = self._encode_chat(messages, check, tools, variables)
         if not given.ignores_unread:
             self._check_variables(given.template_variables)
         return EncodedPrompt(ids, use=use, continues=bool(given.continues))
@@ -188,7 +182,8 @@ class RequestBuilder:
             check_sequence(prompt)
             if len(prompt) >= limit:  # before millions of ids are looked at
                 raise PromptTooLongError(len(prompt), limit, param=given.place, exact=True)
-            ids, text = self.check_ids(prompt, param=given.place), None
+            ids, text = [_as_int(i) for i in prompt], None
+            check_token_ids(ids, self._vocab_size, param=given.place)
         return EncodedPrompt(
             ids, text, reasons=given.reasons, logits=given.logits, logprobs=given.prompt_logprobs
         )
@@ -231,99 +226,43 @@ class RequestBuilder:
             raise PromptTooLongError(len(texts), max_context, param=place, exact=False)
         self._check_text(*texts, max_context=max_context, place=place)
 
-    # -- the server's old entry points ------------------------------------------------------------
-
-    def encode_chat(
+    def _encode_chat(
         self,
         messages: Sequence[Message],
-        check: Callable[[str], None] | None = None,
-        /,
-        *,
-        tools: Sequence[Message] | None = None,
-        **variables: Any,
+        check: Callable[[str], None] | None,
+        tools: Sequence[Message] | None,
+        variables: Mapping[str, Any],
     ) -> list[int]:
-        """The ids of a conversation's prompt, from the model's chat template.
-
-        Args:
-            messages: as templates read them, see `text.encode_chat`.
-            check: called with the prompt's text before it is encoded; raises where it is wrong.
-            tools: that the template shows; where it knows none, they become text.
-            variables: of the template.
-
-        Raises:
-            TemplateError: the model has no template, or the template refuses the messages.
-        """
+        """The ids of a conversation. Tools become text where the template knows none."""
         template = self.tokenizer.template
         if template and (tools or has_calls(messages)) and self.tool_format is GENERIC:
             messages, tools = generic_messages(template, messages, tools), None
         return encode_chat(self.tokenizer, messages, check, tools=tools, **variables)
 
-    def check_ids(self, ids: Sequence[object], *, param: str) -> list[int]:
-        """The ids, if they are tokens of this model; raises InvalidRequestError."""
-        plain = [i if type(i) is int else _as_int(i) for i in ids]
-        check_token_ids(plain, self._vocab_size, param=param)
-        return plain  # type: ignore[return-value]  # checked
-
-    def tool_use(
-        self,
-        tools: Sequence[Message] | None,
-        choice: str | Message | None,
-        *,
-        parallel: bool,
-    ) -> ToolUse | None:
-        """How an answer uses tools; arguments and errors as of ToolUse.plan."""
-        if not tools and choice in (None, "auto", "none"):
+    def _tool_use(self, given: ChatInput) -> ToolUse | None:
+        """How the answers use tools; None: not at all."""
+        if not given.tools and given.tool_choice in (None, "auto", "none"):
             return None
-        return ToolUse.plan(self.tokenizer, self.tool_format, tools, choice, parallel=parallel)
+        return ToolUse.plan(
+            self.tokenizer,
+            self.tool_format,
+            given.tools,
+            given.tool_choice,
+            parallel=given.parallel_tool_calls,
+        )
 
-    def output(
-        self,
-        ids: list[int],
-        params: SamplingParams | None,
-        *,
-        continues: bool,
-        reasons: bool = True,
-        use: ToolUse | None = None,
-        grammar: "TokenGrammar | None" = None,
-        prompt_logprobs: int | None = None,
-    ) -> OutputProcessor:
-        """A request for the engine, inside the `OutputProcessor` that turns its tokens into text.
-
-        Args:
-            ids: the whole prompt.
-            params: how to sample.
-            continues: the answer goes on within the prompt's text, as in a plain completion, or
-                where the last message is to be continued.
-            reasons: what the model marks as its reasoning is split off, if it reasons at all.
-            use: tools that the answer may call.
-            grammar: the form of the answer; a state of this request alone.
-            prompt_logprobs: score the prompt's tokens, and name so many of the most probable ones
-                at each position; None: do not.
-
-        Raises:
-            InvalidRequestError: `params` is something else.
-        """
-        request = self._request(ids, params)
-        request.grammar = self._bounded(request, grammar) if reasons else grammar
-        unenforced = () if grammar is None else grammar.unenforced
-        request.prompt_logits = prompt_logprobs is not None
-        new_stream = partial(self._text_stream, request, continues, reasons, use)
-        scores = None if prompt_logprobs is None else PromptScores(ids, prompt_logprobs)
-        return OutputProcessor(request, new_stream, unenforced=unenforced, prompt_scores=scores)
-
-    def _text_stream(
-        self, request: Request, continues: bool, reasons: bool, use: ToolUse | None
-    ) -> TextStream:
-        """The text of one answer; arguments as of `output`."""
+    def _text_stream(self, request: Request, prompt: EncodedPrompt) -> TextStream:
+        """The text of one answer."""
+        use = prompt.use
         return TextStream(
             self.tokenizer,
             stop=request.params.stop,
             min_tokens=request.params.min_tokens,
-            reasoning=self.reasoning if reasons else None,
+            reasoning=self.reasoning if prompt.reasons else None,
             tools=None if use is None else use.parser(),
             single_call=use is not None and not use.parallel,
-            prompt_ids=request.prompt_ids,
-            continues=continues,
+            prompt_ids=prompt.ids,
+            continues=prompt.continues,
         )
 
     def close(self) -> None:
@@ -337,12 +276,7 @@ class RequestBuilder:
             return grammar
         return self.guidance.bounded(grammar, limit, request.prompt_ids)
 
-    def _request(self, ids: list[int], params: SamplingParams | None) -> Request:
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(
-                f"params is {shown(params)}; expected SamplingParams(...).", param="params"
-            )
+    def _request(self, ids: list[int], params: SamplingParams) -> Request:
         ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
         request_id = str(next(self._request_ids))
         stops = ends.union(params.stop_token_ids)
@@ -417,8 +351,7 @@ def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
     return (first, *reversed(list(itertools.islice(backwards, LAST_TURNS))))
 
 
-def _as_int(value: object) -> object:
+def _as_int(value: Any) -> Any:
     """An integer of numpy as Python's own; anything else as it is."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        return value
-    return int(value)
+    is_other = type(value) is not int and isinstance(value, Integral)
+    return int(value) if is_other and not isinstance(value, bool) else value

@@ -13,7 +13,6 @@ from ..text import Detokenizer, ReasoningFormat, Tokenizer
 from ..text import tool_format as find_tool_format
 from .answers import Answers
 from .base import ModelSession
-from .engine_client import EngineClient
 from .engine_factory import ModelInfo, open_engine
 from .generation_config import chat_params
 from .inputs import (
@@ -31,7 +30,6 @@ from .request_builder import RequestBuilder
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..engine.engine import Engine
     from ..engine.loop import EngineLimits
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -52,7 +50,7 @@ class Session(ModelSession):
         info: what the model is.
         chat_params: how a conversation is answered if nothing is said.
         builder: text to requests.
-        client: requests to events and outputs.
+        engine: runs the requests.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -80,7 +78,7 @@ class Session(ModelSession):
         self.info: ModelInfo
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
-            self.client = EngineClient(engine)
+            self.engine = engine
             self.builder = RequestBuilder(tokenizer, self.info, tool_format)
         except BaseException:  # Ctrl-C too: no caller has the engine yet
             engine.close()
@@ -113,15 +111,6 @@ class Session(ModelSession):
     def path(self) -> Path:
         """The folder of the checkpoint."""
         return self.info.path
-
-    @property
-    def engine(self) -> "Engine":
-        """It runs the requests."""
-        return self.client.engine
-
-    @engine.setter
-    def engine(self, engine: "Engine") -> None:
-        self.client.engine = engine
 
     @property
     def limits(self) -> "EngineLimits":

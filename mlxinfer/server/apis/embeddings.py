@@ -8,11 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError
-from ...pooling.request import TokenRow
+from ...session.inputs import EmbedInput
 from ...session.pooling_session import PoolingSession
 from ..call import Call
 from ..http import RequestBody
-from ..served import ServedModel
 
 MAX_INPUTS = 2048  # of one request: OpenAI's bound
 # Words of Cohere, Voyage and NVIDIA for what a text is, and the model's prompts that they mean.
@@ -67,10 +66,9 @@ class PoolingUsage(msgspec.Struct, kw_only=True):
     total_tokens: int
 
     @classmethod
-    def of(cls, rows: list[TokenRow]) -> "PoolingUsage":
-        """The tokens of these rows."""
-        count = sum(len(row.ids) for row in rows)
-        return cls(prompt_tokens=count, total_tokens=count)
+    def of(cls, num_tokens: int) -> "PoolingUsage":
+        """So many tokens."""
+        return cls(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
 class Embeddings(msgspec.Struct, kw_only=True):
@@ -85,16 +83,22 @@ class Embeddings(msgspec.Struct, kw_only=True):
 async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
     """The vectors of texts."""
     model = await call.model(body.model)
-    rows = await call.in_worker(_rows, model, body)
-    vectors = await call.pool(model, rows)
+    given = EmbedInput(
+        texts=read_input(body.input),
+        prompt_name=_prompt_name(model.pooler, body),
+        prompt=body.prompt,
+        dimensions=body.dimensions,
+        normalize=body.normalize,
+        truncate=truncation(body.truncate_prompt_tokens, body.truncate),
+    )
+    num_tokens, vectors = await call.pool(model, given)
 
     def answer() -> Embeddings:
-        finished = model.pooler.finished_vectors(vectors, body.dimensions, body.normalize)
-        found: list[Any] = finished.tolist()
+        found: list[Any] = vectors.tolist()
         if body.encoding_format == "base64":
-            found = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in finished]
+            found = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
         data = [Vector(index=index, embedding=each) for index, each in enumerate(found)]
-        return Embeddings(data=data, model=model.name, usage=PoolingUsage.of(rows))
+        return Embeddings(data=data, model=model.name, usage=PoolingUsage.of(num_tokens))
 
     return await call.in_worker(answer)
 
@@ -135,15 +139,6 @@ def read_input(given: Input) -> list[str | list[int]]:
             param="input",
         )
     return given  # type: ignore[return-value]  # checked
-
-
-def _rows(model: ServedModel, body: EmbeddingRequest) -> list[TokenRow]:
-    session = model.pooler
-    session.require_vectors()
-    session.check_dimensions(body.dimensions)
-    cut = truncation(body.truncate_prompt_tokens, body.truncate)
-    before = session.prompt(_prompt_name(session, body), body.prompt)
-    return session.rows.texts(read_input(body.input), prompt=before, truncate=cut)
 
 
 def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:

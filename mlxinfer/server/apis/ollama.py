@@ -13,9 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 from ...core import MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
 from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
-from ...pooling.request import TokenRow
 from ...session.answers import Answers, Step
-from ...session.inputs import ChatInput, Input, TextInput
+from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
 from ..call import Call
 from ..errors import ForbiddenError
 from ..http import ErrorForm, Events, RequestBody, clipped_message, decode, encode
@@ -386,13 +385,15 @@ async def embed_texts(call: Call, body: EmbedAsk) -> Embedded:
     loaded_s = time.monotonic()
     texts = [body.input] if isinstance(body.input, str) else body.input
     texts = [] if texts == [""] else texts
-    rows, vectors = await _vectors(call, model, texts, body.truncate is not False, body.dimensions)
+    num_tokens, vectors = await _vectors(
+        call, model, texts, body.truncate is not False, body.dimensions
+    )
     return Embedded(
         model=body.model,
         embeddings=vectors,
         total_duration=int((time.monotonic() - began_s) * 1e9),
         load_duration=int((loaded_s - began_s) * 1e9),
-        prompt_eval_count=sum(len(row.ids) for row in rows),
+        prompt_eval_count=num_tokens,
     )
 
 
@@ -412,21 +413,14 @@ async def _vectors(
     dimensions: int | None,
     *,
     normalize: bool | None = True,
-) -> tuple[list[TokenRow], list[list[float]]]:
-    """The rows that were read, and their vectors."""
-    session = model.pooler
-    session.require_vectors()
-    session.check_dimensions(dimensions)
+) -> tuple[int, list[list[float]]]:
+    """The tokens that were read, and the vectors of the texts."""
+    model.pooler.require_vectors()
     if not texts:
-        return [], []
-
-    def read() -> list[TokenRow]:
-        return session.rows.texts(texts, prompt=session.prompt(None, None), truncate=truncate)
-
-    rows = await call.in_worker(read)
-    vectors = await call.pool(model, rows)
-    finished = await call.in_worker(session.finished_vectors, vectors, dimensions, normalize)
-    return rows, finished.tolist()
+        return 0, []
+    given = EmbedInput(texts=texts, dimensions=dimensions, normalize=normalize, truncate=truncate)
+    num_tokens, vectors = await call.pool(model, given)
+    return num_tokens, vectors.tolist()
 
 
 # -- models -------------------------------------------------------------------------------------

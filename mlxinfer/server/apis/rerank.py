@@ -7,15 +7,15 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ...errors import InvalidRequestError
-from ...pooling.request import TokenRow
-from ...session.ranking import paired, ranked
+from ...outputs import ranked
+from ...session.inputs import ScoreInput
 from ..call import Call
 from ..http import RequestBody
 from ..served import ServedModel
 from .embeddings import PoolingUsage, Truncate, truncation
 
 if TYPE_CHECKING:
-    from ...session.pooling_session import Vectors
+    pass
 
 MAX_PAIRS = 4096  # of one request
 
@@ -114,14 +114,14 @@ async def rerank(call: Call, body: RerankRequest) -> Reranked:
         raise InvalidRequestError(
             f"There are {len(documents)} documents; expected 1 to {MAX_PAIRS}.", param="documents"
         )
-    queries = [body.query] * len(documents)
     cut = truncation(body.truncate_prompt_tokens, body.truncate)
     texts, most = documents, body.max_tokens_per_doc
     if most is not None:
         texts = await call.in_worker(_shortened, model, documents, most)
-    rows, scores = await _scores(call, model, queries, texts, body.instruction, cut)
+    given = ScoreInput(first=[body.query], second=texts, instruction=body.instruction, truncate=cut)
+    num_tokens, scores = await call.pool(model, given)
     shows = body.return_documents is not False
-    usage = PoolingUsage.of(rows)
+    usage = PoolingUsage.of(num_tokens)
     return Reranked(
         id=f"rerank-{call.id}",
         model=model.name,
@@ -145,39 +145,27 @@ async def rerank(call: Call, body: RerankRequest) -> Reranked:
 async def score(call: Call, body: ScoreRequest) -> Scores:
     """The scores of pairs of texts."""
     model = await call.model(body.model)
-    one, other = paired(*_sides(body), names=("text_1", "text_2"))
-    if len(one) > MAX_PAIRS:
+    one, other = _sides(body)
+    given = ScoreInput(
+        first=one,
+        second=other,
+        instruction=body.instruction,
+        truncate=truncation(body.truncate_prompt_tokens, body.truncate),
+        names=("text_1", "text_2"),
+    )
+    count = max(len(one), len(other))
+    if count > MAX_PAIRS:
         raise InvalidRequestError(
-            f"There are {len(one)} pairs; expected at most {MAX_PAIRS}.", param="text_1"
+            f"There are {count} pairs; expected at most {MAX_PAIRS}.", param="text_1"
         )
-    cut = truncation(body.truncate_prompt_tokens, body.truncate)
-    rows, scores = await _scores(call, model, one, other, body.instruction, cut)
+    num_tokens, scores = await call.pool(model, given)
     return Scores(
         id=f"score-{call.id}",
         created=call.created_s,
         model=model.name,
         data=[Score(index=i, score=float(each)) for i, each in enumerate(scores)],
-        usage=PoolingUsage.of(rows),
+        usage=PoolingUsage.of(num_tokens),
     )
-
-
-async def _scores(
-    call: Call,
-    model: ServedModel,
-    one: list[str],
-    other: list[str],
-    instruction: str | None,
-    truncate: int | bool,
-) -> "tuple[list[TokenRow], Vectors]":
-    """The rows that were read, and a score for each pair."""
-    session = model.pooler
-
-    def read() -> list[TokenRow]:
-        return session.score_rows(one, other, instruction=instruction, truncate=truncate)
-
-    rows = await call.in_worker(read)
-    results = await call.pool(model, rows)
-    return rows, session.finished_scores(results, one, other)
 
 
 def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Pages: which of them a sequence holds, by position, and which are free. Pure Python; no arrays.
+"""Pages: which of them a sequence holds, by position, and which are free. No arrays of MLX.
 
 A page is `page_size` consecutive token positions of one sequence in every layer of a group. The
 allocator hands out consecutive ids while it can: a run of pages is a view of the pool that needs no
@@ -6,9 +6,9 @@ gather.
 """
 
 from array import array
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+
+import numpy as np
 
 
 class PageTable:
@@ -169,17 +169,14 @@ class OutOfPages(Exception):
 
 
 class PageAllocator:
-    """Free pages as runs, merged when they meet.
-
-    Hundreds of sequences take their next page in turn, which must not touch much memory: a run is
-    known by the page where it ends, so that nothing is moved when it begins a page later.
-
-    `headroom` pages are left after the last owner where a new run is placed, so that both can grow
-    without breaking their runs; they stay free, and are used when nothing else is left.
+    """Free pages, handed out in runs of consecutive ids while there are any.
 
     Attributes:
+        headroom: pages that are left free after the last owner where a new run is placed, so that
+            both can grow without breaking their runs. They are used when nothing else is left.
         num_present: pages that the arrays have: a new run is placed among them, without headroom
             if need be, before one is begun further on.
+        extent: one more than the highest page id ever handed out.
     """
 
     def __init__(self, num_pages: int, *, headroom: int = 8) -> None:
@@ -187,16 +184,9 @@ class PageAllocator:
         self.num_pages = num_pages
         self.num_free = num_pages
         self.num_present = num_pages
-        self.extent = 0  # one more than the highest page id ever handed out
-        self._headroom = headroom
-        # Of a free run: its length at its first page, and that page at the one past its last.
-        self._length_from = array("i", [0]) * (num_pages + 1)
-        self._start_before = array("i", [-1]) * (num_pages + 1)
-        # Where the runs longer than the headroom end, in order; and heaps of where the others ended
-        # when they were noted, by length; stale entries are dropped when they come up.
-        self._long = array("i")
-        self._short: list[list[int]] = [[] for _ in range(headroom + 1)]
-        self._put(0, num_pages)
+        self.extent = 0
+        self.headroom = headroom
+        self._free = np.ones(num_pages, np.int8)  # by page id
 
     @property
     def num_held(self) -> int:
@@ -204,17 +194,12 @@ class PageAllocator:
         return self.num_pages - self.num_free
 
     def resize(self, num_pages: int) -> None:
-        """Set the number of pages, at most what it was at first; pages that go must be free."""
+        """Set the number of pages; pages that go must be free."""
         more = num_pages - self.num_pages
-        if more < 0:
-            start = self._start_before[self.num_pages]
-            assert 0 <= start <= num_pages, "pages that are to go are held"
-            length = self._pop(start)
-            if length + more:
-                self._put(start, length + more)
-            self.num_free += more
+        assert self._free[num_pages:].all(), "pages that are to go are held"
+        self._free = np.concatenate([self._free[:num_pages], np.ones(max(more, 0), np.int8)])
         self.num_pages = num_pages
-        self.release(range(num_pages - more, num_pages) if more > 0 else ())
+        self.num_free += more
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Take `count` pages, continuing the run that ends in page `after` while that is free.
@@ -224,9 +209,7 @@ class PageAllocator:
         """
         if count > self.num_free:
             raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
-        self.num_free -= count
-        start = -1 if after is None else after + 1
-        taken = self._take(start, count) if start >= 0 and self._length_from[start] else []
+        taken = [] if after is None else self._take(after + 1, count)
         while len(taken) < count:
             missing = count - len(taken)
             taken += self._take(self._place(missing), missing)
@@ -235,8 +218,7 @@ class PageAllocator:
     def extend(self, tables: Sequence[PageTable], num_tokens: Sequence[int]) -> bool:
         """A page more for each table that has no slot for the last of so many tokens.
 
-        What one `allocate` after the other gives, in few calls: in each step of a large batch many
-        sequences come to the end of a page.
+        What one `allocate` after the other gives.
 
         Args:
             tables: each lacks one page at most.
@@ -249,134 +231,42 @@ class PageAllocator:
         if len(full) > self.num_free:
             return False
         for table in full:
-            last = table.last
-            if last is not None and self._length_from[last + 1]:
-                self._shorten(last + 1)
-                self.num_free -= 1
-                table.append([last + 1])
-            else:
-                table.append(self.allocate(1))
+            table.append(self.allocate(1, after=table.last))
         return True
 
     def release(self, pages: Iterable[int]) -> None:
         """Give pages back."""
         for page in pages:
-            self._free(page)
+            assert not self._free[page], "released twice"
+            self._free[page] = 1
             self.num_free += 1
+
+    def _take(self, start: int, count: int) -> list[int]:
+        """Up to `count` free pages, one after another, from page `start` on."""
+        own = self._free[start : start + count]
+        stop = start + (len(own) if own.all() else int(own.argmin()))
+        own[: stop - start] = 0
+        self.num_free -= stop - start
+        if stop > start:
+            self.extent = max(self.extent, stop)
+        return [*range(start, stop)]
 
     def _place(self, count: int) -> int:
         """First page for a new run: the lowest place with headroom that is near.
 
-        Where there is none: the longest free run that is near, if that is long enough; the lowest
-        place with headroom anywhere; the longest free run.
+        Where there is none: the longest near run, if that is long enough; the lowest place with
+        headroom anywhere; the longest run.
         """
-        roomy = self._with_headroom(count)
-        if roomy is not None and sum(roomy) + count <= self.num_present:
-            return self._split(*roomy)
-        longest, length = self._longest(self.num_present)
-        if length >= count:
-            return longest
-        return self._longest(self.num_pages)[0] if roomy is None else self._split(*roomy)
-
-    def _with_headroom(self, count: int) -> tuple[int, int] | None:
-        """The first free run with place for `count` pages, and how many to leave free before."""
-        if self._length_from[0] >= count:
-            return 0, 0
-        for end in self._long:
-            start = self._start_before[end]
-            if start and end - start >= self._headroom + count:
-                return start, self._headroom
-        return None
-
-    def _longest(self, stop: int) -> tuple[int, int]:
-        """The longest of the free runs below page `stop`, as far as they are below it; its length.
-
-        Costs the number of runs longer than the headroom: of the others the first of a length is
-        the one, but for one run that may go on beyond `stop`.
-        """
-        best, most = -1, 0
-        for end in self._long:
-            start = self._start_before[end]
-            length = min(end, stop) - start
-            if length > most:
-                best, most = start, length
-        for whole in range(self._headroom, 0, -1):
-            if whole < most:
-                break
-            start = self._first_short(whole)
-            length = min(whole, stop - start) if start >= 0 else 0
-            if length > most or (length == most and 0 <= start < best):
-                best, most = start, length
-        return best, most
-
-    def _first_short(self, length: int) -> int:
-        """First page of the first run of this length, at most the headroom; -1: there is none."""
-        ends = self._short[length]
-        while ends and self._start_before[ends[0]] != ends[0] - length:
-            heappop(ends)
-        return ends[0] - length if ends else -1
-
-    def _split(self, start: int, offset: int) -> int:
-        """Cut a free run in two, `offset` pages in; the second part's first page."""
-        if offset:
-            length = self._pop(start)
-            self._put(start, offset)
-            self._put(start + offset, length - offset)
-        return start + offset
-
-    def _take(self, start: int, count: int) -> list[int]:
-        """Up to `count` pages from the front of the free run at `start`."""
-        count = min(count, self._length_from[start])
-        self._shorten(start, count)
-        return [*range(start, start + count)]
-
-    def _free(self, page: int) -> None:
-        assert 0 <= page < self.num_pages
-        start, end = page, page + 1
-        if self._start_before[page] >= 0:  # a free run ends right before this page
-            start = self._start_before[page]
-            self._pop(start)
-        if self._length_from[end]:  # and one starts right after it
-            end += self._pop(end)
-        self._put(start, end - start)
-
-    def _put(self, start: int, length: int) -> None:
-        """Note a free run."""
-        self._length_from[start] = length
-        self._start_before[start + length] = start
-        if length > self._headroom:
-            insort(self._long, start + length)
-        else:
-            self._note_short(start + length, length)
-
-    def _pop(self, start: int) -> int:
-        """Forget the free run that starts here; its length."""
-        length = self._length_from[start]
-        if length > self._headroom:
-            self._long.pop(bisect_left(self._long, start + length))
-        self._length_from[start] = 0
-        self._start_before[start + length] = -1
-        return length
-
-    def _shorten(self, start: int, count: int = 1) -> None:
-        """Take the first pages of a free run."""
-        length = self._length_from[start]
-        stop, left = start + count, length - count
-        assert 0 < count <= length, "no such run"
-        if stop > self.extent:
-            self.extent = stop
-        if left > self._headroom:  # it ends where it ended
-            self._length_from[start] = 0
-            self._length_from[stop] = left
-            self._start_before[stop + left] = stop
-            return
-        self._pop(start)
-        if left:
-            self._put(stop, left)
-
-    def _note_short(self, end: int, length: int) -> None:
-        """Note where a run of this length ends; stale notes never outnumber pages."""
-        ends = self._short[length]
-        heappush(ends, end)
-        if len(ends) > self.num_pages:
-            ends[:] = sorted({e for e in ends if self._start_before[e] == e - length})
+        free = np.zeros(self.num_pages + 2, np.int8)
+        free[1:-1] = self._free
+        edges = np.flatnonzero(free[1:] != free[:-1])
+        starts, stops = edges[::2], edges[1::2]  # of free runs
+        places = starts + np.where(starts > 0, self.headroom, 0)
+        roomy = places[places + count <= stops]
+        if len(roomy) and roomy[0] + count <= self.num_present:
+            return int(roomy[0])
+        lengths = np.minimum(stops, self.num_present) - starts
+        longest = int(lengths.argmax())
+        if lengths[longest] >= count:
+            return int(starts[longest])
+        return int(roomy[0] if len(roomy) else starts[(stops - starts).argmax()])

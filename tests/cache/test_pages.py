@@ -1,8 +1,6 @@
 """The page allocator against a naive set, and page tables against arithmetic."""
 
-from array import array
-from itertools import count, pairwise
-from typing import NoReturn
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -46,8 +44,6 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
     held: list[list[int]] = []
     for _ in range(data.draw(st.integers(0, 40))):
         free = set(range(total)) - {page for pages in held for page in pages}
-        stop = data.draw(st.integers(0, total))
-        assert allocator._longest(stop) == longest_run(free, stop)
         if held and data.draw(st.booleans()):
             allocator.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
             continue
@@ -60,7 +56,7 @@ def test_allocator_equals_a_naive_set(data: st.DataObject) -> None:
             continue
         pages = allocator.allocate(num, after=after)
         if after is None:
-            place = lowest_with_headroom(free, num, allocator._headroom)
+            place = lowest_with_headroom(free, num, allocator.headroom)
             if place is not None and place + num <= allocator.num_present:
                 assert pages == list(range(place, place + num))
         assert len(pages) == num == len(set(pages))
@@ -97,46 +93,7 @@ def test_a_page_more_for_many_is_what_each_gets_in_turn(data: st.DataObject) -> 
                 tables[1][i].append(ways[1].allocate(1, after=tables[1][i].last))
         assert tables[0] == tables[1]
         assert (ways[0].num_free, ways[0].extent) == (ways[1].num_free, ways[1].extent)
-        assert ways[0]._longest(total) == ways[1]._longest(total)
-
-
-@given(st.data())
-def test_stale_notes_of_runs_do_not_pile_up(data: st.DataObject) -> None:
-    total = 12
-    allocator = PageAllocator(total, headroom=data.draw(st.integers(0, 4)))
-    held: set[int] = set()
-    for page, take in data.draw(st.lists(st.tuples(st.integers(0, total - 1), st.booleans()))):
-        for _ in range(20):  # notes of what comes and goes
-            if allocator.num_free:
-                allocator.release(allocator.allocate(1))
-        if take and page not in held:
-            held.update(allocator.allocate(1, after=page - 1))
-        elif not take and page in held:
-            held.remove(page)
-            allocator.release([page])
-        assert all(len(notes) <= total + 1 for notes in allocator._short)
-        free = set(range(total)) - held
-        assert allocator._longest(total) == longest_run(free, total)
-
-
-def test_a_place_is_found_without_a_look_at_every_long_run() -> None:
-    allocator = PageAllocator(3000, headroom=8)
-    held = allocator.allocate(3000)
-    allocator.release(page for page in held if page % 30 < 20)  # runs of twenty
-    allocator._start_before = Counted("i", allocator._start_before)
-    assert allocator.allocate(1) == [0]
-    assert allocator.allocate(1) == [9]  # after the headroom
-    assert allocator._start_before.looks < 30
-
-
-class Counted(array):  # type: ignore[type-arg]
-    """Counts how often it is read."""
-
-    looks = 0
-
-    def __getitem__(self, place: int) -> int:  # type: ignore[override]
-        self.looks += 1
-        return super().__getitem__(place)
+        assert ways[0]._free.tolist() == ways[1]._free.tolist()
 
 
 def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | None:
@@ -146,34 +103,6 @@ def lowest_with_headroom(free: set[int], count: int, headroom: int) -> int | Non
         if free.issuperset(range(start, place + count)):
             return place
     return None
-
-
-def longest_run(free: set[int], stop: int) -> tuple[int, int]:
-    """First page and length of the longest run below `stop`, the first of those; (-1, 0): none."""
-    below = {page for page in free if page < stop}
-    starts = sorted(page for page in below if page - 1 not in below)
-    lengths = [next(n for n in count() if start + n not in below) for start in starts]
-    best = max(lengths, default=0)
-    return (starts[lengths.index(best)], best) if starts else (-1, 0)
-
-
-class Unlisted(array):  # type: ignore[type-arg]
-    """Answers for one page at a time."""
-
-    def __iter__(self) -> NoReturn:
-        raise AssertionError("every free run was looked at")
-
-    tolist = index = __iter__  # type: ignore[assignment]
-
-
-def test_a_page_is_found_without_a_look_at_every_free_run() -> None:
-    """With hundreds of sequences in a pool that is nearly full, each next page is such a search."""
-    allocator = PageAllocator(3000, headroom=8)
-    held = [allocator.allocate(1) for _ in range(3000)]
-    allocator.release(page for (page,) in held if page % 3)  # runs of two
-    allocator._length_from = Unlisted("i", allocator._length_from)
-    for start in range(1, 3000, 3):
-        assert allocator.allocate(1) == [start]
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8, unique=True), st.data())

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,6 +19,7 @@ from speculation.head_checkpoints import (
 )
 
 from mlxinfer.config import EngineConfig, KVOptions
+from mlxinfer.core import LatentSpec
 from mlxinfer.engine.batch import Proposal, Sequence
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models.decoder import Model
@@ -59,8 +61,11 @@ def draft_of(
 ) -> DraftProposer:
     """The model itself, with proposals that hold, or another one, with little or much room."""
     draft = model if rng.random() < 0.6 else tiny_model(rng.choice(DRAFTS), quantized=True)
+    sizes = sizes_of(rng)
+    if any(isinstance(spec, LatentSpec) and spec.index_dim for spec in draft.cache_specs):
+        sizes = replace(sizes, kv=KVOptions())  # it chooses what it sees among all
     return made_half_right(
-        HalfRightDraft(draft, sizes_of(rng), vocab_size=model.config.vocab_size, cost=0.1),
+        HalfRightDraft(draft, sizes, vocab_size=model.config.vocab_size, cost=0.1),
         rng,
         answers,
     )

@@ -1,8 +1,8 @@
 """A residual sum and the norms around it in one dispatch, and its plain-MLX twin. Knows no layer.
 
-x + block, or x + norm(block), and the norm of that sum where the next block reads one. Norms are
-RMS norms (arXiv 1910.07467), with sums in float32. What is added and the sum are rounded to the
-dtype of x before they are read again, as they are where each is an operation of its own.
+x + block, or x + norm(block), and the norm of the sum if the next block reads one. Norms are RMS
+norms (arXiv 1910.07467), with sums in float32. The summand and the sum are rounded to the dtype of
+x before they are read again, as they are if each is an operation of its own.
 """
 
 import math
@@ -24,13 +24,13 @@ CASE_ROWS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddNorm(Form):
-    """Which norms stand around a sum.
+    """A residual sum and the norms around it.
 
     Attributes:
         dims: numbers of a row.
         dtype: of rows and weights: float32, float16 or bfloat16.
-        after: epsilon of the norm over what is added; None: there is no such norm.
-        before: epsilon of the norm over the sum; None: there is no such norm.
+        after: epsilon of the norm over the block's output, before the sum; None: no norm.
+        before: epsilon of the norm over the sum, before the next block; None: no norm.
     """
 
     dims: int

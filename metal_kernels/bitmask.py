@@ -70,7 +70,7 @@ def check_mask(logits: mx.array, mask: mx.array) -> None:
 
 
 def bitmask_variant(dtype: mx.Dtype) -> Variant:
-    """What `bitmask` compiles for logits of this dtype."""
+    """The kernel for logits of this dtype."""
     return Variant.of("bitmask", dtype=dtype_name(dtype))
 
 

@@ -47,21 +47,21 @@ class ConvStep(StateStep):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """As of StateStep."""
+        """See `StateStep`."""
         return self.length - 1, self.channels
 
     @property
     def has_kernel(self) -> bool:
-        """As of StateStep."""
+        """See `StateStep`."""
         return 2 <= self.length <= MAX_LENGTH and self.channels >= MIN_NUMBERS
 
     @property
     def registers(self) -> int:
-        """As of StateStep."""
+        """See `StateStep`."""
         return 16 + 2 * self.length
 
     def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
-        """As of StateStep."""
+        """See `StateStep`."""
         inputs, weight, bias = arrays
 
         def part(number: int) -> mx.array:
@@ -83,7 +83,7 @@ class ConvStep(StateStep):
         return y, mx.take_along_axis(seen, places[..., None], axis=1).astype(mx.float32)
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
-        """As of StateStep."""
+        """See `StateStep`."""
         count, tokens, width = shape
         assert width >= self.at + (3 if self.gated else 1) * self.channels, shape
         return Launch(
@@ -104,7 +104,7 @@ class ConvStep(StateStep):
         )
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
-        """As of StateStep."""
+        """See `StateStep`."""
         width = self.at + (3 if self.gated else 1) * self.channels
         arrays = [normal(*lead, width), normal(self.channels, self.length, 1)]
         bias = normal(self.channels).astype(self.dtype) if self.biased else None

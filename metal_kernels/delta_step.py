@@ -73,21 +73,21 @@ class DeltaStep(StateStep):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """As of StateStep."""
+        """See `StateStep`."""
         return self.value_heads, self.value_dim, self.key_dim
 
     @property
     def has_kernel(self) -> bool:
-        """As of StateStep."""
+        """See `StateStep`."""
         return takes(self.value_dim, self.key_dim)
 
     @property
     def registers(self) -> int:
-        """As of StateStep."""
+        """See `StateStep`."""
         return 20 + 4 * (self.key_dim // (team_lanes(self.key_dim) or 1))
 
     def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
-        """As of StateStep. On the CPU any split of a sequence gives the same bits."""
+        """See `StateStep`. On the CPU any split of a sequence gives the same bits."""
         mixed, projected, times, rates, biases = arrays
         qk, values = mx.split(mixed, [self.key_width], axis=-1)
         qk = mx.unflatten(qk, -1, (2 * self.key_heads, self.key_dim))
@@ -112,7 +112,7 @@ class DeltaStep(StateStep):
         return outputs.flatten(-2), after
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
-        """As of StateStep."""
+        """See `StateStep`."""
         count, tokens, width = shape
         assert width == self.key_width + self.value_heads * self.value_dim, shape
         lanes = team_lanes(self.key_dim)
@@ -141,10 +141,10 @@ class DeltaStep(StateStep):
         )
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
-        """As of StateStep."""
+        """See `StateStep`."""
         width, num_times = self.strengths_at + self.value_heads, self.times_at + self.num_times
         mixed = normal(*lead, self.key_width + self.value_heads * self.value_dim)
-        # Time steps stand among what is projected, unless every number has its own.
+        # Time steps are part of `projected`, unless every number of a key has its own.
         projected = normal(*lead, width if self.each else max(width, num_times)).astype(self.dtype)
         times = normal(*lead, num_times).astype(self.dtype) if self.each else projected
         rates, biases = mx.exp(normal(self.num_times)), normal(self.num_times)

@@ -272,7 +272,7 @@ def timed_inner(form: GateUp) -> int:
 
 
 def _registers(variant: Variant) -> int:
-    """Of a lane: see gate_up.metal."""
+    """32-bit registers of a lane: see gate_up.metal."""
     form, rows = variant.form, _sharing(variant.number("rows"))
     run = form.bits // 2 + 2 if form.bits else PART * form.stored.size // 4
     decoded = PART * (2 * PAIRS if rows > 1 else 1)

@@ -33,7 +33,7 @@ TYPE_NAMES = {mx.float32: "float", mx.float16: "float16_t", mx.bfloat16: "bfloat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetalKernel:
-    """What MLX needs to compile a kernel. Equal to itself alone: its text is long.
+    """The source of a kernel as MLX compiles it. Equal to itself alone: its text is long.
 
     Args:
         name: of the kernel, and of `name.metal`: its text comes before the body.
@@ -107,7 +107,7 @@ class Launch:
 
 
 class Launchable(Protocol):
-    """What a kernel computes, told apart by identity; see `variants.Form`."""
+    """A description of a kernel's computation, compared by identity; see `variants.Form`."""
 
     def launch(self, *sizes: Any) -> Launch:
         """The call for arrays of some sizes."""

@@ -2,10 +2,10 @@
 
 T = tokens, E = experts, k = experts of a token. Knows no experts' matrices and no layer.
 
-A token goes to the k experts of the largest ranks, of equal ones the first, largest first. Ranks
-are the logits, or their sigmoids plus a bias of each expert. Weights are the softmax over all
-experts, or the sigmoids, of those that were chosen; normalised, they are divided by their sum.
-Computed in float32 and rounded once.
+A token goes to the k experts of the largest ranks, largest first; of equal ranks the first expert
+counts. Ranks are the logits, or their sigmoids plus a bias of each expert. Weights are the softmax
+over all experts, or the sigmoids, of the chosen experts. Normalised weights are divided by their
+sum. All is computed in float32 and rounded once.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ ROUNDING = {"float32": 2e-6, "float16": 2**-10, "bfloat16": 2**-7}  # of weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing(Form):
-    """How experts are chosen and weighed.
+    """The rule by which experts are chosen and weighed.
 
     Attributes:
         k: experts of a token.
@@ -83,7 +83,7 @@ class Routing(Form):
 def choose_experts(
     logits: mx.array, routing: Routing, bias: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """As `route`, in MLX's own operations and in any order of the experts.
+    """The same as `route` in MLX's own operations; experts come in any order.
 
     Where ranks are logits, only the chosen ones are weighed.
     """

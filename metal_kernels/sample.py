@@ -2,11 +2,11 @@
 
 R = rows, V = vocabulary. A row's token depends on its own logits, settings, stream and count alone.
 
-What a row keeps: of its logits those from the k-th largest up; of these the smallest set of the
-largest that reach top-p of the whole mass; of these the ones at least min-p times as probable as
-the most probable. Equal logits stay or go together. Then one is drawn: the first token, by id,
-at which the cumulated mass exceeds a uniform number's share of the whole. Masses are whole numbers
-of 2**-40 of the most probable token's, so that sums are exact in any order; what weighs less is
+A row keeps the logits from the k-th largest up. Of these it keeps the smallest set of the largest
+that reaches top-p of the whole mass, and of these the ones at least min-p times as probable as the
+most probable. Equal logits stay or go together. Then one token is drawn: the first, by id, at which
+the cumulated mass exceeds a uniform number's share of the whole. Masses are whole numbers of 2**-40
+of the most probable token's mass, so that sums are exact in any order; a token of less mass is
 never drawn. Kernel and twin can differ only where their exponentials do, in the last bit: where
 a mass lies within some 1e-6 of a cut or of the drawn share.
 """
@@ -89,7 +89,11 @@ def sample(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -
     """
     num_rows, vocab_size = _checked(logits, settings, mask), logits.shape[1]
     (tokens,) = KERNEL(
-        [logits, settings, settings if mask is None else mask],  # what is no mask is not read
+        [
+            logits,
+            settings,
+            settings if mask is None else mask,
+        ],  # without a mask the kernel does not read the third input
         template=[
             ("T", logits.dtype),
             ("MASKED", mask is not None),
@@ -159,7 +163,7 @@ def _values(logits: mx.array, mask: mx.array | None) -> mx.array:
 
 
 def _goal(total: mx.array, top_p: mx.array) -> mx.array:
-    """What a mass must exceed to reach top_p of the total: the next smaller whole number."""
+    """The whole number that a mass must exceed to reach top_p of the total."""
     bits = (mx.minimum(top_p, 1 - 2.0**-24) * 2.0**32).astype(mx.uint64)
     goal = _share(total, bits, 32)
     whole = (((total & 0xFFFFFFFF) * bits) & 0xFFFFFFFF) == 0
@@ -184,7 +188,7 @@ def _checked(logits: mx.array, settings: mx.array, mask: mx.array | None) -> int
 
 
 def sample_variant(dtype: mx.Dtype, *, masked: bool) -> Variant:
-    """What `sample` compiles for logits of this dtype, with or without a grammar's mask."""
+    """The kernel for logits of this dtype, with or without a grammar's mask."""
     return Variant.of("sample", dtype=dtype_name(dtype), masked=masked)
 
 

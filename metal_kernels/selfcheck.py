@@ -66,15 +66,15 @@ KINDS = _all_kinds()
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the self-check of a variant found.
+    """The result of a variant's self-check.
 
     Attributes:
         status: OK, WRONG, FAILED, CRASHED or TWIN.
         error: the largest difference, of the output that differed most for its tolerance.
         tolerance: of that output.
         detail: for people; empty where there is nothing to say.
-        times: of what is right, where it was timed: sequences and tokens before them -> seconds
-            of the kernel, and of MLX's own operations.
+        times: sequences and tokens before them -> seconds of the kernel, and of MLX's own
+            operations; empty unless the kernel is right and was timed.
     """
 
     status: str
@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def speed(self) -> float | None:
-        """How much faster than MLX's own operations, the geometric mean; None: not timed."""
+        """The speed beside MLX's own operations, as a geometric mean; None: not timed."""
         if not self.times:
             return None
         return exp(
@@ -94,7 +94,7 @@ class Verdict:
 
     @property
     def usable(self) -> bool:
-        """Whether the kernel may be used: it is right, and not as slow as what it replaces."""
+        """Whether the kernel may be used: it is right, and faster than MLX's own operations."""
         return self.status == OK and (self.speed is None or self.speed >= WORTH)
 
 
@@ -127,7 +127,7 @@ class Verdicts:
             yield
 
     def read(self) -> dict[str, Verdict]:
-        """What is known, by key. A damaged file holds nothing."""
+        """The known verdicts by key. A damaged file holds none."""
         entries = self._entries().items()
         return {key: Verdict(**entry) for key, entry in entries if entry["status"] != _CHECKING}
 
@@ -141,11 +141,11 @@ class Verdicts:
         self._put(key, {"status": _CHECKING})
 
     def put(self, key: str, verdict: Verdict) -> None:
-        """Remember what was found."""
+        """Keep a verdict."""
         self._put(key, asdict(verdict))
 
     def forget(self, key: str) -> None:
-        """Know nothing about `key`."""
+        """Drop the entry of `key`."""
         self._write({name: entry for name, entry in self._entries().items() if name != key})
 
     def _put(self, key: str, entry: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Verdicts:
 
 
 def _sound(entry: object) -> bool:
-    """Whether an entry of the file is one that was written there."""
+    """Whether an entry of the file has the form that this class writes."""
     if not isinstance(entry, dict) or not set(entry) <= _FIELDS:
         return False
     times = entry.get("times", {})
@@ -189,7 +189,7 @@ def _sound_pair(pair: object) -> bool:
 
 
 def seconds_of(case: Case) -> tuple[float, float]:
-    """Of a call of the kernel, and of MLX's own operations; measured in turns."""
+    """Seconds of a call of the kernel and of MLX's own operations, measured in turns."""
     kernel, mlx = [], []
     for _ in range(ROUNDS + 1):  # the first compiles
         kernel.append(_seconds(case.kernel))
@@ -280,9 +280,9 @@ def _compile(variant: Variant, gpu: Gpu) -> bool:
 
 
 def _attempted(call: Callable[[], Result], device: Device) -> Result | Verdict:
-    """What `call` gives on a device, or the verdict that it failed.
+    """The result of `call` on a device, or the verdict that the call failed.
 
-    Whatever it raises is a finding about the kernel: MLX, compilers and drivers raise errors of
+    Any exception is a finding about the kernel: MLX, compilers and drivers raise errors of
     many kinds, from the call as well as from its evaluation, and plain MLX is there to take over.
     """
     try:
@@ -306,7 +306,7 @@ def judge(
 
     Args:
         variants, gpu, folder: as for `choose`.
-        again: check also what was checked before, except what crashed.
+        again: check known variants anew, except those that crashed.
     """
     distinct = list(dict.fromkeys(variants))
     if gpu is None:
@@ -371,7 +371,7 @@ def examine(variant: Variant, device: Device) -> Verdict:
 
 
 def message(error: Exception) -> str:
-    """What a compiler or a driver said, the lines with errors first."""
+    """The message of a compiler or a driver, lines with errors first."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     first = [line for line in lines[1:] if "error:" in line]
     if first:
@@ -411,7 +411,7 @@ def _numbers(array: mx.array) -> NDArray[np.float64]:
 
 
 def key_of(variant: Variant) -> str:
-    """A variant and the text of its files: what is checked anew when either changes."""
+    """The key of a verdict: the variant, and a hash of its files' text."""
     folder = files(__package__)
     names = "launch.py", *KINDS[variant.kind].files
     text = "\n".join(folder.joinpath(name).read_text() for name in names)

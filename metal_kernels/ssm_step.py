@@ -65,21 +65,21 @@ class SSMStep(StateStep):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """As of StateStep."""
+        """See `StateStep`."""
         return self.heads, self.head_dim, self.state_dim
 
     @property
     def has_kernel(self) -> bool:
-        """As of StateStep."""
+        """See `StateStep`."""
         return takes(self.head_dim, self.state_dim)
 
     @property
     def registers(self) -> int:
-        """As of StateStep."""
+        """See `StateStep`."""
         return 20 + 3 * (self.state_dim // (team_lanes(self.state_dim) or 1))
 
     def in_mlx(self, arrays: Arrays, state: mx.array, lengths: mx.array | None) -> Result:
-        """As of StateStep."""
+        """See `StateStep`."""
         mixed, projected, rates, biases, skips = arrays
         x, keys, queries = mx.split(
             mixed, [self.inner, self.inner + self.groups * self.state_dim], axis=-1
@@ -95,7 +95,7 @@ class SSMStep(StateStep):
         return (y + skips[:, None] * x).flatten(-2), after
 
     def launch(self, shape: tuple[int, ...]) -> Launch:
-        """As of StateStep."""
+        """See `StateStep`."""
         count, tokens, width = shape
         assert width == self.inner + 2 * self.groups * self.state_dim, shape
         lanes = team_lanes(self.state_dim)
@@ -119,7 +119,7 @@ class SSMStep(StateStep):
         )
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
-        """As of StateStep."""
+        """See `StateStep`."""
         mixed = 0.3 * normal(*lead, self.inner + 2 * self.groups * self.state_dim)
         projected = normal(*lead, self.times_at + self.heads).astype(self.dtype)
         return [mixed, projected, mx.exp(normal(self.heads)), *(normal(self.heads) for _ in "bd")]
@@ -156,7 +156,7 @@ def _scan(
     state: mx.array,
     group_heads: tuple[int, int],
 ) -> tuple[mx.array, mx.array]:
-    """As `recurrence`, chunk by chunk: Q tokens of each of K chunks, H as G groups of R heads."""
+    """The same as `recurrence`, in K chunks of Q tokens; the H heads are G groups of R heads."""
     length = x.shape[1]
     size = min(CHUNK, length)
     x = _chunks(mx.unflatten(x, 2, group_heads), size).transpose(0, 1, 3, 4, 2, 5)

@@ -45,7 +45,7 @@ class StateStep(Form):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
-        """Of the state of one sequence."""
+        """The shape of one sequence's state."""
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class StateStep(Form):
         """Inputs of a self-check; `lead`: B and L."""
 
     def in_kernel(self, arrays: Arrays, sources: Sequence[mx.array], plan: mx.array) -> Result:
-        """As `in_mlx`, in one dispatch; outputs behind the tokens that count are zeros.
+        """The same as `in_mlx` in one dispatch. Outputs behind the tokens that count are zeros.
 
         Args:
             arrays: inputs; the kernel does not read one that is None.
@@ -88,7 +88,7 @@ class StateStep(Form):
         return outputs, after
 
     def twin(self, arrays: Arrays, sources: Sequence[mx.array], plan: mx.array) -> Result:
-        """As `in_kernel`, in plain MLX."""
+        """The same as `in_kernel` in plain MLX."""
         count = len(arrays[0])
         return self.in_mlx(arrays, gathered(sources, plan, count), plan[:count, 2])
 

@@ -1,4 +1,4 @@
-"""What a kernel is compiled for, where a model uses it, and how it is checked. Knows no kernel."""
+"""Forms, variants, uses and self-checks of kernels in general. Knows no kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,7 +23,7 @@ def never(_: int) -> bool:
 
 
 class Form:
-    """What a kernel computes: sizes, dtypes and functions. Subclasses are frozen dataclasses.
+    """A description of a kernel's computation: sizes, dtypes, functions. A frozen dataclass.
 
     Equal arguments give the same object, so that launches are looked up by identity.
     """
@@ -95,7 +95,7 @@ class Variant:
         return DTYPES[str(self["dtype"])]
 
     def __str__(self) -> str:
-        """What is 0 or False is left out, what is True is its name alone."""
+        """Values that are 0, empty or False are left out; of True the name stands alone."""
         said = [
             name if value is True else f"{name}={value}" for name, value in self.values if value
         ]
@@ -175,7 +175,7 @@ class Kind:
 
     Attributes:
         name: as in `Variant.kind`.
-        files: of this folder, that decide what it computes; a verdict is about their text.
+        files: files of this folder that the computation depends on; a verdict is about their text.
         case: a variant on a small input that takes every path of it.
         timed: a variant beside MLX's own operations, on an input as large as in use: of so many
             sequences, with so many tokens before them where that matters.

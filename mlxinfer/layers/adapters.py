@@ -28,7 +28,7 @@ MAX_PIECES = 32  # of more pieces, B is one matrix with zeros between the parts
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """Outputs of a layer, side by side, that a checkpoint has as outputs of one of its matrices."""
+    """Outputs of a layer, side by side, that come from one matrix of the checkpoint."""
 
     path: str  # of that matrix, as the decoder has it
     num_rows: int  # outputs, here
@@ -37,7 +37,7 @@ class SourceRows:
     factor: mx.array | None = None  # () or (num_rows,), what the matrix is multiplied with here
 
     def chosen(self, rows: NDArray[np.int32]) -> "SourceRows":
-        """Some of these outputs, in an order."""
+        """The same with some of the outputs, in the order of `rows`."""
         factor = self.factor
         if factor is not None and factor.ndim:
             factor = factor[mx.array(rows)]
@@ -188,7 +188,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one projection, of E matrices: experts, or a single one.
+    """The low-rank matrices of one adapter for one projection of E matrices (experts, or one).
 
     float32, padded to the rank of the stack that it goes to.
     """
@@ -287,14 +287,14 @@ class Stack:
     # -- products -------------------------------------------------------------------------------
 
     def add_to(self, y: mx.array, x: mx.array, plan: Plan) -> mx.array:
-        """What rows with an adapter have instead of y (T, outputs), of inputs x (T, in_dims)."""
+        """Outputs y (T, outputs) of inputs x (T, in_dims), with the change of the adapters."""
         if plan.rows is None:
             return y + self.change(y, x, plan)
         own = self.change(None if self.gains is None else y[plan.rows], x[plan.rows], plan)
         return y.at[plan.rows].add(own)
 
     def change(self, y: mx.array | None, x: mx.array, plan: Plan) -> mx.array:
-        """What is added for inputs x (n, in_dims) to outputs y (n, outputs), read for gains only.
+        """The change of outputs y (n, outputs) for inputs x (n, in_dims). Only gains read y.
 
         Returns:
             (n, outputs) in the dtype of x.

@@ -63,14 +63,14 @@ class GatedDeltaNet(RecurrentMixer):
         steps = [conv.step(), delta]
         super().__init__(in_proj=in_proj, out_proj=out_proj, spec=spec, steps=steps)
         self.value_heads = (heads, value_dim)
-        self.gates = slice(channels, channels + inner)  # of the outputs, among what is projected
+        self.gates = slice(channels, channels + inner)  # output gates among the outputs of in_proj
         self.conv = conv
         self.norm = norm
         self.rate = mx.exp(log_rate)
         self.step_bias = step_bias
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> what is projected out, (T, Hv * Dv)."""
+        """x (T, hidden) -> the input of out_proj, (T, Hv * Dv)."""
         projected = self.in_proj(x)
         gate = projected[:, self.gates]
         return self.normed([projected], step) * (gate * mx.sigmoid(gate))
@@ -81,11 +81,11 @@ class GatedDeltaNet(RecurrentMixer):
         return self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
 
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
-        """As of `RecurrentMixer`.
+        """See `RecurrentMixer`.
 
         Args:
-            inputs: what `in_proj` gives (B, L, ...); where time steps are not among it, these too.
-            run: as there.
+            inputs: outputs of `in_proj` (B, L, ...); then time steps, if they are not among these.
+            run: runs a recurrence.
         """
         mixed, seen = run(0, inputs[0], *self.conv)
         y, state = run(1, mixed, inputs[0], inputs[-1], self.rate, self.step_bias)
@@ -122,6 +122,6 @@ class KimiDelta(GatedDeltaNet):
         self.gate_projs = gate_projs
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> what is projected out, (T, H * D)."""
+        """x (T, hidden) -> the input of out_proj, (T, H * D)."""
         times, gate = (up(down(x)) for down, up in (self.decay_projs, self.gate_projs))
         return self.normed([self.in_proj(x), times], step) * mx.sigmoid(gate)

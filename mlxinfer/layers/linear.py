@@ -76,7 +76,7 @@ class QuantizedLinear(QuantizedMatrix):
 
 
 def matrix_of(projection: Projection) -> tuple[mx.array, ...] | None:
-    """What a projection multiplies with, where that is one matrix in rows and nothing is added.
+    """The matrix of a projection, if the projection is one plain matrix without a bias.
 
     Returns:
         Affine codes, scales and biases, as of `QuantizedLinear`; numbers (out_dims, in_dims) alone;
@@ -184,7 +184,7 @@ class DenseHeadLinear:
         self.transposed = weight.swapaxes(-1, -2)
 
     def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
-        """As of HeadLinear."""
+        """See `HeadLinear`."""
         return x @ (self.transposed if transposed else self.weight)
 
 
@@ -194,7 +194,7 @@ class QuantizedHeadLinear(QuantizedMatrix):
     __slots__ = ()
 
     def __call__(self, x: mx.array, *, transposed: bool) -> mx.array:
-        """As of HeadLinear."""
+        """See `HeadLinear`."""
         if x.shape[0] == 1:
             x = mx.broadcast_to(x, (self.weight.shape[0], *x.shape[1:]))
         form = (self.group_size, self.bits, self.mode)

@@ -27,7 +27,7 @@ class Mamba2(RecurrentMixer):
         norm: over (T, H * P), or (T, G, R * P) where there are several groups; None: no norm.
         gate_first: outputs are gated before the norm, else behind it.
         num_groups: G.
-        log_rate, step_bias, skip: (H,) float32; log a, what is added to time steps, and d.
+        log_rate, step_bias, skip: (H,) float32: log a, the bias of time steps, and d.
         step_limits: the smallest and the largest time step.
         spec: of two states, the convolution's and (H, P, N).
     """
@@ -67,13 +67,13 @@ class Mamba2(RecurrentMixer):
         self.skip = skip
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> what is projected out, (T, H * P)."""
+        """x (T, hidden) -> the input of out_proj, (T, H * P)."""
         projected = self.in_proj(x)
         y = self.recur([projected], step.caches[self])
         return self._gated(y, projected[:, : self.inner]).astype(x.dtype)
 
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
-        """As of `RecurrentMixer`; inputs: what `in_proj` gives, (B, L, ...)."""
+        """See `RecurrentMixer`. Inputs: outputs of `in_proj` (B, L, ...)."""
         mixed, seen = run(0, inputs[0], *self.conv)
         y, state = run(1, mixed, inputs[0], self.rate, self.step_bias, self.skip)
         return y, [seen, state]

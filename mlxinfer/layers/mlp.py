@@ -26,7 +26,7 @@ from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never
 from .linear import Projection, QuantizedLinear, matrix_of
 
 Activation = Callable[[mx.array], mx.array]
-"""Of what a projection gives, (..., inner or 2 * inner) -> (..., inner)."""
+"""Outputs of a projection (..., inner or 2 * inner) -> (..., inner)."""
 
 _SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")

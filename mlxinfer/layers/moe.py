@@ -63,7 +63,7 @@ class MoE:
         gate_up_proj, down_proj: the experts' matrices; without gates, the first goes up alone.
         activation: between them.
         shared: an expert that every token goes to, with weight 1; None: there is none.
-        weighs_inputs: weights multiply what goes into the experts, not what comes out.
+        weighs_inputs: weights multiply the inputs of the experts, not their outputs.
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class MoE:
         return self.mix(x, self.router(x), residual)
 
     def mix(self, x: mx.array, logits: mx.array, residual: mx.array | None = None) -> mx.array:
-        """As of `__call__`, with router logits (T, E) that are there already."""
+        """The same with router logits (T, E) that the caller has computed."""
         weights, experts = self.choose(logits)  # (T, k) each
         if self.weighs_inputs:  # each pair is a token of its own, with one expert
             weighted = x[:, None] * weights[..., None].astype(x.dtype)  # (T, k, hidden)
@@ -121,7 +121,7 @@ class MoE:
         return y if self.shared is None else self.shared(x, y)
 
     def _outputs(self, x: mx.array, experts: mx.array, each: int = 1) -> mx.array:
-        """What each expert makes of its rows, (N, k, hidden).
+        """The outputs of each row's experts, (N, k, hidden).
 
         Args:
             x: (N, hidden), `each` rows for a token of the step.
@@ -205,9 +205,9 @@ class ExpertChoice:
 
 
 def row_indices(x: mx.array) -> mx.array:
-    """Which of the rows x (..., 1, dims) each product takes: all, in order, (...) uint32.
+    """The index of each row of x (..., 1, dims), (...) uint32.
 
-    Left out, MLX computes it anew, one operation more in every product.
+    Without this argument MLX computes the indices in every product, one operation more.
     """
     return _row_indices(x.shape[:-2])
 

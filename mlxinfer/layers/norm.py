@@ -72,7 +72,7 @@ class Join:
         return [KernelUse({ANY_ROWS: [form.variant]}, install)]
 
     def _form(self) -> AddNorm | None:
-        """What a kernel would do; None: there is none for these norms."""
+        """The form of the kernel for these norms; None: there is no such kernel."""
         norms = [norm for norm in (self.after, self.before) if norm is not None]
         rms = [norm for norm in norms if isinstance(norm, RMSNorm) and not norm.by_head]
         if not rms or len(rms) < len(norms) or len({norm.weight.dtype for norm in rms}) > 1:

@@ -20,9 +20,9 @@ class PerLayerInputs:
         table: of (vocabulary, L * P).
         vocab_size: rows of it; tokens beyond take the first.
         projection: (T, hidden) -> (T, L * P).
-        norm: over the P numbers of what is projected.
+        norm: over the P numbers of a projected embedding.
         num_layers: L.
-        scale: multiplies what is projected.
+        scale: multiplies projected embeddings.
     """
 
     __slots__ = ("norm", "num_layers", "projection", "scale", "table", "vocab_size")
@@ -54,7 +54,7 @@ class PerLayerInputs:
 
 
 class PerLayerGate:
-    """What one layer adds: norm(up(act(gate(x)) * input)).
+    """The share of one layer: norm(up(act(gate(x)) * input)).
 
     Args:
         index: of the layer.

@@ -21,11 +21,11 @@ from .linear import Embedding, Projection
 from .step import Layer, Passed, Step
 
 Summand = Literal["layers", "embedding", "tokens", "adapters"]
-"""What a sum is of: links count their bytes by it."""
+"""The kind of numbers that are summed; links count their bytes by kind."""
 
 
 class Link(Protocol):
-    """What joins the ranks: operations that all of them do in the same order."""
+    """Operations that all ranks do in the same order."""
 
     @property
     def rank(self) -> int:
@@ -34,7 +34,7 @@ class Link(Protocol):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def sum(self, x: mx.array, of: Summand) -> mx.array:
@@ -53,7 +53,7 @@ class Link(Protocol):
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """What the rank before sends; before the first is the last."""
+        """The array that the rank before sends; before the first rank is the last one."""
         ...
 
 
@@ -78,7 +78,7 @@ class Sums:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Until its end, summands stay what they are."""
+        """Until the end of the context, summands are not summed."""
         before, self._held = self._held, True
         try:
             yield
@@ -115,7 +115,7 @@ class Summed:
 
 
 class SplitEmbedding:
-    """A table of which each rank has some of the rows.
+    """A token table; each rank has some of the rows.
 
     Args:
         part: this rank's rows, zeros behind the end of the vocabulary.
@@ -146,11 +146,11 @@ class SplitEmbedding:
 
 
 class SplitHead:
-    """An output projection of which each rank has some of the outputs; rank 0 gets them all.
+    """An output projection; each rank has some of the outputs, and rank 0 gets all of them.
 
     Args:
         part: (T, hidden) -> (T, outputs of this rank), as many on each.
-        vocab_size: outputs of all together; what is more is left out.
+        vocab_size: outputs of all ranks together; padding behind them is left out.
         link: of the ranks.
     """
 
@@ -169,7 +169,7 @@ class SplitHead:
 
 
 class AbsentMixer:
-    """The mixer of a layer that another rank has: what its cache keeps there."""
+    """Stands for the mixer of a layer on another rank, and says what its cache keeps there."""
 
     __slots__ = ("spec",)
 

@@ -41,7 +41,7 @@ SHAPES = (
 
 
 def difference(shape: DeltaShape, seed: int = 0) -> float:
-    """How far outputs and states of one call are from those of stepping.
+    """The difference of outputs and states between one call and one call for each token.
 
     Returns:
         The larger of the two errors, each as a share of the largest number that stepping gives.

@@ -1,4 +1,4 @@
-"""What mixers with a recurrence share: how the tokens of a step go through it.
+"""The common part of mixers with a recurrence: how the tokens of a step go through it.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step.
 """
@@ -40,8 +40,8 @@ class RecurrentMixer(ABC):
     """A mixer of a layer that keeps a state of each sequence.
 
     Args:
-        in_proj: (T, hidden) -> what the recurrences read.
-        out_proj: from what `mix` gives -> (T, hidden).
+        in_proj: (T, hidden) -> inputs of the recurrences.
+        out_proj: outputs of `mix` -> (T, hidden).
         spec: of the states, one for each of `steps`.
         steps: the recurrences that a token goes through, one after the other.
 
@@ -71,7 +71,7 @@ class RecurrentMixer(ABC):
 
     @abstractmethod
     def mix(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> what is projected out."""
+        """x (T, hidden) -> the input of out_proj."""
 
     @abstractmethod
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
@@ -89,7 +89,7 @@ class RecurrentMixer(ABC):
         self.ready = ready
 
     def recur(self, rows: Arrays, cache: StateCache) -> mx.array:
-        """Outputs of the recurrences (T, D) from rows (T, ...) of what they need."""
+        """Outputs of the recurrences (T, D); `rows` are their inputs (T, ...)."""
         outputs = []
         for part in cache.parts:
             inputs = [part.take(one) for one in rows]

@@ -32,7 +32,7 @@ class RopeSpec:
     truncate: bool = True  # yarn: round the range between the two to whole pairs
     pair_factors: tuple[float, ...] = ()  # longrope: how far each pair was stretched
     num_still: int = 0  # proportional: pairs, the slowest ones, that do not turn
-    attention_factor: float = 1.0  # multiplies what was rotated
+    attention_factor: float = 1.0  # multiplies rotated numbers
     long: "RopeSpec | None" = None  # of sequences that may outgrow the original context; None: this
 
     def variant(self, max_tokens: int) -> int:
@@ -74,7 +74,7 @@ class FusedRope:
 
 
 class LongRope:
-    """Two ropes, of which each sequence takes the one of its own variant (arXiv 2402.13753).
+    """Two ropes; each sequence takes the rope of its own variant (arXiv 2402.13753).
 
     A step in which all sequences agree runs one rope; another runs both, and takes from each the
     tokens of its variant.
@@ -87,7 +87,7 @@ class LongRope:
         self.long = long
 
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> Any:
-        """The prepared short and long rope, None where no token takes it, and the choice (T,)."""
+        """The prepared short and long rope (None if no token takes it), and the choice (T,)."""
         num_long = 0 if variants is None else int(np.count_nonzero(variants))
         short = long = chosen = None
         if num_long < positions.shape[0]:
@@ -186,7 +186,7 @@ def inverse_frequencies(spec: RopeSpec) -> list[float]:
 def yarn_attention_factor(
     factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
-    """What YaRN multiplies the rotated queries and keys with, where the config does not say."""
+    """The factor of rotated queries and keys in YaRN, if the config does not state one."""
     if mscale and mscale_all_dim:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     return yarn_magnitude(factor, 1.0)

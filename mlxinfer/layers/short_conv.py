@@ -28,10 +28,10 @@ class ShortConv(RecurrentMixer):
         super().__init__(in_proj=in_proj, out_proj=out_proj, spec=spec, steps=steps)
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
-        """x (T, hidden) -> what is projected out, (T, hidden)."""
+        """x (T, hidden) -> the input of out_proj, (T, hidden)."""
         return self.recur([self.in_proj(x)], step.caches[self])
 
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
-        """As of `RecurrentMixer`; inputs: b, c and x side by side, (B, L, 3 * hidden)."""
+        """See `RecurrentMixer`. Inputs: b, c and x side by side, (B, L, 3 * hidden)."""
         y, seen = run(0, inputs[0], *self.conv)
         return y, [seen]

@@ -1,6 +1,6 @@
-"""Mixtures of experts of which some are in memory and all are in files.
+"""Mixtures of experts: all experts are in files, and some of them are in memory too.
 
-The matrices of those in memory lie in slots, stacked as those of all experts are elsewhere. A layer
+The matrices of experts in memory lie in slots, stacked as all matrices are elsewhere. A layer
 reads the router's choice on the host, has the missing experts read into slots, and runs the same
 products over slots. Where a step needs more experts than there are slots they come in waves, and
 each token's experts are summed in the router's order even so: tokens are those of the resident run.

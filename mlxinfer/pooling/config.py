@@ -1,7 +1,7 @@
-"""What a checkpoint says of pooling, prompts and scores, read from its small files. No mlx.
+"""Pooling, prompts and scores of a checkpoint, read from its small files. No mlx.
 
-Those are sentence-transformers' (modules.json, 1_Pooling/config.json, sentence_bert_config.json,
-config_sentence_transformers.json; versions 2 to 6) and the class that config.json names. Without
+The files are sentence-transformers' (modules.json, 1_Pooling/config.json,
+sentence_bert_config.json, config_sentence_transformers.json; versions 2 to 6) and the class that config.json names. Without
 them an encoder's vectors are means over tokens, as sentence-transformers has it, and a decoder's
 are of the last token, as vLLM has it; both are normalised.
 """
@@ -39,7 +39,7 @@ _IGNORED = ("Transformer", "Dropout")
 
 
 class Task(StrEnum):
-    """What a model is for."""
+    """The purpose of a model."""
 
     GENERATE = "generate"
     EMBED = "embed"
@@ -47,7 +47,7 @@ class Task(StrEnum):
 
 
 class Head(StrEnum):
-    """What makes a score of hidden states."""
+    """The way from hidden states to a score."""
 
     CLASSIFIER = "classifier"  # a network of the checkpoint's own
     TOKENS = "tokens"  # logits of one or two tokens that follow the text
@@ -70,11 +70,11 @@ NORMALISE = Module("Normalize")  # to length 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """How hidden states become a vector or a score, and what texts are read with.
+    """The way from hidden states to a vector or a score, and the settings for reading texts.
 
     Attributes:
-        modes: of `MODES`; what several give stands side by side.
-        modules: what comes behind pooling, in order.
+        modes: of `MODES`; the vectors of several modes stand side by side.
+        modules: modules behind pooling, in order.
         pools_prompt: tokens of the prompt count.
         prompts: name -> text that stands before the model's input.
         default_prompt: name of the one that is used if nothing is said.

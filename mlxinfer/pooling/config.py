@@ -1,9 +1,10 @@
 """Pooling, prompts and scores of a checkpoint, read from its small files. No mlx.
 
 The files are sentence-transformers' (modules.json, 1_Pooling/config.json,
-sentence_bert_config.json, config_sentence_transformers.json; versions 2 to 6) and the class that config.json names. Without
-them an encoder's vectors are means over tokens, as sentence-transformers has it, and a decoder's
-are of the last token, as vLLM has it; both are normalised.
+sentence_bert_config.json, config_sentence_transformers.json; versions 2 to 6), and the class that
+config.json names. Without these files the vectors of an encoder are means over tokens, as in
+sentence-transformers, and the vectors of a decoder are of the last token, as in vLLM. Both are
+normalised.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Sequences, and a step: which tokens of which, as the scheduler hands it to the runner. No MLX."""
+"""Sequences, and the batch of one step: the tokens that the runner computes. No MLX."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -116,7 +116,7 @@ class Proposal(NamedTuple):
 class Segment:
     """Consecutive new tokens of one sequence: a part of its prompt, or tokens to verify.
 
-    What the KV cache reads of it is `cache.inputs.QuerySegment`.
+    The KV cache reads the fields of `cache.inputs.QuerySegment`.
     """
 
     sequence: Sequence
@@ -203,7 +203,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """What a step verifies: row by row, the proposals that the row's token would follow.
+    """The proposals that a step verifies. Row by row, the proposals that come before its token.
 
     The rows of one sequence stand together: the first follows no proposal, the next one, and so on.
     """
@@ -388,7 +388,7 @@ class Batch:
 
 @dataclass(slots=True)
 class CommitResult:
-    """What became of the tokens that a step sampled, by row of its `sampling`."""
+    """Which tokens of a step ended answers, failed or were discarded, by row of its `sampling`."""
 
     finished: dict[int, FinishReason] = field(default_factory=dict)  # with this token
     failed: dict[int, BaseException] = field(default_factory=dict)  # the grammar's fault over it

@@ -46,7 +46,7 @@ _claimed: list[int] = []  # the process that first ran an engine; in a fork of i
 
 
 class EngineLoop(Protocol):
-    """What an engine's thread runs: `Loop` generates, `PoolingLoop` computes vectors and scores."""
+    """The work of an engine's thread: `Loop` generates, `PoolingLoop` computes vectors."""
 
     @property
     def limits(self) -> Any:
@@ -207,7 +207,7 @@ class Engine:
 
     @property
     def limits(self) -> Any:
-        """What requests must fit into; another value whenever that changes."""
+        """The limits of requests; another value whenever they change."""
         return self._loop.limits
 
     def stats(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What sequences hold of the KV cache: pages, tails, leases on the prefix tree. Pure Python.
+"""The KV cache that each sequence holds: pages, tails, leases on the prefix tree. Pure Python.
 
 Whole pages of a prompt go to the tree as they are written, so that another request can share them
 while they are in use; those of its answer when it ends or is preempted, or, where a window
@@ -162,7 +162,7 @@ class KVManager:
     # -- before a step --------------------------------------------------------------------------
 
     def take_work(self) -> CacheWork:
-        """What is to be done to the cache's arrays before the next step.
+        """The work on the cache's arrays before the next step.
 
         Its copies count as made: the pages that they read may be evicted from now on.
         """

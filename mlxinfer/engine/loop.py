@@ -60,7 +60,7 @@ class GroupLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What a request must fit into, for the threads of callers.
+    """The limits that a request must fit into, for the threads of callers.
 
     The engine hands it over when it is ready, and a new one after each restart: nothing in it
     changes, and no caller reads the loop's own objects.
@@ -616,7 +616,7 @@ def last_events(
 
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
-    """The last event of a request of which a step, or the planning of one, raised an error."""
+    """The last event of a request whose step raised an error."""
     if isinstance(error, RanksFailedError):
         return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=error)
     failure = RequestFailedError(

@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the disk adds to the prefix that the tree has of a prompt."""
+    """Pages on the disk that lengthen the prefix that the tree has of a prompt."""
 
     num_pages: int  # whole pages from position 0 on that are then there for all groups
     pages: list[dict[int, Stored]]  # by group: page number -> what was read
@@ -126,7 +126,7 @@ class PageStore:
 
     @property
     def form(self) -> str:
-        """What part of a model spread over ranks the pages are of; empty: it is not spread."""
+        """How the model is divided over ranks, as text; empty: there is one rank."""
         return "" if self._others is None else self._others.form
 
     def open(self, folder: str, namespace: bytes) -> None:
@@ -138,13 +138,13 @@ class PageStore:
     # -- to the disk ----------------------------------------------------------------------------
 
     def root_key(self, namespace: Hashable) -> bytes:
-        """What the keys of a namespace's pages start from: no two namespaces share one."""
+        """The key from which the keys of a namespace's pages follow; each namespace has its own."""
         assert self.tier is not None
         root = self.tier.namespace
         return root if namespace is None else namespace_key(root.hex(), repr(namespace))
 
     def spills(self, page: StoredPage) -> list[Spill]:
-        """What is to be read out of a page; nothing of what is on the disk already."""
+        """The parts of a page to read out and store; none that the disk has already."""
         if self.tier is None or len(page.tokens) < self.page_size:
             return []
         before, _ = page.chain_keys(self.root_key(page.namespace), page_key)
@@ -217,7 +217,7 @@ class PageStore:
     # -- from the disk --------------------------------------------------------------------------
 
     def find(self, token_ids: Seq[int], point: RestorePoint) -> Found | None:
-        """What the disk adds to `point` of a prompt, read; None: nothing, or not worth its time.
+        """Read the pages on disk that lengthen `point`; None: none, or reading is not worth it.
 
         Costs the prompt's length, one look at a file where the disk knows nothing of it.
         """
@@ -326,7 +326,7 @@ class _Search:
         )
 
     def found(self, num_pages: int) -> Found:
-        """What was read of what is needed."""
+        """The needed pages that were read."""
         found: list[dict[int, Stored]] = [{} for _ in self.store.page_bytes]
         for group, pages in enumerate(found):
             for number in self._needed(num_pages, group):
@@ -382,14 +382,14 @@ def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, byte
 
 
 class Prompt(NamedTuple):
-    """Tokens, and what must agree besides for their pages to be shared."""
+    """Tokens and their namespace. Pages are shared where both agree."""
 
     namespace: Hashable
     token_ids: list[int]
 
 
 class Transfers:
-    """What is to be read out of pages that were evicted, and what is to be written to others.
+    """Pages to read out before they are written over, and pages to fill from the disk.
 
     Args:
         store: where pages go and come from.

@@ -40,7 +40,7 @@ from .pagestore import OtherDisks
 
 @dataclass(slots=True)
 class StepInputs:
-    """What a step computes: tokens, where they belong, and what is done to the cache before it."""
+    """The inputs of a step: its tokens, where they belong, and the work on the cache before it."""
 
     segments: StepMetadata
     follows: bool  # its ids are the tokens of the step before, in order: the next two are None
@@ -59,14 +59,16 @@ class StepInputs:
 
 @dataclass(slots=True)
 class Computed:
-    """What a forward pass gives, not evaluated yet."""
+    """The outputs of a forward pass, not evaluated yet."""
 
     ids: mx.array  # (T,)
     logits: mx.array | None  # (R, vocab)
     prompt_logits: list[mx.array]  # (n, vocab) of each of `prompt_rows`
     taps: Taps | None  # outputs of the layers that are wanted; on other ranks, of those they have
     hidden: list[mx.array]  # (T, hidden), where no row gives a token; else none
-    outputs: list[mx.array] = field(default_factory=list)  # what the cache needs beside logits
+    outputs: list[mx.array] = field(
+        default_factory=list
+    )  # arrays of the cache to evaluate with them
 
 
 class InFlight(Protocol):
@@ -433,7 +435,7 @@ class Runner:
     def _inputs(
         self, batch: Batch, previous: Launched | None, admitted: list[Sequence]
     ) -> StepInputs:
-        """What the step computes, as any rank can."""
+        """The inputs of a step, which any rank can compute."""
         follows, pending = _pending(batch, previous)
         sampling, prompt_rows = batch.sampling, []
         if batch.ragged:

@@ -8,10 +8,10 @@ are as small as costs next to nothing: a large step reads weights and context le
 one lets the next request begin sooner. A fixed number of tokens makes steps, and with them the
 rounding of 16-bit numbers, independent of the machine's speed.
 
-Where ranks are pipeline stages, each step is of some rows only (a micro-batch), of such as are in
-no step in flight: while later stages work on it, this rank begins the next one, of other rows. So
-tokens of all rows but one are known when their next step is planned, and how many proposals of a
-step hold matters to no other step in flight. Source: GPipe, arXiv:1811.06965.
+With pipeline stages, each step takes a micro-batch: rows that are not part of a step in flight.
+While later stages work on it, this rank begins the next step, with other rows. So the tokens of a
+row are known when its next step is planned, and accepted proposals of one step do not change
+another step in flight. Source: GPipe, arXiv:1811.06965.
 
 A step may be in flight while the next one is planned. Pages given up meanwhile are safe: the pool
 is written only behind a barrier (`Batch.writes_pages`).
@@ -235,7 +235,7 @@ def _blended(before: float | None, latest: float) -> float:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the engine started; only ever grows."""
+    """Counts since the engine started."""
 
     requests: int = 0
     steps: int = 0
@@ -459,10 +459,10 @@ class Scheduler:
     def reads_first(self, batch: Batch) -> bool:
         """Whether the step in flight is read before the next is planned.
 
-        Proposals go on from tokens that are known. A first token is what a caller waits for; how
-        many proposals hold decides where the next step starts; and how long a step with prompts
-        took decides how many tokens the next one gets. The next of these writes pages, so it would
-        wait for this one anyway. A step of stages is of other rows, unless one runs alone.
+        Proposals need the last token, so the step in flight is read first. The number of accepted
+        proposals decides where the next step starts, and the time of a step with prompts decides
+        how many prompt tokens the next one gets. A caller waits for the first token of an answer.
+        With pipeline stages the next step has other rows, unless one sequence runs alone.
         """
         running = self.queues.running
         if self._num_stages > 1 and len(running) > 1:
@@ -472,9 +472,9 @@ class Scheduler:
         return self._proposer is not None and self._proposer.depth(running, len(running)) > 0
 
     def max_in_flight(self, batch: Batch) -> int:
-        """How many steps may stay in flight once this one was launched, this one included.
+        """How many steps may stay in flight after this one was launched, this one included.
 
-        One, where it takes a token from the step before: that is read next.
+        One where this step takes a token from the step before, which is then read next.
         """
         most = max(self._num_stages - 1, 1)
         depends = most > 1 and any(s.num_pending > 1 for s in batch.decodes.sequences)
@@ -483,7 +483,7 @@ class Scheduler:
     # -- the next step --------------------------------------------------------------------------
 
     def next_batch(self) -> Batch | None:
-        """What to compute next; None where nothing can be done now."""
+        """The next step; None where nothing can be computed now."""
         queues = self.queues
         if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
             self._steady = []

@@ -1,7 +1,7 @@
 """Control connections between rank 0 and the others: frames of bytes, and which may connect.
 
 Both sides prove that they know a shared secret before anything else is said: each answers the
-other's random number with an HMAC of both numbers. What follows is not encrypted: links are
+other's random number with an HMAC of both numbers. Later frames are not encrypted: links are
 private networks, and public addresses are refused (hosts.py). Rank 0 meets all that connect at
 once, so that a stranger that says nothing holds up no rank; behind the proofs it answers whether
 the rank belongs to its group, and why not.
@@ -75,7 +75,7 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other side has left. What it sent stays to be received."""
+        """Whether the other side has left. Frames that it sent can still be received."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -106,7 +106,7 @@ class Connection:
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """What a rank says of itself."""
+    """The introduction of a rank."""
 
     rank: int
     size: int
@@ -220,7 +220,7 @@ class _Door:
 
 
 def _proven(connection: Connection, secret: bytes) -> Hello:
-    """What the other side says of itself, once it has proved that it knows the secret.
+    """The introduction of the other side, once it has proved that it knows the secret.
 
     Raises:
         EOFError, OSError, msgspec.MsgspecError: it has not.

@@ -79,7 +79,7 @@ class OtherDisks:
         return found is not None and not found
 
     def _answers(self, timeout_s: float) -> set[int] | None:
-        """What is missing on any rank, of the last order; None: some did not answer in time."""
+        """The places of the last order that a rank lacks; None: some did not answer in time."""
         deadline_s, missing, left = time.monotonic() + timeout_s, set[int](), self._num_others
         while left:
             left_s = deadline_s - time.monotonic()

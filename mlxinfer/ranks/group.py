@@ -104,12 +104,12 @@ class RankGroup:
 
     @property
     def link(self) -> GroupLink | None:
-        """As of `engine.runner.Followers`: stages give no tokens to each other."""
+        """The link for tokens; None with pipeline stages, which give each other no tokens."""
         return None if self._pipeline else self._group_link
 
     @property
     def num_stages(self) -> int:
-        """As of `engine.runner.Followers`."""
+        """Ranks that can work on different steps at the same time; 1: all work on each step."""
         return self.place.size if self._pipeline and self.place.overlaps else 1
 
     # -- models ---------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class RankGroup:
             self._tell("commit", dict(num_kept))
 
     def carry_out(self, work: CacheWork) -> None:
-        """As of `KVCache.carry_out`, without a step."""
+        """Let every rank do some work on its cache without a step."""
         message = self._writer.work(work, [g.allocator.extent for g in self._groups])
         self._send_frame(self._orders.encode(message))
 

@@ -107,7 +107,7 @@ def read_hosts(path: Path, rank: int | None) -> Place:
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Place | None:
-    """What mlx.launch or mpirun says of this process; None: neither started it.
+    """The rank that mlx.launch or mpirun gave this process; None: neither started it.
 
     Raises:
         InvalidRequestError: as of `read_hosts`.

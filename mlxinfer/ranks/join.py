@@ -31,7 +31,7 @@ def version() -> str:
 
 
 def hello_of(place: Place) -> Hello:
-    """What this process says of itself to other ranks."""
+    """The introduction of this process to other ranks."""
     return Hello(place.rank, place.size, version(), os.getpid(), place.ring)
 
 
@@ -193,7 +193,7 @@ class GroupLink:
         return mx.distributed.send(x, to, group=self._group, stream=self._sending)
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-        """What the rank before sends."""
+        """The array that the rank before sends."""
         source = (self.rank - 1) % self.size
         found = mx.distributed.recv(shape, dtype, source, group=self._group, stream=self._receiving)
         self.received["hidden"] += found.nbytes

@@ -1,4 +1,4 @@
-"""What rank 0 and the others say to each other, apart from steps (wire.py)."""
+"""The messages between rank 0 and the others, apart from steps (wire.py)."""
 
 import zlib
 from collections.abc import Callable
@@ -104,7 +104,7 @@ REPLIES = (Loaded, Ready, Checked, Failed, Pong, AdapterDone, DiskDone)
 
 
 def ready(cache: KVCache) -> Ready:
-    """What there is room for in a cache."""
+    """The room in a cache, for rank 0."""
     states = cache.state_group
     pages = [group.allocator.num_pages for group in cache.groups]
     costs = [group.page_bytes for group in cache.groups]

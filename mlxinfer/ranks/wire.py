@@ -1,8 +1,8 @@
 """Steps as bytes: msgpack of integers and arrays, never objects that could run anything.
 
 Page tables go over once; afterwards only what changed of them does. A steady batch of decodes is
-its positions alone. What is left of a step on the other side is a `StepInputs` with the same
-numbers; now and then both sides compare a checksum of them.
+its positions alone. The other side makes a `StepInputs` with the same numbers. Now and then both
+sides compare a checksum of them.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class TableChange(msgspec.Struct, array_like=True):
-    """What changed of a page table, or a new one."""
+    """The changes of a page table, or a new one."""
 
     number: int
     num_kept: int
@@ -53,7 +53,7 @@ SpillPart = tuple[int, int, bytes, bytes, bytes]
 
 
 class WorkPart(msgspec.Struct, array_like=True):
-    """What is done to the cache, see `CacheWork`."""
+    """Work on the cache, see `CacheWork`."""
 
     seal: list[tuple[list[int], int, int, int]]
     spill: list[SpillPart]
@@ -138,7 +138,7 @@ class Writer:
         self.num_steps = 0
 
     def message(self, step: StepInputs, extents: list[int]) -> StepMessage:
-        """What other ranks need of a step, given the extents of the layer groups' pages."""
+        """The message of a step, given the extents of the layer groups' pages."""
         self._changes = []
         self.num_steps += 1
         segments = step.segments
@@ -177,7 +177,7 @@ class Writer:
         )
 
     def work(self, work: CacheWork, extents: list[int]) -> WorkMessage:
-        """What other ranks need of work without a step."""
+        """The message of work without a step."""
         self._changes = []
         part = self._work(work)
         dropped, self._dropped = self._dropped, []
@@ -332,7 +332,7 @@ def spill_part(spill: Spill) -> SpillPart:
 
 
 def spill_of(part: SpillPart) -> Spill:
-    """What was sent."""
+    """Arrays from bytes that were sent."""
     group, page, key, parent, tokens = part
     return Spill(group, page, key, parent, tuple(_ints(tokens).tolist()))
 
@@ -361,7 +361,7 @@ def checksum(step: StepInputs) -> int:
 
 
 def _scalars(step: StepInputs) -> list[object]:
-    """What is no array and no page table."""
+    """The values that are no array and no page table."""
     work = step.work
     return [
         [step.follows, step.is_barrier, step.num_slots, step.num_rows],

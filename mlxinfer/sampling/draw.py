@@ -118,7 +118,7 @@ def uniforms(streams: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[
 
 
 def _mixed(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """What the generator makes of its states, in their place."""
+    """Mix the generator's states into random bits, in place."""
     z ^= z >> SHIFT_1
     z *= MIX_1
     z ^= z >> SHIFT_2

@@ -88,7 +88,7 @@ def _column(values: Sequence[int]) -> mx.array:
 
 
 class BiasTable(NamedTuple):
-    """What is added to the logits of P rows, at most n tokens each."""
+    """Amounts to add to the logits of P rows, of at most n tokens each."""
 
     ids: mx.array  # (P, n) int32, padded with a column that stands for no token
     early: NDArray[np.float32]  # (P, n) what is added until `min_tokens` are there

@@ -1,4 +1,4 @@
-"""What a part of sampling gets: the rows of a batch that it changes, and their settings.
+"""The rows of a batch that one part of sampling changes, with their settings.
 
 A part is a function from logits to logits, for all of its rows at once. `sampler.PARTS` lists them.
 """
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Memory(Protocol):
-    """What a part keeps of the tokens of one request."""
+    """The tokens of one request as far as a part needs them."""
 
     def append(self, token_id: int) -> None:
         """Add the request's next token."""
@@ -83,7 +83,7 @@ class Part(NamedTuple):
 
     change: Callable[[mx.array, "PartRows", Turn], mx.array]  # logits (P, width) -> (P, width)
     concerns: Callable[[SamplingParams], bool]  # whether a request needs it
-    memory: Callable[[Slot], Memory] | None = None  # what it keeps of a request's tokens
+    memory: Callable[[Slot], Memory] | None = None  # of a request's tokens
     fused: bool = False  # the sampling kernel does the same
 
 
@@ -134,7 +134,7 @@ class PartRows:
         return column
 
     def once(self, make: Callable[["PartRows"], T]) -> T:
-        """What a function makes of these rows, made once."""
+        """The result of a function of these rows, which is called once for each plan."""
         if make not in self._made:
             self._made[make] = make(self)
         made: T = self._made[make]

@@ -67,7 +67,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """What the sampler does for R rows with the same slots, in every step of the same batch."""
+    """The work of the sampler for R rows with the same slots, kept while the batch stays the same."""
 
     before: list[PartRows]  # parts that come before the draw, whatever draws
     fused: list[PartRows]  # parts behind them, where no kernel does their work

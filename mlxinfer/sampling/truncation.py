@@ -169,8 +169,8 @@ def _lowest_enough(mass: mx.array, goal: mx.array) -> mx.array:
 def _half_that_decides(bits: mx.array, goal: mx.array) -> tuple[mx.array, mx.array | None]:
     """Halve the values, again and again, to the half in which the mass from the top meets `goal`.
 
-    What quickselect does, but for a mass and with the same shapes for all rows: each row goes on
-    with its upper half where that and what lies above it is enough, else with its lower one.
+    This is quickselect for a mass, with the same shapes for all rows. A row keeps its upper half
+    where the mass from there up is enough, else its lower half.
 
     Args:
         bits: (P, width) int32, bits of floats that are at least 0.

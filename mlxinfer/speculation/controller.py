@@ -34,7 +34,7 @@ RECHECK = 512  # steps with proposals until plain ones are measured again
 MARGIN = 1.02  # by which a step with proposals must promise more
 PROBES = 2
 WORTH_A_PROBE = 0.3  # chance of a proposal
-KEPT = 9  # measurements of which the median counts
+KEPT = 9  # latest measurements; their median counts
 FEWEST = 2  # measurements that count at all
 
 # Seconds of a quantised matrix product with 1 to 8 rows over those with one: 5120 x 17408, 4 bits,
@@ -46,7 +46,7 @@ PLAIN = 0  # extra rows of a step without proposals
 
 
 class Outlook(NamedTuple):
-    """What could be proposed for a sequence: how likely proposals hold, and what they cost."""
+    """The proposals that could be made for a sequence: their chances and their cost."""
 
     chances: Seq[float]  # that a proposal holds if those before it do; by position
     cost: float = 0.0  # of making a proposal, in plain steps, as long as it was not measured
@@ -277,7 +277,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Regime:
-    """What holds for steps of one batch size."""
+    """Rests and measurements of one batch size."""
 
     blocked: int = WARM_UP  # plain steps until proposals may come again
     until_trial: int = FIRST_REST  # plain steps until costly sources are tried once more

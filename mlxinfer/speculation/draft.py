@@ -49,7 +49,7 @@ PREFILL_TOKENS = 256  # of such a step: answers wait for it
 
 @dataclass(slots=True)
 class Counterpart:
-    """What stands for a sequence of the model in the draft model's cache: a sequence of its own."""
+    """The sequence in the draft model's cache that follows a sequence of the model."""
 
     own: Sequence  # the tokens of the model's sequence, and proposals after them
     num_followed: int  # of them, tokens of the model's sequence
@@ -110,7 +110,7 @@ class DraftProposer(Source):
         """Follow the sequences, then draw token after token, all of a sequence's in order."""
         try:
             return self._propose(sequences, depths)
-        except BaseException:  # what was begun cannot be gone on from
+        except BaseException:  # a half-done step leaves the cache unusable
             self._start_afresh()
             raise
 
@@ -148,7 +148,7 @@ class DraftProposer(Source):
         return [self._proposal(*rows[s]) if s in rows else Proposal(()) for s in sequences]
 
     def _proposal(self, counterpart: Counterpart, depth: int) -> Proposal:
-        """What was drawn, up to the first token that the model does not have."""
+        """The drawn tokens, up to the first that the model does not have."""
         drawn = counterpart.own.token_ids[counterpart.num_followed :][:depth]
         unknown = [i for i, token_id in enumerate(drawn) if token_id >= self._vocab_size]
         proposal = Proposal(drawn, self._weights.get(counterpart.own, ()))

@@ -141,7 +141,7 @@ class HeadProposer(DraftProposer):
         held = self._held.get(sequence)
         if held is None or not held.rows:
             return None
-        # What the head computes at its first position depends on the token before it, too.
+        # The head's result at its first position depends on the token before it, too.
         salt = f"{sequence.token_ids[0]} {sequence.namespace}"
         found = self._begin_at(sequence, keep, 1, salt)
         if found is None or held.start <= found.own.num_computed:

@@ -15,7 +15,7 @@ MAX_PROPOSALS = 7  # of a sequence in one step, beside its newest token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """What proposes tokens, how many, and which proposals are accepted.
+    """Which sources propose tokens, how many, and which proposals are accepted.
 
     Args:
         method: "auto" (a draft where one is given, and n-grams), "off", "ngram", "draft" (a small
@@ -72,7 +72,7 @@ class SpeculationOptions:
 
 
 def kind_of(folder: Path) -> str:
-    """What a draft's checkpoint is: "draft" (a model), "eagle" or "dflash". Reads config.json."""
+    """The kind of a draft's checkpoint: "draft" (a model), "eagle" or "dflash"."""
     config = read_json(folder / "config.json")
     named = config.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else ""

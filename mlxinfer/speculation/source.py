@@ -1,4 +1,4 @@
-"""What a source of proposals is."""
+"""The interface of a source of proposals."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping

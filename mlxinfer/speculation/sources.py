@@ -42,7 +42,7 @@ class Draft:
 def load_network(
     options: SpeculationOptions, folder: Path, model: LanguageModel, *, dtype: str
 ) -> Draft | None:
-    """What the options name; None: no network proposes.
+    """Load the network that the options name; None: no network proposes.
 
     Args:
         options: not off.
@@ -91,7 +91,7 @@ def share_budget(
 ) -> tuple[EngineConfig, Draft]:
     """The config of a model's engine and the draft, which share a budget of so many bytes.
 
-    The draft's KV cache is for as many tokens as the model's, as they are computed.
+    The draft's KV cache has room for as many tokens as the model's, at full precision.
     """
     network, absent = draft.network, absent_layers(model)
     own = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
@@ -118,7 +118,7 @@ def make_speculation(
     model: LanguageModel | None = None,
     draft: Draft | None = None,
 ) -> Speculation:
-    """What the options ask for; to be called on the thread that runs the model.
+    """The proposer that the options ask for. Call it on the thread that runs the model.
 
     Args:
         options: not off.
@@ -138,7 +138,7 @@ def make_speculation(
 
 
 def _draft_source(model: LanguageModel, draft: Draft, *, rejects: bool) -> Source:
-    """What runs a network for proposals."""
+    """The source that runs a network."""
     network, config = draft.network, draft.config
     assert config is not None, "no sizes"
     vocab_size = model.config.vocab_size

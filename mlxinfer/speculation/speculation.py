@@ -20,7 +20,7 @@ TOTALS = ("drafts", "drafted", "accepted", "switched_off")
 
 @dataclass(slots=True)
 class SourceCounts:
-    """What came of the proposals of one source."""
+    """How many proposals of one source were made and accepted."""
 
     num_drafts: int = 0  # proposals of one sequence in one step
     num_drafted: int = 0  # tokens
@@ -40,7 +40,7 @@ class SourceCounts:
 
 
 class Plan(NamedTuple):
-    """What a source is to propose for a sequence."""
+    """The proposals that a source is to make for a sequence."""
 
     source: Source
     keys: list[Key]  # of its proposals, by position

@@ -113,7 +113,7 @@ class Files:
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
     def names(self, folder: str) -> list[str]:
-        """What lies in a folder."""
+        """A file in a folder."""
         return os.listdir(folder)
 
     def create(self, path: str) -> int:

@@ -1,6 +1,6 @@
 """Prefix pages on an SSD: a file for each entry, under a byte budget, written by a thread.
 
-Bytes in, bytes out; knows no mlx. What lies on disk is a cache: a full or broken disk, a killed
+Bytes in, bytes out; knows no mlx. The files are a cache: a full or broken disk, a killed
 process or a flipped bit costs a miss, never a wrong payload and never an exception.
 
 `root/<namespace>/<key>.kv`, one page each. A file appears under its name whole or not at all:
@@ -29,7 +29,7 @@ WRITES_PER_SCAN = 64  # how often to look for what other processes wrote
 
 @dataclass(slots=True)
 class DiskStats:
-    """What is there, and what happened since the store was opened."""
+    """Entries on disk, and counts since the store was opened."""
 
     num_entries: int = 0  # of all namespaces
     num_bytes: int = 0
@@ -271,7 +271,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _errors_counted(self, *, missing_is_fine: bool = False) -> Iterator[None]:
-        """What the file system refuses is a miss, and counted."""
+        """Count an error of the file system, which is a miss to the caller."""
         try:
             yield
         except OSError as error:
@@ -370,7 +370,7 @@ class DiskTier:
         self._store.remove(key)
 
     def stats(self) -> DiskStats:
-        """What is there and what happened."""
+        """Entries on disk, and counts."""
         return self._store.stats()
 
     def clear(self) -> None:
@@ -384,7 +384,7 @@ class DiskTier:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Write what waits, and stop. What is put later is dropped; reading goes on."""
+        """Write the waiting entries, and stop. Later entries are dropped; reading goes on."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

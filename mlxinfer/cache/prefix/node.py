@@ -146,7 +146,7 @@ class StoredPage:
 
     @property
     def namespace(self) -> Hashable:
-        """What the path was inserted under."""
+        """The namespace of the path."""
         return self.node.namespace
 
     @property
@@ -222,7 +222,7 @@ Coverage = Callable[[int], int]  # position -> the last one up to it where a gro
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """What a prompt can reuse. Lock it before anything else changes the tree."""
+    """The prefix that a prompt can reuse. Lock it before anything else changes the tree."""
 
     namespace: Hashable
     num_tokens: int  # positions that need not be computed
@@ -257,7 +257,7 @@ class RestorePoint:
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """What the layer groups of a tree keep.
+    """The windows, sinks and states of the layer groups of a tree.
 
     Args:
         windows: of each page group; None: it sees everything.

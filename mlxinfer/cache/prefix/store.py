@@ -62,7 +62,7 @@ class EvictionQueue(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one sequence (or one pin) keeps in the tree: a path, and where its windows begin.
+    """The pages that one sequence keeps in the tree: a path, and where its windows begin.
 
     `nodes[n]` is page number n. Of a windowed group g the sinks' pages and those from number
     `first[g]` on are protected, of the others all.

@@ -19,7 +19,7 @@ OnEvict = Callable[[list[StoredPage]], None]
 
 @dataclass(slots=True)
 class PrefixCounters:
-    """What happened since the tree was built; only ever grows."""
+    """Counts since the tree was built."""
 
     hits: int = 0  # counted matches of something
     misses: int = 0  # counted matches of nothing
@@ -142,7 +142,7 @@ class PrefixTree:
     def lock(self, match: RestorePoint, *, priority: int = 0) -> Lease:
         """Protect what a match found until `unlock`. The match must be fresh, and may be empty.
 
-        What it protects is evicted after everything of a lower priority, see `evict`.
+        Its pages are evicted after all pages of a lower priority, see `evict`.
         """
         return self._store.take(match, priority)
 

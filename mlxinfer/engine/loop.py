@@ -143,13 +143,14 @@ class Loop:
         emit: called with the events of requests, in order; the last event of each request has a
             finish_reason.
         kernels: says which Metal kernels may be used.
-        kernels_when_idle: what the first steps can do without is checked by `prepare_kernel`.
+        kernels_when_idle: kernels that the first steps do not need are checked later, by
+            `prepare_kernel`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
         followers: the other ranks of a model that is spread over several; None: it is not.
 
     Attributes:
         adapters: that requests may name.
-        limits: what requests must fit into; a new value whenever that changes.
+        limits: of requests; a new value whenever they change.
     """
 
     def __init__(
@@ -237,9 +238,9 @@ class Loop:
         )
 
     def _open_tier(self, wait_s: float) -> None:
-        """Open the disk tier, once the weights' identity is known; wait for that at most so long.
+        """Open the disk tier once the weights' identity is known; wait for that at most `wait_s`.
 
-        Until then nothing is stored or found, and requests are served all the same.
+        Until then nothing is stored or found, and requests are served without it.
         """
         options, store = self.config.disk, self.store
         if options is None or store is None or store.tier is not None:
@@ -260,14 +261,14 @@ class Loop:
         return bool(self.kernels.asked)
 
     def prepare_kernel(self) -> None:
-        """Check and compile such a kernel; for a while in which nothing is to be done."""
+        """Check and compile one such kernel. Call it while no request runs: it takes a second."""
         self.kernels.prepare_next()
 
     def turn(self) -> None:
-        """Launch the next step, then read the one before it: Python works while MLX does.
+        """Launch the next step, then read the step before it, so that Python works while MLX does.
 
-        A step on which the next one depends is read first; see `Scheduler.reads_first`. Of stages
-        as many steps as there are others stay in flight, each of other rows.
+        A step on which the next one depends is read first (`Scheduler.reads_first`). With pipeline
+        stages several steps stay in flight, each with other rows.
         """
         if self.store is not None and self.store.tier is None:
             self._open_tier(0.0)
@@ -316,21 +317,21 @@ class Loop:
             sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
 
     def _reserve(self, num_bytes: int) -> bool:
-        """Keep memory for adapters, out of what the KV cache has not grown into."""
+        """Keep memory for adapters that the KV cache has not grown into; whether it is there."""
         lengths = [sequence.max_known for sequence in self.scheduler.queues.unfinished()]
         is_there = self._keep_for_adapters(num_bytes, lengths)
         self._state_limits()
         return is_there
 
     def _keep_for_adapters(self, num_bytes: int, lengths: list[int]) -> bool:
-        """Let pages leave room for so many bytes of adapters, on every rank; see `reserve`."""
+        """Limit the pages of every rank, so that so many bytes of adapters fit; whether they do."""
         is_there = self.cache.reserve(self._beyond(num_bytes), lengths)
         if self._followers is not None:
             self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
         return is_there
 
     def _beyond(self, num_bytes: int) -> int:
-        """Of so many bytes of adapters, those for which no memory is kept anyway."""
+        """The part of these bytes that exceeds the memory kept for adapters at load."""
         return max(num_bytes - self.config.adapter_bytes, 0)
 
     def abort(self, request_id: str) -> None:

@@ -8,7 +8,6 @@ and the grammar's mask.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..core import SamplingParams
 from ..metal_kernels.bitmask import bitmask
-from ..metal_kernels.sample import SETTINGS, sample, settings_array
+from ..metal_kernels.sample import SETTINGS, SamplingKernels, sample, settings_array
 from .draw import draw, pad_rows, padded_width, row_padding, uniforms
 from .logprobs import LogprobArrays, LogprobRows, compute_logprobs, logprob_rows
 from .penalties import PENALTIES
@@ -31,18 +30,6 @@ WORD_BITS = 32
 PARTS = (*PENALTIES, *CUTS)  # in the order of their work
 # Parts behind a fused one that the kernel does not do.
 LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]
-
-
-class SamplingKernels(Protocol):
-    """Which Metal kernels may be used now; asking for one that may not requests its check."""
-
-    def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
-        """Whether one samples from logits of this dtype, with or without a grammar's mask."""
-        ...
-
-    def masks(self, dtype: mx.Dtype) -> bool:
-        """Whether one applies masks to logits of this dtype."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """The work of the sampler for R rows with the same slots, kept while the batch stays the same."""
+    """The work of the sampler for R rows, kept while the slots of the batch stay the same."""
 
     before: list[PartRows]  # parts that come before the draw, whatever draws
     fused: list[PartRows]  # parts behind them, where no kernel does their work

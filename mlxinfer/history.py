@@ -4,18 +4,17 @@ A conversation is a tree of messages: an edited question or a second answer is a
 same parent, and the conversation's `head` names the leaf that is shown. Every conversation belongs
 to an owner, an opaque text that follows from an API key (`owner_of`), and no owner sees another's.
 
-Each message is one transaction in a write-ahead log, so a process that is killed at any moment
-loses at most the message that it was writing; several processes may use the file at once.
+Each message is one transaction (`database.py`); several processes may use the file at once.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import sqlite3
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,17 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .database import Database
 from .errors import ConversationNotFoundError, HistoryError, InvalidRequestError
 
 PLACE = "MLXINFER_HISTORY"  # environment variable: the file, or `off`
 ROLES = ("system", "user", "assistant", "tool")
 MAX_TITLE_CHARS = 200
-BUSY_S = 10.0  # that another process may hold the file
 TRIGRAM = 3  # characters: the index finds no shorter words
 _ID = re.compile(r"[A-Za-z0-9_-]{8,64}", re.ASCII)
 _SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
 _QUOTES = re.compile(r'["\n]')
 _VERSION = 1
+log = logging.getLogger("mlxinfer")
 _SCHEMA = """
 CREATE TABLE conversations (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, title TEXT NOT NULL, model TEXT NOT NULL,
@@ -167,27 +167,28 @@ class History:
 
     Args:
         path: of the file; it and its folder are made, readable by this user alone.
+        keeps_on: a file that cannot be opened is tried again at each use, and a damaged one is set
+            aside, for a server that goes on without it.
 
     Raises:
         HistoryError: the file cannot be opened, is no history, or was written by a newer version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keeps_on: bool = False) -> None:
         self.path = path
-        self._lock = threading.Lock()
-        with _reported():
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._db = sqlite3.connect(
-                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-            )
-            self._db.row_factory = sqlite3.Row
-            self._prepare()
+        self._file = Database(path, _prepare, sets_aside=keeps_on)
+        try:
+            with _reported(), self._file.use():
+                pass
+        except HistoryError as error:
+            if not keeps_on:
+                self._file.close()
+                raise
+            log.warning("%s", error)
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._db.close()
+        self._file.close()
 
     def conversations(
         self, owner: str, *, limit: int = 100, before_s: float | None = None
@@ -249,12 +250,12 @@ class History:
             "head": head,
         }
         given = {name: value for name, value in values.items() if value is not None}
-        with self._transaction():
-            self._claim(owner, id, now_s)
+        with self._transaction() as db:
+            self._claim(db, owner, id, now_s)
             if head is not None:
-                self._check_member(id, head, "head")
+                _check_member(db, id, head, "head")
             for name, value in given.items():  # names are ours, never a client's
-                self._db.execute(f"UPDATE conversations SET {name} = ? WHERE id = ?", (value, id))
+                db.execute(f"UPDATE conversations SET {name} = ? WHERE id = ?", (value, id))
         return self.conversation(owner, id)
 
     def save_message(self, owner: str, id: str, message: StoredMessage) -> None:
@@ -273,11 +274,11 @@ class History:
             )
         _check_id(message.id)
         now_s = time.time()
-        with self._transaction():
-            self._claim(owner, id, now_s)
+        with self._transaction() as db:
+            self._claim(db, owner, id, now_s)
             if message.parent is not None:
-                self._check_member(id, message.parent, "parent")
-            self._db.execute(
+                _check_member(db, id, message.parent, "parent")
+            db.execute(
                 "INSERT INTO messages (id, conversation, parent, role, content, reasoning, "
                 "details, created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
                 "ON CONFLICT (id) DO UPDATE SET content = excluded.content, "
@@ -288,9 +289,9 @@ class History:
                     *(message.reasoning, json.dumps(message.details), message.created_s or now_s),
                 ),
             )
-            self._check_member(id, message.id, "id")
+            _check_member(db, id, message.id, "id")
             title = title_of(message.content) if message.role == "user" else ""
-            self._db.execute(
+            db.execute(
                 "UPDATE conversations SET head = ?, changed_s = ?, "
                 "title = CASE title WHEN '' THEN ? ELSE title END WHERE id = ?",
                 (message.id, now_s, title, id),
@@ -303,8 +304,8 @@ class History:
             ConversationNotFoundError: the owner has none of this id.
         """
         self.conversation(owner, id)
-        with self._transaction():
-            self._db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (id, owner))
+        with self._transaction() as db:
+            db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (id, owner))
         self._read("PRAGMA wal_checkpoint(TRUNCATE)", ())
 
     def search(self, owner: str, words: str, *, limit: int = 50) -> list[Match]:
@@ -338,61 +339,55 @@ class History:
             for row in rows
         ]
 
-    def _prepare(self) -> None:
-        """Settings of the connection, and the tables of a new file."""
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
-            self._db.execute(f"PRAGMA {pragma}")
-        self._db.execute("PRAGMA secure_delete = ON")
-        self._db.execute("BEGIN IMMEDIATE")  # of two processes one makes the tables
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            for statement in _statements(_SCHEMA):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {_VERSION}")
-        self._db.execute("COMMIT")
-        if version > _VERSION:
-            self._db.close()
-            raise HistoryError("The history was written by a newer mlxinfer; update this one.")
-
     def _read(self, statement: str, values: Sequence[Any]) -> list[sqlite3.Row]:
-        with self._lock, _reported():
-            return self._db.execute(statement, values).fetchall()
+        with _reported(), self._file.use() as db:
+            return db.execute(statement, values).fetchall()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         """All of it or nothing."""
-        with self._lock, _reported():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:  # interrupted as well as failed: all or nothing
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+        with _reported(), self._file.transaction() as db:
+            yield db
 
-    def _claim(self, owner: str, id: str, now_s: float) -> None:
+    def _claim(self, db: sqlite3.Connection, owner: str, id: str, now_s: float) -> None:
         """Make the conversation, unless the owner has it."""
         _check_id(id)
-        self._db.execute(
+        db.execute(
             "INSERT INTO conversations VALUES (?, ?, '', '', '{}', NULL, ?, ?) "
             "ON CONFLICT (id) DO NOTHING",
             (id, owner, now_s, now_s),
         )
-        (found,) = self._db.execute(
-            "SELECT owner FROM conversations WHERE id = ?", (id,)
-        ).fetchone()
+        (found,) = db.execute("SELECT owner FROM conversations WHERE id = ?", (id,)).fetchone()
         if found != owner:
             raise InvalidRequestError(f"The id {id} is taken; choose another.", param="id")
 
-    def _check_member(self, id: str, message: str, param: str) -> None:
-        row = self._db.execute(
-            "SELECT 1 FROM messages WHERE id = ? AND conversation = ?", (message, id)
-        ).fetchone()
-        if row is None:
-            raise InvalidRequestError(
-                f"{param} is {message[:64]!r}, which is no message of this conversation.",
-                param=param,
-            )
+
+def _check_member(db: sqlite3.Connection, id: str, message: str, param: str) -> None:
+    row = db.execute(
+        "SELECT 1 FROM messages WHERE id = ? AND conversation = ?", (message, id)
+    ).fetchone()
+    if row is None:
+        raise InvalidRequestError(
+            f"{param} is {message[:64]!r}, which is no message of this conversation.",
+            param=param,
+        )
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    """Settings of a connection, and the tables of a new file."""
+    db.row_factory = sqlite3.Row
+    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+        db.execute(f"PRAGMA {pragma}")
+    db.execute("PRAGMA secure_delete = ON")
+    db.execute("BEGIN IMMEDIATE")  # of two processes one makes the tables
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        for statement in _statements(_SCHEMA):
+            db.execute(statement)
+        db.execute(f"PRAGMA user_version = {_VERSION}")
+    db.execute("COMMIT")
+    if version > _VERSION:
+        raise HistoryError("The history was written by a newer mlxinfer; update this one.")
 
 
 def excerpt(text: str, words: Sequence[str], around: int = 60) -> str:

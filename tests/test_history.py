@@ -248,7 +248,8 @@ def test_what_was_saved_survives_a_kill_at_any_moment(tmp_path: Path, after: int
     assert len(found) >= last + 1
     for number, each in enumerate(found):
         assert each.content == f"{number} " * 50
-    assert history._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    with history._file.use() as db:
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     assert len(history.search("", f"{last} {last}", limit=1000)) >= 1
     history.save_message("", TALK, message("after", "goes on", parent=None))
 
@@ -265,6 +266,23 @@ def test_a_file_that_is_no_history_is_refused_and_left_alone(tmp_path: Path) -> 
     db.close()
     with pytest.raises(HistoryError, match="newer mlxinfer"):
         History(newer)
+
+
+def test_a_server_goes_on_without_a_history_that_it_cannot_use(tmp_path: Path) -> None:
+    damaged = tmp_path / "history.db"
+    damaged.write_bytes(b"no database" * 1000)
+    history = History(damaged, keeps_on=True)
+    history.save_conversation("", "conversation-1", title="x")
+    assert [each.title for each in history.conversations("")] == ["x"]
+    assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
+    history.close()
+    (tmp_path / "home").write_text("in the way")
+    history = History(tmp_path / "home" / "history.db", keeps_on=True)
+    with pytest.raises(HistoryError):
+        history.conversations("")
+    (tmp_path / "home").unlink()
+    assert history.conversations("") == []
+    history.close()
 
 
 def test_the_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

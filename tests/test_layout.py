@@ -38,7 +38,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory", "threads"},
-    "history": {"errors"},
+    "database": set(),
+    "history": {"database", "errors"},
     "fit": LEAVES | {"memory", "models"},
     "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
@@ -55,7 +56,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"ranks"},
     "convert": LEAVES | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"},
     "server": LEAVES
-    | {"backend", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
+    | {"backend", "database", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
 }
 SERVER_BASE = {"errors", "keys", "config", "workers", "http", "routes"}
 SERVER_MODELS = SERVER_BASE | {
@@ -70,7 +71,7 @@ SERVER_MODELS = SERVER_BASE | {
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "workers": set(),
-    "store": set(),
+    "store": {"errors"},
     "log": set(),
     "keys": {"errors"},
     "config": {"keys"},

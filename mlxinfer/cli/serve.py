@@ -1,7 +1,6 @@
 """`mlxinfer serve`: models over HTTP."""
 
 import os
-import sqlite3
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,8 @@ from click.core import ParameterSource
 
 from .. import hub
 from ..configfile import ModelEntry, parse_duration
-from ..errors import HistoryError, InsufficientMemoryError, InvalidRequestError
-from ..history import PLACE, History, data_folder, default_place
+from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..history import History, data_folder, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
 from ._configuration import (
     PREFIX,
@@ -295,7 +294,7 @@ def server_config(options: dict[str, Any]) -> Any:
     try:
         named = ApiKeys.from_plain(keys)
         if options["keys_file"] is not None:
-            named = named.with_named(read_toml(options["keys_file"]), str(options["keys_file"]))
+            named = named.with_file(options["keys_file"], read_toml)
         config = ServerConfig(keys=named, **{name: options[name] for name in names + limits})
         check_tls(config)
         return config
@@ -405,14 +404,11 @@ def page_routes(
     *,
     history: bool,
 ) -> "PageRoutes":
-    """Return the routes of the page; raises HistoryError where the history cannot be opened."""
+    """Return the routes of the page."""
     from ..server.page.routes import PageRoutes
 
     place = default_place() if history else None
-    try:
-        stored = None if place is None else History(place)
-    except HistoryError as error:
-        raise HistoryError(f"{error} Say --no-history, or name a file by {PLACE}.") from error
+    stored = None if place is None else History(place, keeps_on=True)
     return PageRoutes(stored, library(options, ttl_s, limit_bytes), settings(ctx))
 
 
@@ -460,7 +456,7 @@ def settings(ctx: click.Context) -> "list[Setting]":
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":
-    """Return the store of responses, or None; a value or a place that is wrong is wrong usage."""
+    """Return the store of responses, or None; a wrong value is wrong usage."""
     from ..server.store import ResponseStore
 
     keeps, size, age = options.pop("store"), options.pop("store_size"), options.pop("store_age")
@@ -471,8 +467,3 @@ def response_store(options: dict[str, Any]) -> "ResponseStore | None":
         return ResponseStore(path, max_bytes=parse_bytes(size), max_age_s=parse_duration(age))
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
-    except (OSError, sqlite3.Error) as error:
-        raise click.UsageError(
-            f"Responses cannot be stored in {path}: {error}. Set store = false in the config "
-            "file, or XDG_DATA_HOME."
-        ) from error

@@ -21,7 +21,7 @@ from .call import answer_call
 from .guard import Guard
 from .http import OPENAI, App, ErrorForm, Receive, Scope, Send
 from .openapi import documentation
-from .page import files, state
+from .page import files
 from .routes import Route, RouteTable
 from .service import Service
 
@@ -70,7 +70,7 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/admin/models/pin", ops.pin_model, "admin"),
     Route("POST", "/v1/load_lora_adapter", ops.load_adapter, "admin"),
     Route("POST", "/v1/unload_lora_adapter", ops.unload_adapter, "admin"),
-    Route("GET", "/admin/state", state.state, "admin"),
+    Route("GET", "/admin/state", ops.dashboard, "admin"),
 )
 FORMS = {"/v1/messages": ANTHROPIC, "/v1/responses": RESPONSES, "/api/": OLLAMA}  # by beginning
 

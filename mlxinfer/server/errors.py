@@ -11,6 +11,7 @@ MlxinferError
 ├── BodyTooLargeError          413  request_too_large
 ├── MediaTypeError             415  unsupported_media_type
 ├── HeadersTooLargeError       431  headers_too_large
+├── StoreError                 503  store_error           the file of stored responses
 ├── DeadlineError              504  deadline_exceeded
 ├── DiskFullError              507  storage_full
 ├── ModelBusyError             409  model_busy
@@ -93,6 +94,13 @@ class HeadersTooLargeError(MlxinferError):
 
     status = 431
     code = "headers_too_large"
+
+
+class StoreError(MlxinferError):
+    """The file of stored responses cannot be opened, read or written."""
+
+    status = 503
+    code = "store_error"
 
 
 class DeadlineError(MlxinferError):

@@ -2,22 +2,42 @@
 
 import hashlib
 import hmac
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from ..errors import InvalidRequestError
+from ..errors import InvalidRequestError, MlxinferError
 from .errors import ForbiddenError, UnauthorizedError
 
 Headers = Sequence[tuple[bytes, bytes]]
+LOOK_S = 1.0  # between two looks at the file of keys
+log = logging.getLogger("mlxinfer.server")
 
 
-@dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Named keys, of which only SHA-256 digests are kept. Without keys every request is served."""
+    """Named keys, of which only SHA-256 digests are kept. Without keys every request is served.
 
-    digests: tuple[tuple[str, bytes], ...] = ()  # (name, SHA-256)
-    users: frozenset[str] = frozenset()  # names of keys that may ask, and not administer
+    Args:
+        digests: pairs of a name and a SHA-256.
+        users: names of keys that may ask, and not administer.
+    """
+
+    def __init__(
+        self, digests: Sequence[tuple[str, bytes]] = (), users: frozenset[str] = frozenset()
+    ) -> None:
+        self._digests, self._users = tuple(digests), users
+        self._reread: Callable[[], ApiKeys] = lambda: self
+        self._file: Path | None = None
+        self._stamp: object = None  # of the file when it was read
+        self._look_s = 0.0  # monotonic time of the next look at the file
+
+    @property
+    def digests(self) -> tuple[tuple[str, bytes], ...]:
+        """Pairs of a name and a SHA-256."""
+        self._follow_file()
+        return self._digests
 
     @classmethod
     def from_plain(cls, keys: Iterable[str]) -> "ApiKeys":
@@ -34,7 +54,7 @@ class ApiKeys:
                     param="api_key",
                 )
             digests.append((f"key{number}", _digest(key.encode())))
-        return cls(tuple(digests))
+        return cls(digests)
 
     def with_named(self, tables: Mapping[str, object], place: str) -> "ApiKeys":
         """The same keys and those of a file: {name: {"key" or "sha256": …, admin}}.
@@ -48,18 +68,56 @@ class ApiKeys:
         Raises:
             InvalidRequestError: a table is wrong, or two keys have one name or are equal.
         """
-        digests, users = list(self.digests), set(self.users)
+        digests, users = list(self._digests), set(self._users)
         for name, table in tables.items():
             digest, is_admin = _read_table(table, f"{place}, {name}")
             if name in dict(digests) or digest in (known for _, known in digests):
                 raise InvalidRequestError(f"{place}, {name}: this name or key is there twice.")
             digests.append((name, digest))
             users |= set() if is_admin else {name}
-        return ApiKeys(tuple(digests), frozenset(users))
+        return ApiKeys(digests, frozenset(users))
+
+    def with_file(self, path: Path, read: Callable[[Path], Mapping[str, object]]) -> "ApiKeys":
+        """The same keys and those of a file, which is read again when it changes.
+
+        A file that is wrong then, or has no key, is logged, and the keys before stay.
+
+        Args:
+            path: of the file.
+            read: gives its tables.
+
+        Raises:
+            as `with_named` and `read`.
+        """
+        stamp = _stamp(path)
+        keys = self.with_named(read(path), str(path))
+        keys._file, keys._stamp = path, stamp
+        keys._reread = lambda: self.with_named(read(path), str(path))
+        return keys
+
+    def _follow_file(self) -> None:
+        now_s = time.monotonic()
+        if self._file is None or now_s < self._look_s:
+            return
+        self._look_s = now_s + LOOK_S
+        stamp = _stamp(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            found = self._reread()
+        except (OSError, MlxinferError) as error:
+            log.error("keys not read again, those before stay: %s", error)
+            return
+        if not found._digests:  # otherwise everybody would be let in
+            log.error("%s has no key; those before stay", self._file)
+            return
+        self._digests, self._users = found._digests, found._users
+        log.info("keys read again", extra={"keys": len(self._digests)})
 
     def administers(self, name: str | None) -> bool:
         """Whether the key of a name may load, download, delete and see what others run."""
-        return name not in self.users
+        return name not in self._users
 
     def require_admin(self, name: str | None) -> None:
         """Raise ForbiddenError unless the key of a name administers the server."""
@@ -122,6 +180,15 @@ def _read_table(table: object, place: str) -> tuple[bytes, bool]:
     for name in given:
         raise InvalidRequestError(f"{place}: {name} is none of admin, key, sha256.")
     return hashed, is_admin
+
+
+def _stamp(path: Path) -> object:
+    """Changes with the file; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _digest(key: bytes) -> bytes:

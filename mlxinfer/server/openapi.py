@@ -17,13 +17,10 @@ from .call import Call
 from .http import EVENTS, Body
 from .routes import Route
 
-WIDEST = 2**63 - 1  # a bound of a machine word, which the page leaves out
 _STYLE = """
 :root { color-scheme: light dark } body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
-max-width: 60rem; padding: 0 1rem } h2 { font-size: 1.05rem; margin-top: 2.2rem }
-code, .method { font-family: ui-monospace, monospace } .method { font-weight: 700 }
-table { border-collapse: collapse; width: 100% } td { border-top: 1px solid #8884;
-padding: .25rem .6rem .25rem 0; vertical-align: top } td.type { opacity: .75 }
+max-width: 60rem; padding: 0 1rem } table { border-collapse: collapse; width: 100% }
+td { border-top: 1px solid #8884; padding: .25rem .6rem .25rem 0; vertical-align: top }
 """
 
 
@@ -104,49 +101,14 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
 
 
 def page_of(document: dict[str, Any]) -> bytes:
-    """The document as an HTML page."""
+    """The paths of the document as an HTML page."""
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>mlxinfer: API</title>",
         f"<style>{_STYLE}</style><h1>mlxinfer</h1>",
-        "<p>Fields marked * are required, all others may be left out. For programs: "
-        "<a href=/openapi.json>/openapi.json</a>, with the types that are only named here.",
+        "<p>The fields of bodies and answers: <a href=/openapi.json>/openapi.json</a><table>",
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            head = f"<span class=method>{method.upper()}</span> <code>{escape(path)}</code>"
-            parts.append(f"<h2>{head}</h2><p>{escape(operation['summary'])}")
-            if "requestBody" in operation:
-                kind = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-                parts.append(_fields(document["components"]["schemas"][kind.rpartition("/")[2]]))
+            cells = f"{method.upper()} <td><code>{escape(path)}</code>"
+            parts.append(f"<tr><td>{cells}<td>{escape(operation['summary'])}")
     return "".join(parts).encode()
-
-
-def _fields(schema: dict[str, Any]) -> str:
-    """A table of the fields of a body."""
-    required = schema.get("required", ())
-    rows = [
-        f"<tr><td><code>{escape(name)}</code>{' *' if name in required else ''}"
-        f"<td class=type>{escape(_type_of(kind))}"
-        for name, kind in schema["properties"].items()
-        if kind != {"default": None}  # known, and refused
-    ]
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _type_of(schema: dict[str, Any]) -> str:
-    """A schema in a few words."""
-    if "anyOf" in schema:
-        kinds: Sequence[str] = [_type_of(kind) for kind in schema["anyOf"]]
-        return " or ".join(kind for kind in kinds if kind != "null")
-    if "$ref" in schema:
-        return str(schema["$ref"]).rpartition("/")[2]
-    if "enum" in schema:
-        return " | ".join(map(str, schema["enum"]))
-    if "prefixItems" in schema:
-        return f"[{', '.join(map(_type_of, schema['prefixItems']))}]"
-    if schema.get("type") == "array":
-        return f"list of {_type_of(schema.get('items', {}))}"
-    bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "maxLength": "length ≤"}
-    said = {key: sign for key, sign in bounds.items() if abs(schema.get(key, WIDEST)) < WIDEST}
-    limits = [f"{sign} {schema[key]}" for key, sign in said.items()]
-    return " ".join([str(schema.get("type", schema.get("description", "any"))), *limits])

@@ -1,8 +1,9 @@
 """Paths of operators: health, metrics, load; models and adapters are loaded and unloaded."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from .. import __version__
 from ..errors import InvalidRequestError, MlxinferError, shown
+from ..memory import total_memory_bytes
 from .call import Call
 from .http import Body, RequestBody, encode
 from .metrics import ServerMetrics
@@ -17,6 +19,7 @@ from .models import Slot
 from .readiness import Health
 from .service import Service
 
+Plain = dict[str, Any]
 MAX_DRAIN_S = 3600.0
 RETRY_S = {Health.LOADING: 5, Health.DRAINING: 30, Health.STUCK: 30, Health.FAILING: 10}
 
@@ -125,35 +128,6 @@ def _load(found: ServerMetrics) -> Load:
 # -- models --------------------------------------------------------------------------------------
 
 
-class ModelState(msgspec.Struct, kw_only=True):
-    """One model. Bytes are what it takes when it is loaded."""
-
-    name: str
-    aliases: list[str]
-    state: str
-    pinned: bool
-    weights_bytes: int
-    kv_bytes: int
-    max_model_len: int | None
-    calls: int  # that use it or wait until it is loaded
-    requests_running: int
-    requests_waiting: int
-    ttl_left_s: float | None  # until it is unloaded for idleness; null: never
-    failure: str | None  # error of the last load
-    failures_in_a_row: int
-    retry_left_s: float  # until requests may load it again; 0: now
-    adapter_failures: dict[str, str]  # errors of its adapters that are not there, by name
-
-
-class ServerState(msgspec.Struct, kw_only=True):
-    """All models and their shared memory budget."""
-
-    models: list[ModelState]
-    memory_reserved_bytes: int
-    memory_limit_bytes: int
-    draining: bool
-
-
 class LoadRequest(RequestBody, kw_only=True):
     """A model by name or alias."""
 
@@ -174,25 +148,25 @@ class UnloadRequest(RequestBody, kw_only=True):
     drain_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] = 0.0
 
 
-async def list_states(call: Call) -> ServerState:
+async def list_states(call: Call) -> Plain:
     """The models with their state, size, requests and time left."""
     service = call.service
-    return ServerState(
-        models=[model_state(service, slot) for slot in service.models.slots()],
-        memory_reserved_bytes=service.models.held_bytes,
-        memory_limit_bytes=service.models.limit_bytes,
-        draining=service.draining,
-    )
+    return {
+        "models": [model_state(service, slot) for slot in service.models.slots()],
+        "memory_reserved_bytes": service.models.held_bytes,
+        "memory_limit_bytes": service.models.limit_bytes,
+        "draining": service.draining,
+    }
 
 
-async def load_model(call: Call, body: LoadRequest) -> ModelState:
+async def load_model(call: Call, body: LoadRequest) -> Plain:
     """Load a model and answer when it is loaded; a disconnect does not stop it."""
     call.refuse_while_draining()
     await call.service.models.load(body.model)
     return _state_of(call, body.model)
 
 
-async def unload_model(call: Call, body: UnloadRequest) -> ModelState:
+async def unload_model(call: Call, body: UnloadRequest) -> Plain:
     """Unload a model; 409 if it is still in use after `drain_s`, and then it stays loaded.
 
     A disconnect while it waits cancels the unload.
@@ -201,36 +175,85 @@ async def unload_model(call: Call, body: UnloadRequest) -> ModelState:
     return _state_of(call, body.model)
 
 
-async def pin_model(call: Call, body: PinRequest) -> ModelState:
+async def pin_model(call: Call, body: PinRequest) -> Plain:
     """Keep a model in memory once it is loaded, or let it be unloaded again."""
     call.service.models.pin(body.model, body.pinned)
     return _state_of(call, body.model)
 
 
-def _state_of(call: Call, name: str) -> ModelState:
+def _state_of(call: Call, name: str) -> Plain:
     return model_state(call.service, call.service.models.find(name))
 
 
-def model_state(service: Service, slot: Slot) -> ModelState:
-    """What is known of one model."""
+def model_state(service: Service, slot: Slot) -> Plain:
+    """One model. Bytes are those that it takes when it is loaded."""
     metrics = service.request_metrics[slot.entry.name]
-    return ModelState(
-        name=slot.entry.name,
-        aliases=list(slot.entry.aliases),
-        state=slot.state,
-        pinned=slot.pinned,
-        weights_bytes=slot.weights_bytes,
-        kv_bytes=slot.kv_bytes,
-        max_model_len=slot.max_context,
-        calls=slot.users,
-        requests_running=metrics.num_running,
-        requests_waiting=metrics.num_waiting,
-        ttl_left_s=service.models.ttl_left_s(slot),
-        failure=None if slot.failure is None else str(slot.failure),
-        failures_in_a_row=slot.brake.num_failures,
-        retry_left_s=service.models.retry_left_s(slot),
-        adapter_failures={name: str(error) for name, error in slot.adapter_failures.items()},
-    )
+    return {
+        "name": slot.entry.name,
+        "aliases": list(slot.entry.aliases),
+        "state": slot.state,
+        "pinned": slot.pinned,
+        "weights_bytes": slot.weights_bytes,
+        "kv_bytes": slot.kv_bytes,
+        "max_model_len": slot.max_context,
+        "calls": slot.users,  # that use it or wait until it is loaded
+        "requests_running": metrics.num_running,
+        "requests_waiting": metrics.num_waiting,
+        "ttl_left_s": service.models.ttl_left_s(slot),  # null: it is not unloaded for idleness
+        "failure": None if slot.failure is None else str(slot.failure),  # of the last load
+        "failures_in_a_row": slot.brake.num_failures,
+        "retry_left_s": service.models.retry_left_s(slot),  # until requests may load it again
+        "adapter_failures": {name: str(error) for name, error in slot.adapter_failures.items()},
+    }
+
+
+async def dashboard(call: Call) -> Plain:
+    """Models with their memory, running requests, the last errors; all but the settings."""
+    service = call.service
+    now = await service.metrics()
+    stats = now.engine_stats
+    running = [found for each in service.calls if (found := each.state()) is not None]
+    return {
+        **await list_states(call),
+        "models": [_shown(service, slot, stats.get(slot.entry.name)) for slot in now.slots],
+        "requests": sorted(running, key=lambda found: -found["age_s"]),
+        "problems": service.problems.newest(),
+        "memory_active_bytes": max((s["active_memory_bytes"] for s in stats.values()), default=0),
+        "memory_peak_bytes": max((s["peak_memory_bytes"] for s in stats.values()), default=0),
+        "machine_bytes": total_memory_bytes(),
+    }
+
+
+def _shown(service: Service, slot: Slot, stats: Mapping[str, Any] | None) -> Plain:
+    """A model of the dashboard; `engine` is null where it is not loaded, or does not answer."""
+    metrics = service.request_metrics[slot.entry.name]
+    counters = ("prompt_tokens", "cached_tokens", "generation_tokens", "finished")
+    return {
+        "state": model_state(service, slot),
+        "source": slot.entry.source,
+        "kv_bits": slot.entry.kv_bits,  # of keys, of values; null: as computed
+        "counters": {name: getattr(metrics, name) for name in counters},
+        "engine": None if stats is None else _engine(slot, stats),
+    }
+
+
+def _engine(slot: Slot, stats: Mapping[str, Any]) -> Plain:
+    """Memory and counters of a loaded model's engine. Counters grow from the load on."""
+    kept = ("running", "waiting", "steps", "tokens_computed", "preemptions")
+    sources = stats.get("speculation", {}).get("sources", {})
+    return {
+        "kv_used_bytes": stats["kv_bytes_held"],  # of running requests
+        "kv_cached_bytes": stats["kv_bytes_cached"],  # prefixes kept for requests to come
+        "kv_limit_bytes": sum(g["pages"] * g["page_bytes"] for g in stats["groups"])
+        or slot.kv_bytes,
+        "disk_bytes": stats.get("disk", {}).get("num_bytes"),  # null: no disk cache
+        **{name: stats[name] for name in kept},
+        "failed_proposals": {  # source -> why it was switched off, and how often
+            name: f"{source['last_error']} ({source['switched_off']} requests)"
+            for name, source in sources.items()
+            if source["switched_off"]
+        },
+    }
 
 
 # -- adapters, as vLLM has them -----------------------------------------------------------------

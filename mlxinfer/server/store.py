@@ -1,17 +1,20 @@
 """Stored responses: one SQLite file, bounded in bytes and age, each response with its owner.
 
-A write is one transaction in a write-ahead log: a process that is killed loses at most the response
-that it was writing.
+When the file is full, the owner with the most bytes loses the least recently used response: no key
+can push another's responses out of an equal share.
 """
 
+import logging
 import sqlite3
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-BUSY_S = 10.0  # that another process may hold the file
+from ..database import Database
+from .errors import StoreError
+
 MAX_CHAIN = 1000  # responses, each the previous one of the next
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -20,6 +23,7 @@ CREATE TABLE IF NOT EXISTS responses (
 ) STRICT;
 CREATE INDEX IF NOT EXISTS oldest ON responses (used_s);
 """
+log = logging.getLogger("mlxinfer.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +39,16 @@ class StoredResponse:
 class ResponseStore:
     """Responses by id. Safe to use from several threads; several processes may share the file.
 
+    A damaged file is set aside. A file that cannot be opened is tried again at each use.
+
     Args:
         path: of the file; its folder is made. None: in memory.
-        max_bytes: of requests and responses together; the least recently used go first.
+        max_bytes: of requests and responses together.
         max_age_s: seconds since a response was last used, by itself or through a later one.
         clock: seconds since 1970.
 
-    Raises:
-        OSError, sqlite3.Error: the file cannot be opened.
+    Raises (all methods):
+        StoreError: the file cannot be used.
     """
 
     def __init__(
@@ -53,42 +59,38 @@ class ResponseStore:
         max_age_s: float = 30 * 86_400.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
-        self._lock = threading.Lock()
-        self._db = sqlite3.connect(
-            path or ":memory:", timeout=BUSY_S, check_same_thread=False, isolation_level=None
-        )
-        if path is not None:
-            path.chmod(0o600)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        self._db.executescript(_SCHEMA)
+        self._file = Database(path, _prepare, sets_aside=path is not None)
+        try:
+            with _reported(), self._file.use():
+                pass
+        except StoreError as error:
+            log.warning("no responses are stored until %s can be used: %s", path, error)
 
     def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keep a response, and drop what is too old or too much."""
+        """Keep a response, and drop responses that are too old or too many."""
         now_s, size = self._clock(), len(stored.input) + len(stored.response)
-        with self._lock, self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute(
+        with _reported(), self._file.transaction() as db:
+            db.execute(
                 "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (stored.id, owner, stored.previous, stored.input, stored.response, size, now_s),
             )
-            self._db.execute("DELETE FROM responses WHERE used_s < ?", (now_s - self._max_age_s,))
-            self._drop_excess()
+            db.execute("DELETE FROM responses WHERE used_s < ?", (now_s - self._max_age_s,))
+            self._drop_excess(db)
 
-    def _drop_excess(self) -> None:
-        (total,) = self._db.execute("SELECT coalesce(sum(num_bytes), 0) FROM responses").fetchone()
-        if total <= self._max_bytes:
-            return
-        oldest = self._db.execute("SELECT id, num_bytes FROM responses ORDER BY used_s, rowid")
-        for found, size in oldest.fetchall():
-            if total <= self._max_bytes:
-                break
-            self._db.execute("DELETE FROM responses WHERE id = ?", (found,))
-            total -= size
+    def _drop_excess(self, db: sqlite3.Connection) -> None:
+        held = dict(
+            db.execute("SELECT owner, sum(num_bytes) FROM responses GROUP BY owner").fetchall()
+        )
+        while sum(held.values()) > self._max_bytes:
+            owner = max(held, key=lambda each: held[each])
+            found, size = db.execute(
+                "SELECT id, num_bytes FROM responses WHERE owner = ?"
+                " ORDER BY used_s, rowid LIMIT 1",
+                (owner,),
+            ).fetchone()
+            db.execute("DELETE FROM responses WHERE id = ?", (found,))
+            held[owner] -= size
 
     def chain(self, owner: str, id: str) -> list[StoredResponse] | None:
         """A response and all before it, the first one first; None if one is not there.
@@ -97,9 +99,9 @@ class ResponseStore:
         """
         found: list[StoredResponse] = []
         wanted: str | None = id
-        with self._lock, self._db:
+        with _reported(), self._file.transaction() as db:
             while wanted is not None and len(found) < MAX_CHAIN:
-                row = self._db.execute(
+                row = db.execute(
                     "SELECT id, previous, input, response FROM responses WHERE id = ? AND owner = ?"
                     " AND used_s >= ?",
                     (wanted, owner, self._clock() - self._max_age_s),
@@ -110,16 +112,32 @@ class ResponseStore:
                 found.append(stored)
                 wanted = stored.previous
             used = [(self._clock(), stored.id) for stored in found]
-            self._db.executemany("UPDATE responses SET used_s = ? WHERE id = ?", used)
+            db.executemany("UPDATE responses SET used_s = ? WHERE id = ?", used)
         return found[::-1]
 
     def delete(self, owner: str, id: str) -> bool:
         """Forget a response; False if it is not there."""
-        with self._lock, self._db:
-            gone = self._db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
+        with _reported(), self._file.transaction() as db:
+            gone = db.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner))
             return gone.rowcount > 0
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._db.close()
+        self._file.close()
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "auto_vacuum = INCREMENTAL"):
+        db.execute(f"PRAGMA {pragma}")
+    db.executescript(_SCHEMA)
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Errors of SQLite and of the file system as a StoreError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"Stored responses cannot be used now: {error}.") from error
+    except OSError as error:  # its text has the path
+        raise StoreError(f"Stored responses cannot be used now: {error.strerror}.") from error

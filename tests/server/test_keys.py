@@ -10,7 +10,9 @@ import pytest
 from live_server import CHAT, LiveServer, chat
 from scripted import ScriptedServer
 
+from mlxinfer.cli.serve import read_toml
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server import keys as keys_module
 from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.run import check_tls
@@ -66,6 +68,31 @@ def test_a_key_of_the_file_administers_only_if_it_says_so() -> None:
         assert "admin = true" in refused.json()["error"]["message"]
         assert server.get("/admin/models").status_code == 401
     assert ApiKeys().administers(None)
+
+
+def test_the_file_is_read_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "LOOK_S", 0.0)
+    path = tmp_path / "keys.toml"
+    path.write_text('[anna]\nkey = "a"\n')
+    keys = ApiKeys().with_file(path, read_toml)
+    with ScriptedServer(keys=keys) as server, server.says("Yes."):
+
+        def status(key: str) -> int:
+            return int(server.post(CHAT, chat(), headers=bearer(key)).status_code)
+
+        assert (status("a"), status("b")) == (200, 401)
+        path.write_text('[anna]\nkey = "a"\n[ben]\nkey = "b"\nadmin = true\n')
+        assert (status("a"), status("b")) == (200, 200)
+        assert server.get("/admin/models", headers=bearer("b")).status_code == 200
+        for wrong in ("[anna\n", "", '[anna]\nkey = ""\n'):
+            path.write_text(wrong)
+            assert (status("a"), status("b"), status("c")) == (200, 200, 401)
+        path.write_text('[ben]\nkey = "b"\n')
+        assert (status("a"), status("b")) == (401, 200)
+        path.unlink()
+        assert (status("a"), status("b")) == (401, 200)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -1,5 +1,6 @@
 """Stored responses: a chain of them, each key its own, within bounds, after a kill."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from openai.types.responses import Response
 from scripted import ScriptedServer
 from sdk_clients import openai_client, strictly
 
+from mlxinfer.server.errors import StoreError
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.store import ResponseStore, StoredResponse
 
@@ -180,9 +182,52 @@ def test_the_least_recently_used_go_first() -> None:
     assert store.chain("", "r5") is None, "larger than all that is kept"
 
 
+def test_no_key_pushes_out_another_keys_share() -> None:
+    store = ResponseStore(None, max_bytes=400)
+    for number in range(2):
+        store.put("quiet", stored(number))
+    for number in range(10, 30):
+        store.put("loud", stored(number))
+    assert all(store.chain("quiet", f"r{number}") for number in range(2))
+    assert [n for n in range(10, 30) if store.chain("loud", f"r{n}")] == [28, 29]
+
+
+@pytest.mark.parametrize("begin", [0, 4096])
+def test_a_damaged_file_is_set_aside(tmp_path: Path, begin: int) -> None:
+    """At the start, or at the first use of a page that is wrong."""
+    path = tmp_path / "responses.db"
+    store = ResponseStore(path)
+    for number in range(100):
+        store.put("", stored(number, size=1000))
+    store.close()
+    sound = path.read_bytes()
+    path.write_bytes(sound[:begin] + bytes(range(1, 256)) * (len(sound) // 255))
+    store = ResponseStore(path)
+    with contextlib.suppress(StoreError):
+        assert store.chain("", "r1") is None
+    store.put("", stored(3))
+    assert store.chain("", "r3") is not None
+    assert [each for each in tmp_path.iterdir() if ".damaged-" in each.name]
+
+
+def test_a_place_that_cannot_be_written_is_tried_again(tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    folder.write_text("in the way")
+    store = ResponseStore(folder / "responses.db")
+    with ScriptedServer(store=store) as server, server.says("Yes."):
+        answer = server.post(RESPONSES, {"input": "Hi"}).json()
+        assert (answer["store"], answer["status"]) == (False, "completed")
+        lost = server.get(f"{RESPONSES}/{answer['id']}")
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "store_error")
+        assert str(folder) not in lost.text
+        folder.unlink()
+        assert server.post(RESPONSES, {"input": "Hi"}).json()["store"] is True
+
+
 WRITER = """
 import sys
 from pathlib import Path
+from mlxinfer.server.errors import StoreError
 from mlxinfer.server.store import ResponseStore, StoredResponse
 store = ResponseStore(Path(sys.argv[1]))
 number = 0

@@ -146,7 +146,7 @@ class PageServer(ScriptedServer):
         self.routes = routes_of(folder, history=history)
         self.routes_served = (*ROUTES, *self.routes.routes())
         super().__init__(template, **config)
-        self.service.models._loader.limit_bytes = LIMIT_BYTES  # room for models that are added
+        self.service.models.limit_bytes = LIMIT_BYTES  # room for models that are added
         tokenizer = self.model.tokenizer
         script = PacedScript(
             lambda text: tokenizer.encode(text, parse_special=True), self.model.session.limits

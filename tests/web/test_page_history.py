@@ -165,8 +165,8 @@ def test_ten_thousand_messages_open_at_their_end(page: PageDriver) -> None:
         parent = id
     first = StoredMessage(id="longfirst0", parent=None, role="user", content="Long one")
     history.save_message("", "longlonglong", first)
-    with history._transaction():
-        history._db.executemany(
+    with history._transaction() as db:
+        db.executemany(
             "INSERT INTO messages (id, conversation, parent, role, content, reasoning, details, "
             "created_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             rows,
@@ -200,7 +200,8 @@ def test_many_conversations_come_in_pages(page: PageDriver) -> None:
 
 def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: PageDriver) -> None:
     history = history_of(page.server)
-    held = history._db.execute("PRAGMA query_only = ON")
+    assert history._file._db is not None
+    held = history._file._db.execute("PRAGMA query_only = ON")
     held.close()
     try:
         page.ask("Not kept")
@@ -208,7 +209,7 @@ def test_a_history_that_cannot_be_written_is_said_and_the_chat_goes_on(page: Pag
         page.wait_for_answer("ok")
         page.wait_idle()
     finally:
-        history._db.execute("PRAGMA query_only = OFF")
+        history._file._db.execute("PRAGMA query_only = OFF")
     page.errors.clear()
 
 

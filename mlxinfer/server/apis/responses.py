@@ -1,7 +1,6 @@
 """/v1/responses: OpenAI's responses API, and the responses that are stored."""
 
 import logging
-import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -20,7 +19,7 @@ from ...errors import (
 from ...session.answers import Answers, Step
 from ...session.inputs import ChatInput
 from ..call import Call
-from ..errors import NotStoredError, PreviousResponseError
+from ..errors import NotStoredError, PreviousResponseError, StoreError
 from ..http import (
     Body,
     ErrorForm,
@@ -369,7 +368,7 @@ class ResponseWriter:
         )
         try:
             await self._call.in_worker(store.put, _owner(self._call), stored)
-        except (sqlite3.Error, OSError, OverloadedError) as error:  # the answer is not lost
+        except (StoreError, OverloadedError) as error:  # the answer is not lost
             log.error("response not stored", exc_info=error)
             return replace(ended, store=False)
         return ended

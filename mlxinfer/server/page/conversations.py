@@ -12,6 +12,7 @@ from ..call import Call
 from ..http import RequestBody
 from ..routes import Route
 
+Plain = dict[str, Any]
 MAX_LISTED = 200
 MAX_QUERY_CHARS = 400
 
@@ -39,114 +40,61 @@ class MessageFields(RequestBody, kw_only=True):
     created_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class ConversationCard(msgspec.Struct, kw_only=True):
-    """A conversation, with its messages where one was asked for."""
-
-    id: str
-    title: str
-    model: str
-    settings: dict[str, Any]
-    head: str | None
-    created_s: float
-    changed_s: float
-    messages: list[dict[str, Any]] | None = None  # of all branches
-
-
-class ConversationList(msgspec.Struct, kw_only=True):
-    """Conversations, the last changed first."""
-
-    data: list[ConversationCard]
-    more: bool  # there are older ones: ask with before=changed_s of the last
-
-
-class FoundMessage(msgspec.Struct, kw_only=True):
-    """A message that a search found."""
-
-    conversation: str
-    title: str
-    message: str
-    role: str
-    excerpt: str
-    created_s: float
-
-
-class FoundMessages(msgspec.Struct, kw_only=True):
-    """What a search found, the newest first."""
-
-    data: list[FoundMessage]
-
-
-class Deleted(msgspec.Struct, kw_only=True):
-    """A conversation is gone."""
-
-    id: str
-    deleted: bool = True
-
-
 class ConversationRoutes:
     """The handlers of /history over one history file."""
 
     def __init__(self, history: History) -> None:
         self._history = history
 
-    async def list(self, call: Call) -> ConversationList:
+    async def list(self, call: Call) -> Plain:
         """Stored conversations, the last changed first; `limit` and `before` page through them."""
         limit = int(_number(call.query, "limit", MAX_LISTED) or 50)
         before_s = _number(call.query, "before", None)
         found = await call.in_worker(
             self._history.conversations, _owner(call), limit=limit + 1, before_s=before_s
         )
-        cards = [_card(conversation) for conversation in found[:limit]]
-        return ConversationList(data=cards, more=len(found) > limit)
+        return {"data": found[:limit], "more": len(found) > limit}
 
-    async def show(self, call: Call) -> ConversationCard:
+    async def show(self, call: Call) -> Plain:
         """A conversation with the messages of all its branches."""
         owner, id = _owner(call), call.path_params["id"]
-        card = _card(await call.in_worker(self._history.conversation, owner, id))
-        messages = await call.in_worker(self._history.messages, owner, id)
-        card.messages = [asdict(message) for message in messages]
-        return card
+        found = await call.in_worker(self._history.conversation, owner, id)
+        return {
+            **asdict(found),
+            "messages": await call.in_worker(self._history.messages, owner, id),
+        }
 
-    async def save(self, call: Call, body: ConversationFields) -> ConversationCard:
+    async def save(self, call: Call, body: ConversationFields) -> Conversation:
         """Make a conversation, or change its title, model, settings or branch."""
         fields = {name: getattr(body, name) for name in ("title", "model", "settings", "head")}
-        saved = await call.in_worker(
+        return await call.in_worker(
             self._history.save_conversation, _owner(call), body.id, **fields
         )
-        return _card(saved)
 
-    async def save_message(self, call: Call, body: MessageFields) -> ConversationCard:
+    async def save_message(self, call: Call, body: MessageFields) -> Conversation:
         """Store a message; a first question gives the conversation its title."""
         owner = _owner(call)
         message = StoredMessage(
             **{name: getattr(body, name) for name in StoredMessage.__dataclass_fields__}
         )
         await call.in_worker(self._history.save_message, owner, body.conversation, message)
-        return _card(await call.in_worker(self._history.conversation, owner, body.conversation))
+        return await call.in_worker(self._history.conversation, owner, body.conversation)
 
-    async def delete(self, call: Call) -> Deleted:
+    async def delete(self, call: Call) -> Plain:
         """Delete a conversation."""
         id = call.path_params["id"]
         await call.in_worker(self._history.delete, _owner(call), id)
-        return Deleted(id=id)
+        return {"id": id, "deleted": True}
 
-    async def search(self, call: Call) -> FoundMessages:
+    async def search(self, call: Call) -> Plain:
         """Messages with all words of the query `q`."""
         words = call.query.get("q", "")[:MAX_QUERY_CHARS]
         matches = await call.in_worker(self._history.search, _owner(call), words)
-        return FoundMessages(
-            data=[
-                FoundMessage(
-                    conversation=match.conversation.id,
-                    title=match.conversation.title,
-                    message=match.message,
-                    role=match.role,
-                    excerpt=match.excerpt,
-                    created_s=match.created_s,
-                )
-                for match in matches
-            ]
-        )
+        found = [
+            {**asdict(each), "conversation": each.conversation.id, "title": each.conversation.title}
+            for each in matches
+        ]
+        return {"data": found}
 
     def routes(self) -> tuple[Route, ...]:
         """The routes of /history."""
@@ -176,7 +124,3 @@ def _owner(call: Call) -> str:
     """The owner of the request's key; the guard has checked it and noted its name."""
     digests = dict(call.service.config.keys.digests)
     return owner_of(None if call.key is None else digests[call.key])
-
-
-def _card(conversation: Conversation) -> ConversationCard:
-    return ConversationCard(**asdict(conversation))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, overlo
 
 from . import hub
 from .backend import require_mlx
-from .core import SamplingParams, SamplingValues, check_names
+from .core import SamplingParams, SamplingValues, check_names, check_switch
 from .errors import InvalidRequestError, shown
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
@@ -102,6 +102,8 @@ class LLM:
         **options: Unpack[EngineArguments],
     ) -> None:
         check_names("LLM", options, EngineArguments.__annotations__)
+        if progress is not None:
+            check_switch("progress", progress)
         self._progress, self._said_params = progress, False
         self.last: Result | None = None
         name = str(model)

@@ -428,6 +428,13 @@ def test_closing(llm: LLM) -> None:
         other.generate("A")
     with pytest.raises(mlxinfer.EngineClosedError):
         other.stats()
+    with pytest.raises(mlxinfer.EngineClosedError):  # before the folder is looked at
+        other.load_adapter("a", "no folder")
+
+
+def test_a_switch_that_is_no_bool_is_refused_by_name() -> None:
+    with pytest.raises(mlxinfer.InvalidRequestError, match="progress is 5"):
+        LLM("demo", progress=5)  # type: ignore[arg-type]
 
 
 def test_a_collected_llm_is_closed() -> None:

@@ -200,6 +200,7 @@ class Session(ModelSession):
         """As LLM.load_adapter."""
         from ..models.adapters.loaded import read_adapter
 
+        self.engine.require_open()
         check_adapter_name(name)
         adapter = read_adapter(path)
         self.engine.change(lambda loop: loop.adapters.load(name, adapter))

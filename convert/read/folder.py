@@ -55,6 +55,8 @@ def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = Non
     arrays = {array.name: array for path in headers for array in _arrays(path, headers[path])}
     readers, notes = readers_of(arrays, method.claims)
     infos = [reader.info for reader in readers.values()]
+    if method.label == "FP8" and not any(info.stored.startswith("fp8") for info in infos):
+        notes = (*notes, "config.json says that weights are fp8; all of them are plain floats.")
     return Source(
         label=str(folder),
         format=method.label,

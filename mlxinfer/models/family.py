@@ -465,7 +465,8 @@ class Family:
     ) -> StoredMatrix:
         """The experts' matrices of one name in the hub's layout: one tensor, or one an expert."""
         name = f"{path}.{each}"
-        if not self.transposed_experts:
+        as_computed = shape[1] != shape[2] and self.weights.has_shape(f"{name}.weight", shape)
+        if as_computed or not self.transposed_experts:
             return self.weights.experts(name, f"{path}.{{}}.{each}", shape, parts=parts)
         count, out_dims, in_dims = shape
         weight = self.weights.take(f"{name}.weight", (count, in_dims, out_dims), parts=parts)

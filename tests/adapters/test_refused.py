@@ -246,3 +246,21 @@ def test_memory_is_taken_from_the_kv_cache_and_given_back(
     assert (table.num_bytes, group.allocator.num_pages) == (0, pages)
     assert harness.loop.limits.groups[0].num_pages == pages  # which callers' threads go by
     assert not harness.loop.model.adapted
+
+
+def test_a_base_matrix_that_peft_saves_beside_its_own_is_left_alone(
+    tmp_path: Path, tensors: dict[str, mx.array]
+) -> None:
+    """PEFT 0.21 does so with an output matrix that is not tied."""
+    drawn = draw(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]},
+        1,
+        pattern=r"lm_head|q_proj",
+    )
+    folder = write_peft(tmp_path / "adapter", drawn)
+    path = folder / "adapter_model.safetensors"
+    arrays = dict(mx.load(str(path)))
+    mx.eval(arrays)
+    name = "base_model.model.lm_head.base_layer.weight"
+    mx.save_safetensors(str(path), {**arrays, name: tensors["model.embed_tokens.weight"]})
+    assert {module.path for module in read_adapter(folder).modules} >= {"lm_head"}

@@ -146,3 +146,18 @@ def test_a_folder_that_would_not_load_is_not_written(tmp_path: Path, monkeypatch
     with pytest.raises(ConversionError, match="What would be written does not load"):
         convert(source, tmp_path / "out", "bf16")
     assert not (tmp_path / "out").exists()
+
+
+def test_stacks_with_either_order_of_down_proj(tmp_path: Path) -> None:
+    """Versions of transformers turn the matrices of Qwen3-VL's experts, or not."""
+    source = multimodal(tmp_path / "source", "qwen3_vl_moe")
+    expected = by_mlxinfer(source)
+    tensors = stored(source)
+    for end in ("down_proj", "gate_up_proj"):
+        for name in [name for name in tensors if name.endswith(f"experts.{end}")]:
+            tensors[name] = tensors[name].swapaxes(1, 2)
+        mx.eval(tensors)
+        mx.save_safetensors(str(source / "model.safetensors"), tensors)
+        convert(source, tmp_path / end, "bf16")
+        np.testing.assert_array_equal(by_mlxinfer(source), expected)
+        np.testing.assert_array_equal(by_mlxinfer(tmp_path / end), expected)

@@ -390,3 +390,9 @@ def test_each_mlx_layer_has_its_own_format(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config % '{"group_size": 32, "bits": 4}')
     with pytest.raises(CheckpointError, match=r"b\.scales"):
         open_source(tmp_path)
+
+
+def test_a_config_that_speaks_of_floats_that_are_not_there(tmp_path: Path) -> None:
+    dense = {"weight": f16(np.ones((OUT, IN)))}
+    source = opened(tmp_path, dense, {"quant_method": "fbgemm_fp8"})
+    assert source.notes == ("config.json says that weights are fp8; all of them are plain floats.",)

@@ -81,6 +81,10 @@ EXPRESSIONS = {
         r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "smollm": (
+        r"\p{N}",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    ),
     "tekken": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
@@ -168,6 +172,18 @@ def test_byte_level_bpe_gives_the_same_ids(tmp_path: Path, trained: Any, pre: st
         expected = original.encode(text).ids
         assert ours.encode(text).ids == expected, text
         assert original.decode(expected) == ours.decode(expected)
+
+
+def test_smollm_cuts_as_its_own_tokenizer_does() -> None:
+    """Which is digits one by one, and then GPT-2's expression."""
+    parts = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    cuts = (pre_tokenizers.Split(Regex(each), "isolated") for each in expressions("smollm"))
+    ours = [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    for text in TEXTS:
+        found, own = (
+            pre_tokenizers.Sequence(each).pre_tokenize_str(text) for each in (ours, parts)
+        )
+        assert [word for word, _ in found] == [word for word, _ in own]
 
 
 def test_every_expression_is_tried() -> None:

@@ -384,3 +384,18 @@ def test_experts_stored_one_by_one_are_stacked_a_projection_at_a_time(tmp_path, 
     layer = count * 3 * 128 * 256 * 4
     assert held > 4 * layer
     assert peak - held < layer / 2
+
+
+@pytest.mark.parametrize(("case", "spelling"), [("llama-v4", "new"), ("mistral4-v4", "old")])
+def test_whole_heads_turn_where_transformers_turns_them(
+    tmp_path: Path, case: str, spelling: str
+) -> None:
+    """`partial_rotary_factor` says nothing to these families, in either spelling."""
+    config = tiny_config(case)
+    expected = logits(load(write(tmp_path / "m", config, arrays_of(case)), dtype="float32"))
+    stated = {**config, "partial_rotary_factor": 0.5}
+    if spelling == "old":
+        rope = dict(stated.pop("rope_parameters"))
+        stated |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    found = logits(load(write(tmp_path / "m", stated, arrays_of(case)), dtype="float32"))
+    assert np.array_equal(found, expected)

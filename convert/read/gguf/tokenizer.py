@@ -54,6 +54,7 @@ _TEKKEN = (
 )
 
 
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _KIMI = "|".join(
     [
         r"[\p{Han}]+",
@@ -128,6 +129,8 @@ PRETOKENIZERS = {
     "gpt-4o": Pretokenizer((_GPT4O,)),
     "tekken": Pretokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
     "gpt-2": Pretokenizer(()),
+    "smollm": Pretokenizer((r"\p{N}", _GPT2)),
+    "starcoder": Pretokenizer((r"\p{N}", _GPT2)),
 }
 
 

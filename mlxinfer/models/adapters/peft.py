@@ -64,6 +64,8 @@ def read_peft(file: Path, config: Fields) -> AdapterFolder:
     headers = checked_headers(file)
     found: dict[str, dict[str, str]] = {}
     for name in headers:
+        if name.startswith(_FRONT) and name.endswith(".base_layer.weight"):
+            continue  # of the base as it is: PEFT saves an output matrix that is not tied with it
         place = _TENSOR.fullmatch(name)
         if place is None or not name.startswith(_FRONT):
             raise _unknown(name, file)

@@ -15,9 +15,28 @@ from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..family import Family
 from ..jsonfields import Fields
 
+PARTIAL = "partial_rotary_factor"
+
+
+def whole_heads(config: Fields) -> Fields:
+    """A config without `partial_rotary_factor`, in either spelling: all that can turn turns."""
+    kept = {key: value for key, value in config.values.items() if key != PARTIAL}
+    for spelling in ("rope_parameters", "rope_scaling"):
+        if (rope := config.fields(spelling)) is not None:
+            kept[spelling] = {key: value for key, value in rope.values.items() if key != PARTIAL}
+    return Fields(kept, config.where)
+
 
 class Llama(Family):
-    """Llama 2 and 3. A window in the config is not used."""
+    """Llama 2 and 3. A window in the config is not used, nor is a part of heads that turns.
+
+    transformers and mlx-lm turn whole heads of this architecture, whatever the config says.
+    """
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """Without the part of heads that turns."""
+        return whole_heads(config)
 
     @classmethod
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:

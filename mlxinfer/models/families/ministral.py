@@ -9,7 +9,7 @@ from ...metal_kernels.routing import SUM_EPS, Routing
 from ..family import PACKED
 from ..jsonfields import Fields
 from .deepseek import DeepseekV3
-from .llama import Mistral
+from .llama import Mistral, whole_heads
 
 
 class Ministral3(Mistral):
@@ -52,11 +52,7 @@ class Mistral4(DeepseekV3):
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
         """Without the part of heads that turns, which `qk_rope_head_dim` states."""
-        rope = config.fields("rope_parameters", "rope_scaling")
-        if rope is None:
-            return config
-        whole = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
-        return Fields({**config.values, "rope_parameters": whole}, config.where)
+        return whole_heads(config)
 
     @classmethod
     def rename(cls, name: str) -> str | None:

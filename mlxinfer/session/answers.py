@@ -351,11 +351,6 @@ class Answers:
     # -- what they are --------------------------------------------------------------------------
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Of all answers: a prompt with n answers counts n times."""
-        return sum(len(answer.request.prompt_ids) for answer in self.answers)
-
-    @property
     def num_attempts(self) -> int:
         """Requests that the slowest answer took; more than 1 where one broke its schema."""
         return max(answer.num_attempts for answer in self.answers)

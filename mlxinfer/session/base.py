@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ..engine.engine import Engine
+    from .engine_factory import ModelInfo
+
     Vectors = NDArray[np.float32]
 
 
@@ -118,3 +121,33 @@ class ModelSession(Protocol):
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
         ...
+
+
+class LocalSession(ModelSession):
+    """A model whose engine runs in this process.
+
+    Attributes:
+        info: facts of the model.
+        engine: runs the requests.
+    """
+
+    info: "ModelInfo"
+    engine: "Engine"
+
+    @property
+    def path(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.info.path
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, pages and memory of the engine; raises EngineClosedError after `close`."""
+        return self.engine.stats()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or the engine ended after a fault."""
+        return self.engine.closed
+
+    def close(self) -> None:
+        """End what runs and free the memory; closing twice is fine."""
+        self.engine.close()

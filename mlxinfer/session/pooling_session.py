@@ -16,7 +16,7 @@ from ..models import stoppable
 from ..pooling.config import NORMALISE, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
-from .base import ModelSession
+from .base import LocalSession
 from .engine_factory import ModelInfo, describe
 from .inputs import EmbedInput, PoolingInput, ScoreInput
 from .options import EngineOptions
@@ -35,7 +35,7 @@ Watch = Callable[[int, int], None]
 POOLING_OPTIONS = ("dtype", "max_context", "prefill_chunk", "task")
 
 
-class PoolingSession(ModelSession):
+class PoolingSession(LocalSession):
     """A model that pools, its engine, and the way in and out.
 
     Args:
@@ -46,7 +46,6 @@ class PoolingSession(ModelSession):
         watch: is called with the bytes of weights that are loaded, and with all of them.
 
     Attributes:
-        info: what the model is.
         rows: texts to rows.
 
     Raises:
@@ -91,11 +90,6 @@ class PoolingSession(ModelSession):
         if self.embeds:
             kind, methods = "an embedding model", "embed(texts), rerank or score"
         raise InvalidRequestError(f"{self.info.name} is {kind} and gives no text; call {methods}.")
-
-    @property
-    def path(self) -> Path:
-        """The folder of the checkpoint."""
-        return self.info.path
 
     @property
     def limits(self) -> PoolingLimits:
@@ -224,21 +218,6 @@ class PoolingSession(ModelSession):
     async def canary(self) -> None:
         """Compute one token; raises RequestFailedError, or EngineClosedError after `close`."""
         await self.pooled([TokenRow([CANARY_TOKEN])]).aresult()
-
-    # -- its state ------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        """Counters and memory of the engine; raises EngineClosedError after `close`."""
-        return self.engine.stats()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called, or the engine ended after a fault."""
-        return self.engine.closed
-
-    def close(self) -> None:
-        """End what runs and free the memory; closing twice is fine."""
-        self.engine.close()
 
 
 def open_session(

@@ -12,7 +12,7 @@ from ..speculation.options import kind_of
 from ..text import Detokenizer, ReasoningFormat, Tokenizer
 from ..text import tool_format as find_tool_format
 from .answers import Answers
-from .base import ModelSession
+from .base import LocalSession
 from .engine_factory import ModelInfo, open_engine
 from .generation_config import chat_params
 from .inputs import (
@@ -36,7 +36,7 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 CANARY_TOKEN = 0  # what a model is tried with
 
 
-class Session(ModelSession):
+class Session(LocalSession):
     """A model with its engine: inputs in, answers out.
 
     Args:
@@ -47,10 +47,7 @@ class Session(ModelSession):
         watch: is called with the bytes of weights that are loaded, and with all of them.
 
     Attributes:
-        info: what the model is.
-        chat_params: how a conversation is answered if nothing is said.
-        builder: text to requests.
-        engine: runs the requests.
+        builder: inputs to requests.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -106,11 +103,6 @@ class Session(ModelSession):
             "model or a reranker, such as LLM('BAAI/bge-small-en-v1.5'). A model that is one "
             "though its files do not say so is loaded with task='embed' or task='score'.",
         )
-
-    @property
-    def path(self) -> Path:
-        """The folder of the checkpoint."""
-        return self.info.path
 
     @property
     def limits(self) -> "EngineLimits":
@@ -214,21 +206,10 @@ class Session(ModelSession):
         found: list[dict[str, Any]] = self.stats()["adapters"]
         return [each for each in found if each.pop("ready")]
 
-    # -- its state ------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        """Counters, pages and memory of the engine; raises EngineClosedError after `close`."""
-        return self.engine.stats()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called, or the engine ended after a fault."""
-        return self.engine.closed
-
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
         try:
-            self.engine.close()
+            super().close()
         finally:
             self.builder.close()
 

@@ -262,7 +262,6 @@ def test_a_prompt_with_several_answers_is_counted_once(tokenizer: Tokenizer) -> 
     events[0] = events[0]._replace(cached_tokens=2)
     params, other = [SamplingParams()] * 3, [8, 9]
     answers = answers_of(tokenizer, FakeEngine(events), *params, prompts=[PROMPT, PROMPT, other])
-    assert answers.num_prompt_tokens == 8
     answers.results()
     usage, count = answers.usage, len(says(tokenizer, "hello"))
     assert (usage.prompt_tokens, usage.cached_tokens) == (5, 2)

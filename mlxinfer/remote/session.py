@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from ..errors import EngineClosedError, InvalidRequestError
-from ..http_json import NoServerError, ServerError, exchange
+from ..http_json import NoServerError, ServerError
 from ..outputs import Result
 from ..session.answers import Step
 from ..session.base import ModelSession
@@ -77,9 +77,8 @@ class RemoteSession(ModelSession):
             raise InvalidRequestError(f"{url} is no address; one looks like http://host:8080.")
         key = api_key or os.environ.get(API_KEY)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        found = exchange(self._url, "/v1/models", None, key=key, timeout_s=ASK_S)
-        self.info = _chosen(self._url, found, served_model)
         self._closed = False
+        self.info = _chosen(self._url, self.ask("/v1/models", timeout_s=ASK_S), served_model)
 
     def start(self, *inputs: Input) -> "RemoteAnswers":
         """The answers to conversations and texts; nothing is sent before they are read."""
@@ -89,14 +88,41 @@ class RemoteSession(ModelSession):
 
     def pool(self, given: PoolingInput) -> "RemotePooled":
         """The vectors or scores of an input; nothing is sent before they are asked for."""
-        return given.read_by(RemotePooling(self))
+        return given.read_by(self)
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON of what the model gives for `body`."""
+    def embed(self, given: EmbedInput) -> "RemotePooled":
+        """The vectors of texts."""
+        body = {
+            "input": given.texts,
+            "encoding_format": "base64",
+            "prompt_name": given.prompt_name,
+            "prompt": given.prompt,
+            "dimensions": given.dimensions,
+            "normalize": given.normalize,
+        }
+        return self._pooled("/v1/embeddings", body, given.truncate, _vectors)
+
+    def score(self, given: ScoreInput) -> "RemotePooled":
+        """The scores of pairs."""
+        body = {"text_1": given.first, "text_2": given.second, "instruction": given.instruction}
+        return self._pooled("/v1/score", body, given.truncate, _scores)
+
+    def _pooled(
+        self, path: str, body: dict[str, Any], truncate: int | bool, read: Any
+    ) -> "RemotePooled":
+        key = "truncate" if isinstance(truncate, bool) else "truncate_prompt_tokens"
+        said = {name: value for name, value in body.items() if value is not None}
+        return RemotePooled(self, path, {"model": self.info.name, **said, key: truncate}, read)
+
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
+        """The JSON that the server answers; None as a body: GET. No limit of time: None."""
         import httpx2
 
-        with self.failures(), httpx2.Client(**self.options()) as client:
-            response = client.post(path, json={"model": self.info.name, **body})
+        method = "GET" if body is None else "POST"
+        with self.failures(), httpx2.Client(**self.options(timeout_s)) as client:
+            response = client.request(method, path, json=body)
         if response.status_code != 200:
             raise _refusal(response.status_code, response.content)
         return response.json()
@@ -105,7 +131,7 @@ class RemoteSession(ModelSession):
 
     def stats(self) -> dict[str, Any]:
         """The server's facts about the model and its memory."""
-        found = self._exchange("/admin/models", None)
+        found = self.ask("/admin/models", timeout_s=ASK_S)
         models = [each for each in found["models"] if each["name"] == self.info.name]
         return dict(models[0]) if models else {}
 
@@ -121,22 +147,18 @@ class RemoteSession(ModelSession):
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Let the server load an adapter: `path` is the server's, in a folder of --adapter-dir."""
         body = {"lora_name": name, "lora_path": str(path), "base_model_name": self.info.name}
-        self._exchange("/v1/load_lora_adapter", body)
+        self.ask("/v1/load_lora_adapter", body)
 
     def unload_adapter(self, name: str) -> None:
         """Let the server unload an adapter."""
         body = {"lora_name": name, "base_model_name": self.info.name}
-        self._exchange("/v1/unload_lora_adapter", body)
+        self.ask("/v1/unload_lora_adapter", body)
 
     def adapters(self) -> list[dict[str, Any]]:
         """The names of the server's adapters of the model."""
-        cards = self._exchange("/v1/models", None)["data"]
+        cards = self.ask("/v1/models", timeout_s=ASK_S)["data"]
         mine = [card["id"] for card in cards if card.get("parent") == self.info.name]
         return [{"name": each.removeprefix(f"{self.info.name}:")} for each in mine]
-
-    def _exchange(self, path: str, body: dict[str, Any] | None) -> Any:
-        key = self._headers.get("authorization", "").removeprefix("Bearer ")
-        return exchange(self._url, path, body, key=key or None, timeout_s=ASK_S)
 
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: only an engine in this process has the method."""
@@ -144,8 +166,8 @@ class RemoteSession(ModelSession):
             f"{method} is not there for the model at {self._url}: {_REASONS[method]}.", param=method
         )
 
-    def options(self) -> dict[str, Any]:
-        """Of a client: answers may be long in coming, and the key goes to this server alone."""
+    def options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Of a client: answers may take long (None), and the key goes to this server alone."""
         import httpx2
 
         if self.closed:
@@ -153,7 +175,7 @@ class RemoteSession(ModelSession):
         return {
             "base_url": self._url,
             "headers": self._headers,
-            "timeout": httpx2.Timeout(ASK_S, read=None),
+            "timeout": httpx2.Timeout(ASK_S, read=timeout_s),
             "trust_env": False,
             "follow_redirects": False,
         }
@@ -257,38 +279,7 @@ class RemotePooled:
 
     def result(self) -> "NDArray[np.float32]":
         """(N, dim) float32 vectors, or (N,) scores."""
-        return self.read(self.session.post(self.path, self.body)["data"])
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePooling:
-    """Reads inputs into requests to a server."""
-
-    session: RemoteSession
-
-    def embed(self, given: EmbedInput) -> RemotePooled:
-        """The vectors of texts."""
-        body = {
-            "input": given.texts,
-            "encoding_format": "base64",
-            "prompt_name": given.prompt_name,
-            "prompt": given.prompt,
-            "dimensions": given.dimensions,
-            "normalize": given.normalize,
-        }
-        return self._pooled("/v1/embeddings", body, given.truncate, _vectors)
-
-    def score(self, given: ScoreInput) -> RemotePooled:
-        """The scores of pairs."""
-        body = {"text_1": given.first, "text_2": given.second, "instruction": given.instruction}
-        return self._pooled("/v1/score", body, given.truncate, _scores)
-
-    def _pooled(
-        self, path: str, body: dict[str, Any], truncate: int | bool, read: Any
-    ) -> RemotePooled:
-        key = "truncate" if isinstance(truncate, bool) else "truncate_prompt_tokens"
-        said = {name: value for name, value in body.items() if value is not None}
-        return RemotePooled(self.session, path, {**said, key: truncate}, read)
+        return self.read(self.session.ask(self.path, self.body)["data"])
 
 
 def _vectors(data: list[dict[str, Any]]) -> "NDArray[np.float32]":

@@ -1,36 +1,28 @@
 """Chat messages to token ids: checks them, renders the chat template and encodes the rendering.
 
-A template writes control tokens (`<|im_end|>`) as text. The same text in a message must not become
-the token. So control-token text within the messages is put between two marks before the template
-runs (`marked_text`), and what the marks enclose in the rendering is encoded as plain text.
-Templates decide as if there were no marks, so the prompt is the one of transformers. Where no
-message holds such text nothing is marked, and the ids are those of the rendered text.
+Where a message may spell a control token, the template is rendered a second time with the texts
+hidden (`hidden_text.py`). That rendering shows which control tokens the template wrote. Where they
+are all that there are, the ids are those of the plain rendering, as in transformers.
 """
 
-import re
-import unicodedata
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import permutations
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
-from .marked_text import TextMarks, literal_pattern
+from .hidden_text import TextHider
 from .messages import (
     has_calls,
     with_object_arguments,
     with_parsed_arguments,
     with_text_arguments,
 )
+from .samples import samples_of
 from .template import ChatTemplate, plain_data
 from .tokenizer import Tokenizer
 
-MAX_BEGINNING = 64  # characters of a control token that one string may leave to the next
-MAX_PARTS = 8  # texts that a template removes; more are not tried in pairs
 _ANCHOR = "\n"  # encoded before a piece, so that no space is added as at a text's beginning
-
-
 _control_tokens: "weakref.WeakKeyDictionary[Tokenizer, dict[str, ControlTokens]]"
 _control_tokens = weakref.WeakKeyDictionary()
 
@@ -61,18 +53,39 @@ def encode_chat(
         raise TemplateError(
             "This model has no chat template; use a plain prompt, or a model made for chat."
         )
-    given = _plain({"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs})
-    given["messages"] = with_parsed_arguments(given["messages"])
+    samples_of(template)  # a template that does not end raises here
     ends = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
     }
     try:
+        given = plain_data(
+            {"messages": messages, "tools": tools, "documents": documents, "kwargs": kwargs}
+        )
+        given["messages"] = with_parsed_arguments(given["messages"])
+        return _encoded(tokenizer, template, given, ends, check)
+    except RecursionError:
+        raise TemplateError("The messages are nested too deeply.") from None
+    except MemoryError:
+        raise TemplateError("The chat template ran out of memory.") from None
+
+
+def _encoded(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    given: dict[str, Any],
+    ends: dict[str, Any],
+    check: Callable[[str], None] | None,
+) -> list[int]:
+    """Return the ids of plain data, with the arguments of calls in a form that the template takes.
+
+    A template may need all of them as text, or those that are no JSON as objects.
+    """
+    try:
         return _rendered(tokenizer, template, given, ends, check)
     except TemplateError:
         if not has_calls(given["messages"]):
             raise
-        # the template may need all arguments of calls as text, or those that are no JSON as objects
         for changed in (with_text_arguments, with_object_arguments):
             with suppress(TemplateError):
                 other = {**given, "messages": changed(given["messages"])}
@@ -88,25 +101,26 @@ def _rendered(
     check: Callable[[str], None] | None,
 ) -> list[int]:
     """Return the ids of one rendering of plain data."""
-    control = ControlTokens.of(tokenizer, template.source_for(given["tools"]))
-    marks = control.marks_for(given)
-    if marks is not None:
-        given = marks.put_into(given)
-    text = template.render(
-        given["messages"],
-        marks.characters if marks else "",
-        tools=given["tools"],
-        documents=given["documents"],
-        **ends,
-        **given["kwargs"],
-    )
+
+    def render(given: dict[str, Any], hider: TextHider | None = None) -> str:
+        return template.render(
+            given["messages"],
+            hider,
+            tools=given["tools"],
+            documents=given["documents"],
+            **ends,
+            **given["kwargs"],
+        )
+
+    text = render(given)
     if not text:
         raise TemplateError("The chat template makes an empty prompt of these messages.")
     if check is not None:
-        check(text if marks is None else marks.taken_from(text))
-    if marks is None:
-        return tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-    return control.encode_marked(text, marks)
+        check(text)
+    control = ControlTokens.of(tokenizer, template.source_for(given["tools"]))
+    if not control.hider.concerns(given):
+        return control.encode(text)
+    return control.encode_hidden(text, render(control.hider.hide(given), control.hider))
 
 
 class ControlTokens:
@@ -114,6 +128,9 @@ class ControlTokens:
 
     Built once for a tokenizer and a template source (`of`). Holds the tokenizer weakly, since the
     cache of these objects is keyed by it.
+
+    Attributes:
+        hider: hides them in the texts of messages.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
@@ -121,20 +138,15 @@ class ControlTokens:
         self._tokenizer = weakref.proxy(tokenizer)
         literal = tokenizer.template.literal_text(source)
         tokens = {
-            token_id: token.content
+            token_id: token
             for token_id, token in tokenizer.added_tokens.items()
             if token.special or (token.content in literal and not token.content.isspace())
         }
-        self._replaced_texts = tokenizer.template.replaced_texts(source)
         self._ids = frozenset(tokens)
-        self._texts = frozenset(tokens.values())
         # such tokens are matched in normalised text, to which other spellings lead
-        self._normalized = any(tokenizer.added_tokens[i].normalized for i in tokens)
-        self.pattern = literal_pattern(tokens.values())
-        self._regex = re.compile(self.pattern)
-        heads = [text[:MAX_BEGINNING] for text in self._texts]
-        beginnings = {head[:length] for head in heads for length in range(1, len(head))}
-        self._beginning = re.compile(f"(?:{literal_pattern(beginnings)})(?=\\s*\\Z)")
+        fold = any(token.normalized for token in tokens.values())
+        self.hider = TextHider([token.content for token in tokens.values()], fold=fold)
+        self._finder = tokenizer.finder(list(tokens.values()))
         self._anchor_ids = tokenizer.encode(_ANCHOR, add_special_tokens=False)
 
     @classmethod
@@ -145,104 +157,58 @@ class ControlTokens:
             by_source[source] = cls(tokenizer, source)
         return by_source[source]
 
-    def marks_for(self, given: Any) -> TextMarks | None:
-        """Return marks for these inputs, None where no control token can come of user text."""
-        strings = list(_strings(given))
-        whole = any(self._regex.search(text) for text in strings)
-        folded = self._normalized and any(
-            self._regex.search(unicodedata.normalize("NFKC", text)) for text in strings
-        )
-        bridged, split = self._bridged(strings), self._split_by(strings)
-        if not (whole or folded or bridged or split):
-            return None
-        more = [self._beginning.pattern] * bridged + [literal_pattern(split)] * bool(split)
-        regex = re.compile("|".join([self.pattern, *more])) if more else self._regex
-        return TextMarks(regex, set().union(*strings), names=self._regex, fold=folded)
-
-    def encode_marked(self, text: str, marks: TextMarks) -> list[int]:
-        """Return the ids of a rendering; marks are dropped, and what they enclose is plain text."""
-        ids: list[int] = []
-        for piece, is_plain in marks.split(text, self.pattern):
-            if not is_plain:
-                ids += self._encode_after(piece) if ids else self._encode(piece)
-                continue
-            plain = self._plain_after(piece)
-            if not self._ids.isdisjoint(plain):  # the vocabulary has the text as one token, too
-                plain = [i for char in piece for i in self._plain_after(char)]
-            if not self._ids.isdisjoint(plain):
-                raise InvalidRequestError(f"{piece!r} is a token and nothing else here.")
-            ids += plain
-        return ids
-
-    def _bridged(self, strings: list[str]) -> bool:
-        """Whether one string ends in the beginning of a control token that another one continues.
-
-        A template may write the two side by side.
-        """
-        tails = (text.rstrip()[-MAX_BEGINNING:] for text in strings)
-        ends = {found.group() for tail in tails if (found := self._beginning.search(tail))}
-        rests = {t[len(end) :] for end in ends for t in self._texts if t.startswith(end)} - {""}
-        parts = {rest[:length] for rest in rests for length in range(1, len(rest) + 1)}
-        lengths = sorted({len(rest) for rest in rests})
-        starts = (text.lstrip()[: max(lengths, default=0)] for text in strings)
-        return any(
-            start in parts or any(start[:length] in rests for length in lengths) for start in starts
-        )
-
-    def _split_by(self, strings: list[str]) -> list[str]:
-        """Return the texts that the template removes, if a string without them has a control token.
-
-        Tried are each text alone, pairs in both orders, and all of them.
-        """
-        parts = self._replaced_texts
-        orders = [*permutations(parts[:MAX_PARTS], 2), parts, parts[::-1]]
-        for text in strings:
-            if not any(part in text for part in parts):
-                continue
-            whole = self._regex.sub("\0", text)
-            if any(self._regex.search(left) for order in orders for left in _lefts(whole, order)):
-                return parts
-        return []
-
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, with its control tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False, parse_special=True)
 
-    def _encode_after(self, piece: str) -> list[int]:
-        return self._without_anchor(self._encode(_ANCHOR + piece)) or self._encode(piece)
+    def encode_hidden(self, text: str, hidden: str) -> list[int]:
+        """Return the ids of a rendering, in which only the template writes control tokens.
+
+        Args:
+            text: the rendering.
+            hidden: the same with the texts of the messages hidden.
+        """
+        hidden = self.hider.joined(hidden)
+        places = self._find(hidden)
+        if [token for token, *_ in self._find(text)] == [token for token, *_ in places]:
+            return self.encode(text)
+        own = {start for _, start, _ in places}
+        text = self.hider.show(hidden)  # with everything at the same place
+        spelled = [(start, end) for _, start, end in self._find(text) if start not in own]
+        ids: list[int] = []
+        position = 0
+        for start, end in [*spelled, (len(text), len(text))]:
+            ids += self._encode_after(text[position:start], ids)
+            ids += self._encode_plain(text[start:end])
+            position = end
+        return ids
+
+    def _find(self, text: str) -> list[tuple[int, int, int]]:
+        """Return (token, start, end) of the control tokens in a text."""
+        found = self._finder.encode(text)
+        places = zip(found.ids, found.offsets, strict=True)
+        return [(token, start, end) for token, (start, end) in places if token]
+
+    def _encode_after(self, piece: str, before: list[int]) -> list[int]:
+        if not piece or not before:
+            return self.encode(piece) if piece else []
+        return self._without_anchor(self.encode(_ANCHOR + piece)) or self.encode(piece)
+
+    def _encode_plain(self, piece: str) -> list[int]:
+        """Return ids of a text that are no control tokens."""
+        ids = self._plain_after(piece)
+        if not self._ids.isdisjoint(ids):  # the vocabulary has the text as one token, too
+            ids = [i for char in piece for i in self._plain_after(char)]
+        if not self._ids.isdisjoint(ids):
+            raise InvalidRequestError(f"{piece!r} is a token and nothing else here.")
+        return ids
 
     def _plain_after(self, piece: str) -> list[int]:
+        if not piece:
+            return []
         ids = self._without_anchor(self._tokenizer.encode_plain(_ANCHOR + piece))
         return ids or self._tokenizer.encode_plain(piece)
 
     def _without_anchor(self, ids: list[int]) -> list[int]:
         size = len(self._anchor_ids)
         return ids[size:] if ids[:size] == self._anchor_ids else []
-
-
-def _lefts(text: str, parts: Iterable[str]) -> Iterator[str]:
-    """Yield the text with one part after the other removed."""
-    for part in parts:
-        text = text.replace(part, "")
-        yield text
-
-
-def _plain(given: dict[str, Any]) -> dict[str, Any]:
-    try:
-        plain: dict[str, Any] = plain_data(given)
-    except RecursionError:
-        raise TemplateError("The messages are nested too deeply.") from None
-    return plain
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in plain data, keys included."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            stack.extend(item)
-            stack.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)

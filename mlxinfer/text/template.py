@@ -1,20 +1,26 @@
-"""Messages to prompt text through a checkpoint's chat template, under limits of time and memory."""
+"""Messages to prompt text through a checkpoint's chat template.
+
+The environment is that of transformers: jinja's immutable sandbox, which shows a template nothing
+of Python. Whether a template comes to an end is found out once, in a process (`samples.py`).
+"""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import TemplateError, shown
-from .marked_text import without_marks
-from .sandbox import Budget, LimitError, TemplateSandbox, size_of
+from .hidden_text import TextHider
 
 MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000
-MAX_RENDER_S = 10.0
-MAX_INPUT_CHARS = 64_000_000
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, at which the rendering is cut
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -26,7 +32,6 @@ class ChatTemplate:
         sources: {name: jinja source}; "default", and optionally "tool_use" for requests with tools.
         variables: visible to every rendering, such as bos_token; a request's kwargs win.
         now: the clock behind `strftime_now`.
-        deadline_s: seconds that one rendering may take.
     """
 
     def __init__(
@@ -35,18 +40,16 @@ class ChatTemplate:
         *,
         variables: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
-        deadline_s: float = MAX_RENDER_S,
     ) -> None:
         self.sources = {"default": sources} if isinstance(sources, str) else dict(sources)
         self.variables = dict(variables or {})
-        self._sandbox = TemplateSandbox(now)
-        self._deadline_s = deadline_s
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._environment = _environment(now)
+        self._compiled: dict[tuple[str, TextHider | None], jinja2.Template] = {}
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        marks: str = "",
+        hider: TextHider | None = None,
         /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -60,8 +63,7 @@ class ChatTemplate:
         Args:
             messages: dicts with "role" and mostly "content"; a key with the value None counts as
                 missing.
-            marks: characters within the messages that the template must not see; its decisions
-                are those for texts without them.
+            hider: has hidden the texts of the messages.
             tools: JSON schemas of functions, in any form that the template reads.
             documents: for templates with retrieval.
             add_generation_prompt: end with the header of an assistant's message.
@@ -75,16 +77,17 @@ class ChatTemplate:
         given = {"tools": tools, "documents": documents, **kwargs, "messages": messages}
         with _template_failures():
             data = plain_data(given)
-            size = _size_of_input(data)
             chat = [
                 with_reasoning_fields(without_none(m)) for m in check_messages(data["messages"])
             ]
             source = self.source_for(tools)
             tail = insert_continue_tag(chat, continue_final_message, add_generation_prompt, source)
             data |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
-            variables = {**self.variables, **data}
-            text = self._run(source, variables, Budget(size, self._deadline_s), marks)
-        return text if tail is None else cut_at_continue_tag(text, tail, marks)
+            text = self._template(source, hider).render({**self.variables, **data})
+        if tail is None:
+            return text
+        show = str if hider is None else hider.show
+        return text[: len(cut_at_continue_tag(show(text), show(tail)))]
 
     def source_for(self, tools: object = None) -> str:
         """Return the source that renders a request, with tools or without."""
@@ -97,63 +100,99 @@ class ChatTemplate:
         return self.sources[name]
 
     def reads(self, variable: str) -> bool:
-        """Whether any of the templates reads this variable, such as "tools"."""
-        return any(self._sandbox.reads(source, variable) for source in self.sources.values())
+        """Whether any of the templates reads this variable, such as "tools".
 
-    def compiled(self, source: str) -> jinja2.Template:
+        A broken template reads none.
+        """
+        for source in self.sources.values():
+            try:
+                names = list(self._environment.parse(source).find_all(nodes.Name))
+            except (jinja2.TemplateError, RecursionError):
+                continue
+            if any(name.name == variable and name.ctx == "load" for name in names):
+                return True
+        return False
+
+    def _template(self, source: str, hider: TextHider | None) -> jinja2.Template:
         """Return the template of a source, compiled once."""
-        if source not in self._compiled:
-            if len(source) > MAX_SOURCE_CHARS:
-                raise TemplateError(
-                    f"The chat template has {len(source)} characters; "
-                    f"at most {MAX_SOURCE_CHARS} are accepted."
-                )
-            self._compiled[source] = self._sandbox.compile_template(source)
-        return self._compiled[source]
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateError(
+                f"The chat template has {len(source)} characters; "
+                f"at most {MAX_SOURCE_CHARS} are accepted."
+            )
+        if (source, hider) not in self._compiled:
+            tree = self._environment.parse(source)
+            if hider is not None:
+                hider.hide_constants(tree)
+            code = self._environment.compile(tree)
+            template = jinja2.Template.from_code(
+                self._environment, code, self._environment.make_globals(None)
+            )
+            self._compiled[source, hider] = template
+        return self._compiled[source, hider]
 
     def literal_text(self, source: str) -> str:
         """Return the text and the string constants of a template, all that it writes itself."""
         try:
-            tree = self._sandbox.parse(source)
+            tree = self._environment.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateError(f"The chat template is broken: {error}") from None
-        texts = {data.data for data in tree.find_all(jinja2.nodes.TemplateData)}
-        constants = {const.value for const in tree.find_all(jinja2.nodes.Const)}
+        texts = {data.data for data in tree.find_all(nodes.TemplateData)}
+        constants = {const.value for const in tree.find_all(nodes.Const)}
         return "\0".join(texts | {value for value in constants if isinstance(value, str)})
 
-    def replaced_texts(self, source: str) -> list[str]:
-        """Return the texts that a template replaces by others (`replace`, method or filter)."""
-        tree = self._sandbox.parse(source)
-        calls = [c for c in tree.find_all(jinja2.nodes.Call) if _is_replace(c.node)]
-        filters = [f for f in tree.find_all(jinja2.nodes.Filter) if f.name == "replace"]
-        given = [(c.args, c.kwargs) for c in calls] + [(f.args, f.kwargs) for f in filters]
-        firsts = [first for args, kwargs in given for first in _first(args, kwargs)]
-        values = [first.value for first in firsts if isinstance(first, jinja2.nodes.Const)]
-        return list(dict.fromkeys(v for v in values if isinstance(v, str) and v))
 
-    def _run(self, source: str, variables: dict[str, Any], budget: Budget, marks: str) -> str:
-        template = self.compiled(source)
-        chunks: list[str] = []
-        size = 0
-        self._sandbox.limit(budget, marks)
-        try:
-            for chunk in template.generate(variables):
-                budget.tick()
-                size += len(chunk)
-                budget.check_size(size)
-                chunks.append(chunk)
-        finally:
-            self._sandbox.limit(None)
-        return "".join(chunks)
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    """Return transformers' environment of chat templates."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda format: now().strftime(format)
+    return made
 
 
-def _is_replace(node: jinja2.nodes.Node) -> bool:
-    return isinstance(node, jinja2.nodes.Getattr) and node.attr == "replace"
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks the model's text for training; renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja's own way to declare it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Return the body in a scope of its own."""
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
 
 
-def _first(args: list[Any], kwargs: list[Any]) -> list[Any]:
-    """Return the argument that is replaced, where it is given."""
-    return args[:1] or [pair.value for pair in kwargs if pair.key == "old"]
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON as transformers' `tojson` does: real characters, nothing escaped for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the items of a filter such as `map`, which templates of llama.cpp write."""
+    if not isinstance(value, Iterator):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return list(value)
+
+
+def _raise_exception(message: object) -> None:
+    """Let a template refuse its messages."""
+    raise jinja2.TemplateError(str(message))
 
 
 @contextmanager
@@ -163,23 +202,12 @@ def _template_failures() -> Iterator[None]:
         yield
     except TemplateError:
         raise
-    except LimitError as error:
-        raise TemplateError(f"The chat template was stopped: {error}.") from None
     except MemoryError:
-        raise TemplateError("The chat template was stopped: it ran out of memory.") from None
+        raise
     except RecursionError:
-        raise TemplateError("The chat template was stopped: it nests too deeply.") from None
+        raise TemplateError("The chat template nests too deeply.") from None
     except Exception as error:  # a template can raise anything
         raise TemplateError(f"The chat template failed: {error}") from error
-
-
-def _size_of_input(data: object) -> int:
-    try:
-        return size_of(data, MAX_INPUT_CHARS)
-    except LimitError:
-        raise TemplateError(
-            f"The messages have more than {MAX_INPUT_CHARS} characters together."
-        ) from None
 
 
 def plain_data(value: Any) -> Any:
@@ -261,13 +289,10 @@ def insert_continue_tag(
     raise TemplateError("continue_final_message: the last message has no text to go on with.")
 
 
-def cut_at_continue_tag(rendered: str, text: str, marks: str = "") -> str:
-    """Return the rendering up to the end of `text`; keep its trailing spaces if the template did.
-
-    The template may have moved `marks` within the text; it still counts as the same text.
-    """
+def cut_at_continue_tag(rendered: str, text: str) -> str:
+    """Return the rendering up to the end of `text`, with its trailing spaces if they are there."""
     end = rendered.rfind(_CONTINUE.strip())
-    if end < 0 or without_marks(text, marks).strip() not in without_marks(rendered, marks):
+    if end < 0 or text.strip() not in rendered:
         raise TemplateError(
             "continue_final_message: the chat template does not write the last message as it is."
         )

@@ -267,6 +267,14 @@ class Tokenizer:
                 self._literal.encode_special_tokens = True
             return self._literal
 
+    def finder(self, tokens: Sequence[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+        """Return a tokenizer that finds these tokens in a text, as ids from 1 on; 0 is the rest."""
+        found = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0}, unk_token=""))
+        if self._backend.normalizer is not None:
+            found.normalizer = self._backend.normalizer
+        found.add_tokens(list(tokens))
+        return found
+
     def num_special_tokens(self, *, pair: bool) -> int:
         """Tokens that are put around a text, or around two."""
         return int(self._backend.num_special_tokens_to_add(pair))

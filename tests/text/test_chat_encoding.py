@@ -1,7 +1,6 @@
 """Messages to ids: those of transformers, and user text never becomes a control token."""
 
 import json
-import re
 import time
 
 import pytest
@@ -12,8 +11,6 @@ from text_data import KINDS, load_tokenizer, read_data, read_template
 
 from mlxinfer.errors import InvalidRequestError, TemplateError
 from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat
-from mlxinfer.text.chat import ControlTokens
-from mlxinfer.text.marked_text import _escaped, literal_pattern
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -338,10 +335,9 @@ def test_compatibility_characters_do_not_become_a_token():
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_contents_take_no_time(kind):
     tokenizer = load_tokenizer(kind, "chatml_plain")
-    control = ControlTokens.of(tokenizer, tokenizer.template.source_for())
     began = time.process_time()
     for text in ("<" * 200_000, "<|im_" * 50_000, "< " * 100_000, "<|im_end|" * 20_000):
-        control.marks_for({"content": [text, text]})
+        encode_chat(tokenizer, [{"role": "user", "content": text}])
     assert time.process_time() - began < 5
 
 
@@ -359,21 +355,6 @@ def test_errors():
         encode_chat(tokenizer, [{"role": "user", "content": nested}])
 
 
-@given(literals=st.sets(st.text("ab<|", min_size=1, max_size=6), max_size=12), text=st.text("ab<|"))
-def test_the_pattern_of_many_strings_finds_the_longest(literals, text):
-    longest_first = sorted(literals, key=len, reverse=True)
-    plain = "|".join(map(re.escape, longest_first)) or "(?!)"
-    assert re.findall(literal_pattern(literals), text) == re.findall(plain, text)
-
-
-@given(st.text(st.sampled_from("\\u\U000f0000udb8c0"), max_size=30))
-def test_marks_that_were_written_out_are_found_after_any_number_of_backslashes(text):
-    mark = "\U000f0000"
-    slow = re.compile(r"\\+udb80\\+udc00|\\+U000f0000")
-    text = text.replace("8", "udb80\\\\udc00").replace("c", "\\U000f0000")
-    assert _escaped(mark).sub("!", text) == slow.sub("!", text)
-
-
 def test_a_long_run_of_backslashes_takes_no_longer_than_other_text():
     """A search that begins anew at each of them would take minutes."""
     tokenizer = load_tokenizer("bytelevel", "chatml_plain")
@@ -382,13 +363,15 @@ def test_a_long_run_of_backslashes_takes_no_longer_than_other_text():
     assert len(ids) > 1000
 
 
-@given(st.lists(st.text(st.sampled_from("<|im_endstart> "), max_size=8), max_size=5))
-def test_a_control_token_across_two_strings_is_noticed(texts):
-    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
-    control = ControlTokens.of(tokenizer, tokenizer.template.source_for(None))
-    found = [control._beginning.search(text.rstrip()) for text in texts]
-    ends = {match.group() for match in found if match}
-    rests = {token[len(end) :] for end in ends for token in control._texts if token.startswith(end)}
-    starts = [text.lstrip() for text in texts if text.strip()]
-    either = (a.startswith(b) or b.startswith(a) for a in starts for b in rests - {""})
-    assert control._bridged(texts) == any(either)
+def test_a_constant_is_also_found_in_what_the_template_wrote():
+    tokenizer = rounds_tokenizer()
+    tokenizer.template = ChatTemplate(
+        "{% for m in messages %}{% set c = '<think></think>' ~ m.content %}"
+        "{% if '<think>' not in c %}{{ '<think></think>' }}{% endif %}{{ c.split('</think>')[0] }}"
+        "{{ c.replace('<think>', '') }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a<|im_end|>b"}]
+    ids = encode_chat(tokenizer, messages)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<think></think>a<|im_end|>b"
+    assert tokenizer.piece_to_id("<|im_end|>") not in ids
+    assert tokenizer.piece_to_id("</think>") in ids

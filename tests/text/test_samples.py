@@ -1,0 +1,52 @@
+"""A template that does not end is found once, in a process of its own."""
+
+import time
+
+import pytest
+from text_data import load_tokenizer, read_template
+
+from mlxinfer.errors import TemplateError
+from mlxinfer.text import ChatTemplate, Tokenizer, encode_chat, samples
+from mlxinfer.text.samples import rendered_samples, samples_of
+
+HI = [{"role": "user", "content": "hi"}]
+HOSTILE = {
+    "nested loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "loops in a macro": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}"
+    ),
+    "a long string": "{{ 'x' * 10**10 }}",
+    "doubling": (
+        "{% set n = namespace(x='ab') %}"
+        "{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+    ),
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "constants": "{{ 'a' | center(1000000000) }}" * 400,
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_is_stopped(source, monkeypatch):
+    monkeypatch.setattr(samples._process, "max_seconds", 1.0)
+    tokenizer = Tokenizer(load_tokenizer("bytelevel")._backend)
+    tokenizer.template = ChatTemplate(source)
+    try:
+        with pytest.raises(TemplateError, match="was stopped"):
+            encode_chat(tokenizer, HI)
+    except MemoryError:  # pragma: no cover
+        pytest.fail("it filled the memory of this process")
+    began = time.monotonic()
+    with pytest.raises(TemplateError, match="was stopped"):
+        encode_chat(tokenizer, HI)
+    assert time.monotonic() - began < 0.1, "it is found once"
+    fine = ChatTemplate("{{ messages[0].content }}")
+    assert samples_of(fine)["system"] == samples.SYSTEM, "others go on"
+
+
+@pytest.mark.parametrize("name", ["chatml_tools", "brackets", "channels", "turns", "filters"])
+def test_the_process_renders_what_is_rendered_here(name):
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(read_template(name), variables=variables)
+    assert samples_of(template) == rendered_samples(template)

@@ -27,6 +27,7 @@ from .service import Service
 
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat.chat),
+    Route("POST", "/v1/chat/completions/input_tokens", chat.chat_input_tokens),
     Route("POST", "/v1/completions", completions.complete),
     Route("POST", "/infill", completions.infill),
     Route("POST", "/v1/responses", responses.responses),

@@ -61,15 +61,21 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
 
     header_timeout_s = 30.0
     max_per_client = 1 << 30
+    max_open = 1 << 30
     conn: ChunkLimitedConnection
     _buffer = bytearray()
     _header_timer: asyncio.TimerHandle | None = None
     _opened_s = 0.0  # event-loop time
 
     @classmethod
-    def with_limits(cls, header_timeout_s: float, max_per_client: int) -> "type[TimedProtocol]":
-        """The protocol with these limits: seconds until headers are complete, connections."""
-        limits = {"header_timeout_s": header_timeout_s, "max_per_client": max_per_client}
+    def with_limits(cls, **limits: float) -> "type[TimedProtocol]":
+        """The protocol with these limits.
+
+        Args:
+            header_timeout_s: seconds until headers are complete.
+            max_per_client: connections of one address; its oldest idle ones are closed.
+            max_open: connections of all; further ones are closed at once, without an answer.
+        """
         return type("TimedProtocol", (cls,), limits)
 
     def connection_made(self, transport: Any) -> None:
@@ -82,7 +88,10 @@ class TimedProtocol(H11Protocol, asyncio.BufferedProtocol):
         self.limit_concurrency = None
         self._wait_for_headers()
         self._opened_s = self.loop.time()
-        self._make_room()
+        if len(self.connections) > self.max_open:
+            transport.abort()
+        else:
+            self._make_room()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """The buffer that the next bytes are read into: a view, since asyncio's TLS slices it."""

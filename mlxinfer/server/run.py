@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -24,6 +28,7 @@ from .service import Service
 log = logging.getLogger("mlxinfer.server")
 
 TEND_S = 0.5  # between two checks for idle models
+OTHER_FILES = 128  # of the limit: weights, disk caches, pipes
 OTLP_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 
@@ -49,7 +54,9 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 traced(build_app(service, routes)),
                 http=TimedProtocol.with_limits(
-                    config.header_timeout_s, config.max_connections_per_client
+                    header_timeout_s=config.header_timeout_s,
+                    max_per_client=config.max_connections_per_client,
+                    max_open=max_open_connections(),
                 ),
                 loop="asyncio",
                 ws="none",
@@ -95,6 +102,7 @@ class Server(uvicorn.Server):
 
     async def _serve_until_drained(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(LoopErrors())
         await self.serve(sockets=self._listeners)
         if self._tending is not None:
             self._tending.cancel()
@@ -156,6 +164,31 @@ class Server(uvicorn.Server):
         if self._num_signals == 2 and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.service.hurry)
         self.stop()
+
+
+def max_open_connections() -> int:
+    """Connections for which this process has file descriptors, beside its other files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else max(soft - OTHER_FILES, soft // 2)
+
+
+class LoopErrors:
+    """Logs errors that the event loop reports; a lack of file descriptors once a minute.
+
+    asyncio reports that for each connection that it cannot accept, thousands of times a second.
+    """
+
+    def __init__(self) -> None:
+        self._silent_until_s = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log one error."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= self._silent_until_s:
+            self._silent_until_s = time.monotonic() + 60
+            log.error("no file descriptor is left for a new connection; raise `ulimit -n`")
 
 
 def traced(app: App) -> App:

@@ -1,6 +1,8 @@
 """What gets in: keys, Host, Origin, sizes, content types. Over real sockets."""
 
+import asyncio
 import contextlib
+import errno
 import json
 import re
 import socket
@@ -13,6 +15,7 @@ from live_server import CHAT, LiveServer, chat, wait_until
 from raw_http import exchange, post, read_answer, status_of
 
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.server import run
 from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.keys import ApiKeys
 
@@ -312,6 +315,35 @@ def test_idle_connections_of_one_client_leave_room_for_others() -> None:
         assert server.post(CHAT, chat(max_tokens=1)).status_code == 200
         idle[-1].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert idle[-1].recv(12) == b"HTTP/1.1 200"
+
+
+def test_connections_beyond_the_files_of_the_process_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "max_open_connections", lambda: 4)
+    with LiveServer() as server, contextlib.ExitStack() as open_ones:
+        address = ("127.0.0.1", server.port)
+        several = [
+            open_ones.enter_context(socket.create_connection(address, timeout=5)) for _ in range(9)
+        ]
+        for surplus in several[4:]:
+            with contextlib.suppress(ConnectionResetError):
+                assert surplus.recv(1) == b""
+        wait_until(lambda: server.connections() == 4)
+        open_ones.close()
+        server.check_idle()
+
+
+def test_a_lack_of_file_descriptors_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    report, loop = run.LoopErrors(), asyncio.new_event_loop()
+    for _ in range(1000):
+        report(loop, {"message": "accept", "exception": OSError(errno.EMFILE, "too many")})
+    report(loop, {"message": "other"})
+    loop.close()
+    assert [record.message for record in caplog.records if "descriptor" in record.message] == [
+        "no file descriptor is left for a new connection; raise `ulimit -n`"
+    ]
+    assert "other" in caplog.text
 
 
 def test_paths_and_methods_that_are_not_there(server: LiveServer) -> None:

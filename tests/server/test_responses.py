@@ -180,6 +180,31 @@ def test_a_conversation_with_tools(client: openai.OpenAI, scripted: ScriptedServ
     assert last.output_text == "Fine."
 
 
+def test_the_oldest_turns_go_where_the_client_allows_it(
+    client: openai.OpenAI, scripted: ScriptedServer
+) -> None:
+    long = "word " * 300
+    turns: Any = [{"role": "system", "content": "Be brief."}]
+    for number in range(12):
+        turns += [
+            {"role": "user", "content": f"Question {number} {long}"},
+            {"role": "assistant", "content": "Yes."},
+        ]
+    turns.append({"role": "user", "content": "The last one"})
+    with scripted.says("Fine."):
+        with pytest.raises(openai.BadRequestError):
+            ask(client, input=turns)
+        answer = ask(client, input=turns, truncation="auto")
+        prompt = scripted.prompt
+    assert (answer.truncation, answer.output_text) == ("auto", "Fine.")
+    assert "Be brief." in prompt
+    assert "The last one" in prompt
+    assert "Question 0 " not in prompt
+    only = [{"role": "user", "content": long * 20}]
+    with pytest.raises(openai.BadRequestError):
+        ask(client, input=only, truncation="auto")
+
+
 def test_one_call_at_most(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(f"{WEATHER}\n{NOW}"):
         assert calls_of(ask(client, tools=TOOLS, parallel_tool_calls=False)) == CALLS[:1]

@@ -34,6 +34,7 @@ from .tools import (
     read_chat_tools,
 )
 from .usage import (
+    FINGERPRINT,
     ChoiceLogprobs,
     PromptProgress,
     Timings,
@@ -428,6 +429,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str = FINGERPRINT
     timings: Timings | UnsetType = UNSET  # of the first choice, where llama.cpp has them
 
 
@@ -479,6 +481,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChunkChoice]
+    system_fingerprint: str = FINGERPRINT
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET  # of the choice that ends with this event
@@ -495,6 +498,25 @@ async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Events:
     if body.stream:
         return Events(writer.frames())
     return writer.whole(await answers.aresults())
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """Length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+async def chat_input_tokens(call: Call, body: ChatRequest) -> InputTokens:
+    """Count the tokens of a conversation with its tools (llama.cpp's form)."""
+    model = await call.model(body.model)
+    allowed = call.service.config.template_kwargs
+
+    def count() -> int:
+        given = read(body, model, read_chat_tools(body.tools), allowed)
+        return len(model.generator.encode(given, bounded=False).ids)
+
+    return InputTokens(input_tokens=await call.in_worker(count))
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from ..served import ServedModel
 from .constraint import ConstraintFields, constraint
 from .sampling import REFUSED, UNLIMITED, sampling_params
 from .usage import (
+    FINGERPRINT,
     CompletionLogprobs,
     LogprobsWriter,
     PromptProgress,
@@ -86,6 +87,7 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
+    system_fingerprint: str = FINGERPRINT
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET  # of events on request
 

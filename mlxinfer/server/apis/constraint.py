@@ -8,7 +8,6 @@ from msgspec import Meta
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...grammar import GrammarSpec, response_format, spec
-from ..http import refuse
 from .sampling import SamplingFields, check_json_size
 
 _SCHEMA = Meta(description="JSON schema")  # /docs lists fields of any type only if described
@@ -43,7 +42,12 @@ def constraint(fields: ConstraintFields) -> GrammarSpec | None:
         UnsupportedFieldError: a grammar in a language that is not supported.
     """
     for name in ("grammar", "ebnf"):
-        refuse(name, getattr(fields, name), ("",))
+        if getattr(fields, name) not in (None, ""):
+            raise UnsupportedFieldError(
+                f"{name} is in GBNF or EBNF, which are not read here; send a Lark grammar as "
+                "structured_outputs.grammar.",
+                param=name,
+            )
     given = {name: getattr(fields, name) for name in _READERS}
     found = {
         name: read_form(value, name, _READERS[name])

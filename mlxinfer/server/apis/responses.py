@@ -14,6 +14,7 @@ from ...errors import (
     InvalidRequestError,
     MlxinferError,
     OverloadedError,
+    PromptTooLongError,
     UnsupportedFieldError,
 )
 from ...session.answers import Answers, Step
@@ -34,11 +35,11 @@ from ..http import (
 )
 from ..served import ServedModel
 from ..store import ResponseStore, StoredResponse
-from .chat import Effort
+from .chat import Effort, InputTokens
 from .constraint import read_form
 from .responses_items import InputItem, Item, OutputItems, Status, conversation
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
-from .tools import DeclaredTools, check_tools, read_tools
+from .tools import DeclaredTools, Plain, check_tools, read_tools
 from .usage import logprob_of
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -75,7 +76,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         "conversation": (),
         "prompt": (),
         "background": (False,),
-        "truncation": ("disabled", "auto"),
         "moderation": (),
         "context_management": ([],),
         "stop": ([],),
@@ -107,6 +107,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None  # `store` of the answer says whether it is
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest turns may go
     previous_response_id: str | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -144,20 +145,20 @@ class ResponsesRequest(SamplerFields, kw_only=True):
 
 
 def read(
-    body: ResponsesRequest, model: ServedModel, before: Sequence[InputItem], tools: DeclaredTools
+    body: ResponsesRequest, model: ServedModel, messages: Sequence[Plain], tools: DeclaredTools
 ) -> ChatInput:
     """The conversation of a request. Takes a while.
 
     Args:
         body: of the request.
         model: gives values that the request leaves out.
-        before: items of the responses that it follows.
-        tools: of the body; gets the items that are skipped.
+        messages: instructions and items, as templates read them.
+        tools: of the body.
     """
     check_tools(None, body.tool_choice)
     choice = tools.choose(body.tool_choice)
     return ChatInput(
-        messages=conversation(body.instructions, before, body.items, tools.skipped),
+        messages=messages,
         tools=tools.functions,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -169,6 +170,18 @@ def read(
         cache_salt=body.cache_salt,
         place="input",
     )
+
+
+def truncated(messages: Sequence[Plain], count: int) -> list[Plain]:
+    """Messages without the `count` oldest ones behind the system message.
+
+    The rest begins with a user's message. Nothing: no such message is left.
+    """
+    num_head = int(messages[0]["role"] in ("system", "developer"))
+    rest = list(messages[num_head + count :])
+    while rest and rest[0]["role"] != "user":
+        del rest[0]
+    return [*messages[:num_head], *rest] if rest else []
 
 
 # -- the answer ---------------------------------------------------------------------------------
@@ -229,16 +242,9 @@ class Response(msgspec.Struct, kw_only=True):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | UnsetType = UNSET
-
-
-class InputTokens(msgspec.Struct, kw_only=True):
-    """Length of a prompt."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
 
 
 def _error_event(error: MlxinferError) -> bytes:
@@ -252,10 +258,9 @@ RESPONSES = ErrorForm(body=lambda error: encode(openai_error(error)), event=_err
 
 async def responses(call: Call, body: ResponsesRequest) -> Response | Events:
     """Answer a conversation (the responses API)."""
-    before = await call.in_worker(_items_before, call, body)
+    messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
-    tools = await call.in_worker(read_tools, body.tools)
-    answers = await call.start(model, lambda: [read(body, model, before, tools)])
+    answers = await _start(call, body, model, messages, tools)
     tools.skipped.report(call)
     items = OutputItems(call.id, wrap=WRAPPED in (body.include or ()), declared=tools.declared)
     begun = _begun(call, body, model, answers.answers[0].request.params)
@@ -265,25 +270,49 @@ async def responses(call: Call, body: ResponsesRequest) -> Response | Events:
 
 async def input_tokens(call: Call, body: ResponsesRequest) -> InputTokens:
     """Count the tokens of a conversation with its tools (the responses API)."""
-    before = await call.in_worker(_items_before, call, body)
+    messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
 
     def count() -> int:
-        given = read(body, model, before, read_tools(body.tools))
-        return len(model.generator.encode(given).ids)
+        return len(model.generator.encode(read(body, model, messages, tools)).ids)
 
     return InputTokens(input_tokens=await call.in_worker(count))
 
 
-def _items_before(call: Call, body: ResponsesRequest) -> list[InputItem]:
-    """The items of the responses that a request follows; reads the disk."""
-    if body.previous_response_id is None:
-        return []
-    try:
-        chain = _chain_of(call, body.previous_response_id)
-    except NotStoredError as error:
-        raise PreviousResponseError(str(error), param="previous_response_id") from None
-    return msgspec.convert([i for stored in chain for i in _items_of(stored)], list[InputItem])
+def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
+    """The messages of a request, after those of the responses that it follows; its tools.
+
+    Reads the disk, and takes a while.
+    """
+    before: list[InputItem] = []
+    if body.previous_response_id is not None:
+        try:
+            chain = _chain_of(call, body.previous_response_id)
+        except NotStoredError as error:
+            raise PreviousResponseError(str(error), param="previous_response_id") from None
+        items = [item for stored in chain for item in _items_of(stored)]
+        before = msgspec.convert(items, list[InputItem])
+    tools = read_tools(body.tools)
+    return conversation(body.instructions, before, body.items, tools.skipped), tools
+
+
+async def _start(
+    call: Call,
+    body: ResponsesRequest,
+    model: ServedModel,
+    messages: list[Plain],
+    tools: DeclaredTools,
+) -> Answers:
+    """Begin the answer; with `truncation: "auto"` without the oldest messages, if it has to be."""
+    dropped, kept = 0, messages
+    while True:
+        try:
+            return await call.start(model, lambda: [read(body, model, kept, tools)])  # noqa: B023
+        except PromptTooLongError:
+            dropped = 2 * dropped or 1
+            kept = truncated(messages, dropped)
+            if body.truncation != "auto" or not kept:
+                raise
 
 
 class ResponseWriter:
@@ -407,6 +436,7 @@ def _begun(
         text={"format": body.form or {"type": "text"}},
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=[_echoed(tool) for tool in body.tools or ()],
+        truncation=body.truncation or "disabled",
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=UNSET if body.user is None else body.user,

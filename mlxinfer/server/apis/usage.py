@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ... import __version__
 from ...core import FinishReason, TokenLogprobs
 from ...outputs import Result
 from ...session.answers import Answer, Answers, Step
 from ...text import Detokenizer, Tokenizer
 
+FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
 LEAST = -9999.0  # JSON has no -Infinity
 
 

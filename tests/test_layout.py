@@ -44,7 +44,6 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "roofline": LEAVES | {"fit", "memory", "metal_kernels", "models"},
     "http_json": {"errors"},
     "app": {"errors", "history", "http_json", "memory"},  # HTTP, and the folder of the user's data
-    "launchd": set(),
     "threads": set(),
     "killable": {"errors", "threads"},
     "backend": LEAVES,
@@ -114,7 +113,6 @@ WITHOUT_MLX = (
     "memory",
     "history",
     "http_json",
-    "launchd",
     "threads",
     "killable",
     "ranks.control",

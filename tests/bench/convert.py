@@ -1,6 +1,5 @@
 """`bench convert`: what recipes cost in quality, and conversions in time and memory."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,29 +14,10 @@ from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.errors import ModelNotFoundError
 from mlxinfer.memory import parse_bytes
 from tests.bench.convert_quality import Recipe, measure
+from tests.bench.processes import ROOT, Ran, run_python
 
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 DISK_BYTES = 256 << 20
 SHAPES = ("dense", "mixture of experts")
-LAUNCHER = """
-import os, sys, time
-started = time.perf_counter()
-null = os.open(os.devnull, os.O_WRONLY)
-child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ,
-                       file_actions=[(os.POSIX_SPAWN_DUP2, null, 1)])
-_, status, usage = os.wait4(child, 0)
-print([time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss])
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """One process."""
-
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +98,12 @@ def _theirs(source: Path, scratch: Path) -> Ran:
 
 
 def _run(arguments: list[str], out: Path) -> Ran:
-    """Run Python with these arguments; `out` is deleted afterwards.
-
-    A small process in between starts it: a child's peak counts from what its parent held.
-    """
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", LAUNCHER, sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    wall_s, cpu_s, peak = json.loads(done.stdout.splitlines()[-1])
+    """Run Python with these arguments; `out` is deleted afterwards."""
+    ran = run_python(*arguments)
     shutil.rmtree(out)
-    return Ran(wall_s, cpu_s, peak * RSS_UNIT)
+    return ran
 
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "tests" / "data" / "demo-bf16"
 
 

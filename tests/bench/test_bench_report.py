@@ -8,6 +8,7 @@ from mlxinfer.errors import BackendMissingError, MlxinferError
 from tests.bench import host, latency, start, streams
 from tests.bench.bench_parts import VOCAB, check
 from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, write_checkpoint
+from tests.bench.processes import run_python
 
 
 @pytest.mark.parametrize(
@@ -65,16 +66,11 @@ def test_latency_alone() -> None:
     check(report)
 
 
-def test_a_process_that_fails_is_an_error_that_quotes_it() -> None:
-    command = [start.sys.executable, "-c", "raise SystemExit('no such thing')"]
+def test_a_process_has_costs_and_one_that_fails_is_quoted() -> None:
+    cost = run_python("-c", "sum(range(1_000_000))")
+    assert min(cost.cpu_s, cost.wall_s, cost.peak_bytes) > 0
     with pytest.raises(MlxinferError, match="exited with 1: no such thing"):
-        start.launch(command)
-
-
-def test_processes_have_wall_and_cpu_time() -> None:
-    cost = start.launch([start.sys.executable, "-c", "sum(range(1_000_000))"])
-    assert cost.cpu_s > 0
-    assert cost.wall_s > 0
+        run_python("-c", "raise SystemExit('no such thing')")
 
 
 def test_prompts_are_in_the_vocabulary() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.launchd import LABEL, Service, parse_status
+from mlxinfer.cli.service import LABEL, Service, parse_status
 
 GOLDEN = Path(__file__).parents[1] / "data" / "launchd"
 PYTHON = "/opt/mlxinfer/bin/python"

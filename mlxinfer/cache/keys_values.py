@@ -153,7 +153,10 @@ class KeyValueLayer(PagedLayer):
     # -- a step ---------------------------------------------------------------------------------
 
     def attend_heads(self, qkv: mx.array, softmax: Softmax) -> mx.array:
-        """Norm, rope and storage format of this step's tokens in one kernel, then as `attend`."""
+        """Norm, rope and storage format in one kernel, then as `attend`.
+
+        `qkv`: the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim).
+        """
         prepared, heads, place = self.prepared, self.heads, self.prepared.place
         assert heads is not None
         assert place.positions is not None
@@ -173,6 +176,15 @@ class KeyValueLayer(PagedLayer):
         """Store keys and values, then attend over all that each token may see.
 
         Written first, since a view taken before a write would make the write a copy.
+
+        Args:
+            queries: (T, num_heads, key_dim), position-encoded.
+            keys: (T, num_kv_heads, key_dim), position-encoded.
+            values: (T, num_kv_heads, value_dim).
+            softmax: of the layer.
+
+        Returns:
+            (T, num_heads * value_dim), the heads side by side.
         """
         if self._as_they_are:
             self.prepared.write(self, [[keys], [values]])

@@ -1,4 +1,4 @@
-"""What the mixers of one forward pass share, and what a mixer may ask of its layer's cache.
+"""What the mixers of one forward pass share, and what a recurrent mixer may ask of its cache.
 
 A step is a flat list of T tokens of several sequences. Which token belongs to which sequence, and
 what each token may see (causality, sliding window), only the cache knows.
@@ -11,100 +11,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metal_kernels.heads import Heads
-from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from .norm import Join, Norm
 
 Rows = NDArray[np.int32]
 FINAL = -1  # in place of a layer's index: the hidden states behind the last norm
-
-
-class AttentionCache(Protocol):
-    """The KV cache of one attention layer during one step."""
-
-    heads: Heads | None  # norm, rope and storage format in one kernel; None: the layer does them
-
-    def attend_heads(
-        self,
-        qkv: mx.array,
-        softmax: Softmax,
-    ) -> mx.array:
-        """`attend`, from the fused projection (T, (num_heads + 2 * num_kv_heads) * head_dim)."""
-        ...
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        softmax: Softmax,
-    ) -> mx.array:
-        """Store this step's keys and values, then attend over all that each token may see.
-
-        Args:
-            queries: (T, num_heads, key_dim), position-encoded.
-            keys: (T, num_kv_heads, key_dim), position-encoded.
-            values: (T, num_kv_heads, value_dim).
-            softmax: of the layer.
-
-        Returns:
-            (T, num_heads * value_dim), the heads side by side.
-        """
-        ...
-
-    def attend_again(
-        self,
-        queries: mx.array,
-        softmax: Softmax,
-    ) -> mx.array:
-        """Attend as `attend` does, with other queries over what it has stored in this step."""
-        ...
-
-
-class LatentKeysValues(Protocol):
-    """How H heads' keys and values follow from latent vectors."""
-
-    def absorb(self, q_nope: mx.array) -> mx.array:
-        """q_nope (N, H, dn) -> (N, H, r): its product with a latent vector is q_nope · k_nope."""
-        ...
-
-    def value(self, outputs: mx.array) -> mx.array:
-        """Weighted sums of latent vectors (N, H, r) -> the same of values (N, H, dv)."""
-        ...
-
-    def expand(self, latent: mx.array) -> tuple[mx.array, mx.array]:
-        """latent (S, r) -> keys without their rotary part (S, H, dn), and values (S, H, dv)."""
-        ...
-
-
-class LatentCache(Protocol):
-    """The cache of one latent attention layer during one step."""
-
-    def attend(
-        self,
-        q_nope: mx.array,
-        q_rope: mx.array,
-        latent: mx.array,
-        k_rope: mx.array,
-        *,
-        projection: LatentKeysValues,
-        scale: float,
-    ) -> mx.array:
-        """Store this step's latent vectors, then attend over all that each token may see.
-
-        Args:
-            q_nope: (T, H, dn), the part of queries without positions.
-            q_rope: (T, H, dr), position-encoded.
-            latent: (T, r), normalised.
-            k_rope: (T, dr), position-encoded; one for all heads.
-            projection: makes keys and values of latent vectors.
-            scale: multiplies the scores, q_nope · k_nope + q_rope · k_rope.
-
-        Returns:
-            (T, H, dv).
-        """
-        ...
 
 
 Arrays = Sequence[mx.array]
@@ -210,7 +121,7 @@ class Step:
     """One forward pass over T tokens of any sequences, as a model and its mixers see it.
 
     Args:
-        positions: (T,) int32, each token's place in its own sequence.
+        positions: (T,) int32, each token's place in its own sequence; (3, T) with M-RoPE.
         caches: of each mixer that keeps something.
         rope_variants: (T,) the variant of the model's ropes that each token's sequence uses, see
             `Model.rope_variant`; None: 0 for all.
@@ -220,11 +131,13 @@ class Step:
     Attributes:
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
+        features: rows (N,) of the step, and vectors (N, hidden) that stand for the embeddings of
+            their token ids, such as those of a picture; None: every row has its token's.
     """
 
     __slots__ = (
-        *("_prepared", "adapters", "caches", "per_layer", "positions", "rope_variants", "taps"),
-        "token_types",
+        *("_prepared", "adapters", "caches", "features", "per_layer", "positions"),
+        *("rope_variants", "taps", "token_types"),
     )
 
     def __init__(
@@ -243,6 +156,7 @@ class Step:
         self.taps = taps
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
+        self.features: tuple[mx.array, mx.array] | None = None
         self._prepared: dict[Rope, Any] = {}
 
     def prepared(self, rope: Rope) -> Any:

@@ -166,6 +166,9 @@ class Model:
     def enter(self, ids: mx.array, step: Step) -> mx.array:
         """Token ids (T,) -> what the first layer reads, (T, hidden_size)."""
         x = self.embed(ids)
+        if step.features is not None:
+            rows, vectors = step.features
+            x[rows] = vectors.astype(x.dtype)
         return x if self.entry is None else self.entry(ids, x, step)
 
     def embed(self, ids: mx.array) -> mx.array:

@@ -207,7 +207,7 @@ class DenseLayer:
         values: mx.array,
         softmax: Softmax,
     ) -> mx.array:
-        """As of `AttentionCache`."""
+        """As of the cache's layers."""
         outputs, start = [], 0
         for sequence, count in enumerate(self.counts):
             rows = slice(start, start + count)

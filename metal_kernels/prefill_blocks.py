@@ -17,8 +17,7 @@ import numpy as np
 from .attention_plan import BLOCK, AttentionPlan
 from .launch import MIN_NUMBERS
 from .paged_attention_kernel import paged_attention_on_metal
-from .prefill_attention import tile_queries
-from .prefill_plan import Chunks
+from .prefill_plan import Chunks, tile_queries
 from .stored import PLAIN, KVFormat
 
 EXPANDED_BYTES = 64 << 20  # of the keys and values of a block

@@ -1,6 +1,9 @@
 """The plan of a step's prompts: tiles of consecutive queries, each with the blocks that it sees.
 
-One launch serves the chunks of several sequences. Knows no keys, no values, no kernel.
+One launch of the paged attention kernel serves the chunks of several sequences, where MLX has no
+fused attention (head dims above 128 for more than 8 queries) and where keys and values are stored
+in codes: nothing is gathered, no score leaves a threadgroup, and what a launch takes beside its
+outputs does not grow with the context. Algorithm: FlashAttention-2, arXiv:2307.08691.
 """
 
 from dataclasses import dataclass
@@ -18,7 +21,9 @@ from .attention_plan import (
     share_blocks,
     visible_blocks,
 )
+from .attention_shape import prefill_shape
 from .chips import gpu_cores
+from .stored import Stored
 
 TILES_PER_CORE = 2  # threadgroups below which long tiles are split
 MAX_PARTIAL_BYTES = 2 << 20  # that split tiles may leave to be reduced
@@ -114,3 +119,24 @@ def _item_blocks(num_blocks: Ints, kv_heads: int, partial_bytes: int, cores: int
     if spare < 1:
         return whole
     return max(-(-int(num_blocks.sum()) // spare), MIN_ITEM_BLOCKS)
+
+
+def tiled(chunks: Chunks, queries: mx.array, keys: Stored, value_dim: int) -> AttentionPlan:
+    """The plan of chunks for a layer with such queries (T, heads, D), keys and values.
+
+    Raises:
+        ValueError: a tile has no room for the query heads of one token.
+    """
+    _, num_heads, key_dim = queries.shape
+    kv_heads = keys.pages[0].shape[0]
+    count = tile_queries(num_heads // kv_heads, key_dim=key_dim, value_dim=value_dim)
+    if count == 0:
+        raise ValueError(f"{num_heads // kv_heads} query heads of a KV head do not fit a tile")
+    rows = count * (num_heads // kv_heads)
+    partial_bytes = kv_heads * rows * (value_dim + 2) * 4
+    return chunks.plan(count, kv_heads=kv_heads, partial_bytes=partial_bytes)
+
+
+def tile_queries(group: int, *, key_dim: int, value_dim: int) -> int:
+    """Query tokens of a tile, for `group` query heads per KV head."""
+    return prefill_shape(key_dim=key_dim, value_dim=value_dim).rows // group

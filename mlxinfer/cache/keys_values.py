@@ -13,7 +13,7 @@ import numpy as np
 from ..config import KVOptions
 from ..core import KVSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_cases import paged_variant
+from ..metal_kernels.attention_cases import paged_variant, prefill_variant
 from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
 from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.attention_shape import threadgroup_shape
@@ -21,8 +21,7 @@ from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.kv_write import KVWrite
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.paged_attention_kernel import MAX_ROWS, arrays_of, has_dims, paged_attention
-from ..metal_kernels.prefill_attention import tile_queries
-from ..metal_kernels.prefill_cases import prefill_variant
+from ..metal_kernels.prefill_plan import tile_queries
 from ..metal_kernels.stored import Affine
 from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant

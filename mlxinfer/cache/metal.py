@@ -12,8 +12,7 @@ import numpy as np
 from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.paged_attention import Softmax
-from ..metal_kernels.prefill_attention import tiled
-from ..metal_kernels.prefill_plan import Chunks
+from ..metal_kernels.prefill_plan import Chunks, tiled
 from ..metal_kernels.variants import ReadyFor
 from .groups import PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints

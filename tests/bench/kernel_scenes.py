@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
 from mlxinfer.metal_kernels.attention_scene import Plane, in_one_vector, in_shared_tails
-from mlxinfer.metal_kernels.prefill_attention import tile_queries
-from mlxinfer.metal_kernels.prefill_plan import Chunks
+from mlxinfer.metal_kernels.prefill_plan import Chunks, tile_queries
 from mlxinfer.metal_kernels.stored import FORMATS
 
 Ints = NDArray[np.int32]

@@ -222,15 +222,17 @@ def _sample(
 def _registers(variant: Variant) -> int:
     dims = {"key_dim": variant.number("key_dim"), "value_dim": variant.number("value_dim")}
     itemsize = variant.dtype.size
+    codes = variant.kind == PAGED and any(map(variant.number, ("key_bits", "value_bits")))
     if variant.kind == MLA:  # outputs, queries and latents of an eighth; 16 rows, 16 tokens
         held = dims["key_dim"] // 16
         return dims["value_dim"] // 16 + held * itemsize // 4 + held + 8 + 14
     if variant.kind == PREFILL:
-        return registers(prefill_shape(**dims), **dims, itemsize=itemsize)
-    rows = variant.number("queries") * variant.number("group")
-    shape = threadgroup_shape(rows, **dims, itemsize=itemsize)
-    codes = variant.number("key_bits") + variant.number("value_bits") > 0
-    return registers(shape, **dims, itemsize=itemsize, codes=codes)
+        shape = prefill_shape(**dims)
+    else:
+        rows = variant.number("queries") * variant.number("group")
+        shape = threadgroup_shape(rows, **dims, itemsize=itemsize)
+    key_dim, value_dim = dims.values()
+    return registers(shape, key_dim=key_dim, value_dim=value_dim, itemsize=itemsize, codes=codes)
 
 
 _SHARED_FILES = (

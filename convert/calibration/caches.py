@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
 from ...errors import ConversionError
-from ...layers.step import Advance, Arrays, LatentKeysValues
+from ...layers.latent_attention import LatentProjection
+from ...layers.step import Advance, Arrays
 from ...metal_kernels.paged_attention import Softmax
 
 
@@ -89,7 +90,7 @@ class WholeLatents:
         latent: mx.array,
         k_rope: mx.array,
         *,
-        projection: LatentKeysValues,
+        projection: LatentProjection,
         scale: float,
         index: object = None,
     ) -> mx.array:

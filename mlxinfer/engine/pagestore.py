@@ -49,12 +49,10 @@ class Stored(NamedTuple):
     payload: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Pages on the disk that lengthen the prefix that the tree has of a prompt."""
-
-    num_pages: int  # whole pages from position 0 on that are then there for all groups
-    pages: list[dict[int, Stored]]  # by group: page number -> what was read
+Prompt = tuple[Hashable, list[int]]
+"""A namespace and tokens. Pages are shared where both agree."""
+Found = list[dict[int, Stored]]
+"""Pages on the disk that lengthen the prefix of a prompt: by group, page number -> payload."""
 
 
 class OtherDisks(Protocol):
@@ -327,12 +325,12 @@ class _Search:
 
     def found(self, num_pages: int) -> Found:
         """The needed pages that were read."""
-        found: list[dict[int, Stored]] = [{} for _ in self.store.page_bytes]
+        found: Found = [{} for _ in self.store.page_bytes]
         for group, pages in enumerate(found):
             for number in self._needed(num_pages, group):
                 if (number, group) in self.read:
                     pages[number] = self.read[number, group]
-        return Found(num_pages, found)
+        return found
 
     def key(self, number: int, group: int) -> bytes:
         """The name of a page's entry."""
@@ -379,13 +377,6 @@ def entry_keys(before: bytes, group: int, tokens: Seq[int]) -> tuple[bytes, byte
     """(parent, own key) of a group's entry of a page; `before`: key of the chain before it."""
     parent = page_key(before, (group,))
     return parent, page_key(parent, tokens)
-
-
-class Prompt(NamedTuple):
-    """Tokens and their namespace. Pages are shared where both agree."""
-
-    namespace: Hashable
-    token_ids: list[int]
 
 
 class Transfers:
@@ -449,10 +440,10 @@ class Transfers:
         lease = tree.hold_path(point)
         if has_room(point):
             found = self._store.find(ids, point)
-            counts = [len(p) for p in found.pages[: len(self._groups)]] if found else []
+            counts = [len(pages) for pages in found[: len(self._groups)]] if found else []
             pages = self._allocate(tree, counts) if found else None
             if found and pages:
-                self._insert(tree, Prompt(namespace, ids), found, pages)
+                self._insert(tree, (namespace, ids), found, pages)
         tree.unlock(lease)
 
     def _allocate(self, tree: PrefixTree, counts: Seq[int]) -> list[list[int]] | None:
@@ -475,7 +466,7 @@ class Transfers:
         """Give pages to the tree, and note what is to go there."""
         runs: list[tuple[int, int, list[int]]] = []  # group, number of the first, page ids
         for group, numbers in enumerate(pages):
-            read = found.pages[group]
+            read = found[group]
             for number, page in zip(read, numbers, strict=True):
                 key, payload = read[number]
                 self._loads[group, page] = Load(group, page, payload, key)
@@ -488,7 +479,7 @@ class Transfers:
         for some in [whole, *[[run] for run in runs if run not in whole]]:
             if some:
                 self._insert_runs(tree, prompt, some)
-        for states in found.pages[len(pages) :]:
+        for states in found[len(pages) :]:
             for number, stored in states.items():
                 self._insert_snapshot(tree, prompt, number, stored)
 
@@ -501,7 +492,8 @@ class Transfers:
         tables = [PageTable(size, first=stop) for _ in self._allocators]
         for group, first, pages in runs:
             tables[group] = PageTable(size, first=first, pages=pages)
-        for duplicate in tree.insert(prompt.namespace, prompt.token_ids[: stop * size], tables):
+        namespace, ids = prompt
+        for duplicate in tree.insert(namespace, ids[: stop * size], tables):
             self._loads.pop((duplicate.group, duplicate.own))
             self._allocators[duplicate.group].release([duplicate.own])
 

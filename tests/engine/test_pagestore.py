@@ -102,10 +102,10 @@ def numbers(found: Found | None) -> list[list[int]]:
     """The page numbers that were read, by group; every payload is the one that was stored."""
     if found is None:
         return []
-    for group, pages in enumerate(found.pages):
+    for group, pages in enumerate(found):
         for number, (_, payload) in pages.items():
             assert bytes(payload) == bytes([number]) * PAGE_BYTES[group]
-    return [list(pages) for pages in found.pages]
+    return [list(pages) for pages in found]
 
 
 def test_a_window_is_read_only_where_a_prompt_goes_on(bench: Bench) -> None:

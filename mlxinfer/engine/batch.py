@@ -332,6 +332,27 @@ class Batch:
         for segment in self.ragged:
             self.begins_answers |= bool(segment.num_samples and not segment.output_index)
 
+    def count_computed(self, page_size: int) -> None:
+        """Count the step as computed: it will be by the time that anything depends on it.
+
+        Numbers the flat rows of its segments, and states the rows that give a token.
+        """
+        for sequence in self.admitted:  # some get no token in it, but a copy of a shared page
+            sequence.started = sequence.slot >= 0
+        for sequence in self.decodes.sequences:
+            sequence.num_computed += 1
+            sequence.num_pending += 1
+        row = len(self.decodes.sequences)
+        for segment in self.ragged:
+            segment.row = row
+            row += segment.num_tokens
+            segment.sequence.num_computed += segment.num_tokens - len(segment.proposals)
+            segment.sequence.num_pending += segment.num_samples
+        for segment in self.long:
+            segment.sequence.num_sealed = segment.stop - segment.stop % page_size
+        self.sampling = sampling_rows(self.decodes, self.ragged)
+        self.num_tokens = row
+
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences of the step, in flat order."""

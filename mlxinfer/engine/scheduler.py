@@ -38,7 +38,6 @@ from .batch import (
     Proposal,
     Segment,
     Sequence,
-    sampling_rows,
 )
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
@@ -624,19 +623,10 @@ class Scheduler:
         except OutOfPages:
             end = min([table.end for table in sequence.tables])
             proposal = proposal.cut(end - start - 1)
-        num_tokens = 1 + len(proposal.token_ids)
-        return Segment(
-            sequence=sequence,
-            start=start,
-            num_tokens=num_tokens,
-            sealed=sequence.num_sealed,
-            slot=sequence.slot,
-            tables=sequence.tables,
-            num_samples=num_tokens,
-            output_index=sequence.num_output,
-            proposals=proposal.token_ids,
-            weights=proposal.weights,
-        )
+        segment = Segment.following(sequence, 1, seals=False)
+        segment.proposals, segment.weights = proposal
+        segment.num_tokens = segment.num_samples = 1 + len(proposal.token_ids)
+        return segment
 
     # -- sealing --------------------------------------------------------------------------------
 
@@ -672,19 +662,10 @@ class Scheduler:
     # -- what is known of a step ----------------------------------------------------------------
 
     def _count(self, batch: Batch) -> None:
-        """Count the step as computed: it will be by the time that anything depends on it."""
-        for sequence in batch.admitted:  # some get no token in it, but a copy of a shared page
-            sequence.started = sequence.slot >= 0
-        for sequence in batch.decodes.sequences:
-            sequence.num_computed += 1
-            sequence.num_pending += 1
-        row = len(batch.decodes)
+        """Count the step as computed, and note it for the next ones."""
+        batch.count_computed(self.page_size)
         for segment in batch.ragged:
             sequence = segment.sequence
-            segment.row = row
-            row += segment.num_tokens
-            sequence.num_computed += segment.num_tokens - len(segment.proposals)
-            sequence.num_pending += segment.num_samples
             self.counters.tokens_proposed += len(segment.proposals)
             of_prompt = min(segment.stop, sequence.num_prompt) - segment.start
             self.counters.prompt_tokens_computed += max(of_prompt, 0)
@@ -692,14 +673,11 @@ class Scheduler:
             if segment.num_samples:  # no sequence waits for its prompt any more
                 sequence.sharers = {}
         for segment in batch.long:
-            segment.sequence.num_sealed = segment.stop - segment.stop % self.page_size
             self.kv_manager.wrote(segment.sequence)
-        batch.sampling = sampling_rows(batch.decodes, batch.ragged)
-        batch.num_tokens = row
         self._note_steady(batch)
         self._newest = batch.sampling.sequences
         self.counters.steps += 1
-        self.counters.tokens_computed += row
+        self.counters.tokens_computed += batch.num_tokens
 
     def _note_steady(self, batch: Batch) -> None:
         """Keep the decodes of a step, as long as none of its sequences is in another one."""

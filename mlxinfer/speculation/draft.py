@@ -29,7 +29,6 @@ from ..engine.batch import (
     Proposal,
     Segment,
     Sequence,
-    sampling_rows,
 )
 from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
@@ -361,23 +360,10 @@ class DraftProposer(Source):
         return move
 
     def _count(self, batch: Batch) -> None:
-        """Count the step as computed, and number its rows."""
-        for own in batch.admitted:
-            own.started = True
-        for own in batch.decodes.sequences:
-            own.num_computed += 1
-            own.num_pending += 1
-        row = len(batch.decodes)
-        for segment in batch.ragged:
-            segment.row = row
-            row += segment.num_tokens
-            segment.sequence.num_computed += segment.num_tokens
-            segment.sequence.num_pending += segment.num_samples
+        """Count the step as computed."""
+        batch.count_computed(self._config.page_size)
         for segment in batch.long:
-            segment.sequence.num_sealed = segment.stop - segment.stop % self._config.page_size
             self._loop.scheduler.kv_manager.wrote(segment.sequence)
-        batch.sampling = sampling_rows(batch.decodes, batch.ragged)
-        batch.num_tokens = row
 
 
 def keys_within(

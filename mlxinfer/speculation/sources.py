@@ -75,6 +75,12 @@ def load_network(
             "not give; use 'ngram', or 'draft' with a draft model.",
             param="speculate",
         )
+    if model.config.fields.get("altup_num_inputs"):  # Gemma 3n
+        raise InvalidRequestError(
+            f"speculate={kind!r} reads one hidden state of a token, and this model has several "
+            "streams of them; use 'ngram', or 'draft' with a draft model.",
+            param="speculate",
+        )
     tables, num_bytes = whole_tables(model, folder, has_logits=kind != "eagle")
     head: DraftHead | BlockDraft
     if kind == "mtp":

@@ -159,6 +159,11 @@ def block_draft_of(model: Model) -> BlockDraft:
     return load_dflash(dflash_checkpoint(Path(mkdtemp()), sizes, taps=taps), model)
 
 
+def has_hidden_states(model: LanguageModel) -> bool:
+    """Whether heads can read one hidden state of each token; Gemma 3n has several streams."""
+    return isinstance(model, Model) and not model.config.model_type.startswith("gemma3n")
+
+
 def some_proposer(
     seed: int | None, model: LanguageModel, answers: Mapping[str, Seq[int]]
 ) -> Proposer | None:
@@ -171,7 +176,7 @@ def some_proposer(
     names = rng.choice(
         [("ngram",), ("draft",), ("forced", "ngram", "draft"), ("head",), ("ngram", "block")]
     )
-    if not isinstance(model, Model) and names[-1] in ("head", "block"):
+    if names[-1] in ("head", "block") and not has_hidden_states(model):
         names = ("ngram",)
 
     made: list[Source] = []

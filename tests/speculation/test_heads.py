@@ -19,11 +19,14 @@ from speculation.head_checkpoints import MTP_CASES, eagle_checkpoint, mtp_checkp
 from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Batch
+from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer
+from mlxinfer.speculation.options import SpeculationOptions
+from mlxinfer.speculation.sources import load_network
 from mlxinfer.speculation.speculation import Speculation
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -305,3 +308,14 @@ def reference_eagle(
     gate, up = (inner @ weight[f"mlp.{n}_proj"].T for n in ("gate", "up"))
     x = x + (gate * mx.sigmoid(gate) * up) @ weight["mlp.down_proj"].T
     return rms(x, weight["norm"], 1e-6) @ weight["lm_head"].T
+
+
+def test_a_model_with_several_hidden_states_a_token_takes_no_head() -> None:
+    folder = eagle_checkpoint(Path(mkdtemp()), tiny_config("qwen3-v4"), drafted=40)
+    with pytest.raises(InvalidRequestError, match="several streams"):
+        load_network(
+            SpeculationOptions(method="eagle", draft=folder),
+            folder,
+            tiny_model("gemma3n_text-v4"),
+            dtype="auto",
+        )

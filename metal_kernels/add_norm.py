@@ -20,6 +20,7 @@ LANES, MAX_THREADS = 32, 512
 MAX_DIMS = 16_384  # 8 vectors of 4 numbers a lane
 ROUNDING = {"float32": 2e-5, "float16": 2**-7, "bfloat16": 2**-4}  # of numbers below 16
 CASE_ROWS = 3
+LARGE = 300  # of a row: its sum of squares overflows 16 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,6 +143,7 @@ def _adding(variant: Variant, rows: int) -> Case:
     shapes = [(rows, form.dims)] * 2 + [(form.dims,)] * weights
     drawn = [rng.uniform(-2, 2, shape).astype(np.float32) for shape in shapes]
     drawn[1][0, :] = 0  # a row with the norm of epsilon alone
+    drawn[1][-1, :] *= LARGE
     arrays = [mx.array(numbers).astype(form.dtype) for numbers in drawn]
 
     def outputs(function: Callable[..., tuple[mx.array, mx.array | None]]) -> list[mx.array]:

@@ -162,17 +162,6 @@ def test_thoughts_may_be_left_out(client: anthropic.Anthropic, scripted: Scripte
         assert answer.content[0].signature
 
 
-def test_the_stream_helper_accumulates(
-    client: anthropic.Anthropic, scripted: ScriptedServer
-) -> None:
-    given: Any = {"model": "demo", "max_tokens": 100, "messages": HELLO, "tools": TOOLS}
-    with scripted.says(f"I look.\n{WEATHER}\n{NOW}"), client.messages.stream(**given) as stream:
-        final = stream.get_final_message()
-    assert final.content[0].text == "I look."
-    assert calls_of(final) == CALLS
-    assert final.stop_reason == "tool_use"
-
-
 def test_a_conversation_with_tools(client: anthropic.Anthropic, scripted: ScriptedServer) -> None:
     with scripted.says(f"<think>hm</think>I look.\n{WEATHER}"):
         first = ask(client, tools=TOOLS)
@@ -223,20 +212,6 @@ def test_tool_choices(
         answer = ask(client, tools=TOOLS, tool_choice=choice)
     assert calls_of(answer) == found
     assert answer.stop_reason == ("tool_use" if found else "end_turn")
-
-
-@pytest.mark.parametrize(
-    ("kind", "seen"), [("enabled", "True"), ("disabled", "False"), ("adaptive", "True")]
-)
-def test_thinking_is_switched_in_the_template(kind: str, seen: str) -> None:
-    with (
-        ScriptedServer(TEMPLATE + "{{ enable_thinking }}") as server,
-        anthropic_client(server) as client,
-    ):
-        thinking = {"type": kind} | ({"budget_tokens": 1024} if kind == "enabled" else {})
-        with server.says("x"):
-            ask(client, max_tokens=2000, thinking=thinking)
-            assert server.prompt.endswith(seen)
 
 
 @pytest.mark.parametrize(

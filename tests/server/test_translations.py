@@ -1,0 +1,427 @@
+"""Bodies to inputs of the session, and steps to frames, of every API: tables, without a server."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
+from mlxinfer.outputs import (
+    CallStatus,
+    Delta,
+    ReasoningPart,
+    Result,
+    TextPart,
+    ToolCall,
+    ToolCallDelta,
+)
+from mlxinfer.server.apis import anthropic, chat, completions, ollama, responses, tools
+from mlxinfer.server.apis.responses_items import OutputItems, conversation
+from mlxinfer.server.config import TEMPLATE_KWARGS
+from mlxinfer.server.http import decode
+from mlxinfer.session.answers import Step
+from mlxinfer.session.inputs import ChatInput, TextInput
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+MODEL: Any = SimpleNamespace(
+    name="demo",
+    defaults=SamplingParams(max_tokens=None, temperature=1.0),
+    tokenizer=SimpleNamespace(encode=lambda text, **_: [ord(char) for char in text]),
+)
+
+
+# -- bodies -------------------------------------------------------------------------------------
+
+
+def read_chat(**fields: Any) -> ChatInput:
+    body = decode(json.dumps({"messages": HELLO, **fields}).encode(), chat.ChatRequest)
+    return chat.read(body, MODEL, tools.read_chat_tools(body.tools), TEMPLATE_KWARGS)
+
+
+def read_text(**fields: Any) -> TextInput:
+    body = json.dumps({"prompt": "Hello", **fields}).encode()
+    return completions.read(decode(body, completions.CompletionRequest), MODEL)[0]
+
+
+def read_response(**fields: Any) -> ChatInput:
+    body = decode(json.dumps({"input": "Hello", **fields}).encode(), responses.ResponsesRequest)
+    declared = tools.read_tools(body.tools)
+    messages = conversation(body.instructions, [], body.items, declared.skipped)
+    return responses.read(body, MODEL, messages, declared)
+
+
+def read_messages(**fields: Any) -> ChatInput:
+    given = {"messages": HELLO, "max_tokens": 5, **fields}
+    body = decode(json.dumps(given).encode(), anthropic.MessagesRequest)
+    return anthropic.read_messages(body, MODEL, tools.Skipped())
+
+
+def read_ollama(**options: Any) -> ChatInput:
+    given = {"model": "demo", "messages": HELLO, "options": options}
+    body = decode(json.dumps(given).encode(), ollama.ChatAsk)
+    found = ollama.read_chat(body, body.sampling(), MODEL)
+    assert isinstance(found, ChatInput)
+    return found
+
+
+Read = Callable[..., Any]
+READS: list[Read] = [read_chat, read_text, read_response, read_messages, read_ollama]
+SAMPLERS: list[tuple[str, Any, str, Any]] = [
+    ("repeat_penalty", 1.3, "repetition_penalty", 1.3),
+    ("repeat_last_n", 5, "repetition_window", 5),
+    ("penalty_last_n", 5, "repetition_window", 5),
+    ("repetition_context_size", 5, "repetition_window", 5),
+    ("min_new_tokens", 2, "min_tokens", 2),
+    ("random_seed", 5, "seed", 5),
+    ("typ_p", 0.9, "typical_p", 0.9),
+    ("typical", 0.9, "typical_p", 0.9),
+    ("temperature", 0.5, "temperature", 0.5),
+    ("top_k", -1, "top_k", 0),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("top_n_sigma", -1, "top_n_sigma", 0.0),
+    ("top_n_sigma", 1.5, "top_n_sigma", 1.5),
+    ("xtc_probability", 0.5, "xtc_probability", 0.5),
+    ("xtc_threshold", 0.2, "xtc_threshold", 0.2),
+    ("dry_multiplier", 0.8, "dry_multiplier", 0.8),
+    ("dry_sequence_breakers", ["\n", "x"], "dry_sequence_breakers", ("\n", "x")),
+    ("logit_bias", [[5, 2], ["x", -1.5], [7, False]], "logit_bias", {5: 2, 120: -1.5, 7: -1e9}),
+    ("logit_bias", {"5": 2}, "logit_bias", {5: 2}),
+    ("presence_penalty", 0.5, "presence_penalty", 0.5),
+    ("frequency_penalty", 0.5, "frequency_penalty", 0.5),
+    ("min_p", 0.05, "min_p", 0.05),
+    ("seed", 7, "seed", 7),
+    ("ignore_eos", True, "ignore_eos", True),
+    ("stop_token_ids", [9], "stop_token_ids", (9,)),
+    ("speculate", False, "speculate", False),
+]
+LIMITS: list[tuple[str, Any, str, Any]] = [
+    ("num_predict", 7, "max_tokens", 7),
+    ("n_predict", 7, "max_tokens", 7),
+    ("max_new_tokens", 7, "max_tokens", 7),
+    ("n_predict", -1, "max_tokens", None),
+    ("max_tokens", -1, "max_tokens", None),
+    ("stop_sequences", ["x", "y"], "stop", ("x", "y")),
+    ("stop", "x", "stop", ("x",)),
+    ("stop", ["x"] * 64, "stop", ("x",) * 64),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_sampling_fields_count_under_any_of_their_names(read: Read) -> None:
+    table = SAMPLERS + (LIMITS if read in (read_chat, read_text, read_ollama) else [])
+    for field, value, name, expected in table:
+        params = read(**{field: value}).params
+        assert getattr(params, name) == expected, field
+        assert read(**{field: None}).params == read().params, field
+
+
+@pytest.mark.parametrize("read", READS)
+def test_two_names_of_one_field_must_agree(read: Read) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read(repeat_penalty=1.3, repetition_penalty=1.1)
+    assert caught.value.param == "repeat_penalty"
+    assert read(repeat_penalty=1.3, repetition_penalty=1.3).params.repetition_penalty == 1.3
+
+
+@pytest.mark.parametrize("read", READS)
+def test_fields_without_a_meaning_here_are_named(read: Read) -> None:
+    refused = {
+        "no_repeat_ngram_size": (3, 0),
+        "samplers": (["top_k"], []),
+        "tfs_z": (0.9, 1.0),
+        "mirostat": (2, 0),
+        "mirostat_mode": (2, 0),
+        "top_a": (0.2, 0.0),
+        "num_beams": (4, 1),
+        "guidance_scale": (1.5, 1),
+        "do_sample": (False, True),
+        "safe_prompt": (True, False),
+        "lora": ([{"id": 0, "scale": 0.5}], []),
+        "draft_model": ("x", None),
+    }
+    for name, (value, neutral) in refused.items():
+        with pytest.raises(UnsupportedFieldError) as caught:
+            read(**{name: value})
+        assert caught.value.param == name
+        assert name in str(caught.value)
+        assert read(**{name: neutral}) == read()
+
+
+@pytest.mark.parametrize("read", [read_response, read_messages])
+def test_fields_of_chat_are_named_in_other_apis(read: Read) -> None:
+    fields: dict[str, Any] = {
+        **{"num_predict": 5, "n_predict": 5, "max_new_tokens": 5, "format": "json"},
+        **{"enable_thinking": False, "reasoning_budget": 0, "thinking_budget_tokens": 10},
+        **{"guided_regex": "a", "ebnf": 'root ::= "a"', "stop": ["x"], "n": 2},
+        "response_format": {"type": "json_object"},
+    }
+    for name, value in fields.items():
+        with pytest.raises(UnsupportedFieldError) as caught:
+            read(**{name: value})
+        assert caught.value.param == name
+    plain = {"n": 1, "stop": [], "logprobs": False, "response_format": {"type": "text"}}
+    assert read(**plain) == read()
+
+
+SWITCHES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
+    ({}, {}, None),
+    ({"enable_thinking": False}, {"enable_thinking": False}, None),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+    ({"thinking": {"type": "enabled"}}, {"enable_thinking": True}, None),
+    ({"thinking": False}, {"enable_thinking": False}, None),
+    ({"think": False}, {"enable_thinking": False}, None),
+    ({"think": "high"}, {}, "high"),
+    ({"reasoning": {"enabled": False}}, {"enable_thinking": False}, None),
+    ({"reasoning": {"effort": "high"}}, {}, "high"),
+    ({"reasoning_effort": "low"}, {}, "low"),
+    ({"reasoning_budget": 0}, {"enable_thinking": False}, None),
+    ({"reasoning_budget": -1}, {}, None),
+]
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"enable_thinking": True, "thinking": False}, "thinking"),
+    ({"think": True, "chat_template_kwargs": {"enable_thinking": False}}, "think"),
+    ({"reasoning_budget": 100, "reasoning": {"max_tokens": 99}}, "reasoning.max_tokens"),
+    ({"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
+    ({"reasoning_budget": -2}, "reasoning_budget"),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"reasoning_effort": "low", "think": "high"}, "think"),
+    ({"think": "high", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 1025}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize(("fields", "variables", "effort"), SWITCHES)
+def test_reasoning_is_switched_by_any_name(
+    fields: dict[str, Any], variables: dict[str, Any], effort: str | None
+) -> None:
+    given = read_chat(**fields)
+    assert (given.template_variables, given.reasoning_effort) == (variables, effort)
+
+
+@pytest.mark.parametrize(("fields", "param"), CONTRADICTIONS)
+def test_contradictions_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_chat(**fields)
+    assert caught.value.param == param
+
+
+def test_budgets_of_reasoning() -> None:
+    budgets: list[dict[str, Any]] = [
+        {"thinking": {"type": "enabled", "budget_tokens": 6}},
+        {"reasoning": {"max_tokens": 6}},
+        {"thinking_token_budget": 6, "reasoning_budget": 6},
+    ]
+    for fields in budgets:
+        params = read_chat(**fields).params
+        assert params is not None
+        assert params.max_reasoning_tokens == 6
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    params = read_messages(max_tokens=1500, thinking=thinking).params
+    assert params is not None
+    assert params.max_reasoning_tokens == 1024
+
+
+@pytest.mark.parametrize(("kind", "on"), [("enabled", True), ("disabled", False)])
+def test_thinking_of_messages_is_a_variable_of_the_template(kind: str, on: bool) -> None:
+    assert read_messages(thinking={"type": kind}).template_variables == {"enable_thinking": on}
+    effort = read_messages(output_config={"effort": "low"}).template_variables
+    assert effort == {"reasoning_effort": "low"}
+
+
+PLAIN = base64.b64encode(b"a,b").decode()
+DOCUMENTS: list[tuple[Read, dict[str, Any], str]] = [
+    (
+        read_response,
+        {"type": "input_file", "filename": "x.csv", "file_data": f"data:text/csv;base64,{PLAIN}"},
+        '<file name="x.csv">\na,b\n</file>',
+    ),
+    (read_response, {"type": "input_file", "file_data": PLAIN}, "<file>\na,b\n</file>"),
+    (
+        read_messages,
+        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}},
+        "<file>\na\n</file>",
+    ),
+    (
+        read_messages,
+        {"type": "document", "title": "T", "source": {"type": "base64", "data": PLAIN}},
+        '<file name="T">\na,b\n</file>',
+    ),
+    (
+        read_messages,
+        {
+            "type": "search_result",
+            "source": "https://a",
+            "content": [{"type": "text", "text": "found"}],
+        },
+        '<file name="https://a">\nfound\n</file>',
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "part", "text"), DOCUMENTS)
+def test_text_documents_are_read(read: Read, part: dict[str, Any], text: str) -> None:
+    turns = [{"role": "user", "content": [part]}]
+    given = read(**({"input": turns} if read is read_response else {"messages": turns}))
+    assert given.messages == [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize("data", ["data:image/png;base64,AAAA", "data:application/pdf,x", "é"])
+def test_other_files_are_refused(data: str) -> None:
+    part = {"type": "input_file", "file_data": data}
+    with pytest.raises(InvalidRequestError) as caught:
+        read_response(input=[{"role": "user", "content": [part]}])
+    assert caught.value.param == "input[0].content[0].file_data"
+
+
+def test_only_allowed_tools_are_told() -> None:
+    def function(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name}}
+
+    named = {"mode": "required", "tools": [function("b")]}
+    given = read_chat(
+        tools=[function("a"), function("b")],
+        tool_choice={"type": "allowed_tools", "allowed_tools": named},
+    )
+    assert (given.tools, given.tool_choice) == ([function("b")], "required")
+    flat = [{"type": "function", "name": name} for name in "ab"]
+    given = read_response(tools=flat, tool_choice={"type": "allowed_tools", "tools": flat[:1]})
+    assert given.tools is not None
+    assert [tool["function"]["name"] for tool in given.tools] == ["a"]
+    assert given.tool_choice == "auto"
+    with pytest.raises(InvalidRequestError, match="none of tools"):
+        read_response(tools=flat[:1], tool_choice={"type": "allowed_tools", "tools": flat[1:]})
+
+
+# -- answers ------------------------------------------------------------------------------------
+
+CALL = ToolCall(id="c1", name="now", arguments='{"a":1}')
+PARTS: list[Any] = [
+    ReasoningPart(text="hm"),
+    TextPart(text="Hi"),
+    ToolCallDelta(index=0, id="c1", name="now", arguments='{"a"'),
+    ToolCallDelta(index=0, arguments=":1}", status=CallStatus.DONE),
+]
+RESULT = Result(
+    text="Hi",
+    reasoning="hm",
+    tool_calls=(CALL,),
+    token_ids=(1, 2, 3, 4),
+    finish_reason=FinishReason.STOP,
+    prompt_tokens=7,
+    cached_tokens=2,
+)
+
+
+class FakeAnswers:
+    """One answer of RESULT, a part a step."""
+
+    def __init__(self) -> None:
+        request = SimpleNamespace(prompt_ids=[0] * 7, params=SamplingParams(), stop_ids=frozenset())
+        self.answers = [SimpleNamespace(result=RESULT, request=request, stop_match=None)]
+        self.usage = SimpleNamespace(
+            prompt_tokens=7, cached_tokens=2, answer_tokens=4, reasoning_tokens=1
+        )
+
+    async def __aiter__(self) -> AsyncIterator[list[Step]]:
+        for number, part in enumerate(PARTS):
+            yield [Step(0, Delta(parts=(part,), token_ids=(number + 1,)))]
+        yield [Step(0, Delta(parts=(), token_ids=(), result=RESULT))]
+
+
+class FakeCall:
+    """What the writers use of a Call."""
+
+    id, created_s = "ID", 5
+
+    def note_usage(self, *_: Any) -> None:
+        pass
+
+    async def frames(self, answers: Any, write: Any, keep_alive: bytes = b"") -> Any:
+        async for steps in answers:
+            yield b"".join(frame for step in steps for frame in write(step))
+
+
+def events_of(frames: AsyncIterator[bytes]) -> list[Any]:
+    """The data of all events of a stream."""
+
+    async def whole() -> bytes:
+        return b"".join([frame async for frame in frames])
+
+    lines = asyncio.run(whole()).decode().splitlines()
+    found = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
+    return [json.loads(line) for line in found if line != "[DONE]"]
+
+
+def body_of(kind: Any, **fields: Any) -> Any:
+    return decode(json.dumps(fields).encode(), kind)
+
+
+CALLER: Any = FakeCall()
+
+
+def test_chunks_of_chat() -> None:
+    body = body_of(chat.ChatRequest, messages=HELLO, stream=True)
+    answers: Any = FakeAnswers()
+    writer = chat.ChatWriter(CALLER, body, MODEL, answers, {})
+    events = events_of(writer.frames())
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert deltas[:3] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "hm"},
+        {"content": "Hi"},
+    ]
+    assert deltas[3]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a"'}
+    assert deltas[4]["tool_calls"] == [{"index": 0, "function": {"arguments": ":1}"}}]
+    assert (deltas[5], events[5]["choices"][0]["finish_reason"]) == ({}, "tool_calls")
+    whole = writer.whole([RESULT])
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 4)
+    assert whole.choices[0].message.content == "Hi"
+
+
+def test_events_of_messages() -> None:
+    body = body_of(anthropic.MessagesRequest, messages=HELLO, max_tokens=9)
+    answers: Any = FakeAnswers()
+    events = events_of(anthropic.MessageWriter(CALLER, body, MODEL, answers).frames())
+    assert [event["type"].removeprefix("content_block_") for event in events] == [
+        *("message_start", "ping", "start", "delta", "delta", "stop", "start", "delta", "stop"),
+        *("start", "delta", "delta", "stop", "message_delta", "message_stop"),
+    ]
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    whole = asyncio.run(anthropic.MessageWriter(CALLER, body, MODEL, answers).whole())
+    assert [type(block).__name__ for block in whole.content] == [
+        *("ThinkingBlock", "TextBlock", "ToolUseBlock")
+    ]
+    assert (whole.usage.input_tokens, whole.usage.cache_read_input_tokens) == (5, 2)
+
+
+def test_lines_of_ollama() -> None:
+    answers: Any = FakeAnswers()
+    writer = ollama.SaidWriter(CALLER, "demo", MODEL, answers, 0.5, chats=True)
+    lines = events_of(CALLER.frames(answers, writer.lines))
+    said = [line["message"] for line in lines]
+    assert [each.get("thinking", each["content"]) for each in said] == ["hm", "Hi", "", ""]
+    assert said[2]["tool_calls"] == [
+        {"function": {"name": "now", "arguments": {"a": 1}}, "id": "c1"}
+    ]
+    assert (lines[-1]["done"], lines[-1]["eval_count"], lines[-1]["load_duration"]) == (
+        *(True, 4, 500_000_000),
+    )
+
+
+def test_items_of_responses() -> None:
+    items = OutputItems("ID", wrap=True, declared={})
+    frames = [frame for part in PARTS for frame in items.push((part,))]
+    frames += items.close("completed")
+    events = [json.loads(frame.decode().split("data: ")[1]) for frame in frames]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [item.__class__.__name__ for item in items.done] == [
+        *("ReasoningItem", "MessageItem", "CallItem")
+    ]
+    (done,) = [e for e in events if e["type"] == "response.function_call_arguments.done"]
+    assert (done["name"], done["arguments"]) == ("now", '{"a":1}')

@@ -2,10 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 
 from . import hub
 from .backend import require_mlx
@@ -36,28 +36,20 @@ if TYPE_CHECKING:
     from .display.show import Heat
 
 
-class TextOptions(TypedDict, total=False):
-    """Keyword arguments of LLM.stream without SamplingValues."""
+class TextArguments(SamplingValues, total=False):
+    """Keyword arguments of LLM.stream, documented at LLM.generate."""
 
     response_format: ResponseFormat | None
     adapter: str | None
 
 
-class ChatOptions(TextOptions, total=False):
-    """Keyword arguments of LLM.chat without SamplingValues."""
+class ChatArguments(TextArguments, total=False):
+    """Keyword arguments of LLM.chat, documented there."""
 
     tools: Sequence[Message] | None
     tool_choice: str | Message
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | None
-
-
-class TextArguments(TextOptions, SamplingValues, total=False):
-    """Keyword arguments of LLM.stream, documented at LLM.generate."""
-
-
-class ChatArguments(ChatOptions, SamplingValues, total=False):
-    """Keyword arguments of LLM.chat, documented there."""
 
 
 _VARIABLES = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
@@ -225,7 +217,7 @@ class LLM:
         options: Mapping[str, Any],
     ) -> TextInput:
         """The input of a text."""
-        own, sampling = _split(method, options, TextOptions.__annotations__)
+        own, sampling = _split(method, options, TextArguments)
         return TextInput(prompt=prompt, params=params, sampling=sampling, **own)
 
     # -- chat -----------------------------------------------------------------------------------
@@ -329,7 +321,7 @@ class LLM:
         options: Mapping[str, Any],
     ) -> ChatInput:
         """The input of a conversation."""
-        own, sampling = _split(method, options, ChatOptions.__annotations__)
+        own, sampling = _split(method, options, ChatArguments)
         variables = own.pop("chat_template_kwargs", None) or {}
         if isinstance(variables, Mapping):  # what is none is refused by the input
             own |= {_VARIABLES[name]: variables[name] for name in ENDS if name in variables}
@@ -645,12 +637,13 @@ async def _last(deltas: AsyncIterator[Delta]) -> Result:
 
 
 def _split(
-    method: str, options: Mapping[str, Any], own: Collection[str]
+    method: str, options: Mapping[str, Any], known: type
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a method that are named in `own`, and the others: fields of SamplingParams."""
-    sampling = {name: value for name, value in options.items() if name not in own}
-    check_names(method, sampling, SamplingValues.__annotations__)
-    return {name: value for name, value in options.items() if name in own}, sampling
+    """The options of a method of its own, and those that are fields of SamplingParams."""
+    check_names(method, options, known.__annotations__)
+    fields = SamplingValues.__annotations__
+    own = {name: value for name, value in options.items() if name not in fields}
+    return own, {name: value for name, value in options.items() if name in fields}
 
 
 def _one_each(given: Any, count: int, kind: type, name: str, wanted: str) -> list[Any]:

@@ -22,6 +22,9 @@ class MetalCPU:
             Otherwise only what stops a kernel is noticed, and raised.
         replace: texts of the source to replace before it is compiled: a mutant. Each must occur.
         may_stay_unwritten: outputs, by name, of which a kernel may leave elements unwritten.
+        before: bytes, by the name of an input, that the kernel believes to be there before its
+            data. Nothing is: so rows of small arrays have the places of rows of huge ones, and
+            offsets of 32 bits show as accesses out of bounds.
         least_alignment: inputs lie at addresses that are multiples of their item size, and of no
             more, as slices of arrays do; otherwise of 256.
     """
@@ -34,12 +37,14 @@ class MetalCPU:
         replace: Mapping[str, str] | None = None,
         may_stay_unwritten: Sequence[str] = (),
         least_alignment: bool = False,
+        before: Mapping[str, int] | None = None,
     ) -> None:
         self.reports: list[Report] = []
         self._seed, self._checked = seed, checked
         self._replace = tuple((replace or {}).items())
         self._may_stay_unwritten = frozenset(may_stay_unwritten)
         self._least_alignment = least_alignment
+        self._before = dict(before or {})
         self._partial: list[tuple[mx.array, arrays.Bytes]] = []  # outputs, and what is written
 
     def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
@@ -55,6 +60,8 @@ class MetalCPU:
             Buffer.of_output(name, size, may_stay_unwritten=name in self._may_stay_unwritten)
             for name, size in captured.outputs
         ]
+        for buffer in buffers:
+            buffer.before = self._before.get(buffer.name, 0)
         report = dispatch(
             captured.kernel,
             [*buffers, *outputs],

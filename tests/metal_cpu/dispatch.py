@@ -26,6 +26,7 @@ class Buffer:
     Attributes:
         bytes: of an output, every bit is set before.
         written: one flag per byte that holds data; None: all do.
+        before: bytes that a kernel believes to be there before `bytes`; none may be touched.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Buffer:
     is_output: bool
     written: arrays.Bytes | None = None
     may_stay_unwritten: bool = False
+    before: int = 0
 
     @classmethod
     def of_input(
@@ -125,6 +127,7 @@ def _native(index: int, name: str, buffer: Buffer) -> "NativeBuffer":
     return NativeBuffer(
         buffer.bytes.ctypes.data,
         buffer.bytes.size,
+        buffer.before,
         written.ctypes.data if written is not None else None,
         name.encode(),
         index,

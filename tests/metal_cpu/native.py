@@ -24,6 +24,7 @@ class NativeBuffer(ctypes.Structure):
     _fields_ = [
         ("address", ctypes.c_void_p),
         ("size", ctypes.c_uint64),
+        ("before", ctypes.c_uint64),
         ("written", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
         ("index", ctypes.c_uint32),

@@ -175,7 +175,7 @@ __attribute__((visibility("default"))) void msl_dispatch(Dispatch* dispatch) {
     address = nullptr;
   }
   for (unsigned i = 0; i < dispatch->num_buffers; i++) {
-    m.table[dispatch->buffers[i].index] = dispatch->buffers[i].address;
+    m.table[dispatch->buffers[i].index] = dispatch->buffers[i].address - dispatch->buffers[i].before;
   }
   watch_buffers();
   uint32_t count = m.num_groups[0] * m.num_groups[1] * m.num_groups[2];

@@ -31,6 +31,7 @@ struct Traffic {
 struct Buffer {
   unsigned char* address;
   uint64_t size;
+  uint64_t before; // bytes between the pointer that a kernel gets and the address
   unsigned char* written; // one flag per byte; null: all of it holds data
   const char* name;
   uint32_t index;

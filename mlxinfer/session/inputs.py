@@ -157,7 +157,8 @@ class ChatInput(Input):
     def __post_init__(self) -> None:
         super(ChatInput, self).__post_init__()
         check_switch("parallel_tool_calls", self.parallel_tool_calls)
-        _check_variables(self.template_variables)
+        if self.template_variables:
+            _check_variables(self.template_variables)
         if self.continues and self.begins:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other.",

@@ -1,6 +1,7 @@
-"""Texts to the rows of a pooling request: prompts, pairs, templates of rerankers. Runs nothing."""
+"""Texts to the rows of a pooling request: prompts, pairs and templates of rerankers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..core import check_token_ids
@@ -23,13 +24,11 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 def resolved(pooling: PoolingConfig, tokenizer: Tokenizer, name: str) -> PoolingConfig:
-    """With the tokens that score, where no file names them: yes and no, as of Qwen3-Reranker.
+    """The same with the tokens that score: "yes" and "no", where no file names others.
 
     Raises:
         UnsupportedModelError: the tokenizer has no such tokens.
     """
-    from dataclasses import replace
-
     if pooling.head is not Head.TOKENS or pooling.token_ids is not None:
         return pooling
     yes, no = (tokenizer.piece_to_id(piece) for piece in ("yes", "no"))
@@ -48,16 +47,12 @@ class RowBuilder:
         tokenizer: of the model.
         pooling: how it reads texts.
         max_context: tokens of a row.
-        model_type: of its config.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, pooling: PoolingConfig, max_context: int, model_type: str
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, pooling: PoolingConfig, max_context: int) -> None:
         self.tokenizer = tokenizer
         self.pooling = pooling
         self.max_context = max_context
-        self._model_type = model_type
         template = tokenizer.template
         source = "" if template is None else template.source_for(None)
         self._templated = f'"{DOCUMENT}"' in source or f"'{DOCUMENT}'" in source
@@ -71,17 +66,17 @@ class RowBuilder:
         truncate: int | bool = False,
         param: str = "input",
     ) -> list[TokenRow]:
-        """Rows of texts, behind a prompt; token ids are rows as they are.
+        """Rows of texts behind a prompt. Lists of token ids become rows without the prompt.
 
         Args:
-            texts: or lists of token ids.
+            texts: texts or lists of token ids.
             prompt: stands before each text.
-            truncate: to as many tokens, or (True) to what the model reads.
+            truncate: cut rows to so many tokens, or (True) to the model's limit; False: refuse.
             param: names the texts in errors.
 
         Raises:
-            InvalidRequestError: what is no text, or has tokens that there are not.
-            ContextLengthError: a text is too long, and not to be truncated.
+            InvalidRequestError: an item is no text, or has token ids beyond the vocabulary.
+            ContextLengthError: a text is too long, and `truncate` is False.
         """
         limit = self.limit(truncate)
         cut = truncate is not False

@@ -36,17 +36,17 @@ POOLING_OPTIONS = ("dtype", "max_context", "prefill_chunk", "task")
 
 
 class PoolingSession(LocalSession):
-    """A model that pools, its engine, and the way in and out.
+    """An embedding model or a reranker with its engine: inputs in, vectors or scores out.
 
     Args:
         name: of the model, for people.
         folder: with the checkpoint.
-        options: of the engine: dtype and max_context count.
+        options: of the engine; only POOLING_OPTIONS have an effect.
         pooling: as `read_pooling` gives it.
         watch: is called with the bytes of weights that are loaded, and with all of them.
 
     Attributes:
-        rows: texts to rows.
+        rows: makes rows of texts.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -72,9 +72,7 @@ class PoolingSession(LocalSession):
         make = _loop_maker(name, folder, options, self.pooling, described, watch)
         self.engine = Engine(make, owner=self, stop_loading=stop)
         self.info = described[0]
-        self.rows = RowBuilder(
-            tokenizer, self.pooling, self.info.max_context, self.info.architecture
-        )
+        self.rows = RowBuilder(tokenizer, self.pooling, self.info.max_context)
         self._ids = itertools.count()
 
     # -- what it is -----------------------------------------------------------------------------

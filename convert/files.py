@@ -5,10 +5,8 @@ tensor can be written on its own: no tensor is ever held whole. The file is name
 it is complete on the disk.
 """
 
-import errno
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +19,6 @@ from ..errors import ConversionError
 from .plan import PlannedArray, laid_out
 
 ALIGNMENT = 8
-_ZEROS = 1 << 20  # written at once
-_NO_FALLOCATE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # some file systems have none
 
 
 def header_of(arrays: list[PlannedArray]) -> tuple[bytes, dict[str, int]]:
@@ -139,25 +135,6 @@ def write_at(path: Path, position: int, data: NDArray[np.generic]) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def allocate(handle: int, start: int, count: int) -> None:
-    """Make a file `count` bytes longer than `start`, zeros, and have the disk's room for them.
-
-    Raises:
-        OSError: there is no room.
-    """
-    if sys.platform != "darwin":  # which has none
-        try:
-            os.posix_fallocate(handle, start, count)
-            return
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
-    zeros = bytes(min(count, _ZEROS))
-    end = start + count
-    while start < end:
-        start += os.pwrite(handle, zeros[: end - start], start)
 
 
 def damaged(path: Path) -> ConversionError:

@@ -177,13 +177,13 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
             "decoder_sparse_step": model.fields.get("decoder_sparse_step") or 1,
             "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
         }
-    found |= {
+    asked: dict[str, dict[str, Any]] = {
         "lfm2": {"block_dim": model.hidden_size},
         "lfm2_moe": {"block_dim": model.hidden_size},
         "minimax_m2": {"rotary_dim": rope and rope.dims, "shared_intermediate_size": 0},
         "deepseek_v2": {"rope_scaling": {"type": "yarn", "factor": 1.0}},  # which stretches nothing
-    }.get(model.model_type, {})
-    for key, value in found.items():
+    }
+    for key, value in (found | asked.get(model.model_type, {})).items():
         _fill(config, key, value)
     config.setdefault("rope_scaling", None)
 

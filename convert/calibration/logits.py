@@ -9,6 +9,7 @@ limits are far above what good 2-, 4- and 8-bit models have and far below that. 
 broken"; the divergence itself says how good it is.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ...models.decoder import scaled_logits
 from ..arrange import ArrangedSource
 from ..arrays import Floats, as_numpy
-from ..files import allocate, damaged
+from ..files import damaged, partial_path
 from ..quantise import QuantisationMethod, round_trip
 from .stream import StreamedModel
 
@@ -49,33 +50,19 @@ def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> 
 
 
 def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array) -> None:
-    """All logits of hidden (T, hidden) into a .npy file, (T, vocab_size) float32.
+    """All logits of hidden (T, hidden) into a .npy file, (vocab_size, T) float32.
 
     Raises:
-        OSError: the disk is full; then there is no file.
+        OSError: the disk is full; then there is no file of this name.
     """
-    try:
-        _lay_out(path, (hidden.shape[0], arranged.config.vocab_size))
-        file = np.lib.format.open_memmap(path, mode="r+")
-        for columns, logits in blocks(arranged, streamed, hidden):
-            file[:, columns] = logits
-        file.flush()
-    except BaseException:  # Ctrl-C too: no half of a file stays
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _lay_out(path: Path, shape: tuple[int, int]) -> None:
-    """A .npy file of float32 zeros, with its bytes reserved on the disk.
-
-    A map of a file with holes is no way to write: where the disk is full, the system ends the
-    process (SIGBUS).
-    """
+    partial = partial_path(path)
+    shape = (arranged.config.vocab_size, hidden.shape[0])
     header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-    with path.open("wb") as file:
+    with partial.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        file.flush()
-        allocate(file.fileno(), file.tell(), shape[0] * shape[1] * 4)
+        for _, logits in blocks(arranged, streamed, hidden):
+            file.write(np.ascontiguousarray(logits.T).data)
+    os.replace(partial, path)
 
 
 def log_normaliser(parts: Iterator[tuple[slice, Floats]], count: int) -> Doubles:
@@ -219,7 +206,7 @@ def _compared(
         first = number * len(ids)
         for start in range(0, len(ids), ROWS):
             rows = slice(start, min(start + ROWS, len(ids)))
-            plain = log_softmax(kept[first + rows.start : first + rows.stop])
+            plain = log_softmax(kept[:, first + rows.start : first + rows.stop].T)
             other = log_softmax(found[rows])
             second, best = np.partition(plain, -2, axis=-1)[:, -2:].T
             following = np.array(ids[rows.start + 1 : rows.stop + 1])
@@ -231,12 +218,12 @@ def _compared(
 
 
 def _logits(path: Path, count: int) -> NDArray[np.float32]:
-    """`count` rows of them, read when they are looked at."""
+    """(vocab, `count`) of them, read when they are looked at."""
     try:
         kept: NDArray[np.float32] = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, FileNotFoundError) as error:
         raise damaged(path) from error
-    if kept.ndim != 2 or len(kept) != count or kept.dtype != np.float32:
+    if kept.ndim != 2 or kept.shape[1] != count or kept.dtype != np.float32:
         raise damaged(path)
     return kept
 

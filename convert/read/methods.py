@@ -16,7 +16,7 @@ from .schemes.experts import GPT_OSS, StackedExperts
 from .schemes.floats import BLOCK, FP8, fp4_modules, read_block
 from .schemes.gptq import AWQ, GPTQ
 from .schemes.integers import Integers
-from .schemes.mlx import MLXModules, widths_of
+from .schemes.mlx import MLXModules
 from .source import Claim, Leaves, Reader, dense_reader
 from .stored import FLOATS, StoredArray
 
@@ -173,7 +173,7 @@ def choose_method(
     if stated is None:
         return StorageScheme("safetensors", (*experts, FP8()))
     name = stated.text("quant_method", default="mlx")
-    method = _mlx(stated, config) if name == "mlx" else _named(name, stated)
+    method = _mlx(stated) if name == "mlx" else _named(name, stated)
     return StorageScheme(method.label, (*experts, *method.claims), method.dtype)
 
 
@@ -194,12 +194,10 @@ def _stated(config: Mapping[str, Any], beside: Mapping[str, Mapping[str, Any]]) 
     return Fields({"quant_method": "modelopt", **inner.values}, inner.where) if inner else None
 
 
-def _mlx(stated: Fields, config: Mapping[str, Any]) -> StorageScheme:
+def _mlx(stated: Fields) -> StorageScheme:
     quantization = read_quantization(Fields({"quantization": stated.values}, "config.json"))
     assert quantization is not None
-    return StorageScheme(
-        "MLX", (MLXModules(quantization, widths_of(without_quantization(config))),)
-    )
+    return StorageScheme("MLX", (MLXModules(quantization),))
 
 
 def _named(name: str, stated: Fields) -> StorageScheme:

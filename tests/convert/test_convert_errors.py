@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from convert_cases import TEXT, contents, convert, write_source
 
-from mlxinfer.convert.files import ShardFile, allocate
+from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.run import Conversion
@@ -195,49 +194,23 @@ def test_a_real_limit_of_the_system(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "out", run={"resume": True})
 
 
-def missing(*args: object) -> None:
-    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-
 @contextmanager
 def no_model(folder: Path) -> Iterator[object]:
     raise AssertionError("a full disk is seen before")
     yield
 
 
-@pytest.mark.parametrize("has_fallocate", [True, False])
 def test_logits_do_not_fit_on_the_disk(
-    source: Path, tmp_path: Path, monkeypatch, has_fallocate: bool
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes are the disk's before they are mapped: a map of holes would end the process."""
-
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if has_fallocate and sys.platform == "darwin":
-        pytest.skip("macOS has no posix_fallocate")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full if has_fallocate else missing, raising=False)
-        if not has_fallocate:
-            patch.setattr("mlxinfer.convert.files.os.pwrite", full)
+        patch.setattr(np.lib.format, "write_array_header_1_0", full)
         with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
             convert(source, tmp_path / "out", check_text=TEXT, open_model=no_model)
     assert not list((tmp_path / "out.partial").glob("*.npy"))
-
-
-@pytest.mark.parametrize("has_fallocate", [True, False])
-def test_allocated_bytes_are_zeros_and_there(
-    tmp_path: Path, monkeypatch, has_fallocate: bool
-) -> None:
-    if not has_fallocate:
-        monkeypatch.setattr(os, "posix_fallocate", missing, raising=False)
-    path = tmp_path / "file"
-    with path.open("wb") as file:
-        file.write(b"front")
-        file.flush()
-        allocate(file.fileno(), file.tell(), 3_000_000)
-    assert path.read_bytes() == b"front" + bytes(3_000_000)
-    assert path.stat().st_blocks * 512 >= 3_000_000
 
 
 def interrupted(source: Path, out: Path, monkeypatch) -> None:

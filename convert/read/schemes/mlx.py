@@ -1,149 +1,40 @@
 """Matrices that MLX quantised, in every format that MLX has.
 
 `weight` (..., out, in * bits / 32) uint32, `scales` (..., out, in / group_size): floats, with
-`biases`, for affine; uint8 for mxfp4, mxfp8 and nvfp4. config.json says which format a path has;
-where it leaves out an exception, the width that the architecture gives the matrix decides.
+`biases`, for affine; uint8 for mxfp4, mxfp8 and nvfp4. config.json says which format a path has.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from ....errors import ModelError
-from ....models.config import normalise
-from ....models.quantization import QuantFormat, Quantization, format_of_shapes
-from ....models.registry import family
-from ....models.weights.placing import NOWHERE
-from ....models.weights.share import Share
-from ....models.weights.source import Rename, Slices
-from ....models.weights.tensors import Tensor
-from ....models.weights.weights import Weights
+from ....models.quantization import QuantFormat, Quantization
 from ..affine import AffineMatrix, Triple, affine_info
 from ..source import Leaves, Reader, TensorInfo
 from ..stored import E4M3, FLOATS, StoredArray, to_float32
 from .floats import as_stored, fp4_values
 
-Widths = Callable[[str], int | None]
-"""The inputs of the matrix at a path; None: not known."""
 
-_EXPERT = re.compile(r"\.\d+(?=\.[^.]+$)")  # its number, the last one of a path
-
-
-def widths_of(config: Mapping[str, Any]) -> Widths:
-    """For the matrices of a model; `config` says nothing of quantisation.
-
-    They are those that the model's own definition asks for. Where the config is invalid no width is
-    known; arrange() raises the error.
-    """
-
-    @cache
-    def found() -> tuple[Rename, dict[str, int]]:
-        try:
-            model = normalise(config)
-            builder = family(model.model_type)
-            asked: dict[str, int] = {}
-            for has_all in (False, True):  # of what is stored in two ways, both
-                source = _AnyTensors(asked, has_all=has_all)
-                weights = Weights(source, NOWHERE, dtype="float32")
-                builder.build(replace(model, quantization=None), weights)
-        except ModelError:
-            return (lambda name: None), {}
-        return builder.tensor_name, asked
-
-    def width(path: str) -> int | None:
-        rename, asked = found()
-        ours = (rename(f"{path}.weight") or "").removesuffix(".weight")
-        return asked.get(ours) or asked.get(_EXPERT.sub(".{}", ours))
-
-    return width
-
-
-class _AnyTensors:
-    """A `Source` of tensors of any name and shape that a model asks for.
-
-    Args:
-        widths: gets the inputs of each matrix that is asked for.
-        has_all: whether a tensor is said to be there before it is asked for.
-    """
-
-    def __init__(self, widths: dict[str, int], *, has_all: bool) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.share: Share | None = None
-        self.num_bytes = 0
-        self._widths, self._has_all = widths, has_all
-
-    def __contains__(self, name: str) -> bool:
-        return self._has_all and not name.endswith(".scales")
-
-    def original(self, name: str) -> str:
-        """The same."""
-        return name
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of no tensor."""
-        return ()
-
-    def has_shape(self, name: str, shape: Sequence[int]) -> bool:
-        """No shape is known."""
-        return False
-
-    def take(self, name: str, shape: Sequence[int], parts: Sequence[int] | None = None) -> Tensor:
-        """Of this shape, never computed."""
-        path, _, field = name.rpartition(".")
-        if field == "weight" and len(shape) > 1:
-            self._widths[path] = shape[-1]
-        return mx.zeros(shape)
-
-    def rows(self, name: str) -> Tensor:
-        """Nothing, as of every tensor, so that tables are taken for equal."""
-        return mx.zeros(0)
-
-    def slices(self, name: str) -> Slices | None:
-        """All is taken whole."""
-        return None
-
-    def stored_apart(self, stack: str, each: str, shape: tuple[int, int, int]) -> bool:
-        """In one; the widths are noted of both."""
-        self._widths[each] = shape[-1]
-        return False
-
-    def drop(self, *names: str) -> None:
-        """There is nothing to drop."""
-
-
+@dataclass(frozen=True, slots=True)
 class MLXModules:
     """The modules of a checkpoint that MLX quantised."""
 
-    def __init__(self, quantization: Quantization, widths: Widths) -> None:
-        self._quantization = quantization
-        self._widths = widths
+    quantization: Quantization
 
     def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
         """The matrix of a module that has scales."""
         if "scales" not in leaves or "weight" not in leaves:
             return
         weight, scales = leaves.pop("weight"), leaves.pop("scales")
-        form = self._format_of(path, weight, scales)
+        form = self.quantization.of(path)
         if form.mode == "affine":
             if "biases" not in leaves:
                 raise weight.fail("has scales, but no biases beside it")
             yield _affine(path, (weight, scales, leaves.pop("biases")), form).reader()
         else:
             yield _floats(path, weight, scales, form)
-
-    def _format_of(self, path: str, weight: StoredArray, scales: StoredArray) -> QuantFormat:
-        """As `models.weights` finds it, so that a model that runs can be converted."""
-        width, fitting = self._widths(path), None
-        if width is not None and weight.shape and scales.shape:
-            fitting = format_of_shapes(
-                width, weight.shape[-1], scales.shape[-1], integer_scales=scales.dtype == "U8"
-            )
-        return self._quantization.of(path, fitting)
 
 
 def _shape(weight: StoredArray, scales: StoredArray, form: QuantFormat) -> tuple[int, ...]:

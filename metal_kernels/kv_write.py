@@ -68,30 +68,11 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
             tokens another variant of the kernel (MLX passes shorter arrays in another way).
         heads: of the layer.
     """
-    return Written(*KVWrite.of(qkv, positions, heads)(qkv, positions, heads))
-
-
-@dataclass(frozen=True, slots=True)
-class KVWrite:
-    """`kv_write`, the same for all layers of a step with heads of the same form."""
-
-    launch: Launch
-    key_parts: int | None  # arrays that are stored of keys; None: they are the values' too
-
-    @staticmethod
-    def of(qkv: mx.array, positions: mx.array, heads: Heads) -> "KVWrite":
-        """For arrays of these sizes; arguments as for `kv_write`."""
-        form = heads.form
-        launch = _launch(form, qkv.shape, positions.shape, qkv.dtype)
-        return KVWrite(launch, None if form.in_one else len(form.key_format.names))
-
-    def __call__(
-        self, qkv: mx.array, positions: mx.array, heads: Heads
-    ) -> tuple[mx.array, list[list[mx.array]]]:
-        """Queries and what is stored, as in `Written`."""
-        queries, *stored = self.launch([qkv, positions, heads.constants])
-        keys = self.key_parts
-        return queries, [stored] if keys is None else [stored[:keys], stored[keys:]]
+    form = heads.form
+    launch = _launch(form, qkv.shape, positions.shape, qkv.dtype)
+    queries, *stored = launch([qkv, positions, heads.constants])
+    keys = len(form.key_format.names)
+    return Written(queries, [stored] if form.in_one else [stored[:keys], stored[keys:]])
 
 
 def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:

@@ -81,12 +81,13 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Codes of 8 or 4 bits; a group of numbers shares a float16 scale and a float16 bias.
+    """Codes of 8, 4 or fewer bits; a group of numbers shares a float16 scale and a float16 bias.
 
     Scale and bias of a group lie side by side: kernels read both at once.
 
-    x is stored as round((x - bias) / scale). Two 4-bit codes share a byte, the even one low. Groups
-    are as large as divide the vector, up to 64 and in steps of 8, so that every head dim fits.
+    x is stored as round((x - bias) / scale). Codes of fewer than 8 bits share a byte, the first one
+    low. Groups are as large as divide the vector, up to 64 and in steps of 8, so that every head
+    dim fits.
     """
 
     bits: int
@@ -96,7 +97,7 @@ class Affine:
     @property
     def rotates(self) -> bool:
         """As of `KVFormat`: with so few codes an outlier takes the precision of its whole group."""
-        return self.bits == 4
+        return self.bits <= 4
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """Codes; scales and biases."""
@@ -115,15 +116,20 @@ class Affine:
         step = mx.maximum(scales.astype(mx.float32), 1e-8)  # a constant group: all codes 0
         codes = mx.clip(mx.round((grouped - biases) / step), 0, levels).astype(mx.uint8)
         codes = codes.flatten(-2)
-        if self.bits == 4:
-            codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-        return [codes, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
+        packed, a_byte = codes, 8 // self.bits
+        if a_byte > 1:
+            packed = codes[..., ::a_byte]
+            for i in range(1, a_byte):
+                packed = packed | (codes[..., i::a_byte] << (i * self.bits))
+        return [packed, mx.concatenate([scales, biases], axis=-1).flatten(-2)]
 
     def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         """Codes, scales and biases -> (..., dim)."""
         codes, of_groups = parts
-        if self.bits == 4:
-            codes = mx.stack([codes & 15, codes >> 4], axis=-1).flatten(-2)
+        if self.bits < 8:
+            shifts, mask = range(self.bits, 8, self.bits), 2**self.bits - 1
+            parts = [codes & mask, *[(codes >> shift) & mask for shift in shifts]]
+            codes = mx.stack(parts, axis=-1).flatten(-2)
         scales, biases = mx.split(mx.unflatten(of_groups, -1, (-1, 2)), 2, axis=-1)
         grouped = mx.unflatten(codes, -1, (scales.shape[-2], -1)).astype(mx.float32)
         return (grouped * scales + biases).flatten(-2).astype(dtype)

@@ -18,7 +18,7 @@ from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
 from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
-from ..metal_kernels.kv_write import KVWrite
+from ..metal_kernels.kv_write import kv_write
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.paged_attention_kernel import MAX_ROWS, arrays_of, has_dims, paged_attention
 from ..metal_kernels.prefill_plan import tile_queries
@@ -164,9 +164,9 @@ class KeyValueLayer(PagedLayer):
             queries, *tails = write_tails(qkv, place.positions, heads, *marks, self.tail_parts())
             self.replace_tails(tails)
         else:
-            write = KVWrite.of(qkv, place.positions, heads)
-            queries, stored = write(qkv, place.positions, heads)
-            prepared.write(self, stored)
+            written = kv_write(qkv, place.positions, heads)
+            queries = written.queries
+            prepared.write(self, written.stored)
         return self.restored(prepared.attend(self, queries, softmax))
 
     def attend(

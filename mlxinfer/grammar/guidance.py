@@ -11,8 +11,8 @@ from ..text.tools.schema import Tool, Toolbox
 from ..text.tools.use import after_reasoning, calls_or_answer
 from .compiler import GrammarCompiler
 from .relaxed import Unenforced, any_of
-from .schema import check_schema, rewritten
-from .spec import GrammarSpec, enforceable, response_format, schema_part, tool_calls
+from .schema import check_schema
+from .spec import GrammarSpec, enforceable, response_format, schema_part, strictly, tool_calls
 
 if TYPE_CHECKING:
     from .compiled import TokenGrammar
@@ -161,7 +161,7 @@ def enforceable_use(use: ToolUse) -> tuple[ToolUse, tuple[Unenforced, ...]]:
     for tool, (place, schema) in zip(use.tools, use.schemas, strict=True):
         check_schema(schema, place=place)
         if tool.strict:
-            enforced = rewritten(schema)
+            enforced = strictly(schema, place=place)
         else:
             enforced, rest = enforceable(any_of(schema), place=place, tool=tool.name)
             unenforced += rest

@@ -6,18 +6,18 @@ of the grammar, and the complete answer is checked against the whole schema.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ..outputs import Result
-from .schema import Schema, rewritten
+from .schema import BOUNDS, NOTES, Schema, is_kept_bound, rewritten
 
 UNENFORCED = (  # keywords that llguidance refuses, as far as `rewritten` has no equivalent
     *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems", "dependentSchemas"),
-    *("dependentRequired", "dependencies", "$dynamicRef", "$recursiveRef"),
+    *("dependentRequired", "dependencies"),
 )
 _BEYOND_REGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[1-9]|\\k<")  # look-around, back-references
 MAX_BACKTRACKS = 100_000  # of one pattern, in the check
@@ -48,17 +48,89 @@ def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
     leaves out nothing if its options exclude each other.
     """
     dropped: set[str] = set()
+    schema = _rings_alone(schema, dropped)
 
     def drop(part: Schema) -> None:
         for key in (*UNENFORCED, *_not_here(part)):
             if key in part:
                 del part[key]
                 dropped.add(key)
+        dropped.update(_without_wide_bounds(part))
         if "oneOf" in part and not _exclusive(part["oneOf"], schema):
             dropped.add("oneOf")
         _one_of_as_any_of(part)
 
     return _mapped(rewritten(_mapped(schema, _whole_counts)), drop), tuple(sorted(dropped))
+
+
+def _without_wide_bounds(part: Schema) -> list[str]:
+    """Remove bounds that llguidance would round; return them."""
+    wide = [key for key in BOUNDS if not is_kept_bound(part.get(key))]
+    for key in wide:
+        del part[key]
+    return wide
+
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def _rings_alone(schema: Any, dropped: set[str]) -> Any:
+    """Remove keywords beside references within a schema that leads back to itself.
+
+    llguidance refuses them there. Their names are added to `dropped`.
+    """
+    rings = _rings(schema)
+    if not rings:
+        return schema
+
+    def drop(part: Schema) -> None:
+        beside = set(part) - NOTES - {"$ref", *_DEFINITIONS} if part.get("$ref") in rings else ()
+        dropped.update(beside)
+        for key in beside:
+            del part[key]
+
+    if "#" in rings:
+        return _mapped(schema, drop)
+    new = dict(schema)
+    for key in _DEFINITIONS:
+        if isinstance(new.get(key), Mapping):
+            named = new[key].items()
+            new[key] = {n: _mapped(s, drop) if f"#/{key}/{n}" in rings else s for n, s in named}
+    return new
+
+
+def _rings(schema: Any) -> set[str]:
+    """The references that lead back to themselves."""
+    targets = {"#": schema}
+    for key in _DEFINITIONS:
+        named = schema.get(key) if isinstance(schema, Mapping) else None
+        for name, inner in (named if isinstance(named, Mapping) else {}).items():
+            targets[f"#/{key}/{name}"] = inner
+    leads = {ref: set(_references(target)) for ref, target in targets.items()}
+    rings = set()
+    for reference in leads:
+        seen, waiting = set(), list(leads[reference])
+        while waiting:
+            here = waiting.pop()
+            if here not in seen:
+                seen.add(here)
+                waiting += leads.get(here, ())
+        if reference in seen:
+            rings.add(reference)
+    return rings
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Yield the references in a schema, without those in its definitions."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for key, inner in value.items():
+            if key not in _DEFINITIONS:
+                yield from _references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _references(inner)
 
 
 def any_of(schema: Any) -> Any:

@@ -11,6 +11,7 @@ compiled.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
@@ -49,12 +50,13 @@ _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "d
 _COMPOSED = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef"))
 
 
-def check_schema(schema: Any, *, place: str) -> None:
+def check_schema(schema: Any, *, place: str, strict: bool = False) -> None:
     """Raise InvalidRequestError, with a JSON pointer, for a schema outside of the limits.
 
     Args:
         schema: a JSON schema as Python's json reads it.
         place: its place in the request.
+        strict: bounds have to be exact, too; else answers are checked against them.
     """
     if not isinstance(schema, (Mapping, bool)):
         raise InvalidRequestError(
@@ -62,12 +64,17 @@ def check_schema(schema: Any, *, place: str) -> None:
             param=place,
         )
     _check_size(schema, place)
-    _check_values(schema, place)
+    _check_values(schema, place, strict=strict)
 
 
-def _check_values(schema: Any, place: str) -> None:
-    for pointer, value, keyword in _walk(schema):
-        problem = _problem(value, keyword) or _number_problem(value, keyword)
+def _check_values(schema: Any, place: str, *, strict: bool = False) -> None:
+    for pointer, value, keyword in walk(schema):
+        problem = _problem(value, keyword)
+        is_bound = strict and keyword in BOUNDS
+        if not (is_kept_bound if is_bound else is_kept)(value) and (
+            is_bound or keyword in LITERALS
+        ):
+            problem = problem or _digits_problem(value)
         if problem:
             raise at(place, pointer, problem)
 
@@ -98,7 +105,7 @@ def escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
+def walk(schema: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield (pointer, value, keyword) of all values that count, without recursion.
 
     Notes are left out. Inside a literal or a note the keyword is that of the literal or note, else
@@ -148,29 +155,28 @@ def _problem(value: Any, keyword: str) -> str | None:
         return None  # no schema: its keys are anything
     if "x-guidance" in value:
         return "'x-guidance' is not supported; the options of a grammar are the server's."
-    reference = value.get("$ref")
-    if isinstance(reference, str) and not reference.startswith("#"):
-        return f"$ref {reference[:200]!r} points to another document; put it into $defs."
     properties = value.get("properties")
     if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
         return f"{len(properties)} properties; at most {MAX_PROPERTIES} are accepted."
     return None
 
 
-def _number_problem(value: Any, keyword: str) -> str | None:
-    """Return what is wrong with a number that answers must equal or be bounded by."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    if keyword not in LITERALS and not (keyword in BOUNDS and isinstance(value, int)):
-        return None
-    if keyword in ("minimum", "maximum") and value in ENDS_OF_TYPES:
-        return None
-    if _is_exact(value):
-        return None
+def _digits_problem(value: object) -> str:
     return (
         f"{shown(value)} has more digits than are kept: integers up to 2**53 and decimals of 15 "
         "digits are. Give it as a string, or leave it out."
     )
+
+
+def is_kept(value: object) -> bool:
+    """Whether llguidance writes a value without changing it, if it is a number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return not is_number or _is_exact(value)  # type: ignore[arg-type]
+
+
+def is_kept_bound(value: object) -> bool:
+    """Whether llguidance keeps to a bound."""
+    return not isinstance(value, int) or value in ENDS_OF_TYPES or is_kept(value)
 
 
 def _is_exact(value: int | float) -> bool:
@@ -200,6 +206,22 @@ def rewritten(schema: Any) -> Any:
     for rewrite in _REWRITES:
         rewrite(new)
     return new
+
+
+_BRACE = re.compile(r"(\\[pPux]\{[^}]*\}|\\.)|\{(?!\d+(?:,\d*)?\})", re.DOTALL)
+
+
+def _braces(schema: Schema) -> None:
+    """Escape braces in patterns that repeat nothing: Rust takes them for broken repetitions."""
+
+    def escaped_in(pattern: str) -> str:
+        return _BRACE.sub(lambda found: found[1] or r"\{", pattern)
+
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = escaped_in(schema["pattern"])
+    if isinstance(schema.get("patternProperties"), Mapping):
+        named = schema["patternProperties"].items()
+        schema["patternProperties"] = {escaped_in(pattern): inner for pattern, inner in named}
 
 
 def _format(schema: Schema) -> None:
@@ -334,6 +356,7 @@ def _add(schema: Schema, other: Schema) -> None:
 
 
 _REWRITES: tuple[Callable[[Schema], None], ...] = (
+    _braces,
     _format,
     _without_effect,
     _unevaluated,

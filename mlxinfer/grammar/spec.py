@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidRequestError, shown
+from .references import resolved
 from .relaxed import Unenforced, any_of, relaxed
 from .schema import MAX_STRING, check_schema, rewritten
 
@@ -89,7 +90,7 @@ def json_schema(
     whole = {} if schema is True else schema
     unenforced: tuple[Unenforced, ...] = ()
     if strict or options.get("coerce_one_of") is False:
-        enforced = rewritten(whole)
+        enforced = strictly(whole, place=place)
     else:
         asked = options.get("coerce_one_of") is True
         enforced, unenforced = enforceable(any_of(whole) if asked else whole, place=place)
@@ -108,11 +109,27 @@ def enforceable(
         place: its place in the request.
         tool: the schema is of its parameters; None: it is of no tool.
     """
-    enforced, keywords = relaxed(schema)
+    plain, loose = resolved(schema, place)
+    enforced, dropped = relaxed(plain)
+    keywords = tuple(sorted({*loose, *dropped}))
     if not keywords:
         return enforced, ()
     whole = json.dumps(schema, ensure_ascii=False)
     return enforced, (Unenforced(tool, place, whole, keywords),)
+
+
+def strictly(schema: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
+    """Return an equivalent of a checked schema in llguidance's keywords.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    check_schema(schema, place=place, strict=True)
+    plain, loose = resolved(schema, place)
+    if loose:
+        raise InvalidRequestError(f"{place}: {loose[0]} cannot be enforced.", param=place)
+    new: Mapping[str, Any] = rewritten(plain)
+    return new
 
 
 def json_object(*, place: str = "response_format") -> GrammarSpec:

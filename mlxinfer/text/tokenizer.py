@@ -254,8 +254,14 @@ class Tokenizer:
         check_text(text)
         backend = self._backend if parse_special else self.literal_backend(text)
         ids = encode_guarded(backend, text, special=add_special_tokens)
-        doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+        doubled = self._adds_bos and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled and add_special_tokens and parse_special else ids
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        """Whether the library's tokenizer begins a text with BOS."""
+        ids = encode_guarded(self._backend, "", special=True)
+        return self.bos_token_id is not None and ids[:1] == [self.bos_token_id]
 
     def literal_backend(self, text: str) -> tokenizers.Tokenizer:
         """The library's tokenizer in the setting that matches no special token in `text`."""

@@ -123,6 +123,16 @@ def test_a_text_with_its_bos_gets_no_second_one():
     assert bos not in tokenizer.encode("hi", add_special_tokens=False)
 
 
+def test_a_bos_that_the_text_has_twice_stays_twice():
+    """The tokenizer adds none here, so neither of them is its own."""
+    tokenizer = load_tokenizer("bytelevel")
+    token = next(iter(tokenizer.special_ids))
+    other = Tokenizer(tokenizer._backend)
+    other.bos_token_id = token
+    text = 2 * tokenizer.id_to_piece(token)
+    assert other.encode(f"{text}hi", parse_special=True)[:3].count(token) == 2
+
+
 def test_ends_come_from_the_generation_config_first(tmp_path):
     folder = make_folder(
         tmp_path,

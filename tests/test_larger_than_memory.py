@@ -135,7 +135,7 @@ def test_a_disk_that_is_too_slow_is_refused_with_the_numbers(
     half = expert_bytes(folder) // 2
     with pytest.raises(InsufficientMemoryError) as refused:
         load(folder, experts=ExpertOptions(half))
-    active = expert_bytes(folder) * SMALL.per_token // SMALL.experts
+    active = expert_bytes(folder) * SMALL.chosen // SMALL.experts
     rate = 20_000 / (active / 2)
     assert f"{rate:.2f} tokens/s" in str(refused.value)
     assert "50%" in str(refused.value)
@@ -176,7 +176,7 @@ def test_a_disk_that_fails_while_it_is_measured_is_a_broken_checkpoint(
 
 
 def test_a_budget_of_a_share_of_the_experts_has_that_many_slots(folder: Path) -> None:
-    for share in range(SMALL.per_token, SMALL.experts + 1):
+    for share in range(SMALL.chosen, SMALL.experts + 1):
         memory = expert_bytes(folder) * share // SMALL.experts
         store = load(folder, experts=ExpertOptions(memory, slow=True)).expert_store
         assert store is not None

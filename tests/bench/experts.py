@@ -28,7 +28,7 @@ from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
 from mlxinfer.models.language import reachable
 from mlxinfer.models.weights import expert_store
-from tests.bench.checkpoints import with_tokenizer
+from tests.bench.checkpoints import Experts, with_tokenizer
 
 GROUP, BITS = 64, 4
 ENOUGH_S = 60.0  # of measured answers: no turn begins that would end later, but the first
@@ -38,68 +38,41 @@ SKEW = 0.5  # of the logarithms of the lengths of routers' rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """Sizes of a random Qwen3-MoE."""
+class Mixture(Experts):
+    """A random Qwen3-MoE with experts of 4 bits and skewed routers."""
 
     hidden: int = 1024
     inner: int = 512
     layers: int = 8
-    experts: int = 64
-    per_token: int = 6
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 64
     vocab: int = 2048
+    max_context: int = 4096
+    experts: int = 64
+    chosen: int = 6
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """config.json."""
-        return {
-            "model_type": "qwen3_moe",
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-            "moe_intermediate_size": self.inner,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.hidden // 64,
-            "num_key_value_heads": self.hidden // 128,
-            "head_dim": 64,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.per_token,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "vocab_size": self.vocab,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": False,
-            "hidden_act": "silu",
-            "torch_dtype": "float32",
-            "quantization": {"group_size": GROUP, "bits": BITS},
-        }
+    def config(self) -> dict[str, object]:
+        """With a format for the experts."""
+        return {**Experts.config(self), "quantization": {"group_size": GROUP, "bits": BITS}}
 
     def tensors(self, *, split: bool) -> Iterator[tuple[str, NDArray[Any]]]:
         """Every tensor, in the order of the file; `split`: each expert by itself, in one piece."""
-        rng, hidden = np.random.default_rng(0), self.hidden
-        yield "model.embed_tokens.weight", rng.normal(size=(self.vocab, hidden)).astype("f4")
-        yield "lm_head.weight", rng.normal(size=(self.vocab, hidden)).astype("f4") * 0.05
-        yield "model.norm.weight", np.ones(hidden, "f4")
+        rng = np.random.default_rng(0)
+        for name, shape in self.shapes().items():
+            if ".experts." in name:
+                continue
+            if len(shape) == 1:
+                yield name, np.ones(shape, "f4")
+                continue
+            scale = (
+                1.0 if "embed" in name else 0.05 if "lm_head" in name else 0.5 * shape[1] ** -0.5
+            )
+            if "mlp.gate" in name:
+                scale = np.exp(SKEW * rng.normal(size=(shape[0], 1))) * shape[1] ** -0.5
+            yield name, (rng.normal(size=shape) * scale).astype("f4")
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                yield f"{at}.{name}.weight", np.ones(hidden, "f4")
-            for name in ("q_norm", "k_norm"):
-                yield f"{at}.self_attn.{name}.weight", np.ones(64, "f4")
-            for name, rows in (
-                ("q", hidden),
-                ("k", hidden // 2),
-                ("v", hidden // 2),
-                ("o", hidden),
-            ):
-                matrix = rng.normal(size=(rows, hidden)) * 0.5 / hidden**0.5
-                yield f"{at}.self_attn.{name}_proj.weight", matrix.astype("f4")
-            lengths = np.exp(SKEW * rng.normal(size=(self.experts, 1)))
-            router = rng.normal(size=(self.experts, hidden)) * lengths / hidden**0.5
-            yield f"{at}.mlp.gate.weight", router.astype("f4")
-            yield from self._experts(f"{at}.mlp", rng, split=split)
+            yield from self._experts(f"model.layers.{layer}.mlp", rng, split=split)
 
     def _experts(
         self, at: str, rng: np.random.Generator, *, split: bool
@@ -123,17 +96,13 @@ class Mixture:
                 yield f"{at}.experts.{expert}.{name}", stack[expert]
 
     def write(self, folder: Path, *, split: bool) -> Path:
-        """A checkpoint of it."""
+        """Write a checkpoint of it; returns the folder."""
         with_tokenizer(folder)
-        (folder / "config.json").write_text(json.dumps(self.config))
+        (folder / "config.json").write_text(json.dumps(self.config()))
         tensors, header, at = list(self.tensors(split=split)), {}, 0
-        for name, array in tensors:
-            kind = "U32" if array.dtype == np.uint32 else "F32"
-            header[name] = {
-                "dtype": kind,
-                "shape": array.shape,
-                "data_offsets": [at, at := at + array.nbytes],
-            }
+        for name, array in tensors:  # in this order, which safetensors' own writer would change
+            kind, start, at = "U32" if array.dtype == np.uint32 else "F32", at, at + array.nbytes
+            header[name] = {"dtype": kind, "shape": array.shape, "data_offsets": [start, at]}
         text = json.dumps(header).encode()
         with (folder / "model.safetensors").open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
@@ -142,7 +111,9 @@ class Mixture:
         return folder
 
 
-SMALL = Mixture(hidden=128, inner=64, layers=2, experts=16, per_token=4)
+SMALL = Mixture(
+    **{"hidden": 128, "inner": 64, "layers": 2, "heads": 2, "kv_heads": 1, "experts": 16}, chosen=4
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +211,7 @@ def open_model(folder: Path, setting: Setting, sizes: Mixture) -> LLM:
     if setting.share is None:
         return LLM(folder, max_memory="256MB", **options)
     one = 3 * sizes.hidden * sizes.inner * (BITS / 8 + 8 / GROUP)
-    slots = max(setting.share * sizes.experts, sizes.per_token)
+    slots = max(setting.share * sizes.experts, sizes.chosen)
     memory = round(slots * sizes.layers * one)
     llm = LLM(folder, expert_memory=memory, slow_experts=True, max_memory="256MB", **options)
     if not setting.guesses:
@@ -340,7 +311,7 @@ def _table(
     where = "the page cache" if disk is None else f"a simulated disk of {disk:g} GB/s"
     return Table(
         f"{human_bytes(some['all_bytes'])} of experts, {sizes.experts} in each of {sizes.layers} "
-        f"layers, {sizes.per_token} a token ({human_bytes(some['active_bytes_per_token'])}), read "
+        f"layers, {sizes.chosen} a token ({human_bytes(some['active_bytes_per_token'])}), read "
         f"from {where}",
         [
             *("experts in memory", f"tokens/{unit}", "of resident", "in memory", "read a token"),

@@ -83,16 +83,15 @@ def top_k(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     """
     max_k, kth = rows.once(_ranks)
     leading = largest_values(logits, max_k)  # (P, max_k), rising
-    kept = logits >= mx.take_along_axis(leading, kth, axis=-1)
-    goals = rows.once(_top_ps)
-    if goals is None:
-        return mx.where(kept, logits, -mx.inf)
-    highest, temperature = leading[:, -1:], rows.once(temperatures)
-    weights = _weights(mx.where(kept, logits, -mx.inf), highest, temperature)
-    goal = goals * total_weight(weights)  # ties with the k-th value have a share in it
-    mass = _mass_above(_weights(leading, highest, temperature))
-    lowest = mx.maximum(_lowest_enough(mass, goal), kth)
-    return mx.where(logits >= mx.take_along_axis(leading, lowest, axis=-1), logits, -mx.inf)
+    floor, goals = mx.take_along_axis(leading, kth, axis=-1), rows.once(_top_ps)
+    if goals is not None:
+        weights = _weights(leading, leading[:, -1:], rows.once(temperatures))
+        above = mx.cumsum(mx.where(leading > floor, weights, 0.0), axis=-1)[:, -1:]
+        ties = (logits == floor).sum(axis=-1, keepdims=True)  # with the k-th; all have a share
+        goal = goals * (above + ties * mx.take_along_axis(weights, kth, axis=-1))
+        lowest = mx.maximum(_lowest_enough(_mass_above(weights), goal), kth)
+        floor = mx.take_along_axis(leading, lowest, axis=-1)
+    return mx.where(logits >= floor, logits, -mx.inf)
 
 
 def _ranks(rows: PartRows) -> tuple[int, mx.array]:
@@ -117,8 +116,9 @@ def top_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
 
 def min_p(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
     """Keep tokens that are at least so many times as probable as the most probable one."""
-    weights = weights_of(logits, rows.once(temperatures))
-    return mx.where(weights >= rows.column("min_p"), logits, -mx.inf)
+    highest = logits.max(axis=-1, keepdims=True)
+    reach = rows.once(temperatures) * mx.log(rows.column("min_p"))  # at most 0
+    return mx.where(logits >= highest + reach, logits, -mx.inf)
 
 
 def xtc(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:

@@ -389,6 +389,11 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"launch_ahead": 0},
         {"kv_plain_ends": 1},
         {"disk_cache": "1GB", "prefix_cache": False},
+        {"kv_bits": 5},
+        {"kv_sinks": 4},
+        {"speculate": "magic"},
+        {"ranks": 0},
+        {"slow_experts": True},
     ],
 )
 def test_bad_arguments(arguments: dict[str, object]) -> None:

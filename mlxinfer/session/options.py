@@ -77,44 +77,30 @@ class EngineOptions:
         "Bits of stored keys and values: 8, 4, or (8, 4). Default: as they are computed.",
     ] = None
     kv_window: Annotated[
-        int | None,
-        "Every layer sees the last N positions only, so the KV cache stops growing.",
+        int | None, "Every layer sees the last N positions only, so the KV cache stops growing."
     ] = None
-    kv_sinks: Annotated[
-        int,
-        "With kv_window: the first N positions stay visible.",
-    ] = 0
+    kv_sinks: Annotated[int, "With kv_window: the first N positions stay visible."] = 0
     kv_plain_ends: Annotated[
-        bool,
-        "Keep the first and last layer unquantised, whatever kv_bits is.",
+        bool, "Keep the first and last layer unquantised, whatever kv_bits is."
     ] = False
     kv_plain_windows: Annotated[
-        bool,
-        "Keep layers that have a window of their own unquantised.",
+        bool, "Keep layers that have a window of their own unquantised."
     ] = False
     max_memory: Annotated[
         str | int | None,
         "Limit of the KV cache, such as 8GB. Default: a share of what the weights leave.",
     ] = None
-    prefix_cache: Annotated[
-        bool,
-        "Prompts reuse the KV cache of earlier requests.",
-    ] = True
+    prefix_cache: Annotated[bool, "Prompts reuse the KV cache of earlier requests."] = True
     disk_cache: Annotated[
         str | int | None,
         "Keep cached prompts on disk, up to a size such as 20GB, also for the next start.",
     ] = None
     disk_cache_dir: Annotated[
-        str | Path | None,
-        "Folder of the disk cache. Default: ~/.cache/mlxinfer/kv.",
+        str | Path | None, "Folder of the disk cache. Default: ~/.cache/mlxinfer/kv."
     ] = None
-    max_batch: Annotated[
-        int,
-        "Requests that run at once; others wait.",
-    ] = 64
+    max_batch: Annotated[int, "Requests that run at once; others wait."] = 64
     max_context: Annotated[
-        int | None,
-        "Tokens of prompt and answer together. Default: the model's own limit.",
+        int | None, "Tokens of prompt and answer together. Default: the model's own limit."
     ] = None
     prefill_chunk: Annotated[
         int | None,
@@ -125,17 +111,14 @@ class EngineOptions:
         int | None,
         "Milliseconds that answers may wait for a step with others' prompts. Default: 250.",
     ] = None
-    dtype: Annotated[
-        str,
-        "Of activations and KV cache: auto, float32, bfloat16 or float16.",
-    ] = "auto"
+    dtype: Annotated[str, "Of activations and KV cache: auto, float32, bfloat16 or float16."] = (
+        "auto"
+    )
     task: Annotated[
-        str,
-        "Use of the model: generate, embed, score, or auto: as its files and name show.",
+        str, "Use of the model: generate, embed, score, or auto: as its files and name show."
     ] = "auto"
     num_pages: Annotated[
-        int | None,
-        "Pages of the KV cache, instead of max_memory: for tests of tight memory.",
+        int | None, "Pages of the KV cache, instead of max_memory: for tests of tight memory."
     ] = None
     adapter_memory: Annotated[
         str | int | None,
@@ -148,13 +131,11 @@ class EngineOptions:
         "from disk when tokens need them. Default: all are loaded. See "
         "docs/larger_than_memory.md.",
     ] = None
-    slow_experts: Annotated[
-        bool,
-        "With expert_memory: also where tokens would take seconds.",
-    ] = False
+    slow_experts: Annotated[bool, "With expert_memory: also where tokens would take seconds."] = (
+        False
+    )
     launch_ahead: Annotated[
-        bool,
-        "Launch a step before the one before it is read. Off: for debugging.",
+        bool, "Launch a step before the one before it is read. Off: for debugging."
     ] = True
     speculate: Annotated[
         str,
@@ -184,17 +165,14 @@ class EngineOptions:
         "File of machines that the model is spread over; each runs the same program.",
     ] = None
     rank: Annotated[
-        int | None,
-        "This machine's place in the host file. Default: the one with its address.",
+        int | None, "This machine's place in the host file. Default: the one with its address."
     ] = None
-    rank_deadline: Annotated[
-        float,
-        "Seconds after which a step that has not ended has failed.",
-    ] = 60.0
-    pipeline: Annotated[
-        bool,
-        "Ranks have some of the layers each, not a part of every layer.",
-    ] = False
+    rank_deadline: Annotated[float, "Seconds after which a step that has not ended has failed."] = (
+        60.0
+    )
+    pipeline: Annotated[bool, "Ranks have some of the layers each, not a part of every layer."] = (
+        False
+    )
     room_bytes: int | None = None
     fixed_proposals: bool = False
 

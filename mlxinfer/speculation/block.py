@@ -17,7 +17,7 @@ from ..engine.batch import Batch, Proposal, Sequence
 from ..models.dflash import BlockDraft, KeysValues
 from .controller import Key
 from .draft import keys_within
-from .heads import FOLLOW_AT, HeldStates
+from .heads import FOLLOW_AT, HeldStates, keep_states
 from .source import Source
 
 NAME = "dflash"
@@ -85,22 +85,12 @@ class BlockProposer(Source):
 
     def take(self, batch: Batch, hidden: mx.array) -> None:
         """Keep the hidden states (T, taps * hidden) of a step, and follow where many wait."""
-        starts = batch.decodes.segments.starts.tolist()
-        for row, (sequence, start) in enumerate(zip(batch.decodes.sequences, starts, strict=True)):
-            self._put(sequence, start, hidden, row, 1)
-        for segment in batch.ragged:
-            self._put(segment.sequence, segment.start, hidden, segment.row, segment.num_tokens)
+        keep_states(self._held, batch, hidden)
         for sequence in batch.sequences:
             held = self._held.get(sequence)
             if held is not None and len(held.rows) > FOLLOW_AT:
                 self._follow(sequence, sequence.num_known)
                 mx.async_eval(self._contexts[sequence].arrays())
-
-    def _put(self, sequence: Sequence, start: int, hidden: mx.array, row: int, count: int) -> None:
-        if sequence.finished or not sequence.request.params.speculate:
-            return
-        held = self._held.setdefault(sequence, HeldStates(start))
-        held.put(start, [(hidden, row + i) for i in range(count)])
 
     def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
         """Keys of as many proposals as a block has, where the context has room."""

@@ -67,6 +67,18 @@ class HeldStates:
         self.rows = [(part, row) for part in parts for row in range(part.shape[0])]
 
 
+def keep_states(held: dict[Sequence, HeldStates], batch: Batch, hidden: mx.array) -> None:
+    """Keep the hidden states (T, taps * hidden) of a step, of sequences that speculate."""
+    starts = batch.decodes.segments.starts.tolist()
+    parts = [(s, starts[row], row, 1) for row, s in enumerate(batch.decodes.sequences)]
+    parts += [(s.sequence, s.start, s.row, s.num_tokens) for s in batch.ragged]
+    for sequence, start, row, count in parts:
+        if sequence.request.params.speculate and not sequence.finished:
+            if sequence not in held:
+                held[sequence] = HeldStates(start)
+            held[sequence].put(start, [(hidden, row + i) for i in range(count)])
+
+
 class HeadProposer(DraftProposer):
     """Runs a head for all sequences of a step at once.
 
@@ -102,12 +114,7 @@ class HeadProposer(DraftProposer):
 
     def take(self, batch: Batch, hidden: mx.array) -> None:
         """Keep the hidden states (T, taps * hidden) of a step, and follow where many wait."""
-        starts = batch.decodes.segments.starts.tolist()
-        for row, (sequence, start) in enumerate(zip(batch.decodes.sequences, starts, strict=True)):
-            self._put(sequence, start, [(hidden, row)])
-        for segment in batch.ragged:
-            rows = range(segment.row, segment.row + segment.num_tokens)
-            self._put(segment.sequence, segment.start, [(hidden, row) for row in rows])
+        keep_states(self._held, batch, hidden)
         waiting = [s for s in batch.sequences if s.slot >= 0 and self._num_waiting(s) > FOLLOW_AT]
         if not waiting:
             return
@@ -121,14 +128,6 @@ class HeadProposer(DraftProposer):
         """Keep what was computed as a prefix, and forget the hidden states."""
         super().end(sequence)
         self._held.pop(sequence, None)
-
-    def _put(self, sequence: Sequence, start: int, rows: list[Row]) -> None:
-        if sequence.finished or not sequence.request.params.speculate:
-            return
-        held = self._held.get(sequence)
-        if held is None:
-            held = self._held[sequence] = HeldStates(start)
-        held.put(start, rows)
 
     # -- following ------------------------------------------------------------------------------
 

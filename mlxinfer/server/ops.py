@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -24,30 +23,18 @@ MAX_DRAIN_S = 3600.0
 RETRY_S = {Health.LOADING: 5, Health.DRAINING: 30, Health.STUCK: 30, Health.FAILING: 10}
 
 
-class Alive(msgspec.Struct, kw_only=True):
-    """The process and its event loop answer."""
-
-    status: Literal["ok"] = "ok"
-
-
-class Ready(msgspec.Struct, kw_only=True):
-    """Whether requests would be answered."""
-
-    status: str  # ready; with status 503: loading, draining, stuck or failing
-
-
-async def health(call: Call) -> Alive:
+async def health(call: Call) -> Plain:
     """The server lives."""
-    return Alive()
+    return {"status": "ok"}
 
 
-async def ready(call: Call) -> Ready | Body:
+async def ready(call: Call) -> Body:
     """The models make tokens; 503 while they are loaded, stuck, or about to end."""
     found = Health.DRAINING if call.service.draining else await call.service.readiness.check()
+    content = encode({"status": found})
     if found is Health.READY:
-        return Ready(status=found)
-    retry = (b"retry-after", str(RETRY_S[found]).encode())
-    return Body(encode(Ready(status=found)), 503, headers=[retry])
+        return Body(content)
+    return Body(content, 503, headers=[(b"retry-after", str(RETRY_S[found]).encode())])
 
 
 # -- numbers, for Prometheus and for routers in front of several servers ------------------------
@@ -59,51 +46,23 @@ async def metrics(call: Call) -> Body:
     return Body(found.text(), media_type=CONTENT_TYPE_LATEST.encode())
 
 
-class Load(msgspec.Struct, kw_only=True):
-    """What all models of this server do together; a server is one rank.
+async def loads(call: Call) -> Plain:
+    """Requests and KV cache now, as routers poll it; a server is one rank.
 
     Source of the form: smg, the gateway of SGLang (github.com/lightseekorg/smg,
     `crates/protocols/src/worker.rs`: WorkerLoadResponse, SchedulerLoadSnapshot).
     """
-
-    dp_rank: int = 0
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_total_reqs: int
-    num_used_tokens: int  # of running requests, in the KV cache
-    max_total_num_tokens: int  # that the KV cache holds
-    token_usage: float  # of these two
-    cache_hit_rate: float  # of all prompt tokens since the start
+    load = _load(await call.service.metrics())
+    return {"timestamp": datetime.now(UTC).isoformat(), "dp_rank_count": 1, "loads": [load]}
 
 
-class Loads(msgspec.Struct, kw_only=True):
-    """The load at a moment."""
-
-    timestamp: str  # ISO 8601
-    dp_rank_count: int = 1
-    loads: list[Load]
-
-
-class ServerInfo(msgspec.Struct, kw_only=True):
-    """What a router wants to know of a server once."""
-
-    version: str
-    served_model_name: str  # of the first model
-    dp_size: int = 1
-
-
-async def loads(call: Call) -> Loads:
-    """Requests and KV cache now, as routers poll it."""
-    now = datetime.now(UTC).isoformat()
-    return Loads(timestamp=now, loads=[_load(await call.service.metrics())])
-
-
-async def server_info(call: Call) -> ServerInfo:
+async def server_info(call: Call) -> Plain:
     """The version and the first model, as routers ask for it."""
-    return ServerInfo(version=__version__, served_model_name=call.service.models.names()[0])
+    name = call.service.models.names()[0]
+    return {"version": __version__, "served_model_name": name, "dp_size": 1}
 
 
-def _load(found: ServerMetrics) -> Load:
+def _load(found: ServerMetrics) -> Plain:
     running = waiting = used = most = 0
     for name, each in found.request_metrics.items():
         stats = found.engine_stats.get(name, {})
@@ -114,15 +73,17 @@ def _load(found: ServerMetrics) -> Load:
             most += group["pages"] * stats["page_size"]
     counted = found.request_metrics.values()
     prompts = sum(each.prompt_tokens for each in counted)
-    return Load(
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        num_total_reqs=running + waiting,
-        num_used_tokens=used,
-        max_total_num_tokens=most,
-        token_usage=used / most if most else 0.0,
-        cache_hit_rate=sum(e.cached_tokens for e in counted) / prompts if prompts else 0.0,
-    )
+    hit = sum(each.cached_tokens for each in counted) / prompts if prompts else 0.0
+    return {
+        "dp_rank": 0,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "num_used_tokens": used,  # of running requests, in the KV cache
+        "max_total_num_tokens": most,  # that the KV cache holds
+        "token_usage": used / most if most else 0.0,
+        "cache_hit_rate": hit,  # of all prompt tokens since the start
+    }
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -276,13 +237,7 @@ class UnloadAdapterRequest(RequestBody, kw_only=True):
     base_model_name: str | None = None  # null: whichever has it
 
 
-class AdapterAnswer(msgspec.Struct, kw_only=True):
-    """What was done."""
-
-    message: str
-
-
-async def load_adapter(call: Call, body: LoadAdapterRequest) -> AdapterAnswer:
+async def load_adapter(call: Call, body: LoadAdapterRequest) -> Plain:
     """Load an adapter (LoRA, rsLoRA or DoRA) of a model; requests run on meanwhile."""
     call.refuse_while_draining()
     models = call.service.models
@@ -298,13 +253,13 @@ async def load_adapter(call: Call, body: LoadAdapterRequest) -> AdapterAnswer:
         if body.load_inplace and before is not None:  # the adapter that was to be replaced stays
             await models.load_adapter(model, body.lora_name, before)
         raise
-    return AdapterAnswer(message=f"The adapter is there: model '{model}:{body.lora_name}'.")
+    return {"message": f"The adapter is there: model '{model}:{body.lora_name}'."}
 
 
-async def unload_adapter(call: Call, body: UnloadAdapterRequest) -> AdapterAnswer:
+async def unload_adapter(call: Call, body: UnloadAdapterRequest) -> Plain:
     """Let no new request name an adapter; running ones end with it."""
     await call.service.models.unload_adapter(body.base_model_name, body.lora_name)
-    return AdapterAnswer(message=f"The adapter {body.lora_name!r} is unloaded.")
+    return {"message": f"The adapter {body.lora_name!r} is unloaded."}
 
 
 def _allowed(path: str, folders: tuple[str, ...]) -> Path:

@@ -29,17 +29,14 @@ def test_streams_are_mentioned_where_there_are_some(server: LiveServer) -> None:
     assert "text/event-stream" not in kinds["/tokenize"]
 
 
-def test_requests_and_answers_fit_their_schemas(server: LiveServer) -> None:
+def test_requests_fit_their_schemas(server: LiveServer) -> None:
     document = server.get("/openapi.json").json()
     operation = document["paths"][CHAT]["post"]
     asked = operation["requestBody"]["content"]["application/json"]["schema"]
-    given = operation["responses"]["200"]["content"]["application/json"]["schema"]
-    request = chat(stop=["x"], logprobs=True, top_logprobs=1)
-    for value, schema in ((request, asked), (server.post(CHAT, request).json(), given)):
-        whole = {**schema, "components": document["components"]}
-        jsonschema.Draft202012Validator(whole).validate(value)
     whole = {**asked, "components": document["components"]}
-    assert not jsonschema.Draft202012Validator(whole).is_valid(chat(temperature="hot"))
+    validator = jsonschema.Draft202012Validator(whole)
+    validator.validate(chat(stop=["x"], logprobs=True, top_logprobs=1))
+    assert not validator.is_valid(chat(temperature="hot"))
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: LiveServer) -> None:

@@ -15,7 +15,6 @@ from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta
 from mlxinfer.server.apis.responses_items import MessageItem, OutputItems
-from mlxinfer.server.apis.usage import TokenLogprob
 
 TOOLS: Any = [
     {
@@ -304,7 +303,7 @@ def test_log_probabilities_of_the_text(demo: openai.OpenAI, server: LiveServer) 
 
 
 def test_tokens_of_reasoning_and_calls_have_no_log_probabilities() -> None:
-    score = TokenLogprob(token="x", bytes=[120], logprob=-1.0, top_logprobs=[])
+    score = {"token": "x", "bytes": [120], "logprob": -1.0, "top_logprobs": []}
     items = OutputItems("a", wrap=False, declared={})
     call = ToolCallDelta(index=0, id="c", name="f", arguments="{}", status=CallStatus.DONE)
     steps: list[tuple[Any, int]] = [

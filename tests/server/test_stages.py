@@ -110,8 +110,8 @@ WITHIN = {
     "count": Stage(call_module.Call, "note_usage", lambda _, a, *__: of_two(a.answers)),
 }
 SENDING = {
-    "send": Stage(call_module, "encode", lambda body: of_two(body.choices)),
-    "send a part": Stage(chat_module, "data", lambda c: any(x.index == 1 for x in c.choices)),
+    "send": Stage(call_module, "encode", lambda body: of_two(body.get("choices", ()))),
+    "send a part": Stage(chat_module, "data", lambda c: any(x["index"] == 1 for x in c["choices"])),
 }
 
 

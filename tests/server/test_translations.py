@@ -380,8 +380,8 @@ def test_chunks_of_chat() -> None:
     assert deltas[4]["tool_calls"] == [{"index": 0, "function": {"arguments": ":1}"}}]
     assert (deltas[5], events[5]["choices"][0]["finish_reason"]) == ({}, "tool_calls")
     whole = writer.whole([RESULT])
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 4)
-    assert whole.choices[0].message.content == "Hi"
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (7, 4)
+    assert whole["choices"][0]["message"]["content"] == "Hi"
 
 
 def test_events_of_messages() -> None:
@@ -394,10 +394,9 @@ def test_events_of_messages() -> None:
     ]
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     whole = asyncio.run(anthropic.MessageWriter(CALLER, body, MODEL, answers).whole())
-    assert [type(block).__name__ for block in whole.content] == [
-        *("ThinkingBlock", "TextBlock", "ToolUseBlock")
-    ]
-    assert (whole.usage.input_tokens, whole.usage.cache_read_input_tokens) == (5, 2)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+    usage = whole["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (5, 2)
 
 
 def test_lines_of_ollama() -> None:

@@ -411,56 +411,7 @@ def _unsupported(block: Block, path: str) -> UnsupportedFieldError:
 # -- the answer ---------------------------------------------------------------------------------
 
 
-class TextBlock(msgspec.Struct, kw_only=True, tag="text"):
-    """Visible text."""
-
-    text: str
-
-
-class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
-    """Reasoning of the model; the signature is never checked."""
-
-    thinking: str
-    signature: str
-
-
-class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
-    """A call."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class AnthropicUsage(msgspec.Struct, kw_only=True):
-    """Token counts; input_tokens are those not read from the cache."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
-
-
-class AnthropicAnswer(msgspec.Struct, kw_only=True):
-    """The answer to a request without `stream`."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class TokenCount(msgspec.Struct, kw_only=True):
-    """Length of a prompt."""
-
-    input_tokens: int
-
-
-async def messages(call: Call, body: MessagesRequest) -> AnthropicAnswer | Events:
+async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
     """Answer a conversation (Anthropic's API)."""
     model = await call.model(body.model)
     skipped = Skipped()
@@ -470,14 +421,14 @@ async def messages(call: Call, body: MessagesRequest) -> AnthropicAnswer | Event
     return Events(writer.frames()) if body.stream else await writer.whole()
 
 
-async def count_tokens(call: Call, body: CountRequest) -> TokenCount:
+async def count_tokens(call: Call, body: CountRequest) -> Plain:
     """Count the tokens of a conversation (Anthropic's API)."""
     model = await call.model(body.model)
 
     def count() -> int:
         return len(model.generator.encode(read(body, Skipped()), bounded=False).ids)
 
-    return TokenCount(input_tokens=await call.in_worker(count))
+    return {"input_tokens": await call.in_worker(count)}
 
 
 class MessageWriter:
@@ -490,23 +441,35 @@ class MessageWriter:
         self._index = -1
         self._open: str | None = None  # the type of the open block
 
-    async def whole(self) -> AnthropicAnswer:
+    async def whole(self) -> Plain:
         """The answer to a request without `stream`."""
         parts: list[Part] = []
         async for steps in self._answers:
             for step in steps:
                 parts += step.delta.parts
-        result, ending = self._result, self._ending()
-        return AnthropicAnswer(
-            id=f"msg_{self._call.id}",
-            model=self._model.name,
-            content=self.blocks(merged(parts), result.tool_calls),
-            stop_reason=ending["stop_reason"],
-            stop_sequence=ending["stop_sequence"],
-            usage=usage_of_result(result),
-        )
+        content = self.blocks(merged(parts), self._result.tool_calls)
+        return self._message(content, usage_of_result(self._result), **self._ending())
 
-    def blocks(self, parts: Sequence[Part], calls: Sequence[ToolCall]) -> list[Any]:
+    def _message(
+        self,
+        content: list[Plain],
+        usage: Plain,
+        *,
+        stop_reason: str | None = None,
+        stop_sequence: str | None = None,
+    ) -> Plain:
+        return {
+            "id": f"msg_{self._call.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._model.name,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": usage,
+        }
+
+    def blocks(self, parts: Sequence[Part], calls: Sequence[ToolCall]) -> list[Plain]:
         """The content of a complete answer, in the order in which it came; the rest is text.
 
         Args:
@@ -514,30 +477,23 @@ class MessageWriter:
             calls: of the answer; the last one may be cut off.
         """
         complete = {call.id: call for call in calls}
-        found: list[Any] = []
+        found: list[Plain] = []
         for part in parts:
             if isinstance(part, TextPart):
-                found.append(TextBlock(text=part.text))
+                found.append({"type": "text", "text": part.text})
             elif isinstance(part, ReasoningPart):
                 shown = part.text if self._body.shows_thinking else ""
-                found.append(ThinkingBlock(thinking=shown, signature=self._call.id))
+                signature = self._call.id  # never checked
+                found.append({"type": "thinking", "thinking": shown, "signature": signature})
             elif part.id in complete:
                 call = complete[part.id]
-                given = begun_object(call.arguments)
-                found.append(ToolUseBlock(id=call.id, name=call.name, input=given))
+                named_call = {"type": "tool_use", "id": call.id, "name": call.name}
+                found.append({**named_call, "input": begun_object(call.arguments)})
         return found
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the events of the message: its start, its blocks, its end."""
-        num_prompt = len(self._answer.request.prompt_ids)
-        begun = AnthropicAnswer(
-            id=f"msg_{self._call.id}",
-            model=self._model.name,
-            content=[],
-            stop_reason=None,
-            stop_sequence=None,
-            usage=AnthropicUsage(input_tokens=num_prompt, output_tokens=0),
-        )
+        begun = self._message([], _usage(len(self._answer.request.prompt_ids), 0, 0))
         yield named("message_start", {"type": "message_start", "message": begun}) + PING
         async for frames in self._call.frames(self._answers, self.step_frames, PING):
             yield frames
@@ -611,13 +567,20 @@ class MessageWriter:
         return {"stop_reason": reason, "stop_sequence": match}
 
 
-def usage_of_result(result: Result) -> AnthropicUsage:
+def usage_of_result(result: Result) -> Plain:
     """The token counts of a finished answer."""
-    return AnthropicUsage(
-        input_tokens=result.prompt_tokens - result.cached_tokens,
-        output_tokens=len(result.token_ids),
-        cache_read_input_tokens=result.cached_tokens,
-    )
+    fresh = result.prompt_tokens - result.cached_tokens
+    return _usage(fresh, len(result.token_ids), result.cached_tokens)
+
+
+def _usage(fresh: int, answer: int, cached: int) -> Plain:
+    """Token counts; input_tokens are those not read from the cache."""
+    return {
+        "input_tokens": fresh,
+        "output_tokens": answer,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+    }
 
 
 def stop_reason(result: Result, *, stopped: bool, clipped: bool) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError, UnsupportedFieldError
@@ -28,6 +28,7 @@ from .tools import (
     INPUT,
     DeclaredTool,
     DeclaredTools,
+    Plain,
     call_arguments,
     check_tools,
     custom_input,
@@ -35,10 +36,6 @@ from .tools import (
 )
 from .usage import (
     FINGERPRINT,
-    ChoiceLogprobs,
-    PromptProgress,
-    Timings,
-    Usage,
     logprob_of,
     logprobs_of,
     progress_of,
@@ -46,6 +43,7 @@ from .usage import (
     usage_of,
 )
 
+CHUNK = "chat.completion.chunk"
 MAX_VARIABLE_DEPTH = 8  # levels of JSON of a template variable
 _BUDGETS = ("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -263,7 +261,7 @@ def template_fields(fields: TemplateFields, allowed: frozenset[str]) -> dict[str
     }
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Message]) -> list[Plain]:
     """The messages as chat templates read them.
 
     Text parts are joined by newlines. Arguments of tool calls become objects.
@@ -376,118 +374,7 @@ def read(
 # -- the answer ---------------------------------------------------------------------------------
 
 
-class ChatFunction(msgspec.Struct, kw_only=True):
-    """The function of a call; its arguments are a JSON object in a string."""
-
-    name: str
-    arguments: str
-
-
-class CustomInput(msgspec.Struct, kw_only=True):
-    """The custom tool of a call; its input is plain text."""
-
-    name: str
-    input: str
-
-
-class ChatToolCall(msgspec.Struct, kw_only=True):
-    """A complete call of a tool, which is a function or a custom one."""
-
-    id: str
-    type: Literal["function", "custom"] = "function"
-    function: ChatFunction | UnsetType = UNSET
-    custom: CustomInput | UnsetType = UNSET
-
-
-class ChatMessage(msgspec.Struct, kw_only=True):
-    """The message of an answer."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ChatToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """One of `n` answers."""
-
-    index: int
-    message: ChatMessage
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: str
-    timings: Timings | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # of the answer, its end token included
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The answer to a request without `stream`."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str = FINGERPRINT
-    timings: Timings | UnsetType = UNSET  # of the first choice, where llama.cpp has them
-
-
-class FunctionPiece(msgspec.Struct, kw_only=True):
-    """A delta of a function; only the first one has the name."""
-
-    name: str | UnsetType = UNSET
-    arguments: str
-
-
-class ToolCallPiece(msgspec.Struct, kw_only=True):
-    """What a chunk adds to a call; only the first one has id and type.
-
-    The call of a custom tool comes in one piece.
-    """
-
-    index: int
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionPiece | UnsetType = UNSET
-    custom: CustomInput | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, kw_only=True):
-    """What a chunk adds to an answer."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
-
-
-class ChunkChoice(msgspec.Struct, kw_only=True):
-    """The choice that a chunk continues."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None = None
-    timings: Timings | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatChunk(msgspec.Struct, kw_only=True):
-    """One event of a stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    system_fingerprint: str = FINGERPRINT
-    usage: Usage | UnsetType | None = UNSET
-    prompt_progress: PromptProgress | UnsetType = UNSET
-    timings: Timings | UnsetType = UNSET  # of the choice that ends with this event
-
-
-async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Events:
+async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     """Answer a conversation."""
     model = await call.model(body.model)
     tools = await call.in_worker(read_chat_tools, body.tools)
@@ -500,14 +387,7 @@ async def chat(call: Call, body: ChatRequest) -> ChatCompletion | Events:
     return writer.whole(await answers.aresults())
 
 
-class InputTokens(msgspec.Struct, kw_only=True):
-    """Length of a prompt."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
-
-
-async def chat_input_tokens(call: Call, body: ChatRequest) -> InputTokens:
+async def chat_input_tokens(call: Call, body: ChatRequest) -> Plain:
     """Count the tokens of a conversation with its tools (llama.cpp's form)."""
     model = await call.model(body.model)
     allowed = call.service.config.template_kwargs
@@ -516,7 +396,7 @@ async def chat_input_tokens(call: Call, body: ChatRequest) -> InputTokens:
         given = read(body, model, read_chat_tools(body.tools), allowed)
         return len(model.generator.encode(given, bounded=False).ids)
 
-    return InputTokens(input_tokens=await call.in_worker(count))
+    return {"object": "response.input_tokens", "input_tokens": await call.in_worker(count)}
 
 
 @dataclass(slots=True)
@@ -533,100 +413,97 @@ class ChatWriter:
     declared: Mapping[str, DeclaredTool]
     _custom: dict[tuple[int, int], list[ToolCallDelta]] = field(default_factory=dict)
 
-    def whole(self, results: Sequence[Result]) -> ChatCompletion:
+    def whole(self, results: Sequence[Result]) -> Plain:
         """The answer to a request without `stream`."""
         choices = [self._choice(index, result) for index, result in enumerate(results)]
-        self.call.note_usage(self.answers, *(choice.finish_reason for choice in choices))
-        return ChatCompletion(
-            id=f"chatcmpl-{self.call.id}",
-            created=self.call.created_s,
-            model=self.model.name,
-            choices=choices,
-            usage=usage_of(self.answers),
-            timings=choices[0].timings,
-        )
+        self.call.note_usage(self.answers, *(choice["finish_reason"] for choice in choices))
+        timings = {"timings": choices[0]["timings"]} if self.body.wants_timings else {}
+        usage = usage_of(self.answers)
+        return self._object("chat.completion", choices, usage=usage, **timings)
 
-    def _choice(self, index: int, result: Result) -> ChatChoice:
-        return ChatChoice(
-            index=index,
-            message=ChatMessage(
-                content=None if result.tool_calls and not result.text else result.text,
-                reasoning_content=UNSET if result.reasoning is None else result.reasoning,
-                tool_calls=[self._tool_call(each) for each in result.tool_calls] or UNSET,
-            ),
-            logprobs=logprobs_of(self.model.tokenizer, self.answers.answers[index]),
-            finish_reason=finish_reason(result),
-            timings=timings_of(result) if self.body.wants_timings else UNSET,
-            token_ids=list(result.token_ids) if self.body.return_token_ids else UNSET,
-        )
+    def _choice(self, index: int, result: Result) -> Plain:
+        message: Plain = {
+            "role": "assistant",
+            "content": None if result.tool_calls and not result.text else result.text,
+            "refusal": None,
+        }
+        if result.reasoning is not None:
+            message["reasoning_content"] = result.reasoning
+        if result.tool_calls:
+            message["tool_calls"] = [self._tool_call(each) for each in result.tool_calls]
+        scored = logprobs_of(self.model.tokenizer, self.answers.answers[index])
+        choice = _choice(index, message=message, reason=finish_reason(result), scored=scored)
+        if self.body.wants_timings:
+            choice["timings"] = timings_of(result)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(result.token_ids)
+        return choice
 
-    def _tool_call(self, call: ToolCall) -> ChatToolCall:
+    def _tool_call(self, call: ToolCall) -> Plain:
         if call.name in self.declared:
-            custom = CustomInput(name=call.name, input=custom_input(call.arguments))
-            return ChatToolCall(id=call.id, type="custom", custom=custom)
-        function = ChatFunction(name=call.name, arguments=call.arguments)
-        return ChatToolCall(id=call.id, function=function)
+            custom = {"name": call.name, "input": custom_input(call.arguments)}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the role, the deltas, the token counts if they were asked for, and [DONE]."""
         count = len(self.answers.answers)
-        role = ChatDelta(role="assistant", content="")
-        yield b"".join(self._frame(ChunkChoice(index=i, delta=role)) for i in range(count))
+        role = {"role": "assistant", "content": ""}
+        yield b"".join(self._frame(_choice(i, delta=role)) for i in range(count))
         async for frames in self.call.frames(self.answers, self.step_frames):
             yield frames
         results = [answer.result for answer in self.answers.answers]
         reasons = [finish_reason(result) for result in results if result is not None]
         self.call.note_usage(self.answers, *reasons)
         if self.body.wants_usage:
-            yield data(self._chunk([], usage=usage_of(self.answers)))
+            yield data(self._object(CHUNK, [], usage=usage_of(self.answers)))
         yield DONE
 
     def step_frames(self, step: Step) -> Iterator[bytes]:
         """The frames of a step: none while its text is held back, two where the answer ends."""
         delta, body = step.delta, self.body
         if step.progress is not None:
-            choice = ChunkChoice(index=step.index, delta=ChatDelta())
             progress = progress_of(self.answers, step)
-            yield data(self._chunk([choice], prompt_progress=progress))
+            choices = [_choice(step.index, delta={})]
+            yield data(self._object(CHUNK, choices, prompt_progress=progress))
             return
-        answer = self.answers.answers[step.index]
-        scored = logprob_of(self.model.tokenizer, answer, step)
+        scored = logprob_of(self.model.tokenizer, self.answers.answers[step.index], step)
         pieces = [p for each in delta.tool_calls for p in self._pieces(step.index, each)]
         ids = list(delta.token_ids) if body.return_token_ids else []
         if delta.text or delta.reasoning or pieces or scored or ids:
-            fields = ChatDelta(
-                reasoning_content=delta.reasoning or UNSET, tool_calls=pieces or UNSET
-            )
+            fields: Plain = {}
             if delta.text or not (delta.reasoning or pieces):
-                fields.content = delta.text
-            logprobs = ChoiceLogprobs(content=scored) if scored else None
-            yield self._frame(
-                ChunkChoice(
-                    index=step.index, delta=fields, logprobs=logprobs, token_ids=ids or UNSET
-                )
-            )
+                fields["content"] = delta.text
+            if delta.reasoning:
+                fields["reasoning_content"] = delta.reasoning
+            if pieces:
+                fields["tool_calls"] = pieces
+            choice = _choice(step.index, delta=fields, scored=scored or None)
+            yield self._frame({**choice, "token_ids": ids} if ids else choice)
         if delta.result is not None:
-            last = ChunkChoice(
-                index=step.index, delta=ChatDelta(), finish_reason=finish_reason(delta.result)
-            )
-            last.timings = timings_of(delta.result) if body.wants_timings else UNSET
-            yield self._frame(last)
+            last = _choice(step.index, delta={}, reason=finish_reason(delta.result))
+            timings = {"timings": timings_of(delta.result)} if body.wants_timings else {}
+            yield self._frame({**last, **timings}, **timings)
 
-    def _frame(self, choice: ChunkChoice) -> bytes:
-        usage = None if self.body.wants_usage else UNSET
-        counts = usage_of(self.answers) if self.body.wants_running_usage else usage
-        return data(self._chunk([choice], usage=counts, timings=choice.timings))
+    def _frame(self, choice: Plain, **rest: Any) -> bytes:
+        if self.body.wants_usage:
+            running = self.body.wants_running_usage
+            rest["usage"] = usage_of(self.answers) if running else None
+        return data(self._object(CHUNK, [choice], **rest))
 
-    def _chunk(self, choices: list[ChunkChoice], **rest: Any) -> ChatChunk:
-        return ChatChunk(
-            id=f"chatcmpl-{self.call.id}",
-            created=self.call.created_s,
-            model=self.model.name,
-            choices=choices,
+    def _object(self, kind: str, choices: list[Plain], **rest: Any) -> Plain:
+        return {
+            "id": f"chatcmpl-{self.call.id}",
+            "object": kind,
+            "created": self.call.created_s,
+            "model": self.model.name,
+            "choices": choices,
+            "system_fingerprint": FINGERPRINT,
             **rest,
-        )
+        }
 
-    def _pieces(self, choice: int, piece: ToolCallDelta) -> Iterator[ToolCallPiece]:
+    def _pieces(self, choice: int, piece: ToolCallDelta) -> Iterator[Plain]:
         """A delta of a call; that of a custom tool comes once its arguments are complete."""
         place = (choice, piece.index)
         if piece.name not in self.declared and place not in self._custom:
@@ -639,12 +516,17 @@ class ChatWriter:
             return
         del self._custom[place]
         if piece.status is not CallStatus.BROKEN:  # a broken call follows as text
-            first = begun[0]
-            assert first.id is not None
-            assert first.name is not None
             text = custom_input("".join(each.arguments for each in begun))
-            custom = CustomInput(name=first.name, input=text)
-            yield ToolCallPiece(index=piece.index, id=first.id, type="custom", custom=custom)
+            custom = {"name": begun[0].name, "input": text}
+            yield {"index": piece.index, "id": begun[0].id, "type": "custom", "custom": custom}
+
+
+def _choice(
+    index: int, *, reason: str | None = None, scored: list[Plain] | None = None, **content: Plain
+) -> Plain:
+    """A choice with its message or delta."""
+    logprobs = None if scored is None else {"content": scored, "refusal": None}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 def finish_reason(result: Result) -> str:
@@ -654,9 +536,9 @@ def finish_reason(result: Result) -> str:
     return str(result.finish_reason)
 
 
-def _function_piece(piece: ToolCallDelta) -> ToolCallPiece:
-    function = FunctionPiece(arguments=piece.arguments)
+def _function_piece(piece: ToolCallDelta) -> Plain:
+    """A delta of a function's call; only the first one has its id, type and name."""
     if piece.id is None or piece.name is None:
-        return ToolCallPiece(index=piece.index, function=function)
-    function.name = piece.name
-    return ToolCallPiece(index=piece.index, id=piece.id, type="function", function=function)
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}

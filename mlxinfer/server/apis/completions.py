@@ -1,10 +1,10 @@
 """POST /v1/completions and /infill: texts and token ids to be continued, and gaps to be filled."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError
@@ -20,9 +20,7 @@ from .usage import (
     FINGERPRINT,
     CompletionLogprobs,
     LogprobsWriter,
-    PromptProgress,
-    Timings,
-    Usage,
+    Plain,
     progress_of,
     timings_of,
     usage_of,
@@ -66,30 +64,6 @@ class CompletionRequest(ConstraintFields, kw_only=True):
         """The most tokens of an answer; None: until the context is full. Of 0 one is left out."""
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return None if limit == UNLIMITED else max(limit, 1)
-
-
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """An answer or a delta of it; the index of choice c of prompt p is p * n + c."""
-
-    text: str
-    index: int
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    timings: Timings | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET  # of the answer, its end token included
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    """The answer, or an event of a stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    system_fingerprint: str = FINGERPRINT
-    usage: Usage | UnsetType | None = UNSET
-    prompt_progress: PromptProgress | UnsetType = UNSET  # of events on request
 
 
 def read(body: CompletionRequest, model: ServedModel) -> list[TextInput]:
@@ -156,7 +130,7 @@ def prompts_of(given: str | list[str | int | list[int]]) -> dict[str, str | list
     return found
 
 
-async def complete(call: Call, body: CompletionRequest) -> Completion | Events:
+async def complete(call: Call, body: CompletionRequest) -> Plain | Events:
     """Continue each text."""
     model = await call.model(body.model)
     answers = await call.start(model, lambda: read(body, model))
@@ -190,7 +164,7 @@ class ChoiceWriter:
             self._logprobs = LogprobsWriter(model.tokenizer, 0 if body.echo else len(text))
         self._begun = False
 
-    def write(self, step: Step) -> list[CompletionChoice]:
+    def write(self, step: Step) -> list[Plain]:
         """The pieces of a step: none while its text is held back, two where the answer ends."""
         index, delta, body = step.index, step.delta, self._body
         text = self._begin()
@@ -202,13 +176,13 @@ class ChoiceWriter:
         ids = list(delta.token_ids) if body.return_token_ids and not self.silent else []
         found = []
         if text or ids or (logprobs is not None and logprobs.tokens):
-            piece = CompletionChoice(text=text, index=index, logprobs=logprobs)
-            piece.token_ids = ids or UNSET
-            found.append(piece)
+            piece = _choice(text, index, logprobs=logprobs)
+            found.append({**piece, "token_ids": ids} if ids else piece)
         if delta.result is not None:
             reason = FinishReason.LENGTH if self.silent else delta.result.finish_reason
-            last = CompletionChoice(text="", index=index, finish_reason=str(reason))
-            last.timings = timings_of(delta.result) if body.wants_timings else UNSET
+            last = _choice("", index, reason=str(reason))
+            if body.wants_timings:
+                last["timings"] = timings_of(delta.result)
             found.append(last)
         return found
 
@@ -238,9 +212,9 @@ class CompletionWriter:
         self._call, self._body, self._model = call, body, model
         self._answers, self._writers = answers, writers
 
-    async def whole(self) -> Completion:
+    async def whole(self) -> Plain:
         """The answer to a request without `stream`."""
-        pieces: list[list[CompletionChoice]] = [[] for _ in self._writers]
+        pieces: list[list[Plain]] = [[] for _ in self._writers]
         async for steps in self._answers:
             for step in steps:
                 pieces[step.index] += self._writers[step.index].write(step)
@@ -258,57 +232,54 @@ class CompletionWriter:
     def step_frames(self, step: Step) -> Iterator[bytes]:
         """The frames of a step: how far its prompt is, or the pieces of its choice."""
         if step.progress is not None:
-            nothing = CompletionChoice(text="", index=step.index)
             progress = progress_of(self._answers, step)
-            yield data(self._completion([nothing], prompt_progress=progress))
+            yield data(self._completion([_choice("", step.index)], prompt_progress=progress))
             return
-        usage = None if self._body.wants_usage else UNSET
         for piece in self._writers[step.index].write(step):
-            counts = self._usage() if self._body.wants_running_usage else usage
+            if not self._body.wants_usage:
+                yield data(self._completion([piece]))
+                continue
+            counts = self._usage() if self._body.wants_running_usage else None
             yield data(self._completion([piece], usage=counts))
 
-    def _completion(self, choices: list[CompletionChoice], **rest: Any) -> Completion:
-        return Completion(
-            id=f"cmpl-{self._call.id}",
-            created=self._call.created_s,
-            model=self._model.name,
-            choices=choices,
+    def _completion(self, choices: list[Plain], **rest: Any) -> Plain:
+        return {
+            "id": f"cmpl-{self._call.id}",
+            "object": "text_completion",
+            "created": self._call.created_s,
+            "model": self._model.name,
+            "choices": choices,
+            "system_fingerprint": FINGERPRINT,
             **rest,
-        )
+        }
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> Plain:
         """The token counts, which are logged too."""
         results = [answer.result for answer in self._answers.answers]
         self._call.note_usage(
             self._answers, *(str(result.finish_reason) for result in results if result)
         )
-        usage = usage_of(self._answers)
-        silent = sum(writer.silent for writer in self._writers)
-        usage.completion_tokens -= silent
-        usage.total_tokens -= silent
-        return usage
+        return usage_of(self._answers, left_out=sum(writer.silent for writer in self._writers))
 
 
-def merged(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
+def _choice(text: str, index: int, *, logprobs: Any = None, reason: str | None = None) -> Plain:
+    """An answer or a delta of it; the index of choice c of prompt p is p * n + c."""
+    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def merged(pieces: Sequence[Plain]) -> Plain:
     """All pieces of a choice joined."""
-    scored = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    scored = [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]
     whole = None
     if scored:
-        whole = CompletionLogprobs(
-            **{
-                name: [entry for each in scored for entry in getattr(each, name)]
-                for name in CompletionLogprobs.__struct_fields__
-            }
-        )
-    ids = [i for piece in pieces if piece.token_ids is not UNSET for i in piece.token_ids]
-    return CompletionChoice(
-        text="".join([piece.text for piece in pieces]),
-        index=pieces[0].index,
-        logprobs=whole,
-        token_ids=ids or UNSET,
-        finish_reason=pieces[-1].finish_reason,
-        timings=pieces[-1].timings,
-    )
+        whole = {
+            name: [entry for each in scored for entry in getattr(each, name)]
+            for name in CompletionLogprobs.__struct_fields__
+        }
+    ids = [i for piece in pieces for i in piece.get("token_ids", ())]
+    last = {key: value for key, value in pieces[-1].items() if key != "token_ids"}
+    text = "".join([piece["text"] for piece in pieces])
+    return {**last, "text": text, "logprobs": whole, **({"token_ids": ids} if ids else {})}
 
 
 # -- /infill: llama.cpp's path for editors (source: tools/server/README.md of llama.cpp) ---------
@@ -344,21 +315,6 @@ class InfillRequest(ConstraintFields, kw_only=True):
             refuse("samplers", self.samplers)
 
 
-class InfillAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The code at the cursor, or a piece of it; the last piece has what follows `stop`."""
-
-    content: str
-    stop: bool
-    model: str = ""
-    stop_type: str = ""  # eos, limit or word
-    stopping_word: str | None = None
-    tokens_predicted: int = 0
-    tokens_evaluated: int = 0
-    tokens_cached: int = 0
-    timings: Timings | None = None
-    prompt_progress: PromptProgress | None = None  # of pieces on request
-
-
 def read_infill(body: InfillRequest, model: ServedModel) -> TextInput:
     """The text of a request with its gap."""
     limit = INFILL_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -375,24 +331,24 @@ def read_infill(body: InfillRequest, model: ServedModel) -> TextInput:
     )
 
 
-async def infill(call: Call, body: InfillRequest) -> InfillAnswer | Events:
+async def infill(call: Call, body: InfillRequest) -> Plain | Events:
     """Complete code at the cursor (llama.cpp's form)."""
     model = await call.model(body.model)
     answers = await call.start(model, lambda: [read_infill(body, model)])
 
-    def last(result: Result, text: str) -> InfillAnswer:
+    def last(result: Result, text: str) -> Plain:
         call.note_usage(answers, str(result.finish_reason))
         return _infill_end(result, text, model.name, answers.answers[0].stop_match)
 
     def write(step: Step) -> Iterator[bytes]:
         text, result = step.delta.text, step.delta.result
+        piece = {"content": text, "stop": False}
         if step.progress is not None:
-            progress = progress_of(answers, step)
-            yield data(InfillAnswer(content="", stop=False, prompt_progress=progress))
+            yield data({**piece, "prompt_progress": progress_of(answers, step)})
         elif result is not None:
             yield data(last(result, text))
         elif text:
-            yield data(InfillAnswer(content=text, stop=False))
+            yield data(piece)
 
     if body.stream:
         return Events(call.frames(answers, write))
@@ -400,16 +356,17 @@ async def infill(call: Call, body: InfillRequest) -> InfillAnswer | Events:
     return last(result, "" if body.max_tokens == 0 else result.text)
 
 
-def _infill_end(result: Result, text: str, model: str, word: str | None) -> InfillAnswer:
+def _infill_end(result: Result, text: str, model: str, word: str | None) -> Plain:
+    """The code at the cursor, or the last piece of it."""
     limit = result.finish_reason is FinishReason.LENGTH
-    return InfillAnswer(
-        content=text,
-        stop=True,
-        model=model,
-        stop_type="limit" if limit else "eos" if word is None else "word",
-        stopping_word=word or "",
-        tokens_predicted=len(result.token_ids),
-        tokens_evaluated=result.prompt_tokens,
-        tokens_cached=result.cached_tokens,
-        timings=timings_of(result),
-    )
+    return {
+        "content": text,
+        "stop": True,
+        "model": model,
+        "stop_type": "limit" if limit else "eos" if word is None else "word",
+        "stopping_word": word or "",
+        "tokens_predicted": len(result.token_ids),
+        "tokens_evaluated": result.prompt_tokens,
+        "tokens_cached": result.cached_tokens,
+        "timings": timings_of(result),
+    }

@@ -4,7 +4,6 @@ import base64
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta
 
 from ...errors import InvalidRequestError
@@ -51,36 +50,12 @@ class EmbeddingRequest(RequestBody, kw_only=True):
     input_type: str | None = None  # as prompt_name, by other servers' words
 
 
-class Vector(msgspec.Struct, kw_only=True):
-    """One vector: numbers, or float32 bytes in base64."""
-
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
+def pooling_usage(num_tokens: int) -> dict[str, int]:
+    """The number of tokens that were read."""
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
-class PoolingUsage(msgspec.Struct, kw_only=True):
-    """Tokens that were read."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-    @classmethod
-    def of(cls, num_tokens: int) -> "PoolingUsage":
-        """So many tokens."""
-        return cls(prompt_tokens=num_tokens, total_tokens=num_tokens)
-
-
-class Embeddings(msgspec.Struct, kw_only=True):
-    """Vectors in the order of the texts."""
-
-    object: Literal["list"] = "list"
-    data: list[Vector]
-    model: str
-    usage: PoolingUsage
-
-
-async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
+async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     """The vectors of texts."""
     model = await call.model(body.model)
     given = EmbedInput(
@@ -93,12 +68,16 @@ async def embed(call: Call, body: EmbeddingRequest) -> Embeddings:
     )
     num_tokens, vectors = await call.pool(model, given)
 
-    def answer() -> Embeddings:
+    def answer() -> dict[str, Any]:
         found: list[Any] = vectors.tolist()
         if body.encoding_format == "base64":
             found = [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in vectors]
-        data = [Vector(index=index, embedding=each) for index, each in enumerate(found)]
-        return Embeddings(data=data, model=model.name, usage=PoolingUsage.of(num_tokens))
+        data = [
+            {"object": "embedding", "index": index, "embedding": each}
+            for index, each in enumerate(found)
+        ]
+        usage = pooling_usage(num_tokens)
+        return {"object": "list", "data": data, "model": model.name, "usage": usage}
 
     return await call.in_worker(answer)
 

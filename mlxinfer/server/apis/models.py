@@ -1,63 +1,19 @@
 """GET /v1/models and /v1/models/{id}, in OpenAI's form, and in Anthropic's for its clients."""
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any
 from urllib.parse import parse_qsl
-
-import msgspec
 
 from ...errors import InvalidRequestError
 from ..call import Call
 from ..models import Slot
 
+Plain = dict[str, Any]
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models a page
 
 
-class ModelCard(msgspec.Struct, kw_only=True):
-    """A model of the server."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "mlxinfer"
-    max_model_len: int | None  # tokens of prompt and answer; null before its first load
-    context_length: int | None  # the same
-    capabilities: dict[str, bool] | None  # null before its first load
-    state: str  # unloaded, loading, loaded or unloading; of a broken adapter failed
-    aliases: list[str]  # other names that requests may use
-    parent: str | None = None  # of an adapter: the model that it changes
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """All models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class AnthropicModel(msgspec.Struct, kw_only=True):
-    """A model of the server."""
-
-    id: str
-    type: Literal["model"] = "model"
-    display_name: str
-    created_at: str  # RFC 3339
-    lifecycle: Literal["active"] = "active"
-    max_input_tokens: int | None  # of prompt and answer together; null before its first load
-    max_tokens: int | None
-
-
-class AnthropicModelPage(msgspec.Struct, kw_only=True):
-    """A page of models in the server's order; its ids are cursors of the pages beside it."""
-
-    data: list[AnthropicModel]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-
-
-async def list_models(call: Call) -> ModelList | AnthropicModelPage:
+async def list_models(call: Call) -> Plain:
     """All models and their adapters, loaded or not; a page of models for Anthropic's clients."""
     slots = call.service.models.slots()
     if call.header(ANTHROPIC_VERSION) is not None:
@@ -66,10 +22,10 @@ async def list_models(call: Call) -> ModelList | AnthropicModelPage:
         shown = slots if not stages or "active" in stages else []
         return _page([_anthropic_card(slot) for slot in shown], call.query)
     cards = [card for slot in slots for card in (_card(slot), *_adapter_cards(slot))]
-    return ModelList(data=cards)
+    return {"object": "list", "data": cards}
 
 
-async def show_model(call: Call) -> ModelCard | AnthropicModel:
+async def show_model(call: Call) -> Plain:
     """One model, by name or alias."""
     slot, adapter = call.service.models.resolve(call.path_params["name"])
     if call.header(ANTHROPIC_VERSION) is not None:
@@ -77,42 +33,45 @@ async def show_model(call: Call) -> ModelCard | AnthropicModel:
     return _card(slot) if adapter is None else _adapter_card(slot, adapter)
 
 
-def _adapter_cards(slot: Slot) -> list[ModelCard]:
+def _adapter_cards(slot: Slot) -> list[Plain]:
     return [_adapter_card(slot, adapter) for adapter in slot.adapters]
 
 
-def _adapter_card(slot: Slot, adapter: str) -> ModelCard:
+def _adapter_card(slot: Slot, adapter: str) -> Plain:
     card = _card(slot)
-    card.id, card.parent, card.aliases = f"{card.id}:{adapter}", card.id, [adapter]
-    if adapter in slot.adapter_failures:
-        card.state = "failed"
-    return card
+    card |= {"id": f"{card['id']}:{adapter}", "parent": card["id"], "aliases": [adapter]}
+    return {**card, "state": "failed"} if adapter in slot.adapter_failures else card
 
 
-def _card(slot: Slot) -> ModelCard:
-    return ModelCard(
-        id=slot.entry.name,
-        created=slot.entry.created_s,
-        max_model_len=slot.max_context,
-        context_length=slot.max_context,
-        capabilities=slot.capabilities,
-        state=slot.state,
-        aliases=list(slot.entry.aliases),
-    )
+def _card(slot: Slot) -> Plain:
+    """A model; its context length and capabilities are null before its first load."""
+    return {
+        "id": slot.entry.name,
+        "object": "model",
+        "created": slot.entry.created_s,
+        "owned_by": "mlxinfer",
+        "max_model_len": slot.max_context,  # tokens of prompt and answer
+        "context_length": slot.max_context,  # the same
+        "capabilities": slot.capabilities,
+        "state": slot.state,
+        "aliases": list(slot.entry.aliases),  # other names that requests may use
+        "parent": None,  # of an adapter: the model that it changes
+    }
 
 
-def _anthropic_card(slot: Slot) -> AnthropicModel:
-    created = datetime.fromtimestamp(slot.entry.created_s, UTC)
-    return AnthropicModel(
-        id=slot.entry.name,
-        display_name=slot.entry.name,
-        created_at=created.isoformat().replace("+00:00", "Z"),
-        max_input_tokens=slot.max_context,
-        max_tokens=slot.max_context,
-    )
+def _anthropic_card(slot: Slot) -> Plain:
+    return {
+        "id": slot.entry.name,
+        "type": "model",
+        "display_name": slot.entry.name,
+        "created_at": datetime.fromtimestamp(slot.entry.created_s, UTC).isoformat()[:19] + "Z",
+        "lifecycle": "active",
+        "max_input_tokens": slot.max_context,  # of prompt and answer; null before its first load
+        "max_tokens": slot.max_context,
+    }
 
 
-def _page(cards: list[AnthropicModel], query: dict[str, str]) -> AnthropicModelPage:
+def _page(cards: list[Plain], query: dict[str, str]) -> Plain:
     """The page after `after_id` or before `before_id`, of at most `limit` models.
 
     Raises:
@@ -133,16 +92,16 @@ def _page(cards: list[AnthropicModel], query: dict[str, str]) -> AnthropicModelP
     else:
         rest = cards if after is None else cards[_place(cards, after, "after_id") + 1 :]
         data = rest[:limit]
-    return AnthropicModelPage(
-        data=data,
-        has_more=len(rest) > limit,
-        first_id=data[0].id if data else None,
-        last_id=data[-1].id if data else None,
-    )
+    return {  # its ids are cursors of the pages beside it
+        "data": data,
+        "has_more": len(rest) > limit,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
 
 
-def _place(cards: list[AnthropicModel], model_id: str, param: str) -> int:
+def _place(cards: list[Plain], model_id: str, param: str) -> int:
     for index, card in enumerate(cards):
-        if card.id == model_id:
+        if card["id"] == model_id:
             return index
     raise InvalidRequestError(f"{param}: there is no model {model_id[:100]!r}.", param=param)

@@ -3,12 +3,12 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
@@ -25,7 +25,7 @@ from .chat import Effort
 from .constraint import ollama_format, read_form
 from .sampling import REFUSED, UNLIMITED, SamplingFields, sampling_params
 from .tools import Plain, begun_object, check_tools
-from .usage import TokenLogprob, logprob_of, logprobs_of
+from .usage import logprob_of, logprobs_of
 
 API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest
 LATEST = ":latest"  # a tag that clients add to names without one
@@ -183,35 +183,7 @@ def _message(turn: ChatTurn, path: str) -> Plain:
 # -- answers ------------------------------------------------------------------------------------
 
 
-class SaidMessage(msgspec.Struct, kw_only=True):
-    """A message of an answer, or a piece of it."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-    thinking: str | UnsetType = UNSET
-    tool_calls: list[Called] | UnsetType = UNSET
-
-
-class Said(msgspec.Struct, kw_only=True):
-    """An answer, or a piece of it; the last one has the counts. Durations are nanoseconds."""
-
-    model: str
-    created_at: str
-    message: SaidMessage | UnsetType = UNSET  # of chats
-    response: str | UnsetType = UNSET  # of plain texts
-    thinking: str | UnsetType = UNSET
-    logprobs: list[TokenLogprob] | UnsetType = UNSET
-    done: bool = False
-    done_reason: str | UnsetType = UNSET
-    total_duration: int | UnsetType = UNSET
-    load_duration: int | UnsetType = UNSET
-    prompt_eval_count: int | UnsetType = UNSET
-    prompt_eval_duration: int | UnsetType = UNSET
-    eval_count: int | UnsetType = UNSET
-    eval_duration: int | UnsetType = UNSET
-
-
-async def ollama_chat(call: Call, body: ChatAsk) -> Said | Events:
+async def ollama_chat(call: Call, body: ChatAsk) -> Plain | Events:
     """Answer a conversation (Ollama's API)."""
     options = body.sampling()
     if not body.messages:
@@ -219,7 +191,7 @@ async def ollama_chat(call: Call, body: ChatAsk) -> Said | Events:
     return await _answer(call, body, lambda model: read_chat(body, options, model), chats=True)
 
 
-async def ollama_generate(call: Call, body: GenerateAsk) -> Said | Events:
+async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
     """Answer or continue a text (Ollama's API)."""
     options = body.sampling()
     if not body.prompt and not body.suffix:
@@ -227,7 +199,7 @@ async def ollama_generate(call: Call, body: GenerateAsk) -> Said | Events:
     return await _answer(call, body, lambda model: read_text(body, options, model), chats=False)
 
 
-async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Said:
+async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
     """What Ollama's clients do with a request without a prompt."""
     name = slot_of(call, body.model).entry.name
     if body.unloads:
@@ -235,18 +207,17 @@ async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Said:
         await call.service.models.unload(name)
     else:
         await call.model(name)
-    said = Said(model=body.model, created_at=_now(), done=True)
-    said.done_reason = "unload" if body.unloads else "load"
-    if chats:
-        said.message = SaidMessage()
-    else:
-        said.response = ""
-    return said
+    reason = "unload" if body.unloads else "load"
+    empty = {"message": {"role": "assistant", "content": ""}} if chats else {"response": ""}
+    return {
+        **{"model": body.model, "created_at": _now(), **empty},
+        **{"done": True, "done_reason": reason},
+    }
 
 
 async def _answer(
     call: Call, body: AskFields, read: Callable[[ServedModel], Input], *, chats: bool
-) -> Said | Events:
+) -> Plain | Events:
     began_s = time.monotonic()
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
@@ -282,13 +253,11 @@ class SaidWriter:
         self._load_s, self._chats = load_s, chats
         self._pieces: list[ToolCallDelta] = []  # of the call that has begun
 
-    def whole(self, result: Result) -> Said:
+    def whole(self, result: Result) -> Plain:
         """The answer to a request without a stream."""
-        said = self._said(result.text, result.reasoning or "", list(result.tool_calls))
+        said = self._said(result.text, result.reasoning or "", result.tool_calls)
         scored = logprobs_of(self._model.tokenizer, self._answers.answers[0])
-        if scored is not None:
-            said.logprobs = scored.content or []
-        return self._ended(said, result)
+        return {**said, **({"logprobs": scored} if scored else {}), **self._ending(result)}
 
     def lines(self, step: Step) -> Iterator[bytes]:
         """The lines of a step."""
@@ -297,10 +266,9 @@ class SaidWriter:
         scored = logprob_of(self._model.tokenizer, self._answers.answers[0], step)
         if delta.text or delta.reasoning or calls or scored:
             said = self._said(delta.text, delta.reasoning, calls)
-            said.logprobs = scored or UNSET
-            yield _line(said)
+            yield _line({**said, "logprobs": scored} if scored else said)
         if result is not None:
-            yield _line(self._ended(self._said("", "", []), result))
+            yield _line({**self._said("", "", []), **self._ending(result)})
 
     def _complete_calls(self, delta: Delta) -> list[ToolCall]:
         """The calls that end with this delta: clients expect each in one piece."""
@@ -312,35 +280,36 @@ class SaidWriter:
                 self._pieces = []
         return found
 
-    def _said(self, text: str, thinking: str, calls: list[ToolCall]) -> Said:
-        said = Said(model=self._name, created_at=_now())
+    def _said(self, text: str, thinking: str, calls: Sequence[ToolCall]) -> Plain:
+        said: Plain = {"model": self._name, "created_at": _now(), "done": False}
+        thoughts = {"thinking": thinking} if thinking else {}
         if not self._chats:
-            said.response, said.thinking = text, thinking or UNSET
-            return said
-        called = [
-            Called(
-                id=each.id,
-                function=CallFunction(name=each.name, arguments=begun_object(each.arguments)),
-            )
-            for each in calls
-        ]
-        said.message = SaidMessage(
-            content=text, thinking=thinking or UNSET, tool_calls=called or UNSET
-        )
-        return said
+            return {**said, "response": text, **thoughts}
+        message: Plain = {"role": "assistant", "content": text, **thoughts}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "function": {"name": each.name, "arguments": begun_object(each.arguments)},
+                    "id": each.id,
+                }
+                for each in calls
+            ]
+        return {**said, "message": message}
 
-    def _ended(self, said: Said, result: Result) -> Said:
-        """The last piece, with counts and durations."""
-        timing = result.timing
+    def _ending(self, result: Result) -> Plain:
+        """Fields of the last piece: counts, and durations in nanoseconds."""
+        timing, load = result.timing, int(1e9 * self._load_s)
         self._call.note_usage(self._answers, str(result.finish_reason))
-        said.done, said.done_reason = True, str(result.finish_reason)
-        said.load_duration = int(1e9 * self._load_s)
-        said.prompt_eval_count = result.prompt_tokens
-        said.prompt_eval_duration = int(1e9 * timing.prefill_s)
-        said.eval_count = len(result.token_ids)
-        said.eval_duration = int(1e9 * timing.decode_s)
-        said.total_duration = int(1e9 * timing.total_s) + said.load_duration
-        return said
+        return {
+            "done": True,
+            "done_reason": str(result.finish_reason),
+            "total_duration": int(1e9 * timing.total_s) + load,
+            "load_duration": load,
+            "prompt_eval_count": result.prompt_tokens,
+            "prompt_eval_duration": int(1e9 * timing.prefill_s),
+            "eval_count": len(result.token_ids),
+            "eval_duration": int(1e9 * timing.decode_s),
+        }
 
 
 # -- vectors ------------------------------------------------------------------------------------
@@ -355,16 +324,6 @@ class EmbedAsk(RequestBody, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
 
 
-class Embedded(msgspec.Struct, kw_only=True):
-    """Vectors of length 1. Durations are nanoseconds."""
-
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int
-    load_duration: int
-    prompt_eval_count: int
-
-
 class OldEmbedAsk(RequestBody, kw_only=True):
     """One text, at the older path."""
 
@@ -372,13 +331,7 @@ class OldEmbedAsk(RequestBody, kw_only=True):
     prompt: str = ""
 
 
-class OldEmbedded(msgspec.Struct, kw_only=True):
-    """The vector of the text."""
-
-    embedding: list[float]
-
-
-async def embed_texts(call: Call, body: EmbedAsk) -> Embedded:
+async def embed_texts(call: Call, body: EmbedAsk) -> Plain:
     """The vectors of texts; without texts the model is loaded (Ollama's API)."""
     began_s = time.monotonic()
     model = await call.model(slot_of(call, body.model).entry.name)
@@ -388,21 +341,21 @@ async def embed_texts(call: Call, body: EmbedAsk) -> Embedded:
     num_tokens, vectors = await _vectors(
         call, model, texts, body.truncate is not False, body.dimensions
     )
-    return Embedded(
-        model=body.model,
-        embeddings=vectors,
-        total_duration=int((time.monotonic() - began_s) * 1e9),
-        load_duration=int((loaded_s - began_s) * 1e9),
-        prompt_eval_count=num_tokens,
-    )
+    return {
+        "model": body.model,
+        "embeddings": vectors,
+        "total_duration": int((time.monotonic() - began_s) * 1e9),
+        "load_duration": int((loaded_s - began_s) * 1e9),
+        "prompt_eval_count": num_tokens,
+    }
 
 
-async def embed_text(call: Call, body: OldEmbedAsk) -> OldEmbedded:
+async def embed_text(call: Call, body: OldEmbedAsk) -> Plain:
     """The vector of a text, as the model gives it (Ollama's API)."""
     model = await call.model(slot_of(call, body.model).entry.name)
     texts = [body.prompt] if body.prompt else []
     _, vectors = await _vectors(call, model, texts, True, None, normalize=None)
-    return OldEmbedded(embedding=vectors[0] if vectors else [])
+    return {"embedding": vectors[0] if vectors else []}
 
 
 async def _vectors(
@@ -440,42 +393,6 @@ class NamedModel(RequestBody, kw_only=True):
         return self.model or self.name or ""
 
 
-class Details(msgspec.Struct, kw_only=True):
-    """What a model is, as far as it is known."""
-
-    parent_model: str = ""
-    format: str = "safetensors"
-    family: str = ""
-    families: list[str] = []
-    parameter_size: str = ""
-    quantization_level: str = ""
-
-
-class ModelTag(msgspec.Struct, kw_only=True):
-    """A model that requests may name."""
-
-    name: str
-    model: str
-    modified_at: str
-    size: int  # bytes of weights
-    digest: str  # of the name: the files are not hashed
-    details: Details
-
-
-class RunningTag(ModelTag, kw_only=True):
-    """A loaded model."""
-
-    size_vram: int  # weights and KV cache
-    expires_at: str
-    context_length: int
-
-
-class Tags(msgspec.Struct, kw_only=True):
-    """Models."""
-
-    models: list[Any]
-
-
 def slot_of(call: Call, name: str) -> Slot:
     """The model of a name, with Ollama's tag or without; raises ModelNotFoundError."""
     models = call.service.models
@@ -483,12 +400,12 @@ def slot_of(call: Call, name: str) -> Slot:
     return models.find(plain if name not in models.names() else name)
 
 
-async def tags(call: Call) -> Tags:
+async def tags(call: Call) -> Plain:
     """The models that requests may name (Ollama's API)."""
-    return Tags(models=[_tag(slot) for slot in call.service.models.slots()])
+    return {"models": [_tag(slot) for slot in call.service.models.slots()]}
 
 
-async def running(call: Call) -> Tags:
+async def running(call: Call) -> Plain:
     """The models that are loaded (Ollama's API)."""
     models = call.service.models
     found = []
@@ -500,14 +417,14 @@ async def running(call: Call) -> Tags:
         if left_s is None:  # it stays
             expires = expires.replace(year=expires.year + 100, day=1)
         found.append(
-            RunningTag(
-                **msgspec.structs.asdict(_tag(slot)),
-                size_vram=slot.held_bytes,
-                expires_at=_written(expires),
-                context_length=slot.max_context or 0,
-            )
+            {
+                **_tag(slot),
+                "size_vram": slot.held_bytes,  # weights and KV cache
+                "expires_at": _written(expires),
+                "context_length": slot.max_context or 0,
+            }
         )
-    return Tags(models=found)
+    return {"models": found}
 
 
 async def ollama_version(call: Call) -> dict[str, str]:
@@ -515,7 +432,7 @@ async def ollama_version(call: Call) -> dict[str, str]:
     return {"version": API_VERSION}
 
 
-async def show_details(call: Call, body: NamedModel) -> dict[str, Any]:
+async def show_details(call: Call, body: NamedModel) -> Plain:
     """What a model is; loads it (Ollama's API)."""
     model = await call.model(slot_of(call, body.called).entry.name)
     slot, info = slot_of(call, body.called), model.info
@@ -536,7 +453,7 @@ async def show_details(call: Call, body: NamedModel) -> dict[str, Any]:
             **({} if dim is None else {f"{architecture}.embedding_length": dim}),
         },
         "capabilities": [name for name, key in named.items() if able[key]],
-        "modified_at": _tag(slot).modified_at,
+        "modified_at": _tag(slot)["modified_at"],
     }
 
 
@@ -576,26 +493,31 @@ async def _pulling(call: Call, name: str) -> AsyncIterator[bytes]:
     yield _line({"status": "success"})
 
 
-def _tag(slot: Slot) -> ModelTag:
+def _tag(slot: Slot) -> Plain:
     entry = slot.entry
     name = entry.name if ":" in entry.name else f"{entry.name}{LATEST}"
-    return ModelTag(
-        name=name,
-        model=name,
-        modified_at=_written(datetime.fromtimestamp(entry.created_s, UTC)),
-        size=slot.weights_bytes,
-        digest=_digest(entry.name),
-        details=_details(slot),
-    )
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _written(datetime.fromtimestamp(entry.created_s, UTC)),
+        "size": slot.weights_bytes,
+        "digest": _digest(entry.name),  # of the name: the files are not hashed
+        "details": _details(slot),
+    }
 
 
-def _details(slot: Slot) -> Details:
+def _details(slot: Slot) -> Plain:
     """What is known of a model: more once it is loaded."""
-    if slot.served is None:
-        return Details()
-    info = slot.served.info
-    family = info.architecture
-    return Details(family=family, families=[family], quantization_level=info.quantization or "")
+    info = None if slot.served is None else slot.served.info
+    family = "" if info is None else info.architecture
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": "" if info is None else info.quantization or "",
+    }
 
 
 def _digest(name: str) -> str:

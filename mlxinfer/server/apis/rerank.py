@@ -1,10 +1,10 @@
 """POST /v1/rerank and /v1/score: how well texts go together, in the forms of Jina, Cohere, vLLM."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from ...errors import InvalidRequestError
 from ...outputs import ranked
@@ -12,7 +12,7 @@ from ...session.inputs import ScoreInput
 from ..call import Call
 from ..http import RequestBody
 from ..served import ServedModel
-from .embeddings import PoolingUsage, Truncate, truncation
+from .embeddings import Truncate, pooling_usage, truncation
 
 if TYPE_CHECKING:
     pass
@@ -50,25 +50,6 @@ class RerankRequest(RequestBody, kw_only=True):
     user: str | None = None
 
 
-class RankedDocument(msgspec.Struct, kw_only=True):
-    """One document, by its place in the request."""
-
-    index: int
-    relevance_score: float
-    document: TextDocument | UnsetType = UNSET
-
-
-class Reranked(msgspec.Struct, kw_only=True):
-    """Documents, the best first."""
-
-    id: str
-    object: Literal["list"] = "list"
-    model: str
-    results: list[RankedDocument]
-    usage: PoolingUsage
-    meta: dict[str, Any]  # where Cohere's clients look for usage
-
-
 class ScoreRequest(RequestBody, kw_only=True):
     """Texts of two sides: one goes with each of the other's. Names of vLLM, older and newer."""
 
@@ -85,26 +66,7 @@ class ScoreRequest(RequestBody, kw_only=True):
     user: str | None = None
 
 
-class Score(msgspec.Struct, kw_only=True):
-    """The score of one pair."""
-
-    index: int
-    object: Literal["score"] = "score"
-    score: float
-
-
-class Scores(msgspec.Struct, kw_only=True):
-    """Scores in the order of the pairs."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Score]
-    usage: PoolingUsage
-
-
-async def rerank(call: Call, body: RerankRequest) -> Reranked:
+async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
     """Documents by how well they go with a query."""
     if body.documents is None:
         raise InvalidRequestError("documents is missing, and is required.", param="documents")
@@ -121,28 +83,29 @@ async def rerank(call: Call, body: RerankRequest) -> Reranked:
     given = ScoreInput(first=[body.query], second=texts, instruction=body.instruction, truncate=cut)
     num_tokens, scores = await call.pool(model, given)
     shows = body.return_documents is not False
-    usage = PoolingUsage.of(num_tokens)
-    return Reranked(
-        id=f"rerank-{call.id}",
-        model=model.name,
-        results=[
-            RankedDocument(
-                index=each.index,
-                relevance_score=each.score,
-                document=TextDocument(text=each.document) if shows else UNSET,
-            )
+    usage = pooling_usage(num_tokens)
+    return {
+        "id": f"rerank-{call.id}",
+        "object": "list",
+        "model": model.name,
+        "results": [
+            {
+                "index": each.index,
+                "relevance_score": each.score,
+                **({"document": {"text": each.document}} if shows else {}),
+            }
             for each in ranked(documents, scores, body.top_n or None)
         ],
-        usage=usage,
-        meta={
+        "usage": usage,
+        "meta": {  # where Cohere's clients look for usage
             "api_version": {"version": "2"},
             "billed_units": {"search_units": 1},
-            "tokens": {"input_tokens": usage.prompt_tokens},
+            "tokens": {"input_tokens": num_tokens},
         },
-    )
+    }
 
 
-async def score(call: Call, body: ScoreRequest) -> Scores:
+async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
     """The scores of pairs of texts."""
     model = await call.model(body.model)
     one, other = _sides(body)
@@ -159,13 +122,16 @@ async def score(call: Call, body: ScoreRequest) -> Scores:
             f"There are {count} pairs; expected at most {MAX_PAIRS}.", param="text_1"
         )
     num_tokens, scores = await call.pool(model, given)
-    return Scores(
-        id=f"score-{call.id}",
-        created=call.created_s,
-        model=model.name,
-        data=[Score(index=i, score=float(each)) for i, each in enumerate(scores)],
-        usage=PoolingUsage.of(num_tokens),
-    )
+    return {
+        "id": f"score-{call.id}",
+        "object": "list",
+        "created": call.created_s,
+        "model": model.name,
+        "data": [
+            {"index": i, "object": "score", "score": float(each)} for i, each in enumerate(scores)
+        ],
+        "usage": pooling_usage(num_tokens),
+    }
 
 
 def _shortened(model: ServedModel, documents: list[str], most: int) -> list[str]:

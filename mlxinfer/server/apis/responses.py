@@ -35,7 +35,7 @@ from ..http import (
 )
 from ..served import ServedModel
 from ..store import ResponseStore, StoredResponse
-from .chat import Effort, InputTokens
+from .chat import Effort
 from .constraint import read_form
 from .responses_items import InputItem, Item, OutputItems, Status, conversation
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
@@ -187,29 +187,6 @@ def truncated(messages: Sequence[Plain], count: int) -> list[Plain]:
 # -- the answer ---------------------------------------------------------------------------------
 
 
-class InputDetails(msgspec.Struct, kw_only=True):
-    """Details of the prompt's token count."""
-
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputDetails(msgspec.Struct, kw_only=True):
-    """Details of the answer's token count."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Token counts."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
 class Response(msgspec.Struct, kw_only=True):
     """The answer, and an echo of its request."""
 
@@ -243,7 +220,7 @@ class Response(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"
-    usage: ResponseUsage | None = None
+    usage: Plain | None = None
     user: str | UnsetType = UNSET
 
 
@@ -268,7 +245,7 @@ async def responses(call: Call, body: ResponsesRequest) -> Response | Events:
     return Events(writer.frames()) if body.stream else await writer.whole()
 
 
-async def input_tokens(call: Call, body: ResponsesRequest) -> InputTokens:
+async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:
     """Count the tokens of a conversation with its tools (the responses API)."""
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
@@ -276,7 +253,7 @@ async def input_tokens(call: Call, body: ResponsesRequest) -> InputTokens:
     def count() -> int:
         return len(model.generator.encode(read(body, model, messages, tools)).ids)
 
-    return InputTokens(input_tokens=await call.in_worker(count))
+    return {"object": "response.input_tokens", "input_tokens": await call.in_worker(count)}
 
 
 def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:
@@ -368,13 +345,16 @@ class ResponseWriter:
         status, counts = self._status, self._answers.usage
         self._call.note_usage(self._answers, status)
         cut_off = status == "incomplete"
-        usage = ResponseUsage(
-            input_tokens=counts.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=counts.cached_tokens),
-            output_tokens=counts.answer_tokens,
-            output_tokens_details=OutputDetails(reasoning_tokens=counts.reasoning_tokens),
-            total_tokens=counts.prompt_tokens + counts.answer_tokens,
-        )
+        usage: Plain = {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": counts.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": counts.answer_tokens,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+            "total_tokens": counts.prompt_tokens + counts.answer_tokens,
+        }
         return replace(
             self._begun,
             status=status,
@@ -453,24 +433,6 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
 # -- stored responses ---------------------------------------------------------------------------
 
 
-class DeletedResponse(msgspec.Struct, kw_only=True):
-    """A response that was deleted."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: bool = True
-
-
-class ItemList(msgspec.Struct, kw_only=True):
-    """Items of a request, newest first unless asked otherwise."""
-
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 async def show_response(call: Call) -> Response | Body:
     """A stored response."""
     if call.query.get("stream") == "true":
@@ -482,12 +444,12 @@ async def show_response(call: Call) -> Response | Body:
     return Body(chain[-1].response)
 
 
-async def delete_response(call: Call) -> DeletedResponse:
+async def delete_response(call: Call) -> Plain:
     """Forget a stored response."""
     response_id = call.path_params["id"]
     if not await call.in_worker(_store_of(call).delete, _owner(call), response_id):
         raise NotStoredError(f"There is no stored response {response_id[:100]!r}.")
-    return DeletedResponse(id=response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
 async def cancel_response(call: Call) -> Body:
@@ -499,7 +461,7 @@ async def cancel_response(call: Call) -> Body:
     )
 
 
-async def input_items(call: Call) -> ItemList:
+async def input_items(call: Call) -> Plain:
     """The items that a stored response answered, those of the responses before it included."""
     chain = await call.in_worker(_chain_of, call, call.path_params["id"])
     items = [item for stored in chain[:-1] for item in _items_of(stored)]
@@ -562,7 +524,7 @@ def _listed_items(items: Sequence[InputItem], response_id: str) -> list[dict[str
     return found
 
 
-def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> ItemList:
+def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> Plain:
     limit, order = query.get("limit", str(DEFAULT_PAGE)), query.get("order", "desc")
     if not limit.isdecimal() or len(limit) > 9 or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidRequestError(f"limit is a number from 1 to {MAX_PAGE}.", param="limit")
@@ -576,9 +538,10 @@ def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> ItemList:
             raise InvalidRequestError("after names no item of this response.", param="after")
         items = items[ids.index(after) + 1 :]
     page = items[: int(limit)]
-    return ItemList(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(items) > len(page),
-    )
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }

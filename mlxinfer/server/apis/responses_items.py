@@ -14,7 +14,6 @@ from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import named
 from .documents import shown_file, text_of_file
 from .tools import INPUT, DeclaredTool, Plain, Skipped, call_arguments, custom_input, shown_name
-from .usage import TokenLogprob
 
 HOSTED_ITEMS = frozenset(  # of tools that are skipped
     f"{tool}_{kind}"
@@ -195,7 +194,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
 
     text: str
     annotations: list[Any] = []
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[Plain] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
@@ -271,8 +270,8 @@ class OutputItems:
         self._index = -1
         self._broken = False  # the open item is a call that turned out to be text
         self._item_id = ""
-        self._scores: list[TokenLogprob] = []  # of the open message
-        self._pending: list[TokenLogprob] = []  # of tokens without text so far
+        self._scores: list[Plain] = []  # of the open message
+        self._pending: list[Plain] = []  # of tokens without text so far
 
     def frame(self, kind: str, **fields: Any) -> bytes:
         """The frame of one event, with the next sequence number."""
@@ -280,7 +279,7 @@ class OutputItems:
         self._number += 1
         return named(kind, event)
 
-    def push(self, parts: Sequence[Part], scored: Sequence[TokenLogprob] = ()) -> Iterator[bytes]:
+    def push(self, parts: Sequence[Part], scored: Sequence[Plain] = ()) -> Iterator[bytes]:
         """Add parts; yield their events.
 
         Args:

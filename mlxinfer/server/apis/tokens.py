@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
 from ...core import check_token_ids
 from ...errors import InvalidRequestError
@@ -43,15 +42,6 @@ class TokenizeRequest(RequestBody, kw_only=True):
             raise InvalidRequestError("Send either prompt or messages.", param="prompt")
 
 
-class Tokenized(msgspec.Struct, kw_only=True):
-    """Token ids, and the context length."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | UnsetType | None = UNSET
-
-
 class DetokenizeRequest(RequestBody, kw_only=True):
     """Token ids."""
 
@@ -59,29 +49,18 @@ class DetokenizeRequest(RequestBody, kw_only=True):
     tokens: Annotated[list[int], Meta(max_length=1_000_000)]
 
 
-class Detokenized(msgspec.Struct, kw_only=True):
-    """The text of token ids, control tokens included."""
-
-    prompt: str
-
-
-async def tokenize(call: Call, body: TokenizeRequest) -> Tokenized:
+async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     model = await call.model(body.model)
     allowed = call.service.config.template_kwargs
     ids = await call.in_worker(_encode, model, body, allowed)
-    strings = (
-        [model.tokenizer.id_to_piece(i) or "" for i in ids] if body.return_token_strs else None
-    )
-    return Tokenized(
-        count=len(ids),
-        max_model_len=model.max_context,
-        tokens=ids,
-        token_strs=UNSET if strings is None else strings,
-    )
+    found = {"count": len(ids), "max_model_len": model.max_context, "tokens": ids}
+    if not body.return_token_strs:
+        return found
+    return {**found, "token_strs": [model.tokenizer.id_to_piece(i) or "" for i in ids]}
 
 
-async def detokenize(call: Call, body: DetokenizeRequest) -> Detokenized:
+async def detokenize(call: Call, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids."""
     model = await call.model(body.model)
 
@@ -89,7 +68,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Detokenized:
         check_token_ids(body.tokens, model.info.vocab_size, param="tokens")
         return model.tokenizer.decode(body.tokens, skip_special_tokens=False)
 
-    return Detokenized(prompt=await call.in_worker(text))
+    return {"prompt": await call.in_worker(text)}
 
 
 async def tokenizer_info(call: Call) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -12,119 +13,58 @@ from ...session.answers import Answer, Answers, Step
 from ...text import Detokenizer, Tokenizer
 
 FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
+Plain = dict[str, Any]
 LEAST = -9999.0  # JSON has no -Infinity
 
 
-class PromptTokensDetails(msgspec.Struct, kw_only=True):
-    """Details of the prompt's token count."""
+def usage_of(answers: Answers, *, left_out: int = 0) -> Plain:
+    """The token counts so far, all choices together; a prompt with several choices counts once.
 
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    """Details of the answer's token count."""
-
-    reasoning_tokens: int
-
-
-class Usage(msgspec.Struct, kw_only=True):
-    """Token counts of one request, all choices together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails
-
-
-def usage_of(answers: Answers) -> Usage:
-    """The token counts so far; a prompt with several choices counts once."""
+    Args:
+        answers: of the request.
+        left_out: generated tokens that the client does not get.
+    """
     usage = answers.usage
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.answer_tokens,
-        total_tokens=usage.prompt_tokens + usage.answer_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=usage.reasoning_tokens),
-    )
+    completion = usage.answer_tokens - left_out
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": usage.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
 
 
-class PromptProgress(msgspec.Struct, kw_only=True):
+def progress_of(answers: Answers, step: Step) -> Plain:
     """How far the prompt of an answer is computed, in llama.cpp's names."""
-
-    total: int
-    cache: int  # tokens that were found in the cache; they are processed from the beginning
-    processed: int
-    time_ms: float
-
-
-def progress_of(answers: Answers, step: Step) -> PromptProgress:
-    """The progress that a step reports."""
     assert step.progress is not None
-    return PromptProgress(
-        total=len(answers.answers[step.index].request.prompt_ids),
-        cache=step.progress.cached,
-        processed=step.progress.computed,
-        time_ms=1e3 * step.progress.seconds,
-    )
+    return {
+        "total": len(answers.answers[step.index].request.prompt_ids),
+        "cache": step.progress.cached,  # they are processed from the beginning
+        "processed": step.progress.computed,
+        "time_ms": 1e3 * step.progress.seconds,
+    }
 
 
-class Timings(msgspec.Struct, kw_only=True):
+def timings_of(result: Result) -> Plain:
     """Where the time of one answer went, in llama.cpp's names; a rate is null if there is none."""
-
-    cache_n: int  # prompt tokens found in the cache
-    prompt_n: int  # prompt tokens computed
-    prompt_ms: float
-    prompt_per_second: float | None
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float | None
-    queued_ms: float
-
-
-def timings_of(result: Result) -> Timings:
-    """The timings of a complete answer."""
     timing = result.timing
-    return Timings(
-        cache_n=result.cached_tokens,
-        prompt_n=result.prompt_tokens - result.cached_tokens,
-        prompt_ms=1e3 * timing.prefill_s,
-        prompt_per_second=timing.prompt_tokens_per_s,
-        predicted_n=len(result.token_ids),
-        predicted_ms=1e3 * timing.decode_s,
-        predicted_per_second=timing.tokens_per_s,
-        queued_ms=1e3 * timing.queued_s,
-    )
+    return {
+        "cache_n": result.cached_tokens,
+        "prompt_n": result.prompt_tokens - result.cached_tokens,  # computed
+        "prompt_ms": 1e3 * timing.prefill_s,
+        "prompt_per_second": timing.prompt_tokens_per_s,
+        "predicted_n": len(result.token_ids),
+        "predicted_ms": 1e3 * timing.decode_s,
+        "predicted_per_second": timing.tokens_per_s,
+        "queued_ms": 1e3 * timing.queued_s,
+    }
 
 
 # -- log-probabilities: entries in chat, parallel lists in completions --------------------------
 
 
-class TopLogprob(msgspec.Struct, kw_only=True):
-    """One of the most probable tokens."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class TokenLogprob(msgspec.Struct, kw_only=True):
-    """The sampled token and the most probable ones."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-    top_logprobs: list[TopLogprob]
-
-
-class ChoiceLogprobs(msgspec.Struct, kw_only=True):
-    """One entry for each token except an end token."""
-
-    content: list[TokenLogprob] | None
-    refusal: None = None
-
-
-def logprob_of(tokenizer: Tokenizer, answer: Answer, step: Step) -> list[TokenLogprob]:
+def logprob_of(tokenizer: Tokenizer, answer: Answer, step: Step) -> list[Plain]:
     """The entry of a step's token; none: it was not asked for, or the token ends the answer."""
     ids = step.delta.token_ids
     if step.logprobs is None or not ids or _is_end(answer, ids[-1]):
@@ -132,7 +72,7 @@ def logprob_of(tokenizer: Tokenizer, answer: Answer, step: Step) -> list[TokenLo
     return [_entry(tokenizer, ids[0], step.logprobs)]
 
 
-def logprobs_of(tokenizer: Tokenizer, answer: Answer) -> ChoiceLogprobs | None:
+def logprobs_of(tokenizer: Tokenizer, answer: Answer) -> list[Plain] | None:
     """The entries of a complete answer; None: they were not asked for."""
     result = answer.result
     assert result is not None
@@ -141,7 +81,7 @@ def logprobs_of(tokenizer: Tokenizer, answer: Answer) -> ChoiceLogprobs | None:
     ids: Sequence[int] = result.token_ids
     ids = ids[:-1] if ids and _is_end(answer, ids[-1]) else ids
     pairs = zip(ids, result.logprobs, strict=False)
-    return ChoiceLogprobs(content=[_entry(tokenizer, i, found) for i, found in pairs])
+    return [_entry(tokenizer, i, found) for i, found in pairs]
 
 
 def _is_end(answer: Answer, token_id: int) -> bool:
@@ -151,19 +91,16 @@ def _is_end(answer: Answer, token_id: int) -> bool:
     return ended and token_id in answer.request.stop_ids
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, found: TokenLogprobs) -> TokenLogprob:
-    def top(token_id: int, logprob: float) -> TopLogprob:
+def _entry(tokenizer: Tokenizer, token_id: int, found: TokenLogprobs) -> Plain:
+    """The sampled token and the most probable ones."""
+
+    def scored(token_id: int, logprob: float) -> Plain:
         raw = tokenizer.token_bytes(token_id)
         text = raw.decode(errors="replace")
-        return TopLogprob(token=text, bytes=list(raw), logprob=_finite(logprob))
+        return {"token": text, "bytes": list(raw), "logprob": _finite(logprob)}
 
-    own = top(token_id, found.logprob)
-    return TokenLogprob(
-        token=own.token,
-        bytes=own.bytes,
-        logprob=own.logprob,
-        top_logprobs=[top(*pair) for pair in found.top],
-    )
+    top = [scored(*pair) for pair in found.top]
+    return {**scored(token_id, found.logprob), "top_logprobs": top}
 
 
 def _finite(logprob: float) -> float:

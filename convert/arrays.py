@@ -20,7 +20,7 @@ RAW = {"bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16)} | {
 
 
 def widen(raw: NDArray[np.generic], dtype: str) -> Floats:
-    """What lies on disk as `dtype` (bfloat16 as uint16) -> float32."""
+    """Numbers as they lie on the disk in `dtype` (bfloat16 as uint16) -> float32."""
     if dtype == "bfloat16":
         wide: NDArray[np.uint32] = raw.astype(np.uint32)
         np.left_shift(wide, 16, out=wide)

@@ -42,7 +42,7 @@ def header_of(arrays: list[PlannedArray]) -> tuple[bytes, dict[str, int]]:
 
 
 def partial_path(path: Path) -> Path:
-    """What a file is called while it is being written."""
+    """The name of a file while it is being written."""
     return path.with_name(path.name + ".partial")
 
 

@@ -45,7 +45,7 @@ def search(
 
 
 def scale_of(byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
-    """What a scale's byte stands for."""
+    """The number that a scale's byte stands for."""
     if form.mode == "nvfp4":
         return E4M3[byte]
     return np.ldexp(np.float32(1), byte.astype(np.int32) - 127)

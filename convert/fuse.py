@@ -25,7 +25,7 @@ Half = tuple[int, bool]  # gate or up, and whether their rows alternate
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter does to one matrix (outputs, inputs) of a tensor.
+    """The change that an adapter makes to one matrix (outputs, inputs) of a tensor.
 
     Attributes:
         module: that has the matrices for it.

@@ -133,7 +133,7 @@ class ConversionPlan:
         return in_pieces(arrays, split=self.split_experts)
 
     def quantization(self) -> dict[str, object] | None:
-        """What config.json says: the commonest format, and the layers that differ."""
+        """For config.json: the commonest format, and the layers that differ."""
         formats = {t.output.path: t.form for t in self.tensors if t.form is not None}
         if not formats:
             return None
@@ -187,7 +187,7 @@ def make_plan(
 
 
 def dense_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str) -> str:
-    """What is float32 becomes what the model computes in, but for a few small tensors.
+    """The dtype of a dense tensor: float32 becomes the model's dtype, but for a few small tensors.
 
     Float32 norms, as GGUF files have them, would turn all activations into float32.
     """
@@ -267,7 +267,7 @@ _OF_ONE = {"fc1": "up_proj", "fc2": "down_proj"}  # Nemotron's names of stacks, 
 
 
 def single_name(stack: str, expert: int) -> str | None:
-    """What an expert's part of a stack is called by itself; None: the name is none of a stack."""
+    """The name of an expert's part of a stack by itself; None: the name is none of a stack."""
     found = STACK.fullmatch(stack)
     if found is None:
         return None
@@ -324,7 +324,7 @@ PROBE_LENGTH, PROBES = 64, (4, 2, 1)  # tokens of a sequence for probes, sequenc
 class MemoryBudget:
     """Memory as sizes of what is held at once."""
 
-    inputs: int  # of which error feedback has second moments together; 0: no feedback
+    inputs: int  # error feedback holds the second moments of so many together; 0: no feedback
     sequences: int  # of the text for calibration
     probes: int  # sequences that are carried to the end for each unit that is measured
     block: int  # numbers that are quantised at once by a thread
@@ -340,7 +340,7 @@ class MemoryBudget:
 def make_budget(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
 ) -> MemoryBudget:
-    """What `options.max_memory` allows, or what is useful.
+    """As much as `options.max_memory` allows, or as is useful.
 
     `comparing`: the source and the output are run to compare their logits.
     """

@@ -47,7 +47,7 @@ class ErrorFeedback:
     ROWS: ClassVar = 256  # of a matrix at a time, always: results depend on no number of rows
 
     def begin(self, values: Floats) -> "Unsettled":
-        """values (R, in_dims), R <= ROWS, of which nothing is rounded yet."""
+        """values (R, in_dims), R <= ROWS; nothing is rounded yet."""
         return Unsettled(self, values)
 
 
@@ -147,7 +147,7 @@ class QuantisedRows:
 
 @dataclass(frozen=True, slots=True)
 class ErrorStats:
-    """What rounding did to some numbers; errors of several parts add up."""
+    """The errors of rounding some numbers; those of several parts add up."""
 
     squares: float = 0.0  # of the differences
     weighted: float = 0.0  # the same, each weighted with its channel's importance
@@ -246,7 +246,7 @@ class _Rounding:
         return affine.encode(values, scale, bias, self.method.form.bits)
 
     def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
-        """What codes stand for."""
+        """The numbers that codes stand for."""
         if self.method.form.mode != "affine":
             return floats.decode(codes, scales[0], self.method.form)
         scale, bias = scales

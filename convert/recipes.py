@@ -280,7 +280,7 @@ def _override(text: str, group: int) -> Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOptions:
-    """What shapes the output, and how it is checked."""
+    """How the output is made, and how it is checked."""
 
     recipe: Recipe
     target_bpw: float | None = None
@@ -332,7 +332,7 @@ class ConversionOptions:
 
 
 def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
-    """What must be the same for an interrupted conversion to go on."""
+    """The options that an interrupted conversion must go on with."""
     recipe = options.recipe
     return {
         "recipe": recipe.name,

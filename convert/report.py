@@ -138,7 +138,7 @@ def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: 
 
 
 def _front(report: ConversionReport, source: Source) -> list[str]:
-    """What the hub reads."""
+    """The lines in front of the card, which the hub reads."""
     origin = source.origin
     lines = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
     base = origin.repo or origin.base_model

@@ -214,7 +214,7 @@ class Conversion:
         return report
 
     def _notes(self, plan: ConversionPlan, journal: Journal, unloadable: str | None) -> list[str]:
-        """What the caller should know of the output."""
+        """Sentences that the caller should know about the output."""
         notes = []
         if not has_tokenizer(self.source.side_files()):
             notes.append(NO_TOKENIZER)
@@ -282,7 +282,7 @@ class Conversion:
         )
 
     def _units(self, place: Workplace, texts: Texts | None) -> list[MeasuredUnit]:
-        """What each unit costs, unless nothing needs it; an earlier run may have measured it."""
+        """The cost of each unit, where a target needs it; an earlier run may have measured it."""
         if not self.options.targeted or texts is None:
             return []
         if place.measured.exists():
@@ -304,7 +304,7 @@ class Conversion:
         return {} if limit is None else choose_formats(self.arranged, units, base, limit)
 
     def _rounding(self) -> str:
-        """What an interrupted conversion must go on with; memory decides a part of it."""
+        """How weights are rounded, which memory decides in part; a resumed run must do the same."""
         if self.options.calibration is None:
             return "nearest"
         budget = self.budget

@@ -155,7 +155,7 @@ def _spell_windows(config: dict[str, Any], model: ModelConfig) -> None:
 
 
 def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
-    """What families assume here where a config is silent: mlx-lm refuses or assumes otherwise."""
+    """Spell out what families assume here: mlx-lm refuses a silent config or assumes otherwise."""
     pairs = zip(model.ropes, model.windows, strict=True)
     ropes = [(rope, window) for rope, window in pairs if rope is not None]
     rope = next((rope for rope, window in ropes if window is None), ropes[0][0] if ropes else None)

@@ -38,7 +38,10 @@ def check_repo(repo: str) -> None:
 def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False) -> str:
     """Make the repository if need be, put the folder into it, and return its address.
 
-    What an earlier try has uploaded is not sent again. `bars`: huggingface_hub draws its progress.
+    Files that an earlier try has uploaded are not sent again.
+
+    Args:
+        bars: huggingface_hub draws its progress.
 
     Raises:
         ConversionError: the folder is not a converted model.

@@ -95,7 +95,7 @@ class Workplace:
 
     @property
     def measured(self) -> Path:
-        """What calibration found."""
+        """The measured cost of each unit."""
         return self.root / "measured.json"
 
     @property
@@ -340,7 +340,7 @@ class Journal:
                 file.truncate(len(whole))
 
     def _take(self, lines: list[dict[str, Any]]) -> None:
-        """What the lines say, the first of which is the start."""
+        """Read the lines; the first is the start."""
         if lines and "version" not in lines[0]:
             raise ValueError("the first line says nothing of a conversion")
         self.start = lines[0] if lines else {}

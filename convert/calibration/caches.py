@@ -1,4 +1,4 @@
-"""What each kind of layer needs of a cache where whole sequences of one length start at 0.
+"""Caches of each kind of layer for whole sequences of one length, which start at 0.
 
 N = sequences, L = tokens of each, H = heads; a step has N * L rows, sequence by sequence.
 """
@@ -126,7 +126,7 @@ class WholeStates:
 
     @property
     def before(self) -> "WholeStates":
-        """The states before, of which there are none."""
+        """The states before: there are none."""
         return self
 
     def read(self) -> Arrays:

@@ -63,7 +63,8 @@ def _round(
     matrix: mx.array,
 ) -> float:
     """Seconds of rounding all matrices, and of inverting the moments of their inputs."""
-    rows = np.asarray(as_numpy(matrix.reshape(-1, matrix.shape[-1])[: ErrorFeedback.ROWS]))
+    some = matrix.reshape(-1, matrix.shape[-1])[: ErrorFeedback.ROWS]
+    rows = np.asarray(as_numpy(some.astype(mx.float32)))
     form = fitting(affine(4), matrix.shape)
     if form is None:
         return 0.0

@@ -29,7 +29,7 @@ Inputs = tuple[str, ...]  # paths of matrices with the same inputs
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What is known of the inputs of one matrix, or of a stack of them."""
+    """The statistics of the inputs of one matrix, or of a stack of them."""
 
     importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
     feedbacks: Feedbacks = ()  # (): weights are rounded to the nearest
@@ -53,7 +53,7 @@ class Moments:
     """Sums over the inputs of matrices, by path; matrices that share their inputs share the sums.
 
     Args:
-        block: inputs of which x x^T is held together, a multiple of every group size; 0: squares
+        block: x x^T is held for so many inputs together, a multiple of every group size; 0: squares
             alone are summed.
     """
 
@@ -99,7 +99,7 @@ class Moments:
         return None if squares is None else normalised(squares)
 
     def statistics(self, path: str, num_experts: int) -> Statistics:
-        """What is known of a matrix, or of a stack of `num_experts` of them."""
+        """The statistics of a matrix, or of a stack of `num_experts` of them."""
         found = tuple(self._feedback(path, expert) for expert in range(num_experts))
         return Statistics(self.importance(path), found if any(found) else ())
 
@@ -141,7 +141,7 @@ class CalibrationPass:
         self._begin()
 
     def of(self, output: OutputTensor) -> Statistics:
-        """What is known of the inputs of a matrix, or of each expert of a stack.
+        """The statistics of a matrix, or of each expert of a stack.
 
         Quickest in the order of the layers, the output projection last.
         """
@@ -158,9 +158,7 @@ class CalibrationPass:
         """Write the logits of the texts that the output is compared on, unless they are there."""
         if all(path.exists() for path in self._references):
             return
-        if self._next > self._num_layers:
-            self._calibration = []
-            self._begin()
+        self._calibrated = []
         while self._next < self._num_layers:
             self._advance(watching=False)
         norm = self._streamed.final_norm()

@@ -52,7 +52,7 @@ Parameters = dict[str, tuple[mx.array, mx.array]]  # by name: changes of scales 
 
 @dataclass(frozen=True, slots=True)
 class LearnedLayer:
-    """What learning did to one layer: its error on the held-out part, before and after."""
+    """The result of learning for one layer: its error on the held-out part, before and after."""
 
     before: float  # mean square of the error over that of the output, mean over tokens
     after: float
@@ -162,7 +162,7 @@ class LearningPass:
         states: HiddenStates,
         wanted: HiddenStates,
     ) -> Parameters:
-        """What the layer learns, or what is kept of an earlier run; {}: nothing."""
+        """The changes that the layer learns, or that an earlier run has kept; {}: none."""
         path = self._file(index)
         if path.exists():
             _, arrays = _load(path)

@@ -1,4 +1,4 @@
-"""What each unit costs in each format: measured where a target size is to be met.
+"""The cost of each unit in each format: measured where a target size is to be met.
 
 Each unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a
 few short sequences with that change are carried to the end beside the plain ones: so a unit's

@@ -191,7 +191,7 @@ class StreamedModel:
         return {name: self._computed(self._arranged.whole(out)) for name, out in outputs.items()}
 
     def states(self, sequences: Sequence[Sequence[int]]) -> HiddenStates:
-        """What the first layer gets, of sequences of one length."""
+        """The inputs of the first layer for sequences of one length."""
         ids = [token for sequence in sequences for token in sequence]
         return HiddenStates.of(self.embed(ids), len(sequences[0]))
 
@@ -252,7 +252,7 @@ class StreamedModel:
         return mx.concatenate(found)
 
     def final_norm(self) -> Callable[[mx.array], mx.array]:
-        """What makes float32 inputs (T, hidden) of the output projection."""
+        """The function that makes float32 inputs (T, hidden) of the output projection."""
         norm = self._computed(self._arranged.whole(self.output(self._norm)))
         model = self._without_layers(1, {self._norm: norm})
 

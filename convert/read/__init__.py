@@ -44,7 +44,7 @@ def open_source(
 
 
 def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> Source:
-    """What is on this disk."""
+    """Open a folder or a file of this disk."""
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path
     if path.is_dir():

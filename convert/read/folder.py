@@ -99,7 +99,7 @@ def exchanged(
 
 
 def file_state(path: Path) -> str:
-    """What changes with a file's contents: also the time and place that no program can set."""
+    """A text that changes with a file's contents; no program can set its last two parts."""
     stat = path.stat()
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 

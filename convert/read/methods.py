@@ -140,7 +140,7 @@ _STACKS = {  # model_type of the language model -> what MLX calls `experts`, and
 
 
 def _experts(text: Mapping[str, Any]) -> tuple[Claim, ...]:
-    """What reads the stacks of experts of a language model."""
+    """The claims that read the stacks of experts of a language model."""
     name = str(text.get("model_type"))
     if name == "gpt_oss":
         return (GPT_OSS,)

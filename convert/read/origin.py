@@ -1,4 +1,4 @@
-"""Whence a checkpoint comes and how it may be used, as its model card or its metadata say.
+"""Where a checkpoint comes from and how it may be used, as its card or its metadata say.
 
 Of a card only a few keys in front of the text are read: what is to be passed on.
 """
@@ -17,7 +17,7 @@ _URL = re.compile(r"^https://huggingface\.co/([^/\s]+/[^/\s]+)")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a card of what is made of a checkpoint passes on; None: it is not said."""
+    """Where a checkpoint comes from; None: nothing says so. The card of a conversion repeats it."""
 
     repo: str | None = None  # of the checkpoint itself
     base_model: str | None = None  # that the checkpoint is made of
@@ -27,7 +27,7 @@ class Origin:
 
 
 def origin_of_card(text: str, repo: str | None = None) -> Origin:
-    """What a model card says, which may be no YAML at all."""
+    """The origin that a model card states; the card may be no YAML at all."""
     front = _FRONT.match(text.replace("\r\n", "\n"))
     lines = front[1] if front else ""
     keys = ("base_model", "license", "license_name", "license_link")

@@ -171,7 +171,7 @@ _TABLES = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "
 
 
 def values_of(kind: str, label: str) -> Callable[[Array], Array]:
-    """What makes values of the blocks of a format.
+    """The function that makes values of the blocks of a format.
 
     Raises:
         UnsupportedModelError: a format that is not read, or that needs the `gguf` package.

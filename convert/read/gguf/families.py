@@ -1,4 +1,4 @@
-"""What config.json says of each family, from GGUF metadata and the shapes of tensors.
+"""config.json of each family, from GGUF metadata and the shapes of tensors.
 
 Adds what llama.cpp keeps in its code instead of its files: Gemma 3's period of six layers and local
 frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.

@@ -82,7 +82,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What stands before the data."""
+    """The metadata and the tensors, which stand before the data."""
 
     metadata: dict[str, Any]  # int, float, bool, str, list[str] or a numpy array
     tensors: tuple[TensorEntry, ...]

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter changes in tensors, so that it can be undone.
+"""The changes that llama.cpp's converter makes to tensors, so that they can be undone.
 
 Rows of Q and K of the llama architecture lie in the order of its own rotary embedding, where two
 numbers that turn together are neighbours; transformers has them half a head apart. Value heads of a

@@ -167,7 +167,7 @@ _GEMMA4_TOP = {
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _TOPS = {"lfm2": _LFM2_TOP, "lfm2moe": _LFM2_TOP, "gemma4": _GEMMA4_TOP}
-# What predicts tokens further ahead lies in blocks behind the last layer.
+# Modules that predict tokens further ahead lie in blocks behind the last layer.
 _AHEAD = {
     "nextn.eh_proj": "eh_proj",
     "nextn.embed_tokens": "embed_tokens",

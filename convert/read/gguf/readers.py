@@ -64,7 +64,7 @@ class GGUFTensor:
         return self.rows(rows).reshape(-1, self.block.num_bytes)
 
     def info(self, **more: object) -> TensorInfo:
-        """What is the same for all kinds."""
+        """The description that all kinds share."""
         size = self.array.num_bytes
         return TensorInfo(self.name, self.shape, "float32", self.block.name, size, **more)  # type: ignore[arg-type]
 

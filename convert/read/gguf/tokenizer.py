@@ -101,7 +101,7 @@ _CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 
 @dataclass(frozen=True, slots=True)
 class Pretokenizer:
-    """What tokenizer.json says beside vocabulary and merges."""
+    """The parts of tokenizer.json beside vocabulary and merges."""
 
     patterns: tuple[str, ...]  # each cuts what those before it have left; (): GPT-2's own
     whole_words: bool = False  # a word that is a token needs no merges

@@ -3,10 +3,12 @@
 R = rows, V = vocabulary.
 """
 
+from functools import lru_cache
+
 import mlx.core as mx
 import numpy as np
 
-from .launch import MetalKernel
+from .launch import MAX_LAUNCHES, Launch, MetalKernel
 from .variants import Case, Kind, Variant, dtype_name
 
 WORD_BITS = 32
@@ -35,17 +37,22 @@ def bitmask(logits: mx.array, mask: mx.array) -> mx.array:
     Returns:
         (R, V), dtype of logits.
     """
-    num_rows, vocab_size = logits.shape
     check_mask(logits, mask)
-    (masked,) = KERNEL(
-        [logits, mask],
-        template=[("T", logits.dtype)],
+    (masked,) = _launch(logits.shape, logits.dtype)([logits, mask])
+    return masked
+
+
+@lru_cache(MAX_LAUNCHES)
+def _launch(shape: tuple[int, int], dtype: mx.Dtype) -> Launch:
+    num_rows, vocab_size = shape
+    return Launch(
+        KERNEL,
+        template=[("T", dtype)],
         grid=(vocab_size, num_rows, 1),
         threadgroup=(min(THREADS, vocab_size), 1, 1),
-        output_shapes=[logits.shape],
-        output_dtypes=[logits.dtype],
+        output_shapes=[shape],
+        output_dtypes=[dtype],
     )
-    return masked
 
 
 def bitmask_twin(logits: mx.array, mask: mx.array) -> mx.array:

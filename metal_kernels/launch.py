@@ -55,20 +55,6 @@ class MetalKernel:
         names = *self.includes, f"{self.name}.metal"
         return "\n".join(f'#line 1 "{name}"\n{source(name)}' for name in names)
 
-    def __call__(
-        self,
-        inputs: Sequence[mx.array],
-        *,
-        template: Sequence[tuple[str, TemplateValue]],
-        grid: Size,
-        threadgroup: Size,
-        output_shapes: Sequence[tuple[int, ...]],
-        output_dtypes: Sequence[mx.Dtype],
-    ) -> list[mx.array]:
-        """One dispatch, as `Launch` says."""
-        launch = Launch(self, template, grid, threadgroup, output_shapes, output_dtypes)
-        return launch(inputs)
-
 
 @dataclass(slots=True)
 class Launch:

@@ -11,14 +11,14 @@ never drawn. Kernel and twin can differ only where their exponentials do, in the
 a mass lies within some 1e-6 of a cut or of the drawn share.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from .bitmask import LARGE_VOCAB, SMALL_VOCAB, allowed, bitmask_variant, random_logits, random_mask
-from .launch import MIN_NUMBERS, MetalKernel
+from .launch import MAX_LAUNCHES, MIN_NUMBERS, Launch, MetalKernel
 from .variants import ANY_ROWS, DTYPES, Case, KernelUse, Kind, ReadyFor, Variant, dtype_name, never
 
 THREADS = 512
@@ -87,16 +87,20 @@ def sample(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -
     Returns:
         (R,) int32. 0 where a row has no finite logit.
     """
-    num_rows, vocab_size = _checked(logits, settings, mask), logits.shape[1]
-    (tokens,) = KERNEL(
-        [
-            logits,
-            settings,
-            settings if mask is None else mask,
-        ],  # without a mask the kernel does not read the third input
+    _check(logits, settings, mask)
+    launch = _launch(*logits.shape, logits.dtype, mask is not None)
+    # Without a mask the kernel does not read the third input.
+    (tokens,) = launch([logits, settings, settings if mask is None else mask])
+    return tokens
+
+
+@lru_cache(MAX_LAUNCHES)
+def _launch(num_rows: int, vocab_size: int, dtype: mx.Dtype, masked: bool) -> Launch:
+    return Launch(
+        KERNEL,
         template=[
-            ("T", logits.dtype),
-            ("MASKED", mask is not None),
+            ("T", dtype),
+            ("MASKED", masked),
             ("WIDE", 4 if vocab_size % 4 == 0 and vocab_size * num_rows >= MIN_NUMBERS else 1),
         ],
         grid=(THREADS * num_rows, 1, 1),
@@ -104,12 +108,11 @@ def sample(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -
         output_shapes=[(num_rows,)],
         output_dtypes=[mx.int32],
     )
-    return tokens
 
 
 def sample_twin(logits: mx.array, settings: mx.array, mask: mx.array | None = None) -> mx.array:
     """The same in plain MLX, with a sort of every row."""
-    _checked(logits, settings, mask)
+    _check(logits, settings, mask)
     top_k = settings[:, 1:2]  # (R, 1)
     temperature, top_p, min_p = (settings[:, i : i + 1].view(mx.float32) for i in (0, 2, 3))
     streams, counts = mx.contiguous(settings[:, 4:6]).view(mx.uint64), settings[:, 6:7]
@@ -176,12 +179,11 @@ def _share(total: mx.array, numerator: mx.array, bits: int) -> mx.array:
     return (total >> bits) * numerator + ((low * numerator) >> bits)
 
 
-def _checked(logits: mx.array, settings: mx.array, mask: mx.array | None) -> int:
+def _check(logits: mx.array, settings: mx.array, mask: mx.array | None) -> None:
     num_rows, vocab_size = logits.shape
     assert vocab_size <= MAX_VOCAB, vocab_size
     assert (settings.shape, settings.dtype) == ((num_rows, NUM_WORDS), mx.uint32)
     assert mask is None or (mask.shape[0], mask.dtype) == (num_rows, mx.uint32)
-    return int(num_rows)
 
 
 # -- uses and self-checks -----------------------------------------------------------------------

@@ -200,8 +200,8 @@ class RequestBuilder:
                 "have.",
                 param="suffix",
             )
-        for text in (prefix, suffix, *(text for _, text in files)):
-            self._check_text(text, max_context=max_context, place=given.place)
+        texts = [prefix, suffix, *(text for _, text in files)]
+        self._check_text(*texts, max_context=max_context, place=given.place)
         before = [i for name, text in files for i in self._file_ids(name, text)]
         ids = tokens.prompt_ids(self.tokenizer, prefix, suffix, before=before)
         return EncodedPrompt(ids, prefix, reasons=given.reasons, end_ids=tokens.end_ids)

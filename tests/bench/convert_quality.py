@@ -144,11 +144,7 @@ def _convert_ours(
         calibration=read_text(None) if calibrated else None,
         target_bpw=target_bpw,
     )
-    source = open_source(model)
-    try:
-        Conversion(source, out, options).run()
-    finally:
-        source.close()
+    Conversion(open_source(model), out, options).run()
 
 
 def _quality(folder: Path, chunks: list[list[int]], reference: list[Floats]) -> dict[str, float]:

@@ -275,8 +275,6 @@ class DiskMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for number in range(len(ENTRIES)):
             self.check_get(self.store, number)
-        self.store.clear()
-        assert not [path for path in self.disk.files if path.endswith(".kv")]
 
 
 TestDiskStore = DiskMachine.TestCase

@@ -227,7 +227,7 @@ def test_the_longest_unused_goes_first_from_its_end() -> None:
 def test_low_priority_goes_first_and_pins_never() -> None:
     tree = make_tree(None)
     put(tree, [1] * 8)
-    pinned = tree.pin("", [1] * 8)
+    pinned = tree.lock(tree.probe("", [1] * 8, limit=8))
     put(tree, [2] * 8, priority=1)
     put(tree, [3] * 8)
     tree.evict(0, 2)

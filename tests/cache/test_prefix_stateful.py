@@ -415,7 +415,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(namespace=namespaces, token_ids=few_prompts)
     def pin(self, namespace: str, token_ids: list[int]) -> None:
         match = self.tree.probe(namespace, token_ids, limit=len(token_ids))
-        lease = self.tree.pin(namespace, token_ids)
+        lease = self.tree.lock(self.tree.probe(namespace, token_ids, limit=len(token_ids)))
         nodes = [*match.nodes, match.cut] if match.cut else match.nodes
         paths = [(namespace, tuple(StoredPage(node).token_ids())) for node in nodes]
         self.pins.append((lease, paths))

@@ -183,16 +183,6 @@ class DiskStore:
                 self._files.sync_folder(self.folder)
                 self._unsynced = False
 
-    def clear(self) -> None:
-        """Remove the entries of all namespaces."""
-        self._scan()
-        with self._lock:
-            paths = list(self._sizes)
-        for path in paths:
-            with self._errors_counted():
-                self._remove(path)
-                self._forget(path)
-
     def _write(self, path: str, parts: Sequence[bytes | memoryview]) -> None:
         self._files.make_folder(self.folder)
         temp = f"{path.removesuffix('.kv')}.{secrets.token_hex(8)}.tmp"
@@ -372,11 +362,6 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """Entries on disk, and counts."""
         return self._store.stats()
-
-    def clear(self) -> None:
-        """Remove everything under the root."""
-        self.flush()
-        self._store.clear()
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was put is on the disk; whether it is."""

@@ -154,10 +154,6 @@ class PrefixTree:
         else:
             self.counters.misses += 1
 
-    def pin(self, namespace: Hashable, token_ids: Sequence[int]) -> Lease:
-        """Keep what the tree has of a prefix, its windows' last pages included, until `unlock`."""
-        return self._store.take(self.probe(namespace, token_ids, limit=len(token_ids)), 0)
-
     def hold_path(self, point: RestorePoint) -> Lease:
         """Keep all whole pages that agreed with a prompt, with every page of their windows."""
         whole = replace(

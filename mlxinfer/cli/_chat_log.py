@@ -3,8 +3,6 @@
 import os
 from typing import Any
 
-import click
-
 from ..errors import HistoryError, InvalidRequestError, MlxinferError
 from ..history import (
     Conversation,
@@ -35,17 +33,6 @@ def open_history() -> History:
 def owner() -> str:
     """The owner of the conversations of this user: of MLXINFER_API_KEY, as at the server."""
     return owner_of_key(os.environ.get(API_KEY))
-
-
-continue_option = click.option(
-    "-c",
-    "--continue",
-    "continued",
-    metavar="[ID]",
-    is_flag=False,
-    flag_value="last",
-    help="Go on with the last conversation, or the one whose id begins with ID.",
-)
 
 
 def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":

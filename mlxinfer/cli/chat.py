@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from ..errors import ContextLengthError
 from ..outputs import Delta
-from ._chat_log import continue_option, open_log
+from ._chat_log import open_log
 from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
 from ._commands import FAILED, report
 from ._model import ADAPTER, open_llm, with_adapter
@@ -43,7 +43,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="Show the model's thoughts, dim.",
 )
-@continue_option
+@click.option(
+    "-c",
+    "--continue",
+    "continued",
+    metavar="[ID]",
+    is_flag=False,
+    flag_value="last",
+    help="Go on with the last conversation, or the one whose id begins with ID.",
+)
 @click.option(
     "--history/--no-history",
     default=True,

@@ -10,7 +10,7 @@ import click
 from ..core import FinishReason, SamplingParams
 from ..outputs import Delta, Result
 from ._asking import attached, piped_text, read_schema, read_stdin, thinking
-from ._chat_log import ChatLog, continue_option, open_log
+from ._chat_log import ChatLog, open_log
 from ._model import ADAPTER, has_chat_template, open_llm, with_adapter
 from ._options import (
     adapter_option,
@@ -51,7 +51,9 @@ from ._ranks import follow_if_asked
     default=None,
     help="Write the model's thoughts; in a pipe they go to stderr.  [default: on a terminal]",
 )
-@continue_option
+@click.option(
+    "-c", "--continue", "continued", flag_value="last", help="Go on with the last conversation."
+)
 @click.option("--raw", is_flag=True, help="Continue the text of PROMPT, without a chat template.")
 @adapter_option
 @engine_options()

@@ -100,6 +100,15 @@ def test_chat_goes_on_with_the_newest_conversation_and_keeps_both(
     assert branch[-1].content
 
 
+def test_run_goes_on_with_the_newest_conversation(
+    fake: FakeLLM, outcome: Any, stored: History
+) -> None:
+    assert outcome("run", "-c", "And an okapi?").code == 0
+    sent: Any = fake.asked[-1][0]
+    assert [m["content"] for m in sent][2:] == ["A striped animal.", "And an okapi?"]
+    assert stored.branch("", TALK)[-1].role == "assistant"
+
+
 def test_no_history_goes_on_without_keeping(
     fake: FakeLLM, outcome: Any, stored: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
-
-import msgspec
+from typing import Any, Literal
 
 from .errors import MethodError, NoSuchPathError
 
@@ -23,8 +21,8 @@ class Route:
         method, path: "POST", "/v1/chat/completions"; `{name}` in the path is a parameter, found in
             `Call.path_params`; `{name:path}` may hold slashes.
         handler: gets the Call and, if it has a second argument, the body as that argument's type.
-            It returns a struct or plain data, which is sent as JSON, or a Body, or Events. The
-            first line of its docstring describes it.
+            It returns plain data, which is sent as JSON, or a Body, or Events. The first line of
+            its docstring describes it.
         access: "anyone": no key is needed, so the path shows nothing private. "key": a key of the
             server, where it has keys. "admin": a key that administers the server; for models,
             adapters and everything that other keys see.
@@ -40,13 +38,6 @@ class Route:
         """The struct of the request's body; None: no body is read."""
         parameters = list(inspect.signature(self.handler).parameters.values())
         return parameters[1].annotation if len(parameters) > 1 else None
-
-    @property
-    def answers(self) -> list[type]:
-        """The structs of JSON answers, for the documentation; none: any JSON."""
-        declared = inspect.signature(self.handler).return_annotation
-        kinds = get_args(declared) or (declared,)
-        return [k for k in kinds if isinstance(k, type) and issubclass(k, msgspec.Struct)]
 
     @property
     def summary(self) -> str:

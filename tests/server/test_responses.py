@@ -14,7 +14,7 @@ from scripted import ScriptedServer
 from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta
-from mlxinfer.server.apis.responses_items import MessageItem, OutputItems
+from mlxinfer.server.apis.responses_items import OutputItems
 
 TOOLS: Any = [
     {
@@ -319,5 +319,5 @@ def test_tokens_of_reasoning_and_calls_have_no_log_probabilities() -> None:
     for parts, count in steps:
         assert all(items.push(parts, [score] * count))
     assert all(items.close("completed"))
-    texts = [item for item in items.done if isinstance(item, MessageItem)]
-    assert [len(item.content[0].logprobs) for item in texts] == [3]
+    texts = [item for item in items.done if item["type"] == "message"]
+    assert [len(item["content"][0]["logprobs"]) for item in texts] == [3]

@@ -419,8 +419,6 @@ def test_items_of_responses() -> None:
     frames += items.close("completed")
     events = [json.loads(frame.decode().split("data: ")[1]) for frame in frames]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [item.__class__.__name__ for item in items.done] == [
-        *("ReasoningItem", "MessageItem", "CallItem")
-    ]
+    assert [item["type"] for item in items.done] == ["reasoning", "message", "function_call"]
     (done,) = [e for e in events if e["type"] == "response.function_call_arguments.done"]
     assert (done["name"], done["arguments"]) == ("now", '{"a":1}')

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
-from msgspec.structs import replace
+from msgspec import Meta
 
 from ...core import MAX_LOGPROBS, FinishReason, SamplingParams
 from ...errors import (
@@ -37,7 +36,7 @@ from ..served import ServedModel
 from ..store import ResponseStore, StoredResponse
 from .chat import Effort
 from .constraint import read_form
-from .responses_items import InputItem, Item, OutputItems, Status, conversation
+from .responses_items import InputItem, OutputItems, Status, conversation
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
 from .tools import DeclaredTools, Plain, check_tools, read_tools
 from .usage import logprob_of
@@ -46,6 +45,7 @@ LOGPROBS = "message.output_text.logprobs"  # of `include`
 WRAPPED = "reasoning.encrypted_content"  # the same
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
+_SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty")  # that are echoed
 _TEXT_TYPES = {"assistant": "output_text"}  # of a part, by role
 log = logging.getLogger("mlxinfer.server")
 
@@ -187,43 +187,6 @@ def truncated(messages: Sequence[Plain], count: int) -> list[Plain]:
 # -- the answer ---------------------------------------------------------------------------------
 
 
-class Response(msgspec.Struct, kw_only=True):
-    """The answer, and an echo of its request."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
-    background: bool = False
-    error: dict[str, Any] | None = None
-    incomplete_details: dict[str, Any] | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[Item] = []
-    frequency_penalty: float
-    presence_penalty: float
-    top_logprobs: int = 0
-    max_tool_calls: int | None = None
-    parallel_tool_calls: bool
-    previous_response_id: str | None = None
-    prompt_cache_key: str | None
-    safety_identifier: str | None
-    service_tier: Literal["default"] = "default"
-    reasoning: dict[str, Any]
-    store: bool = False
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_p: float
-    truncation: Literal["auto", "disabled"] = "disabled"
-    usage: Plain | None = None
-    user: str | UnsetType = UNSET
-
-
 def _error_event(error: MlxinferError) -> bytes:
     shown = openai_error(error)["error"]
     kept = {key: shown[key] for key in ("code", "message", "param")}
@@ -233,7 +196,7 @@ def _error_event(error: MlxinferError) -> bytes:
 RESPONSES = ErrorForm(body=lambda error: encode(openai_error(error)), event=_error_event)
 
 
-async def responses(call: Call, body: ResponsesRequest) -> Response | Events:
+async def responses(call: Call, body: ResponsesRequest) -> Plain | Events:
     """Answer a conversation (the responses API)."""
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
@@ -302,12 +265,12 @@ class ResponseWriter:
         model: ServedModel,
         answers: Answers,
         items: OutputItems,
-        begun: Response,
+        begun: Plain,
     ) -> None:
         self._call, self._body, self._model, self._answers = call, body, model, answers
         self._items, self._begun = items, begun
 
-    async def whole(self) -> Response:
+    async def whole(self) -> Plain:
         """The complete answer."""
         async for steps in self._answers:
             for step in steps:
@@ -326,7 +289,7 @@ class ResponseWriter:
                 yield frames
             last = b"".join(self._items.close(self._status))
             ended = await self._stored(self._ended())
-            yield last + self._items.frame(f"response.{ended.status}", response=ended)
+            yield last + self._items.frame(f"response.{ended['status']}", response=ended)
         except MlxinferError as error:  # as an event of this API
             yield self._failed(error)
 
@@ -341,7 +304,7 @@ class ResponseWriter:
         assert result is not None
         return "incomplete" if result.finish_reason is FinishReason.LENGTH else "completed"
 
-    def _ended(self) -> Response:
+    def _ended(self) -> Plain:
         status, counts = self._status, self._answers.usage
         self._call.note_usage(self._answers, status)
         cut_off = status == "incomplete"
@@ -355,31 +318,31 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
             "total_tokens": counts.prompt_tokens + counts.answer_tokens,
         }
-        return replace(
-            self._begun,
-            status=status,
-            completed_at=None if cut_off else int(time.time()),
-            incomplete_details={"reason": "max_output_tokens"} if cut_off else None,
-            output=self._items.done,
-            usage=usage,
-        )
+        return {
+            **self._begun,
+            "status": status,
+            "completed_at": None if cut_off else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+            "output": self._items.done,
+            "usage": usage,
+        }
 
-    async def _stored(self, ended: Response) -> Response:
+    async def _stored(self, ended: Plain) -> Plain:
         """The same response, after it was stored; one that the disk refuses says that it is not."""
         store = self._call.service.store
-        if store is None or not ended.store:
+        if store is None or not ended["store"]:
             return ended
         stored = StoredResponse(
-            id=ended.id,
-            previous=ended.previous_response_id,
-            input=encode(_listed_items(self._body.items, ended.id)),
+            id=ended["id"],
+            previous=ended["previous_response_id"],
+            input=encode(_listed_items(self._body.items, ended["id"])),
             response=encode(ended),
         )
         try:
             await self._call.in_worker(store.put, _owner(self._call), stored)
         except (StoreError, OverloadedError) as error:  # the answer is not lost
             log.error("response not stored", exc_info=error)
-            return replace(ended, store=False)
+            return {**ended, "store": False}
         return ended
 
     def _failed(self, error: MlxinferError) -> bytes:
@@ -388,39 +351,43 @@ class ResponseWriter:
         if shown is not error:
             log.error("stream failed", exc_info=error, extra={"request_id": self._call.request_id})
         shown_error = {"code": "server_error", "message": str(shown)}
-        failed = replace(self._begun, status="failed", error=shown_error, output=self._items.done)
-        return self._items.frame("response.failed", response=failed)
+        done = {"status": "failed", "error": shown_error, "output": self._items.done}
+        return self._items.frame("response.failed", response={**self._begun, **done})
 
 
-def _begun(
-    call: Call, body: ResponsesRequest, model: ServedModel, params: SamplingParams
-) -> Response:
-    """The Response before its first token: mostly an echo of the request."""
-    return Response(
-        id=f"resp_{call.id}",
-        created_at=call.created_s,
-        frequency_penalty=params.frequency_penalty,
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        max_tool_calls=body.max_tool_calls,
-        metadata=body.metadata or {},
-        model=model.name,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        presence_penalty=params.presence_penalty,
-        previous_response_id=body.previous_response_id,
-        prompt_cache_key=body.prompt_cache_key,
-        reasoning={"effort": body.reasoning_effort, "summary": None},
-        safety_identifier=body.safety_identifier,
-        store=call.service.store is not None and body.store is not False,
-        temperature=params.temperature,
-        text={"format": body.form or {"type": "text"}},
-        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
-        tools=[_echoed(tool) for tool in body.tools or ()],
-        truncation=body.truncation or "disabled",
-        top_logprobs=body.top_logprobs or 0,
-        top_p=params.top_p,
-        user=UNSET if body.user is None else body.user,
-    )
+def _begun(call: Call, body: ResponsesRequest, model: ServedModel, params: SamplingParams) -> Plain:
+    """The response before its first token: mostly an echo of the request."""
+    return {
+        "id": f"resp_{call.id}",
+        "object": "response",
+        "created_at": call.created_s,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": model.name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        **{name: getattr(params, name) for name in _SAMPLING},
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning_effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": call.service.store is not None and body.store is not False,
+        "text": {"format": body.form or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [_echoed(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        **({} if body.user is None else {"user": body.user}),
+    }
 
 
 def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
@@ -433,7 +400,7 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
 # -- stored responses ---------------------------------------------------------------------------
 
 
-async def show_response(call: Call) -> Response | Body:
+async def show_response(call: Call) -> Body:
     """A stored response."""
     if call.query.get("stream") == "true":
         raise UnsupportedFieldError(

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
@@ -189,63 +187,6 @@ def _part(part: InputPart, path: str) -> str:
 # -- an answer's items --------------------------------------------------------------------------
 
 
-class OutputText(msgspec.Struct, kw_only=True, tag="output_text"):
-    """Visible text."""
-
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Plain] = []
-
-
-class ReasoningText(msgspec.Struct, kw_only=True, tag="reasoning_text"):
-    """Reasoning of the model."""
-
-    text: str
-
-
-class MessageItem(msgspec.Struct, kw_only=True, tag="message"):
-    """Visible text as an item."""
-
-    id: str
-    status: Status
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
-
-
-class ReasoningItem(msgspec.Struct, kw_only=True, tag="reasoning"):
-    """Reasoning as an item."""
-
-    id: str
-    status: Status
-    summary: list[Any] = []
-    content: list[ReasoningText]
-    encrypted_content: str | UnsetType = UNSET
-
-
-class CallItem(msgspec.Struct, kw_only=True, tag="function_call"):
-    """A call as an item."""
-
-    id: str
-    status: Status
-    call_id: str
-    name: str
-    arguments: str
-    namespace: str | UnsetType = UNSET
-
-
-class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
-    """A call of a custom tool as an item; its input is plain text."""
-
-    id: str
-    call_id: str
-    name: str
-    input: str
-    namespace: str | UnsetType = UNSET
-
-
-Item = MessageItem | ReasoningItem | CallItem | CustomCallItem
-
-
 class OutputItems:
     """The items of one answer as they grow, one open at a time.
 
@@ -260,16 +201,16 @@ class OutputItems:
     """
 
     def __init__(self, answer_id: str, *, wrap: bool, declared: Mapping[str, DeclaredTool]) -> None:
-        self.done: list[Item] = []
+        self.done: list[Plain] = []
         self._answer_id = answer_id
         self._wrap = wrap
         self._declared = declared
         self._number = 0  # of the next event
-        self._open: Item | None = None
+        self._open: Plain | None = None
         self._texts: list[str] = []
         self._index = -1
         self._broken = False  # the open item is a call that turned out to be text
-        self._item_id = ""
+        self._item_id: str = ""
         self._scores: list[Plain] = []  # of the open message
         self._pending: list[Plain] = []  # of tokens without text so far
 
@@ -288,7 +229,7 @@ class OutputItems:
                 comes next; tokens of reasoning, of calls and of marks are left out.
         """
         self._pending += scored
-        if not parts and isinstance(self._open, ReasoningItem):
+        if not parts and self._is_open("reasoning"):
             self._pending.clear()
         for part in parts:
             if isinstance(part, TextPart):
@@ -307,83 +248,86 @@ class OutputItems:
             return
         self._open = None
         whole = "".join(self._texts)
-        if isinstance(item, CustomCallItem):
-            item = replace(item, input=custom_input(whole))
-            if item.input:
-                yield self._event("custom_tool_call_input.delta", delta=item.input)
-            yield self._event("custom_tool_call_input.done", input=item.input)
-        elif isinstance(item, CallItem):
-            item = replace(item, arguments=whole, status=status)
-            yield self._event("function_call_arguments.done", name=item.name, arguments=whole)
-        elif isinstance(item, MessageItem):
-            self._scores += self._pending
-            self._pending = []
-            text = OutputText(text=whole, logprobs=self._scores)
-            item = replace(item, content=[text], status=status)
-            yield self._event(
-                "output_text.done", content_index=0, text=whole, logprobs=self._scores
-            )
-            yield self._event("content_part.done", content_index=0, part=text)
+        if item["type"] == "custom_tool_call":
+            item["input"] = custom_input(whole)
+            if item["input"]:
+                yield self._event("custom_tool_call_input.delta", delta=item["input"])
+            yield self._event("custom_tool_call_input.done", input=item["input"])
+        elif item["type"] == "function_call":
+            item |= {"arguments": whole, "status": status}
+            yield self._event("function_call_arguments.done", name=item["name"], arguments=whole)
         else:
-            thought = ReasoningText(text=whole)
-            item = replace(item, content=[thought], status=status)
-            if self._wrap:
-                item.encrypted_content = base64.b64encode(whole.encode()).decode()
-            yield self._event("reasoning_text.done", content_index=0, text=whole)
-            yield self._event("content_part.done", content_index=0, part=thought)
+            yield from self._close_text(item, whole, status)
         yield self.frame("response.output_item.done", output_index=self._index, item=item)
         if self._broken:
             self._broken = False
         else:
             self.done.append(item)
 
+    def _close_text(self, item: Plain, whole: str, status: Status) -> Iterator[bytes]:
+        """End the text of a message or of reasoning."""
+        kind, rest = "reasoning_text", {}
+        if item["type"] == "message":
+            self._scores += self._pending
+            self._pending = []
+            kind, rest = "output_text", {"logprobs": self._scores}
+        elif self._wrap:
+            item["encrypted_content"] = base64.b64encode(whole.encode()).decode()
+        content = _content(kind, whole) | rest
+        item |= {"content": [content], "status": status}
+        yield self._event(f"{kind}.done", content_index=0, text=whole, **rest)
+        yield self._event("content_part.done", content_index=0, part=content)
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
     def _text(self, text: str) -> Iterator[bytes]:
-        if not isinstance(self._open, MessageItem):
-            empty = MessageItem(id=self._make_id("msg"), status="in_progress", content=[])
-            yield from self._begin(empty, OutputText(text=""))
+        if not self._is_open("message"):
+            empty = {"role": "assistant", "status": "in_progress", "content": []}
+            yield from self._begin("message", "msg", empty, _content("output_text", ""))
         self._texts.append(text)
         scores, self._pending = self._pending, []
         self._scores += scores
         yield self._event("output_text.delta", content_index=0, delta=text, logprobs=scores)
 
     def _reasoning(self, text: str) -> Iterator[bytes]:
-        if not isinstance(self._open, ReasoningItem):
-            empty = ReasoningItem(id=self._make_id("rs"), status="in_progress", content=[])
-            yield from self._begin(empty, ReasoningText(text=""))
+        if not self._is_open("reasoning"):
+            empty: Plain = {"status": "in_progress", "summary": [], "content": []}
+            yield from self._begin("reasoning", "rs", empty, _content("reasoning_text", ""))
         self._texts.append(text)
         yield self._event("reasoning_text.delta", content_index=0, delta=text)
 
     def _call(self, piece: ToolCallDelta) -> Iterator[bytes]:
         if piece.id is not None and piece.name is not None:
-            yield from self._begin(self._call_item(piece.id, piece.name))
+            yield from self._begin_call(piece.id, piece.name)
         if piece.arguments:
             self._texts.append(piece.arguments)
-            if isinstance(self._open, CallItem):  # a custom tool's input is known at the end
+            if self._is_open("function_call"):  # a custom tool's input is known at the end
                 yield self._event("function_call_arguments.delta", delta=piece.arguments)
         if piece.status is not CallStatus.OPEN:
             self._broken = piece.status is CallStatus.BROKEN
             yield from self.close("completed" if piece.status is CallStatus.DONE else "incomplete")
 
-    def _make_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._answer_id}_{self._index + 2}"
-
-    def _call_item(self, call_id: str, name: str) -> CallItem | CustomCallItem:
-        """An item without arguments, under the names that the client has declared."""
+    def _begin_call(self, call_id: str, name: str) -> Iterator[bytes]:
+        """Begin an item without arguments, under the names that the client has declared."""
         tool = self._declared.get(name, DeclaredTool(name))
-        names: dict[str, Any] = {"call_id": call_id, "name": tool.name}
-        names["namespace"] = tool.namespace or UNSET
+        names: Plain = {"call_id": call_id, "name": tool.name}
+        if tool.namespace:
+            names["namespace"] = tool.namespace
         if tool.custom:
-            return CustomCallItem(id=self._make_id("ctc"), input="", **names)
-        return CallItem(id=self._make_id("fc"), status="in_progress", arguments="", **names)
+            return self._begin("custom_tool_call", "ctc", {"input": "", **names})
+        empty = {"status": "in_progress", "arguments": "", **names}
+        return self._begin("function_call", "fc", empty)
 
     def _begin(
-        self, item: Item, content: OutputText | ReasoningText | None = None
+        self, kind: str, prefix: str, fields: Plain, content: Plain | None = None
     ) -> Iterator[bytes]:
         yield from self.close("completed")
-        self._open, self._texts, self._item_id = item, [], item.id
-        self._scores = []
         self._index += 1
-        yield self.frame("response.output_item.added", output_index=self._index, item=item)
+        self._item_id = f"{prefix}_{self._answer_id}_{self._index + 1}"
+        self._open, self._texts = {"type": kind, "id": self._item_id, **fields}, []
+        self._scores = []
+        yield self.frame("response.output_item.added", output_index=self._index, item=self._open)
         if content is not None:
             yield self._event("content_part.added", content_index=0, part=content)
 
@@ -391,3 +335,9 @@ class OutputItems:
         """An event of the item that was opened last."""
         place = {"output_index": self._index, "item_id": self._item_id}
         return self.frame(f"response.{kind}", **place, **fields)
+
+
+def _content(kind: str, text: str) -> Plain:
+    """A text of a message or of reasoning."""
+    rest: Plain = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **rest}

@@ -17,13 +17,13 @@ MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are pr
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request in the engine: its tokens, and what it holds of the KV cache.
+    """One request in the engine: its tokens, and the part of the KV cache that it holds.
 
     Positions count from 0 over prompt and answer.
 
-    `num_computed` runs ahead of `token_ids`: a launched step counts as computed, and the tokens
-    that it samples are counted in `num_pending` until they are read. Of a step that verifies
-    proposals only the first token counts as computed; the others do as they are accepted.
+    `num_computed` runs ahead of `token_ids`: a launched step counts as computed. The tokens that it
+    samples are counted in `num_pending` until they are read. In a step that verifies proposals only
+    the first token counts as computed at launch; a proposal counts when it is accepted.
     """
 
     request: Request

@@ -1,8 +1,8 @@
 """The KV cache that each sequence holds: pages, tails, leases on the prefix tree. Pure Python.
 
 Whole pages of a prompt go to the tree as they are written, so that another request can share them
-while they are in use; those of its answer when it ends or is preempted, or, where a window
-recycles them before, as they are written too. Only a partial page is copied.
+at once. Pages of an answer go to the tree when the sequence ends or is preempted, or as they are
+written where a window would recycle them before. Only a partial page is copied.
 """
 
 from collections.abc import Sequence as Seq

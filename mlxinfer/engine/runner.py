@@ -382,8 +382,9 @@ class Launched:
 class Runner:
     """A model, its KV cache and a sampler.
 
-    Where other ranks are stages behind this one, what they give is received as it comes, and rows
-    are sampled only as their step is read: else this rank's part of the next step would wait.
+    With pipeline stages behind this rank, the results of later stages are received as they come,
+    and rows are sampled when their step is read. Sampling earlier would hold up this rank's part of
+    the next step.
 
     Args:
         taps: layers of which every step gives the outputs beside its tokens, see `Taps`.

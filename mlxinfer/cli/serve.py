@@ -109,7 +109,7 @@ file_option = partial(click.option, cls=FileOption)
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
 @click.option("--insecure", is_flag=True, help="Other machines need no key.")
-@click.option(
+@file_option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
@@ -228,7 +228,7 @@ file_option = partial(click.option, cls=FileOption)
         *("kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance")
     ],
 )
-@rank_options(file_only=["rank", "rank_deadline"])
+@rank_options(file_only=["rank_deadline"])
 @click.pass_context
 def command(
     ctx: click.Context, /, models: tuple[str, ...], log_format: str, log_level: str, **options: Any

@@ -75,7 +75,7 @@ class ServerConfig:
         for host in self.allowed_hosts:
             if not _NAME.fullmatch(host.lower()):
                 raise InvalidRequestError(
-                    f"--allowed-host is {host!r}; expected a name or address alone, "
+                    f"allowed-host is {host!r}; expected a name or address alone, "
                     "such as 'chat.example'.",
                     param="allowed_hosts",
                 )

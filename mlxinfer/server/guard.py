@@ -218,7 +218,8 @@ class HostRules:
         name = _HOST.fullmatch(host.lower()) if host is not None else None
         if name is None or not self._answers_to(name.group(1)):
             raise ForbiddenError(
-                "The Host header is missing, or not a name of this server; --allowed-host adds one."
+                "The Host header is missing, or not a name of this server; allowed-host in the "
+                "config file adds one."
             )
         origin = _only(scope, b"origin")
         if origin is not None and not self._may_ask(origin, host or ""):

@@ -109,7 +109,6 @@ def test_every_option_says_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--allowed-host", "http://chat.example"), "--allowed-host"),
         (("--allowed-origin", "chat.example"), "--allowed-origin"),
         (("--ttl", "soon"), "30m"),
         (("--max-memory", "8XB"), "8GB"),
@@ -139,6 +138,7 @@ def test_a_value_that_serve_cannot_take_is_wrong_usage(
         ('tool-format = "morse"', "morse"),
         ("kv-window = 0", "kv_window"),
         ("deadline = 0", "deadline"),
+        ('allowed-host = ["http://chat.example"]', "allowed"),
     ],
 )
 def test_a_setting_of_the_file_that_serve_cannot_take_is_wrong_usage(

@@ -1,8 +1,6 @@
-"""How many pages a memory budget holds, and how pools grow towards them. Pure Python; no arrays.
+"""How many pages a memory budget holds, and how arrays grow towards them. Pure Python; no arrays.
 
-A pool that grows is copied, and while all layers grow in one step every sequence waits. So growth
-begins ahead of need: once few pages are left, each step copies one layer, or as many layers as the
-pages taken meanwhile ask for: few at first, since most steps take no page, and all at the last one.
+Arrays that grow are copied, one at a time, so that only one is ever there twice.
 """
 
 from collections.abc import Sequence
@@ -80,50 +78,18 @@ def check_memory(num_bytes: int) -> None:
         )
 
 
-FIRST_PAGES = 16  # a pool starts small: a first question takes little memory
-DOUBLED = 128  # pages: a pool of fewer doubles, and a larger one grows by so many at least,
+FIRST_PAGES = 16  # arrays start small: a first question takes little memory
+DOUBLED = 128  # pages: arrays of fewer double, and larger ones grow by so many at least,
 GROWTH = 4  # ... or by one part in so many: copying stays rare, and little is taken unused
-LEAD = 8  # growth begins when one part in so many is left, or
-MIN_LEAD = 32  # ... so many pages, half of a small pool
 
 
-def growth_threshold(pages: int, limit: int) -> int:
-    """How many of the first pages may be handed out before a pool of `pages` begins to grow.
-
-    Args:
-        pages: that the pool has.
-        limit: that it may ever have.
-    """
-    return pages if pages >= limit else pages - max(pages // LEAD, min(MIN_LEAD, pages // 2))
-
-
-def wanted_pages(pages: int, extent: int, limit: int) -> int:
-    """The size that a pool of `pages` is to have, `pages` itself where it need not grow.
+def grown(pages: int, extent: int, limit: int) -> int:
+    """The pages that arrays of `pages` are to have, `pages` itself where they need not grow.
 
     Args:
         extent: one more than the highest page handed out.
+        limit: that there may ever be.
     """
-    while extent > growth_threshold(pages, limit):
-        if pages >= limit:
-            return limit
+    while pages < extent:
         pages = min(pages + max(pages // GROWTH, min(pages, DOUBLED)), limit)
     return pages
-
-
-def layers_to_grow(sizes: Sequence[int], extent: int, limit: int) -> tuple[range, int]:
-    """Which layers of a group are to grow before the next step, and to how many pages.
-
-    All are large enough for `extent` afterwards.
-
-    Args:
-        sizes: pages of each layer; those that have grown already come first.
-    """
-    pages = sizes[-1]
-    wanted = wanted_pages(pages, extent, limit)
-    if wanted == pages:
-        return range(0), pages
-    num_grown = sum([size >= wanted for size in sizes])
-    threshold = growth_threshold(pages, limit)
-    taken, lead = extent - threshold, pages - threshold
-    asked = -(-len(sizes) * taken * taken // (lead * lead))
-    return range(num_grown, min(max(asked, num_grown + 1), len(sizes))), wanted

@@ -200,8 +200,7 @@ class KVCache:
         num_left = -(-num_bytes // max(sum(group.cost for group in full), 1))
         for group in full:
             longest = max([group.max_pages(length) for length in lengths], default=2)
-            sizes = [layer.num_pages for layer in group.layers]
-            needed = max([longest, group.allocator.extent, *sizes])
+            needed = max(longest, group.allocator.extent, group.num_pages)
             if group.limit - num_left < min(needed, group.allocator.num_pages):
                 return False
         for group in full:
@@ -210,7 +209,7 @@ class KVCache:
         return True
 
     def must_grow(self, num_slots: int) -> bool:
-        """Whether a step needs more pages or tails than the arrays have, or will before long."""
+        """Whether a step needs more pages or tails than the arrays have."""
         return any(group.must_grow(num_slots) for group in self.groups)
 
     def make_room(self, num_slots: int) -> None:

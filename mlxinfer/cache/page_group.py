@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..metal_kernels.variants import never
-from .budget import FIRST_PAGES, growth_threshold, layers_to_grow
+from .budget import FIRST_PAGES, grown
 from .groups import PageGroup
 from .inputs import CacheWork, StepMetadata, seal_index
 from .metal import MetalAttention
@@ -67,7 +67,7 @@ class LayerGroup(PageGroup):
         for layer in self.layers:
             layer.allocate(self.page_size, count, min(FIRST_SLOTS, self.max_slots))
         mx.eval([layer.arrays() for layer in self.layers])
-        self._note_size()
+        self.allocator.num_present = self.num_pages
 
     @property
     def bytes_allocated(self) -> int:
@@ -84,45 +84,27 @@ class LayerGroup(PageGroup):
         """Tails that there are."""
         return self.layers[0].num_slots if self.layers else self.max_slots
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that the arrays have."""
+        return self.layers[0].num_pages if self.layers else self.allocator.num_pages
+
     def must_grow(self, num_slots: int) -> bool:
-        """Whether a step needs more pages or tails than the arrays have, or will before long."""
-        allocator = self.allocator
-        return bool(self.layers) and (
-            allocator.extent > allocator.num_present or num_slots > self.num_slots
-        )
+        """Whether a step needs more pages or tails than the arrays have."""
+        return self.allocator.extent > self.num_pages or num_slots > self.num_slots
 
     def make_room(self, num_slots: int) -> None:
-        """Grow the arrays until all pages handed out and `num_slots` tails are there.
-
-        Pages that are soon wanted come a layer a step, see `budget.py`.
-        """
-        if not self.must_grow(num_slots):
-            return
-        if self.allocator.extent > self.allocator.num_present:
-            self._grow_pages()
-        slots = self.num_slots
+        """Grow the arrays until all pages handed out and `num_slots` tails are there."""
+        pages, slots, extent = self.num_pages, self.num_slots, self.allocator.extent
+        if extent > pages:
+            self.bytes_grown += pages * self.page_bytes
+            for layer in self.layers:
+                layer.grow_pages(grown(pages, extent, self.allocator.num_pages))
+            self.allocator.num_present = self.num_pages
         if num_slots > slots:
             self.bytes_grown += slots * 2 * self.page_bytes
             for layer in self.layers:
                 layer.grow_tails(min(max(2 * slots, num_slots), self.max_slots))
-
-    def _grow_pages(self) -> None:
-        sizes = [layer.num_pages for layer in self.layers]
-        places, wanted = layers_to_grow(sizes, self.allocator.extent, self.allocator.num_pages)
-        for place in places:
-            layer = self.layers[place]
-            self.bytes_grown += sizes[place] * layer.token_bytes * self.page_size
-            layer.grow_pages(wanted)
-        self._note_size()
-
-    def _note_size(self) -> None:
-        """Note up to which page the arrays need not grow.
-
-        The last layer is the last to grow: what it has all have.
-        """
-        if self.layers:
-            pages = self.layers[-1].num_pages
-            self.allocator.num_present = growth_threshold(pages, self.allocator.num_pages)
 
     # -- steps ----------------------------------------------------------------------------------
 

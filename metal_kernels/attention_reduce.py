@@ -7,7 +7,7 @@ V = value dim.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypedDict
+from typing import Any
 
 import mlx.core as mx
 
@@ -58,11 +58,8 @@ class Attention:
         return self.reduce([*results, self.shared[0], *logits])
 
 
-class Sizes(TypedDict):
-    """What a launch puts down."""
-
-    output_shapes: list[tuple[int, ...]]
-    output_dtypes: list[mx.Dtype]
+Sizes = dict[str, Any]
+"""The shapes and dtypes of what a launch puts down, as arguments of `Launch`."""
 
 
 def partial_sizes(num_items: int, heads: int, num_rows: int, dim: int) -> Sizes:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from .attention_plan import AttentionPlan, AttentionPlanner, page_table
 from .kv_write import stored
-from .stored import FORMATS, KVFormat
+from .stored import FORMATS, Vectors
 from .variants import Variant
 
 PAGE = 16
@@ -17,34 +17,12 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
-    """Keys or values: one array of each part, as `Stored`."""
-
-    fmt: KVFormat
-    pages: list[mx.array]
-    tails: list[mx.array]
-    vector_dim: int
-    tail_head: int = 0
-    first: int = 0
-
-    @property
-    def tail_heads(self) -> int:
-        """Of a tail."""
-        return self.tails[0].shape[1]
-
-    @property
-    def vector_bytes(self) -> int:
-        """Of one token and head."""
-        return sum(part.shape[-1] * part.dtype.size for part in self.pages)
-
-
-@dataclass(frozen=True, slots=True)
 class Scene:
     """Some sequences of as many queries each, and their cache."""
 
     queries: mx.array  # (T, H * G, D)
-    keys: Plane
-    values: Plane
+    keys: Vectors
+    values: Vectors
     starts: Ints
     sealed: Ints
     tables: list[Ints]
@@ -63,15 +41,16 @@ class Scene:
         return planner(self.starts, page_table(self.tables))
 
 
-def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
+def in_shared_tails(keys: Vectors, values: Vectors) -> tuple[Vectors, Vectors]:
     """Keys and values that are stored alike, in the same tails."""
     pairs = zip(keys.tails, values.tails, strict=True)
     tails = [mx.concatenate([*pair], axis=1) for pair in pairs]
-    heads = keys.tails[0].shape[1]
-    return replace(keys, tails=tails), replace(values, tails=tails, tail_head=heads)
+    heads = keys.tail_heads
+    keys = replace(keys, tails=tails, tail_heads=2 * heads)
+    return keys, replace(values, tails=tails, tail_heads=2 * heads, tail_head=heads)
 
 
-def in_one_vector(whole: Plane, key_dim: int, vector_dim: int) -> tuple[Plane, Plane]:
+def in_one_vector(whole: Vectors, key_dim: int, vector_dim: int) -> tuple[Vectors, Vectors]:
     """Keys, the last numbers of vectors, and values, the first ones."""
     return replace(whole, first=vector_dim - key_dim), whole
 
@@ -95,11 +74,11 @@ def build_scene(variant: Variant, starts: Ints, kv_heads: int, *, shuffled: bool
     tables = np.split(pages, np.cumsum(counts)[:-1])
     num_tokens = max(len(pages), 1) * PAGE
 
-    def plane(dim: int, bits: int) -> Plane:
+    def plane(dim: int, bits: int) -> Vectors:
         shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
         vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
         pages, tails = (stored(v, FORMATS[bits], dtype) for v in vectors)
-        return Plane(FORMATS[bits], pages, tails, dim)
+        return Vectors(FORMATS[bits], pages, tails, dim, kv_heads)
 
     shape = (len(starts) * variant.number("queries"), kv_heads * variant.number("group"), key_dim)
     # Of latent attention keys are whole vectors.

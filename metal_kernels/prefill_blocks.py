@@ -8,7 +8,6 @@ Knows arrays; no step, no scheduler.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import mlx.core as mx
@@ -18,25 +17,12 @@ from .attention_plan import BLOCK, AttentionPlan
 from .launch import MIN_NUMBERS
 from .paged_attention_kernel import paged_attention_on_metal
 from .prefill_plan import Chunks, tile_queries
-from .stored import PLAIN, KVFormat
+from .stored import PLAIN, Vectors
 
 EXPANDED_BYTES = 64 << 20  # of the keys and values of a block
 LEAST_KEYS = 512  # of a block
 
 Read = Callable[[int, int, mx.array | None], tuple[mx.array, mx.array]]
-
-
-@dataclass(frozen=True, slots=True)
-class OnePiece:
-    """Keys or values (H, S, dim) of one sequence, as one run of pages; no tail is read."""
-
-    pages: list[mx.array]
-    tails: list[mx.array]
-    tail_heads: int
-    vector_dim: int
-    fmt: KVFormat = PLAIN
-    tail_head: int = 0
-    first: int = 0
 
 
 def attend_in_tiles(
@@ -107,9 +93,11 @@ def _plan(
     return chunks.plan(tile, kv_heads=heads, partial_bytes=partial_bytes, most_blocks=num_blocks)
 
 
-def _one(vectors: mx.array) -> OnePiece:
+def _one(vectors: mx.array) -> Vectors:
+    """Vectors (H, S, dim) of one sequence, as one run of pages; no tail is read."""
     heads, _, dim = vectors.shape
-    return OnePiece([vectors], [_no_tail(heads * 2 * BLOCK, dim, vectors.dtype)], heads, dim)
+    no_tail = _no_tail(heads * 2 * BLOCK, dim, vectors.dtype)
+    return Vectors(PLAIN, [vectors], [no_tail], dim, heads)
 
 
 @lru_cache(8)

@@ -191,6 +191,19 @@ class Stored(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """Keys or values that lie in no cache, as `Stored`."""
+
+    fmt: KVFormat
+    pages: list[mx.array]
+    tails: list[mx.array]
+    vector_dim: int
+    tail_heads: int
+    tail_head: int = 0
+    first: int = 0
+
+
 def part_names(kind: str, fmt: KVFormat) -> list[str]:
     """Names of the arrays of all parts in a kernel."""
     return [f"{kind}_{name}" for name in fmt.names]

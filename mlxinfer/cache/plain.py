@@ -17,7 +17,6 @@ arXiv:2307.08691.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -325,20 +324,13 @@ def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
 # -- prefill chunks -------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
-    """Some queries of a chunk, and the keys that they can see."""
+Block = tuple[slice, slice, mx.array | str]
+"""Some rows of a chunk, the keys that they can see among those that the chunk reads, and which of
+these: "causal", or bool (queries, keys)."""
 
-    queries: slice  # of the chunk's rows
-    keys: slice  # of what the chunk reads
-    mask: mx.array | str  # "causal", or bool (queries, keys)
-
-
-class Running(NamedTuple):
-    """A softmax over the keys so far, of H heads and some rows of each; float32."""
-
-    outputs: mx.array  # (H, rows, V), not divided by the totals
-    peaks: mx.array  # (H, rows, 1)
-    totals: mx.array  # (H, rows, 1)
+Running = tuple[mx.array, mx.array, mx.array]
+"""A softmax over the keys so far, of H heads and some rows of each, float32: outputs (H, rows, V)
+that are not divided by the totals, peaks (H, rows, 1) and totals (H, rows, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,13 +436,13 @@ class Chunk:
         if not self._blocks:
             self._blocks.extend(self._query_blocks())
         outputs: list[mx.array] = []
-        for block in self._blocks:
-            some = queries[None, :, block.queries]
+        for rows, columns, mask in self._blocks:
+            some = queries[None, :, rows]
             some = mx.depends(some, outputs[-1]) if outputs else some  # one block's scores only
-            seen = keys[None, :, block.keys], values[None, :, block.keys]
+            seen = keys[None, :, columns], values[None, :, columns]
             outputs.append(
                 mx.fast.scaled_dot_product_attention(
-                    some, *seen, scale=scale, mask=block.mask, sinks=sinks
+                    some, *seen, scale=scale, mask=mask, sinks=sinks
                 )
             )
         return outputs[0][0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)[0]
@@ -475,8 +467,8 @@ class Chunk:
                 state = states[i] or _begun(queries[:, place], values, sinks)
                 some = queries[:, place] if after is None else mx.depends(queries[:, place], after)
                 states[i] = state = _joined(state, some, keys, values, seen, soft_cap)
-                after = state.outputs
-        found = [state.outputs / state.totals for state in states if state is not None]
+                after = state[0]
+        found = [state[0] / state[2] for state in states if state is not None]
         return mx.concatenate(
             [some.reshape(num_heads, -1, some.shape[-1]) for some in found], axis=1
         ).astype(queries.dtype)
@@ -517,7 +509,7 @@ class Chunk:
             mask: mx.array | str = "causal"
             if self.spans is not None or not seen[-1, low:high].all():
                 mask = mx.array(self._visible(queries, keys[low:high]))
-            blocks.append(Block(queries, slice(low, high), mask))
+            blocks.append((queries, slice(low, high), mask))
         return blocks
 
 
@@ -544,9 +536,9 @@ def _begun(queries: mx.array, values: mx.array, sinks: mx.array | None) -> Runni
     shape = kv_heads, num_heads // kv_heads * count, 1
     outputs = mx.zeros((*shape[:2], dim), mx.float32)
     if sinks is None:
-        return Running(outputs, mx.full(shape, LOWEST), mx.zeros(shape, mx.float32))
+        return outputs, mx.full(shape, LOWEST), mx.zeros(shape, mx.float32)
     peaks = mx.repeat(sinks.astype(mx.float32), count).reshape(shape)
-    return Running(outputs, peaks, mx.ones(shape, mx.float32))
+    return outputs, peaks, mx.ones(shape, mx.float32)
 
 
 def _joined(
@@ -563,14 +555,15 @@ def _joined(
     """
     kv_heads, num_keys, _ = keys.shape
     _, count, dim = queries.shape
+    outputs, old_peaks, old_totals = state
     scores = queries.reshape(kv_heads, -1, dim) @ keys.swapaxes(1, 2)
     scores = (scores if soft_cap is None else capped(scores, soft_cap)).astype(mx.float32)
     if isinstance(seen, mx.array):
         by_query = scores.reshape(kv_heads, -1, count, num_keys)
         scores = mx.where(seen, by_query, -mx.inf).reshape(scores.shape)
-    peaks = mx.maximum(state.peaks, scores.max(axis=-1, keepdims=True))
-    weights, fade = mx.exp(scores - peaks), mx.exp(state.peaks - peaks)
+    peaks = mx.maximum(old_peaks, scores.max(axis=-1, keepdims=True))
+    weights, fade = mx.exp(scores - peaks), mx.exp(old_peaks - peaks)
     added = weights.astype(values.dtype) @ values
-    totals = state.totals * fade + weights.sum(axis=-1, keepdims=True)
+    totals = old_totals * fade + weights.sum(axis=-1, keepdims=True)
     # Else totals wait for the last block, and the weights of all blocks with them.
-    return Running(mx.depends(state.outputs * fade + added, totals), peaks, totals)
+    return mx.depends(outputs * fade + added, totals), peaks, totals

@@ -11,14 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
-from mlxinfer.metal_kernels.attention_scene import Plane, in_one_vector, in_shared_tails
+from mlxinfer.metal_kernels.attention_scene import in_one_vector, in_shared_tails
 from mlxinfer.metal_kernels.prefill_plan import Chunks, tile_queries
-from mlxinfer.metal_kernels.stored import FORMATS
+from mlxinfer.metal_kernels.stored import FORMATS, Vectors
 
 Ints = NDArray[np.int32]
 
 SPARE_SLOTS = 2  # tails of no sequence
 SPARE_PAGES = 3
+
+
+def vector_bytes(vectors: Vectors) -> int:
+    """Of one token and head."""
+    return sum(part.shape[-1] * part.dtype.size for part in vectors.pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,8 @@ class Inputs:
     """Arguments of the typed functions."""
 
     queries: mx.array  # (T, H * G, D)
-    keys: Plane
-    values: Plane
+    keys: Vectors
+    values: Vectors
     plan: AttentionPlan
     visible: int  # (sequence, token) pairs that any query sees
     sink_logits: mx.array = field(init=False)  # (H * G,)
@@ -73,8 +78,8 @@ class Inputs:
     def least_bytes(self) -> int:
         """Of keys and values, each read once per KV head."""
         heads = self.keys.pages[0].shape[0]
-        values = 0 if self.keys.first else self.values.vector_bytes
-        return self.visible * heads * (self.keys.vector_bytes + values)
+        values = 0 if self.keys.first else vector_bytes(self.values)
+        return self.visible * heads * (vector_bytes(self.keys) + values)
 
 
 def build(scene: Scene) -> Inputs:
@@ -186,7 +191,7 @@ def _plane(
     bits: int | None,
     in_pages: NDArray[np.bool_],
     in_tails: NDArray[np.bool_],
-) -> Plane:
+) -> Vectors:
     fmt = FORMATS[bits]
     pages, tails = (
         fmt.encode(
@@ -201,4 +206,4 @@ def _plane(
     for parts, where in zip((pages, tails), hidden, strict=True):
         parts[-1] = mx.where(where, mx.array(float("nan"), parts[-1].dtype), parts[-1])
     mx.eval(pages, tails)
-    return Plane(fmt, pages, tails, dim)
+    return Vectors(fmt, pages, tails, dim, scene.kv_heads)

@@ -18,7 +18,7 @@ from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
 from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
 from mlxinfer.metal_kernels.selfcheck import KINDS
-from tests.bench.kernel_scenes import Inputs, Scene, build
+from tests.bench.kernel_scenes import Inputs, Scene, build, vector_bytes
 from tests.bench.launches import launch_size, launch_table
 
 TWO_PASS_BLOCKS = 32
@@ -82,7 +82,7 @@ def moved_latents(scene: Scene) -> Moved:
     )
     width = inputs.keys.pages[0].shape[-1]
     codes = inputs.visible * width if scene.bits[0] else None
-    return _shares(report, inputs.visible * inputs.keys.vector_bytes, codes)
+    return _shares(report, inputs.visible * vector_bytes(inputs.keys), codes)
 
 
 def _report(inputs: Inputs, call: Any) -> Any:

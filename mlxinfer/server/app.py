@@ -35,7 +35,6 @@ ROUTES: tuple[Route, ...] = (
     Route("GET", "/v1/responses/{id}", responses.show_response),
     Route("DELETE", "/v1/responses/{id}", responses.delete_response),
     Route("GET", "/v1/responses/{id}/input_items", responses.input_items),
-    Route("POST", "/v1/responses/{id}/cancel", responses.cancel_response),
     Route("POST", "/v1/messages", anthropic.messages),
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     Route("GET", "/v1/models", models.list_models),

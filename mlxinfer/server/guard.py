@@ -87,7 +87,7 @@ class Guard:
         names = {name for name, _ in scope["headers"]}
         exchange = Exchange(scope, send, self._forms(scope["path"], names))
         try:
-            _check_framing(exchange, scope, self._config.max_connections)
+            self._check_framing(exchange, scope)
             if not await self._hosts.answer_preflight(scope, exchange.send):
                 route = self._admit(scope)
                 exchange.headers += self._hosts.response_headers(scope)
@@ -115,7 +115,7 @@ class Guard:
     def _admit(self, scope: Scope) -> Route:
         """The route of a request that may be answered; a path is not looked up without a key."""
         headers = scope["headers"]
-        _check_sizes(scope, self._config)
+        self._check_sizes(scope)
         self._hosts.check(scope)
         route, missing = None, None
         try:
@@ -124,7 +124,7 @@ class Guard:
             missing = error
         self._check_key(scope, "key" if route is None else route.access)
         if scope["method"] == "POST":
-            _check_media_type(headers)
+            self._check_media_type(headers)
         if route is None:
             assert missing is not None
             raise missing
@@ -147,6 +147,49 @@ class Guard:
             return False
         client = scope.get("client")
         return client is not None and is_loopback(client[0])
+
+    def _check_framing(self, exchange: "Exchange", scope: Scope) -> None:
+        """Refuse requests after which the connection has to be closed."""
+        max_connections = self._config.max_connections
+        names = {name for name, _ in scope["headers"]}
+        ambiguous = names >= {b"content-length", b"transfer-encoding"}
+        num_open = len(scope["state"][CONNECTIONS])
+        if ambiguous or num_open > max_connections:
+            exchange.headers.append((b"connection", b"close"))
+        if num_open > max_connections:
+            raise OverloadedError(f"More than {max_connections} connections are open.")
+        if ambiguous:  # a proxy may disagree on where the body ends (RFC 9112, 6.1)
+            raise InvalidRequestError("content-length and transfer-encoding exclude each other.")
+
+    def _check_sizes(self, scope: Scope) -> None:
+        """Refuse large headers that came in one piece: h11 bounds incomplete ones only."""
+        headers, config = scope["headers"], self._config
+        if len(headers) > config.max_headers:
+            raise HeadersTooLargeError(
+                f"{len(headers)} headers came; at most {config.max_headers} are read. Send fewer."
+            )
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + len(b": \r\n") for name, value in headers)
+        if size > config.max_header_bytes:
+            raise HeadersTooLargeError(
+                f"Path and headers have {size} bytes; at most {config.max_header_bytes} are read. "
+                "Send shorter ones."
+            )
+
+    def _check_media_type(self, headers: Headers) -> None:
+        """Refuse bodies of another type, such as forms, which any web page may send.
+
+        JSON may come without a type from a client that is no browser (LiteLLM sends it so to
+        Ollama's API): a browser names the page that sends it.
+        """
+        kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
+        untyped = not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
+        if kinds != [JSON] and not untyped:
+            came = b", ".join(kinds)[:100].decode("latin-1") or "absent"
+            raise MediaTypeError(f"The content-type is {came}; expected {JSON.decode()}.")
+        encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
+        if not encodings <= {b"identity"}:
+            raise MediaTypeError("Bodies are read without content-encoding.")
 
 
 class Exchange:
@@ -283,51 +326,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_framing(exchange: Exchange, scope: Scope, max_connections: int) -> None:
-    """Refuse requests after which the connection has to be closed."""
-    names = {name for name, _ in scope["headers"]}
-    ambiguous = names >= {b"content-length", b"transfer-encoding"}
-    num_open = len(scope["state"][CONNECTIONS])
-    if ambiguous or num_open > max_connections:
-        exchange.headers.append((b"connection", b"close"))
-    if num_open > max_connections:
-        raise OverloadedError(f"More than {max_connections} connections are open.")
-    if ambiguous:  # a proxy may disagree on where the body ends (RFC 9112, 6.1)
-        raise InvalidRequestError("content-length and transfer-encoding exclude each other.")
-
-
-def _check_sizes(scope: Scope, config: ServerConfig) -> None:
-    """Refuse large headers that came in one piece: h11 bounds incomplete ones only."""
-    headers = scope["headers"]
-    if len(headers) > config.max_headers:
-        raise HeadersTooLargeError(
-            f"{len(headers)} headers came; at most {config.max_headers} are read. Send fewer."
-        )
-    size = len(scope["raw_path"]) + len(scope["query_string"])
-    size += sum(len(name) + len(value) + len(b": \r\n") for name, value in headers)
-    if size > config.max_header_bytes:
-        raise HeadersTooLargeError(
-            f"Path and headers have {size} bytes; at most {config.max_header_bytes} are read. "
-            "Send shorter ones."
-        )
-
-
-def _check_media_type(headers: Headers) -> None:
-    """Refuse bodies of another type, such as forms, which any web page may send.
-
-    JSON may come without a type from a client that is no browser (LiteLLM sends it so to Ollama's
-    API): a browser names the page that sends it.
-    """
-    kinds = [v.partition(b";")[0].strip().lower() for k, v in headers if k == b"content-type"]
-    untyped = not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
-    if kinds != [JSON] and not untyped:
-        came = b", ".join(kinds)[:100].decode("latin-1") or "absent"
-        raise MediaTypeError(f"The content-type is {came}; expected {JSON.decode()}.")
-    encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
-    if not encodings <= {b"identity"}:
-        raise MediaTypeError("Bodies are read without content-encoding.")
 
 
 def _request_id(scope: Scope) -> str:

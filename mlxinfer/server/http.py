@@ -11,6 +11,7 @@ import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -139,11 +140,16 @@ def _take_tables(value: RequestBody, given: Mapping[str, msgspec.Raw]) -> None:
     for name, neutral in value.refused.items():
         if name in given:
             refuse(name, _decoded(given[name], Any, name), neutral)
-    kinds = {each.name: each.type for each in msgspec.structs.fields(type(value))}
     for alias, name in value.aliases.items():
         if alias in given:
-            found = _decoded(given[alias], kinds[name], alias)
+            found = _decoded(given[alias], _kind_of(type(value), name), alias)
             setattr(value, name, same_field({name: getattr(value, name), alias: found}))
+
+
+@cache
+def _kind_of(struct: type, name: str) -> Any:
+    """The type of a field."""
+    return next(f.type for f in msgspec.structs.fields(struct) if f.name == name)
 
 
 def _decoded(value: msgspec.Raw, kind: Any, name: str) -> Any:

@@ -250,25 +250,6 @@ class Models:
             )
         self._default = None if default is None else self._by_name[default]
 
-    @classmethod
-    def of(cls, served: Sequence[ServedModel]) -> "Models":
-        """Models that are loaded already, and stay."""
-        entries = [
-            Entry(
-                name=model.name,
-                load=partial(_given, model),
-                kv_bytes=0,
-                pinned=True,
-                created_s=model.created_s,
-            )
-            for model in served
-        ]
-        models = cls(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
-        for slot, model in zip(models._slots, served, strict=True):
-            models._take_in(slot, model)
-        models.started = True
-        return models
-
     # -- names ----------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
@@ -660,10 +641,6 @@ class Models:
         slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1
         pause_s = slot.brake.fail(self._clock())
         log.error("model ended by itself", extra={"model": slot.entry.name, "pause_s": pause_s})
-
-
-def _given(model: ServedModel, _: int) -> ServedModel:
-    return model
 
 
 def _task(work: "Coroutine[Any, Any, Any]") -> "asyncio.Task[Any]":

@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from mlxinfer import hub
 from mlxinfer.core import TokenEvent
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.config import ServerConfig
-from mlxinfer.server.models import Models
+from mlxinfer.server.models import Entry, Models
 from mlxinfer.server.routes import Route
 from mlxinfer.server.run import Server, bind, url_of
 from mlxinfer.server.served import ServedModel
@@ -37,6 +37,25 @@ def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
 def long_chat(**fields: Any) -> dict[str, Any]:
     """One that goes on until it is ended: longer than any test waits, on any machine."""
     return chat("Count", ignore_eos=True, max_tokens=LONG_TOKENS, **fields)
+
+
+def models_of(served: Sequence[ServedModel]) -> Models:
+    """Models that are loaded already, and stay."""
+    entries = [
+        Entry(
+            name=model.name,
+            load=lambda _, model=model: model,  # type: ignore[misc]  # bound in its round
+            kv_bytes=0,
+            pinned=True,
+            created_s=model.created_s,
+        )
+        for model in served
+    ]
+    models = Models(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
+    for slot, model in zip(models.slots(), served, strict=True):
+        models._take_in(slot, model)
+    models.started = True
+    return models
 
 
 def in_no_hurry(model: ServedModel) -> ServedModel:
@@ -77,7 +96,7 @@ class LiveServer:
         options = EngineOptions(**{"max_batch": 16, **(engine or {})})
         model = ServedModel.open("demo", hub.resolve("demo"), options, created_s=1)
         self.model = in_no_hurry(model)
-        self.listen(Models.of([self.model]), send_buffer, store, **config)
+        self.listen(models_of([self.model]), send_buffer, store, **config)
 
     def listen(
         self,

@@ -12,13 +12,12 @@ import numpy as np
 import ollama
 import openai
 import pytest
-from live_server import LiveServer, chat
+from live_server import LiveServer, chat, models_of
 from pooling.tiny_pooling import pooling_folder
 
 from mlxinfer import LLM, hub
 from mlxinfer.errors import ContextLengthError, InvalidRequestError
 from mlxinfer.outputs import ranked
-from mlxinfer.server.models import Models
 from mlxinfer.server.served import ServedModel
 from mlxinfer.session.inputs import EmbedInput, ScoreInput
 from mlxinfer.session.options import EngineOptions
@@ -44,7 +43,7 @@ class PoolingServer(LiveServer):
         ]
         self.model = served[-1]
         self.by_name = {each.name: each.session for each in served}
-        self.listen(Models.of(served), **config)  # type: ignore[arg-type]
+        self.listen(models_of(served), **config)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -123,17 +123,9 @@ def test_wrong_requests_are_named(
     assert (found.status_code, found.json()["error"]["param"]) == (status, param)
 
 
-def test_background_and_cancel_are_refused_by_name(
-    keeping: ScriptedServer, client: openai.OpenAI
-) -> None:
+def test_a_response_in_the_background_is_refused_by_name(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="background"):
         ask(client, background=True)
-    with keeping.says("Yes."):
-        answer = ask(client)
-    with pytest.raises(openai.BadRequestError, match="background"):
-        client.responses.cancel(answer.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.cancel("resp_other")
 
 
 def test_without_a_store_nothing_is_continued(scripted: ScriptedServer) -> None:

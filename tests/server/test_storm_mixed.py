@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 from adapters.drawn import dense_tensors, draw, write_peft
-from live_server import CHAT, LiveServer, chat
+from live_server import CHAT, LiveServer, chat, models_of
 from pooling.tiny_pooling import pooling_folder
 from storm_client import Plan, draw_body, draw_leaver, perform
 from test_storm import held, resident_kb
 
 from mlxinfer import hub
-from mlxinfer.server.models import Models
 from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions
 
@@ -51,7 +50,7 @@ class MixedServer(LiveServer):
         for seed, name in enumerate(ADAPTERS):
             write_peft(folder / "adapters" / name, draw(tensors, seed, strength=1.5))
         self.listen(
-            Models.of(served),
+            models_of(served),
             max_waiting=4 * NUM_CLIENTS,
             adapter_folders=(str(folder / "adapters"),),
         )

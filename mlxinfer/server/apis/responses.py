@@ -419,15 +419,6 @@ async def delete_response(call: Call) -> Plain:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def cancel_response(call: Call) -> Body:
-    """Refused: only responses in the background can be cancelled, and there are none."""
-    await call.in_worker(_chain_of, call, call.path_params["id"])
-    raise InvalidRequestError(
-        "Only a response with background: true can be cancelled, which is not supported here; "
-        "hang up to end a request."
-    )
-
-
 async def input_items(call: Call) -> Plain:
     """The items that a stored response answered, those of the responses before it included."""
     chain = await call.in_worker(_chain_of, call, call.path_params["id"])

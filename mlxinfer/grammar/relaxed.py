@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..outputs import Result
-from .schema import BOUNDS, NOTES, Schema, is_kept_bound, rewritten
+from .schema import BOUNDS, NOTES, Schema, is_kept, is_kept_bound, rewritten
 
 UNENFORCED = (  # keywords that llguidance refuses, as far as `rewritten` has no equivalent
     *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"),
@@ -65,7 +65,8 @@ def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _without_wide_bounds(part: Schema) -> list[str]:
     """Remove bounds that llguidance would round; return them."""
-    wide = [key for key in BOUNDS if not is_kept_bound(part.get(key))]
+    kept = is_kept_bound if part.get("type") == "integer" else is_kept
+    wide = [key for key in BOUNDS if not kept(part.get(key))]
     for key in wide:
         del part[key]
     return wide

@@ -31,7 +31,8 @@ BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
 # or a larger power of ten: they come out as other numbers.
 MAX_EXACT = 1 << 53
 MAX_POWER = 22
-ENDS_OF_TYPES = ((1 << 63) - 1, (1 << 64) - 1)  # llguidance keeps to these
+# Largest values of 64 bits, also as JavaScript rounds them: integers stay below 2**63 then.
+ENDS_OF_TYPES = ((1 << 63) - 1, (1 << 64) - 1, 9223372036854776000, 18446744073709552000)
 Schema = dict[str, Any]
 FORMATS = frozenset(  # llguidance's; it refuses others
     (

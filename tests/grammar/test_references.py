@@ -42,6 +42,7 @@ ALIKE: dict[str, tuple[Any, Any, Any]] = {  # schema, a value, what its grammar 
         {"b": 1},
     ),
     "a dynamic anchor": ({"$dynamicAnchor": "x", **STRING}, "x", 1),
+    "an end of 64 bits": ({"type": "integer", "maximum": 9223372036854776000}, 7, 10**20),
     "a brace": ({"type": "string", "pattern": "^a{b}$"}, "a{b}", "ab"),
     "braces that repeat": ({"type": "string", "pattern": r"^\p{Lu}{2}\{$"}, "AB{", "A{"),
     "a ring of ids": (

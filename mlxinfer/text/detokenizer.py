@@ -5,57 +5,41 @@ here, which holds back only what a later token could still change.
 """
 
 import codecs
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from .tokenizer import BYTE_OF, Tokenizer, byte_of_fallback
 
 PROMPT_TAIL = 16  # prompt tokens that can matter to the first characters of an answer
 
 
-class DecoderStep(Protocol):
-    """One step of a decoder, fed a token at a time."""
+class DecoderStep(ABC):
+    """One step of a decoder, fed a token at a time. Most steps hold nothing back."""
 
+    @abstractmethod
     def feed(self, token: str) -> list[str]:
         """Return the tokens that are certain after `token`."""
-        ...
 
     def finish(self) -> list[str]:
         """Return the tokens that were held back, at the end of the text."""
-        ...
+        return []
 
     def settle(self) -> list[str]:
         """Return the tokens that are held back at the end of a prompt.
 
         Half a character stays held, since the answer may complete it.
         """
-        ...
-
-
-class EachToken:
-    """A step that changes every token by itself."""
-
-    def __init__(self, change: Callable[[str], str]) -> None:
-        self._change = change
-
-    def feed(self, token: str) -> list[str]:
-        """Return the token, changed."""
-        return [self._change(token)]
-
-    def finish(self) -> list[str]:
-        """Nothing is held back."""
-        return []
-
-    def settle(self) -> list[str]:
-        """Nothing is held back."""
         return []
 
 
-class FirstToken:
-    """A step that changes the first token in one way and all others in another."""
+class EachToken(DecoderStep):
+    """Changes the first token in one way and all others in another, by default in the same."""
 
-    def __init__(self, first: Callable[[str], str], other: Callable[[str], str]) -> None:
-        self._change, self._other = first, other
+    def __init__(
+        self, first: Callable[[str], str], other: Callable[[str], str] | None = None
+    ) -> None:
+        self._change, self._other = first, other or first
 
     def feed(self, token: str) -> list[str]:
         """Return the token, changed."""
@@ -63,16 +47,8 @@ class FirstToken:
         self._change = self._other
         return [changed]
 
-    def finish(self) -> list[str]:
-        """Nothing is held back."""
-        return []
 
-    def settle(self) -> list[str]:
-        """Nothing is held back."""
-        return []
-
-
-class ByteLevel:
+class ByteLevel(DecoderStep):
     """GPT-2's alphabet: each character of a token stands for a byte."""
 
     def __init__(self) -> None:
@@ -90,12 +66,8 @@ class ByteLevel:
         """Return U+FFFD for a character that stayed incomplete."""
         return [self._utf8.decode(b"", final=True)]
 
-    def settle(self) -> list[str]:
-        """Return nothing: only half a character can be held back."""
-        return []
 
-
-class ByteFallback:
+class ByteFallback(DecoderStep):
     """Tokens `<0xE2>` stand for bytes; a run of them is a text, or U+FFFD for each if it is not
     UTF-8.
 
@@ -131,7 +103,7 @@ class ByteFallback:
         return [text] if text else []
 
 
-class StripEnds:
+class StripEnds(DecoderStep):
     """Removes up to `start` and `stop` characters `content` from the ends of the whole text."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
@@ -153,12 +125,8 @@ class StripEnds:
         self._tail = text[kept:]
         return [text[:kept]]
 
-    def finish(self) -> list[str]:
-        """Return nothing: what is held back at the end of the text is removed."""
-        return []
-
     def settle(self) -> list[str]:
-        """Return what is held back, which does not stand at the end of the text."""
+        """Return what is held back; at the end of a text it would be removed."""
         tail, self._tail = self._tail, ""
         return [tail] if tail else []
 
@@ -166,7 +134,7 @@ class StripEnds:
 def decoder_steps(spec: dict[str, Any] | None) -> list[DecoderStep] | None:
     """Return fresh steps for a decoder's JSON description, None without an incremental form."""
     if spec is None:  # without a decoder, tokens are joined by spaces
-        return [FirstToken(str, lambda token: " " + token)]
+        return [EachToken(str, lambda token: " " + token)]
     fused = False
     steps: list[DecoderStep] = []
     for part in spec["decoders"] if spec.get("type") == "Sequence" else [spec]:
@@ -219,7 +187,7 @@ def _metaspace(mark: str, prepend_scheme: str) -> DecoderStep:
     def first(token: str) -> str:
         return token.replace(mark, "")
 
-    return FirstToken(other if prepend_scheme == "never" else first, other)
+    return EachToken(other if prepend_scheme == "never" else first, other)
 
 
 class Detokenizer:

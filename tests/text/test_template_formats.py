@@ -4,27 +4,21 @@ import json
 import os
 from functools import cache
 
-import llguidance
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_data import load_tokenizer, pieces, read_template
-from tool_samples import TOOLS, js
+from text_data import load_tokenizer, read_template
+from tool_samples import TOOLS
 from tool_templates import CALLS as FAMILIES
 from tool_templates import FRAME, each, gemma, template_of
 
-from mlxinfer.outputs import CallStatus, TextPart, ToolCallDelta, joined_calls, merged
+from mlxinfer.outputs import ToolCallDelta, joined_calls, merged
 from mlxinfer.text import GENERIC, ChatTemplate, ReasoningFormat, Tokenizer, detect_tools
-from mlxinfer.text.tools import Toolbox, ToolParser, forced_grammar
+from mlxinfer.text.tools import Toolbox, ToolParser
 from mlxinfer.text.tools.infer import reads_back, template_format, written_calls
 from mlxinfer.text.tools.template_format import TemplateFormat
 
-CALLS = [
-    ("get_weather", {"city": 'São Paulo, "east"', "days": 3}),
-    ("get_weather", {"city": "two\nlines <b>", "units": "C"}),
-    ("now", {}),
-]
 BOX = Toolbox.of(TOOLS)
 HARMONY = ReasoningFormat("", "", harmony=True)
 GEMMA = {
@@ -100,76 +94,14 @@ def test_a_template_may_ask_for_calls_and_write_none():
     assert detect_tools(tokenizer).name == "hermes"
 
 
-def rendered(name, calls):
-    """What the template writes for these calls."""
-    made = [
-        {"id": f"functions.{n}:{i}", "type": "function", "function": {"name": n, "arguments": a}}
-        for i, (n, a) in enumerate(calls)
-    ]
-    template = tokenizer_of(name).template
-    user = {"role": "user", "content": "hi"}
-    answer = {"role": "assistant", "content": "", "tool_calls": made}
-    whole = template.render([user, answer], tools=TOOLS, add_generation_prompt=False)
-    before = template.render([user], tools=TOOLS)
-    return whole.removeprefix(before).removesuffix("<|im_end|>\n")
-
-
-def parsed(format, text, cuts=()):
+def parsed(format, text):
     parser = ToolParser(format, BOX)
-    texts = ["".join(piece) for piece in pieces(list(text), list(cuts))]
-    return merged([*(p for text in texts for p in parser.push(text)), *parser.finish()])
+    return merged([*parser.push(text), *parser.finish()])
 
 
 def calls_of(parts):
     found = joined_calls(part for part in parts if isinstance(part, ToolCallDelta))
     return [(call.name, json.loads(call.arguments)) for call in found]
-
-
-def text_of(parts):
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=25)
-@given(cuts=st.lists(st.integers(0, 500), max_size=8), count=st.integers(1, 3))
-def test_calls_are_read_in_any_pieces(name, cuts, count):
-    calls = CALLS[: 1 if name == "llama" else count]
-    text = rendered(name, calls)
-    parts = parsed(READ[name], text, cuts)
-    assert calls_of(parts) == calls, text
-    assert not text_of(parts).strip().removeprefix("<|START_THINKING|><|END_THINKING|>")
-
-
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("bare_objects", "llama")])
-def test_text_around_calls_stays(name):
-    text = rendered(name, CALLS[:1]).removeprefix("<|START_THINKING|><|END_THINKING|>")
-    parts = parsed(READ[name], f"Let me look.\n{text}\nDone.")
-    assert calls_of(parts) == CALLS[:1]
-    assert text_of(parts).split() == ["Let", "me", "look.", "Done."]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40)
-@given(
-    text=st.text(alphabet='<>|_{}[]":,\n azNAME=/', max_size=80),
-    cuts=st.lists(st.integers(0, 80)),
-)
-def test_whatever_comes_nothing_is_lost(name, text, cuts):
-    begin = (*READ[name].begins, *READ[name].bare)[0]
-    parts = parsed(READ[name], begin + text, cuts)
-    if not any(isinstance(part, ToolCallDelta) for part in parts):
-        assert text_of(parts).split() == (begin + text).split()
-    assert parts == parsed(READ[name], begin + text)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_that_is_cut_off_is_no_text(name):
-    text = rendered(name, CALLS[:1])
-    parts = parsed(READ[name], text[: text.index("Paulo")])
-    pieces = [part for part in parts if isinstance(part, ToolCallDelta)]
-    if name != "text_arguments":  # its arguments are known when they are complete
-        assert pieces[-1].status is CallStatus.CUT
-        assert not text_of(parts).strip().removeprefix("<|START_THINKING|><|END_THINKING|>")
 
 
 MARKS = st.sampled_from(
@@ -206,27 +138,3 @@ def test_every_template_has_a_format(before, calls, after):
     found = detect_tools(tokenizer)
     written = written_calls(tokenizer)
     assert found is GENERIC or (written is not None and reads_back(found, written))
-
-
-GUIDE = llguidance.LLTokenizer(load_tokenizer("bytelevel").to_json())
-
-
-def allows(grammar, tokenizer, text):
-    matcher = llguidance.LLMatcher(GUIDE, grammar)
-    assert not matcher.is_error(), matcher.get_error()
-    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_forced_call_is_written_as_the_template_writes_it(name):
-    tokenizer = tokenizer_of(name)
-    grammar = forced_grammar(tokenizer, READ[name], BOX)
-    text = rendered(name, [CALLS[0]]).removeprefix("<|START_THINKING|><|END_THINKING|>").strip()
-    if name == "lfm2":  # its template writes Python's strings, and the grammar JSON's
-        text = text.replace(f"'{CALLS[0][1]['city']}'", js(CALLS[0][1]["city"]))
-    assert not allows(grammar, tokenizer, "Hello")
-    if name == "text_arguments":
-        text = f'<call>{{"name": "get_weather", "arguments": {js(CALLS[0][1])}}}</call>'
-    assert allows(grammar, tokenizer, text), text
-    assert not allows(grammar, tokenizer, text.replace("get_weather", "get_whatever"))

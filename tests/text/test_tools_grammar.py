@@ -225,7 +225,7 @@ def test_json_is_written_in_one_way():
     assert not allowed("text", grammar, spaced)
 
 
-MARKED = [(n, w) for n, w in SAMPLES if n not in ("llama", "python_list", "tool_code", "harmony")]
+MARKED = [(n, w) for n, w in SAMPLES if n != "harmony" and FORMATS[n].marks[0] in CONTROL]
 
 
 @pytest.mark.parametrize(("name", "writer"), MARKED, ids=[n for n, _ in MARKED])

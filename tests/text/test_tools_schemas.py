@@ -12,6 +12,7 @@ from mlxinfer.errors import InvalidRequestError
 from mlxinfer.outputs import Delta
 from mlxinfer.text import TextStream
 from mlxinfer.text.tools import Toolbox, ToolParser, forced_grammar
+from mlxinfer.text.tools.cores import ParameterCore, PythonCore
 from mlxinfer.text.tools.schema import flatten, resolve
 
 WRITER_OF = dict(SAMPLES)
@@ -58,8 +59,8 @@ one_by_one = pytest.mark.parametrize(
     [
         pytest.param(name, writer, id=name)
         for name, writer in SAMPLES
-        if name.partition("_")[0]
-        not in ("hermes", "mistral", "llama", "harmony", "deepseek", "kimi")
+        if isinstance(getattr(FORMATS[name], "core", None), (ParameterCore, PythonCore))
+        or name in ("gemma4", "functiongemma")
     ],
 )
 A, B = {"a": {"type": "integer"}}, {"b": {"type": "integer"}}

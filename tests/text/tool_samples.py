@@ -2,6 +2,9 @@
 
 import json
 import re
+from functools import partial
+
+from tool_templates import rendered
 
 from mlxinfer.text import samples
 from mlxinfer.text.tools import tool_format
@@ -189,10 +192,10 @@ def kimi(calls):
     return f"<|tool_calls_section_begin|>{inner}<|tool_calls_section_end|>"
 
 
-def _format_of(writer):
+def _format_of(name, writer):
     """The format by hand where there is one, else the one that the writer's own calls show."""
-    if writer.__name__ in BY_HAND:
-        return tool_format(BY_HAND[writer.__name__])
+    if name in BY_HAND:
+        return tool_format(BY_HAND[name])
     found = template_format(
         WrittenCalls(*(writer(c).strip() for c in (samples.ONE, samples.TWO)), IDS)
     )
@@ -200,13 +203,17 @@ def _format_of(writer):
     return found
 
 
+READ_OFF = (  # families beyond those above
+    *("command_r7b", "granite3", "phi4_mini", "nemotron", "seed_oss", "olmo3", "apriel"),
+    *("functionary", "hunyuan", "hy3", "kimi_k3"),
+)
 BY_HAND = {
     "gemma4": "gemma4",
     "functiongemma": "functiongemma",
     "harmony": "harmony",
     "harmony_role": "harmony",
 }
-IDS = ("abcdefghi", "abcdefgh0", "abcdefgh1")
+IDS = ("abcdefghi", *(f"abcdefgh{number}" for number in range(9)))
 WRITERS = {
     writer.__name__: writer
     for writer in (
@@ -215,7 +222,8 @@ WRITERS = {
         *(harmony, harmony_role, deepseek, deepseek_fenced, invoke, dsml, kimi),
     )
 }
-FORMATS = {name: _format_of(writer) for name, writer in WRITERS.items()}
+WRITERS |= {name: partial(rendered, name) for name in READ_OFF}
+FORMATS = {name: _format_of(name, writer) for name, writer in WRITERS.items()}
 CONTROL = sorted(  # the marks that are control tokens to the models
     {
         word

@@ -1,5 +1,7 @@
 """Chat templates in our own words that write calls as the families' published templates do."""
 
+from mlxinfer.text import ChatTemplate
+
 FRAME = """
 {%- if tools %}{{- '<|im_start|>system\n' ~ (tools | tojson) ~ '<|im_end|>\n' }}{%- endif %}
 {%- for m in messages %}
@@ -174,3 +176,17 @@ CALLS = {  # family -> the calls of its template
 
 def template_of(name: str) -> str:
     return FRAME.replace("CALLS", CALLS[name])
+
+
+def rendered(name: str, calls: list) -> str:
+    """What the template writes for these calls."""
+    made = [
+        {"id": f"abcdefgh{i}", "type": "function", "function": {"name": n, "arguments": a}}
+        for i, (n, a) in enumerate(calls)
+    ]
+    template = ChatTemplate(template_of(name))
+    user = {"role": "user", "content": "hi"}
+    answer = {"role": "assistant", "content": "", "tool_calls": made}
+    whole = template.render([user, answer], tools=[{}], add_generation_prompt=False)
+    text = whole.removeprefix(template.render([user], tools=[{}])).removesuffix("<|im_end|>\n")
+    return text.removeprefix("<|START_THINKING|><|END_THINKING|>")

@@ -82,7 +82,8 @@ DSML_CALL = (
 XTML_CALL = (  # Kimi K3
     "{{- '<|open|>call tool=\"' ~ f.name ~ '\" index=\"' ~ loop.index ~ '\"<|sep|>' }}"
     "{%- for k, v in f.arguments.items() %}{{- '<|open|>argument key=\"' ~ k ~ '\" type=\"' ~ "
-    "('string' if v is string else 'number') ~ '\"<|sep|>' ~ v ~ '<|close|>argument<|sep|>' }}"
+    "('string' if v is string else 'object' if v is mapping else 'array' if v is iterable else "
+    "'number') ~ '\"<|sep|>' ~ (v if v is string else v | tojson) ~ '<|close|>argument<|sep|>' }}"
     "{%- endfor %}{{- '<|close|>call<|sep|>' }}"
 )
 ACTION = (  # Command R7B

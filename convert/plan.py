@@ -19,6 +19,7 @@ from ..errors import InvalidRequestError
 from .arrange import ArrangedSource, OutputTensor
 from .calibration.texts import CALIBRATION_LENGTH, MAX_CHECKED
 from .read import MLXFormat
+from .read.stored import FLOATS
 from .recipes import (
     ITEM_BYTES,
     SHARD_BYTES,
@@ -29,7 +30,7 @@ from .recipes import (
     stays_float32,
 )
 
-SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+SAFETENSORS = {ours: theirs for theirs, ours in FLOATS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from .arrays import as_numpy, mx_dtype, widen
 from .plan import PlannedTensor, single_name
 from .quantise import ErrorStats, compare, dequantised, total
 from .read import Packed
+from .read.stored import FLOATS, NUMPY
 
-NUMPY = {"U32": np.uint32, "U8": np.uint8, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
-NAMES = {"F16": "float16", "F32": "float32", "BF16": "bfloat16"}
 Progress = Callable[[str, int, int], None]  # step, how far, of how much
 TOLERANCE = 1e-3  # between the error that writing found and the one that reading finds
 EXACT, SCALES, REQUANTISED, CAST = "exact", "scales rounded", "requantised", "rounded"
@@ -91,7 +90,7 @@ class ShardReader:
         output, form = tensor.output, tensor.form
         if form is None:
             info = self._info(output.name)
-            return widen(self.rows(output.name, rows), NAMES[info.dtype])
+            return widen(self.rows(output.name, rows), FLOATS[info.dtype])
         weight, scales, *biases = (self._array(array.name, rows) for array in tensor.arrays)
         plain = dequantised(weight, scales, biases[0] if biases else None, form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
@@ -116,8 +115,8 @@ class ShardReader:
 
     def _array(self, name: str, rows: slice) -> mx.array:
         info, raw = self._info(name), self.rows(name, rows)
-        if info.dtype in NAMES:
-            return mx.array(widen(raw, NAMES[info.dtype]))
+        if info.dtype in FLOATS:
+            return mx.array(widen(raw, FLOATS[info.dtype]))
         return mx.array(raw)
 
     def _info(self, name: str) -> TensorInfo:
@@ -243,7 +242,7 @@ def _same_scales(
     for array, part in zip(tensor.arrays[1:], parts, strict=False):
         assert part is not None
         found = reader.rows(array.name, rows)
-        affine = array.dtype in NAMES
+        affine = array.dtype in FLOATS
         as_kept = part.astype(mx_dtype(tensor.dtype)) if affine else part
         if not np.array_equal(found, as_numpy(as_kept).reshape(found.shape)):
             raise ConversionError(f"{array.name} is not what the source holds.")

@@ -17,7 +17,7 @@ from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
 from ..quantise import ErrorFeedback, make_feedback
 from . import logits
-from .stream import StreamedModel
+from .stream import HiddenStates, StreamedModel
 from .texts import Texts
 
 FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
@@ -138,6 +138,7 @@ class CalibrationPass:
         self._calibration = [texts.calibration] if calibrating else []
         self._references = references
         self._checks = [texts.short, texts.long] if references else []
+        self._calibrated: list[HiddenStates] = []
         self._begin()
 
     def of(self, output: OutputTensor) -> Statistics:

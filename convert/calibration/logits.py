@@ -50,18 +50,20 @@ def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> 
 
 
 def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array) -> None:
-    """All logits of hidden (T, hidden) into a .npy file, (vocab_size, T) float32.
+    """All logits of hidden (T, hidden) into a .npy file, (T, vocab_size) float32.
 
     Raises:
         OSError: the disk is full; then there is no file of this name.
     """
-    partial = partial_path(path)
-    shape = (arranged.config.vocab_size, hidden.shape[0])
-    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    partial, vocab = partial_path(path), arranged.config.vocab_size
+    header = {"descr": "<f4", "fortran_order": False, "shape": (hidden.shape[0], vocab)}
     with partial.open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for _, logits in blocks(arranged, streamed, hidden):
-            file.write(np.ascontiguousarray(logits.T).data)
+        front = file.tell()
+        for columns, logits in blocks(arranged, streamed, hidden):
+            for row, part in enumerate(logits):
+                file.seek(front + (row * vocab + columns.start) * 4)
+                file.write(part.data)
     os.replace(partial, path)
 
 
@@ -130,7 +132,6 @@ LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, 
 MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 1.5), (0.0, 4.0))
 MIN_TOP1 = ((15.0, 0.99), (7.5, 0.97), (5.5, 0.9), (4.9, 0.85), (3.9, 0.8), (2.9, 0.5), (0.0, 0.2))
 CLEAR = np.log(2.0)  # by which the most probable token leads where it is clear
-ROWS = 64  # positions that are compared at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ def compare_logits(
 
 
 def _compared(
-    sequences: Sequence[list[int]], kept: NDArray[np.float32], logits_of: LogitsOf
+    sequences: Sequence[list[int]], kept: np.memmap, logits_of: LogitsOf
 ) -> Iterator[tuple[Doubles, Doubles, Doubles, Doubles]]:
     """Divergence, same best token, clear best token (T,) each, and losses of source and output.
 
@@ -204,9 +205,10 @@ def _compared(
     for number, ids in enumerate(sequences):
         found = logits_of(ids)
         first = number * len(ids)
-        for start in range(0, len(ids), ROWS):
-            rows = slice(start, min(start + ROWS, len(ids)))
-            plain = log_softmax(kept[:, first + rows.start : first + rows.stop].T)
+        step = max(1, MAX_LOGITS // found.shape[1])
+        for start in range(0, len(ids), step):
+            rows = slice(start, min(start + step, len(ids)))
+            plain = log_softmax(_rows(kept, first + rows.start, first + rows.stop))
             other = log_softmax(found[rows])
             second, best = np.partition(plain, -2, axis=-1)[:, -2:].T
             following = np.array(ids[rows.start + 1 : rows.stop + 1])
@@ -217,13 +219,22 @@ def _compared(
             yield kl, same, (best - second >= CLEAR).astype(float), losses
 
 
-def _logits(path: Path, count: int) -> NDArray[np.float32]:
-    """(vocab, `count`) of them, read when they are looked at."""
+def _rows(kept: np.memmap, start: int, stop: int) -> Floats:
+    """Rows of the file behind a map, without its pages."""
+    vocab = kept.shape[1]
+    at = kept.offset + start * vocab * 4
+    return np.fromfile(str(kept.filename), np.float32, (stop - start) * vocab, offset=at).reshape(
+        -1, vocab
+    )
+
+
+def _logits(path: Path, count: int) -> np.memmap:
+    """A map of `count` rows of them."""
     try:
-        kept: NDArray[np.float32] = np.lib.format.open_memmap(path, mode="r")
+        kept: np.memmap = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, FileNotFoundError) as error:
         raise damaged(path) from error
-    if kept.ndim != 2 or kept.shape[1] != count or kept.dtype != np.float32:
+    if kept.ndim != 2 or len(kept) != count or kept.dtype != np.float32:
         raise damaged(path)
     return kept
 

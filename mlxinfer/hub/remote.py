@@ -1,20 +1,14 @@
-"""A hub repository at one commit: its files, parts of a file, single files; and the search.
-
-For callers that work through a repository without keeping it: no branch of the cache is moved, and
-large files go where the caller wants them.
-"""
+"""A hub repository at one commit: its files, and parts of a file; and the search."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from ..errors import DownloadError
-from .cache import RepoName, cache_folder, find_snapshot, offline
+from .cache import RepoName, offline
 from .failures import first_line, hub_failures, patiently
-from .fetch import Source, Stop, fetch, open_stream
+from .fetch import Source, open_stream
 
 METADATA_TIMEOUT_S = 15.0
 MAX_FOUND = 30
@@ -84,13 +78,6 @@ def list_files(repo: RepoName) -> Listing:
     return Listing(repo, info.sha, tuple(files))
 
 
-def cached_file(listing: Listing, path: str) -> Path | None:
-    """Return the path of a file of this commit in the hub cache, None if it is not there."""
-    snapshot = find_snapshot(RepoName(listing.repo.repo_id, listing.commit))
-    found = snapshot / path if snapshot else None
-    return found if found is not None and found.is_file() else None
-
-
 def read_range(listing: Listing, path: str, start: int, count: int) -> bytes:
     """Return `count` bytes of a file from byte `start` on, or fewer at its end.
 
@@ -119,50 +106,6 @@ def source_url(listing: Listing, path: str) -> str:
     from huggingface_hub import hf_hub_url
 
     return str(hf_hub_url(listing.repo.repo_id, path, revision=listing.commit, endpoint=endpoint()))
-
-
-def fetch_file(
-    listing: Listing,
-    file: RemoteFile,
-    target: Path,
-    report: Callable[[int], None],
-) -> None:
-    """Bring a large file to `target`, continuing where an earlier call was interrupted.
-
-    Args:
-        listing: of the file.
-        file: one with a SHA-256.
-        target: its path on the disk.
-        report: called with the number of bytes that arrived.
-
-    Raises:
-        ModelNotFoundError, DownloadError: as hub_failures() words them; the content is not the
-            announced one.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with hub_failures(listing.repo):
-        fetch(source_of(listing, file), target, report, Stop())
-
-
-def fetch_small(listing: Listing, path: str) -> Path:
-    """Bring a small file to the hub cache and return its path there.
-
-    Raises:
-        ModelNotFoundError, DownloadError: as hub_failures() words them.
-    """
-    from huggingface_hub import hf_hub_download
-
-    with hub_failures(listing.repo):
-        return Path(
-            hf_hub_download(
-                listing.repo.repo_id,
-                path,
-                revision=listing.commit,
-                cache_dir=cache_folder(),
-                endpoint=endpoint(),
-                library_name="mlxinfer",
-            )
-        )
 
 
 def search_models(words: str, *, mlx_only: bool = True) -> list[FoundModel]:

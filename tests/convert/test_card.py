@@ -107,7 +107,7 @@ def source_logits(tmp_path: Path) -> np.ndarray:
     """Half of the positions clear, half flat."""
     logits = np.random.default_rng(0).standard_normal((2 * LENGTH, VOCAB)).astype(np.float32) * 0.01
     logits[::2, 7] = 9.0
-    np.save(tmp_path / "kept.npy", logits.T)
+    np.save(tmp_path / "kept.npy", logits)
     return logits
 
 

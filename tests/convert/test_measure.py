@@ -52,7 +52,7 @@ def measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[MeasuredUnit
 def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
     folder = write_source(tmp_path / "m", case)
     calibrated(folder)
-    found = np.load(folder / "short.npy").T
+    found = np.load(folder / "short.npy")
     model = load(folder, dtype="float32")
     expected = np.array(DenseCache(model).run(model, [("a", IDS[0])]))
     assert np.abs(found - expected).max() <= 1e-4 * max(1.0, expected.std())

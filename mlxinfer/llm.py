@@ -497,7 +497,7 @@ class LLM:
             normalize=normalize,
             truncate=truncate,
         )
-        return self._session.pool(given).result()
+        return self._session.embed(given)
 
     def rerank(
         self,
@@ -540,7 +540,7 @@ class LLM:
             truncate=truncate,
             names=("query", "documents"),
         )
-        return ranked(documents, self._session.pool(given).result(), top_n)
+        return ranked(documents, self._session.score(given), top_n)
 
     def score(
         self,
@@ -560,7 +560,7 @@ class LLM:
             As of `rerank`, and InvalidRequestError for different numbers of texts.
         """
         given = ScoreInput(first=a, second=b, instruction=instruction, truncate=truncate)
-        return self._session.pool(given).result()
+        return self._session.score(given)
 
 
 if LLM.__doc__ is not None:  # python -OO leaves out docstrings

@@ -1,7 +1,7 @@
 """Inputs to bodies of OpenAI's API, in the fields that mlxinfer serves."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from ..core import SamplingParams
@@ -11,42 +11,43 @@ from ..session.inputs import ChatInput, Input, TextInput, check_sequence
 UNLIMITED = -1  # of max_tokens: until the context is full
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteRequest:
-    """One request: the path and the body."""
-
-    path: str
-    body: dict[str, Any]
+Request = tuple[str, dict[str, Any]]  # a path and the body
 
 
-def request_of(given: Input, model: str) -> RemoteRequest:
-    """The request of an input to a model of a server.
+class RemoteRequests:
+    """Reads inputs into requests of OpenAI's API.
 
-    Raises:
-        InvalidRequestError: the server cannot do what a value asks.
+    Args:
+        model: name of the server's model.
     """
-    if given.constraint is not None or given.n != 1:
-        name = "n" if given.n != 1 else "constraint"
-        raise _refused(name, "a remote model gives one answer at a time, in a response_format")
-    request = given.read_by(RemoteForm())
-    if given.response_format is not None:
-        request.body["response_format"] = dict(given.response_format)
-    if given.cache_salt is not None:
-        request.body["cache_salt"] = given.cache_salt
-    request.body.update(
-        model=model if given.adapter is None else f"{model}:{given.adapter}",
-        stream=True,
-        stream_options={"include_usage": True},
-        timings=True,
-        return_token_ids=True,
-    )
-    return request
 
+    def __init__(self, model: str) -> None:
+        self._model = model
 
-class RemoteForm:
-    """Reads inputs into the bodies of OpenAI's API."""
+    def request_of(self, given: Input) -> Request:
+        """The request of an input.
 
-    def conversation(self, given: ChatInput, max_context: int | None) -> RemoteRequest:
+        Raises:
+            InvalidRequestError: the server cannot do what a value asks.
+        """
+        if given.constraint is not None or given.n != 1:
+            name = "n" if given.n != 1 else "constraint"
+            raise _refused(name, "a remote model gives one answer at a time, in a response_format")
+        path, body = given.read_by(self)
+        if given.response_format is not None:
+            body["response_format"] = dict(given.response_format)
+        if given.cache_salt is not None:
+            body["cache_salt"] = given.cache_salt
+        body.update(
+            model=self._model if given.adapter is None else f"{self._model}:{given.adapter}",
+            stream=True,
+            stream_options={"include_usage": True},
+            timings=True,
+            return_token_ids=True,
+        )
+        return path, body
+
+    def conversation(self, given: ChatInput, max_context: int | None) -> Request:
         """A chat completion; what the input does not say is the server's to choose."""
         values = given.sampling if given.params is None else _values(given)
         body = {"messages": [dict(message) for message in given.messages], **_sampling(values)}
@@ -62,9 +63,9 @@ class RemoteForm:
             "add_generation_prompt": given.begins,
         }
         body.update({name: value for name, value in said.items() if value is not None})
-        return RemoteRequest("/v1/chat/completions", body)
+        return "/v1/chat/completions", body
 
-    def text(self, given: TextInput, max_context: int | None) -> RemoteRequest:
+    def text(self, given: TextInput, max_context: int | None) -> Request:
         """A completion; every value is sent, so that no default of the server holds."""
         prompt = given.prompt
         if not isinstance(prompt, str):
@@ -76,7 +77,7 @@ class RemoteForm:
         body = {"prompt": prompt, **_sampling(values)}
         if given.suffix:
             body["suffix"] = given.suffix
-        return RemoteRequest("/v1/completions", body)
+        return "/v1/completions", body
 
 
 def _values(given: Input) -> dict[str, Any]:

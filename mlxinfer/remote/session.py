@@ -18,9 +18,9 @@ from ..http_json import NoServerError, ServerError
 from ..outputs import Result
 from ..session.answers import Step
 from ..session.base import ModelSession
-from ..session.inputs import EmbedInput, Input, PoolingInput, ScoreInput
+from ..session.inputs import EmbedInput, Input, ScoreInput
 from .answer import RemoteAnswer, error_of
-from .request import RemoteRequest, request_of
+from .request import RemoteRequests, Request
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,16 +82,14 @@ class RemoteSession(ModelSession):
 
     def start(self, *inputs: Input) -> "RemoteAnswers":
         """The answers to conversations and texts; nothing is sent before they are read."""
-        return RemoteAnswers(self, [request_of(given, self.info.name) for given in inputs])
+        return RemoteAnswers(self, list(map(RemoteRequests(self.info.name).request_of, inputs)))
 
     # -- vectors and scores ---------------------------------------------------------------------
 
-    def pool(self, given: PoolingInput) -> "RemotePooled":
-        """The vectors or scores of an input; nothing is sent before they are asked for."""
-        return given.read_by(self)
+    def embed(self, given: EmbedInput) -> "NDArray[np.float32]":
+        """Vectors (N, dim) of texts."""
+        import numpy as np
 
-    def embed(self, given: EmbedInput) -> "RemotePooled":
-        """The vectors of texts."""
         body = {
             "input": given.texts,
             "encoding_format": "base64",
@@ -100,19 +98,22 @@ class RemoteSession(ModelSession):
             "dimensions": given.dimensions,
             "normalize": given.normalize,
         }
-        return self._pooled("/v1/embeddings", body, given.truncate, _vectors)
+        data = self._pooled("/v1/embeddings", body, given.truncate)
+        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
+        return np.stack(rows).astype(np.float32)
 
-    def score(self, given: ScoreInput) -> "RemotePooled":
-        """The scores of pairs."""
+    def score(self, given: ScoreInput) -> "NDArray[np.float32]":
+        """Scores (N,) of pairs."""
+        import numpy as np
+
         body = {"text_1": given.first, "text_2": given.second, "instruction": given.instruction}
-        return self._pooled("/v1/score", body, given.truncate, _scores)
+        data = self._pooled("/v1/score", body, given.truncate)
+        return np.array([each["score"] for each in data], np.float32)
 
-    def _pooled(
-        self, path: str, body: dict[str, Any], truncate: int | bool, read: Any
-    ) -> "RemotePooled":
+    def _pooled(self, path: str, body: dict[str, Any], truncate: int | bool) -> Any:
         key = "truncate" if isinstance(truncate, bool) else "truncate_prompt_tokens"
         said = {name: value for name, value in body.items() if value is not None}
-        return RemotePooled(self, path, {"model": self.info.name, **said, key: truncate}, read)
+        return self.ask(path, {"model": self.info.name, **said, key: truncate})["data"]
 
     def ask(
         self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
@@ -203,7 +204,7 @@ class RemoteAnswers:
         requests: in the order of the steps' indices.
     """
 
-    def __init__(self, session: RemoteSession, requests: Sequence[RemoteRequest]) -> None:
+    def __init__(self, session: RemoteSession, requests: Sequence[Request]) -> None:
         self._session, self._requests = session, requests
 
     def __iter__(self) -> Iterator[list[Step]]:
@@ -214,11 +215,11 @@ class RemoteAnswers:
         """The steps of one answer; leaving the loop hangs up, which ends it at the server."""
         import httpx2
 
-        answer, request = RemoteAnswer(), self._requests[index]
+        answer, (path, body) = RemoteAnswer(), self._requests[index]
         with (
             self._session.failures(),
             httpx2.Client(**self._session.options()) as client,
-            client.stream("POST", request.path, json=request.body) as response,
+            client.stream("POST", path, json=body) as response,
         ):
             if response.status_code != 200:
                 raise _refusal(response.status_code, response.read())
@@ -230,12 +231,12 @@ class RemoteAnswers:
     async def __aiter__(self) -> AsyncIterator[list[Step]]:
         import httpx2
 
-        for index, request in enumerate(self._requests):
+        for index, (path, body) in enumerate(self._requests):
             answer = RemoteAnswer()
             with self._session.failures():
                 async with (
                     httpx2.AsyncClient(**self._session.options()) as client,
-                    client.stream("POST", request.path, json=request.body) as response,
+                    client.stream("POST", path, json=body) as response,
                 ):
                     if response.status_code != 200:
                         raise _refusal(response.status_code, await response.aread())
@@ -261,38 +262,6 @@ class RemoteAnswers:
             return [one(0)]
         with ThreadPoolExecutor(min(PARALLEL, count or 1)) as pool:
             return list(pool.map(one, range(count)))
-
-    async def aresults(self) -> list[Result]:
-        """`results` for asyncio, one answer after the other."""
-        results = [step.delta.result async for steps in self for step in steps]
-        return [result for result in results if result is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePooled:
-    """Vectors or scores that a server computes when they are asked for."""
-
-    session: RemoteSession
-    path: str
-    body: dict[str, Any]
-    read: "Callable[[list[dict[str, Any]]], NDArray[np.float32]]"
-
-    def result(self) -> "NDArray[np.float32]":
-        """(N, dim) float32 vectors, or (N,) scores."""
-        return self.read(self.session.ask(self.path, self.body)["data"])
-
-
-def _vectors(data: list[dict[str, Any]]) -> "NDArray[np.float32]":
-    import numpy as np
-
-    rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
-    return np.stack(rows).astype(np.float32)
-
-
-def _scores(data: list[dict[str, Any]]) -> "NDArray[np.float32]":
-    import numpy as np
-
-    return np.array([each["score"] for each in data], np.float32)
 
 
 def _chosen(url: str, found: Any, name: str | None) -> RemoteInfo:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs
 
 from ..errors import InvalidRequestError, OverloadedError
 from ..session.answers import Answers, Step
-from ..session.inputs import Input, PoolingInput
+from ..session.inputs import Input
 from .admission import Meter
 from .errors import DeadlineError, ShuttingDownError
 from .http import (
@@ -41,7 +41,7 @@ from .served import ServedModel
 from .service import BODY_BYTES, LARGE_BODY, Service
 
 if TYPE_CHECKING:
-    from ..session.pooling_session import Vectors
+    from ..session.pooling_session import Pooled, Vectors
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -158,8 +158,12 @@ class Call:
         ]
         return model.generator.start(*inputs)
 
-    async def pool(self, model: ServedModel, given: PoolingInput) -> "tuple[int, Vectors]":
+    async def pool(self, model: ServedModel, read: "Callable[[], Pooled]") -> "tuple[int, Vectors]":
         """The tokens that a model read, and its vectors or scores.
+
+        Args:
+            model: gives them.
+            read: encodes the input; called in a worker thread.
 
         Raises:
             InvalidRequestError, ContextLengthError: the input is wrong; or the model generates.
@@ -168,7 +172,7 @@ class Call:
             the error of an interrupt.
         """
         self._raise_interrupt()
-        pooled = await self.in_worker(model.pooler.pool, given)
+        pooled = await self.in_worker(read)
         self._raise_interrupt()
         num_tokens = pooled.num_tokens
         metrics, admission = self._metrics_of(model), self.service.admission

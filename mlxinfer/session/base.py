@@ -8,7 +8,7 @@ from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Result
 from .answers import Step
-from .inputs import Input, Message, PoolingInput, PromptLike
+from .inputs import EmbedInput, Input, Message, PromptLike, ScoreInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RunningAnswers(Protocol):
-    """Answers that are read once: by `for`, `async for`, `results` or `aresults`."""
+    """Answers that are read once: by `for`, by `async for`, or by `results`."""
 
     def __iter__(self) -> Iterator[Sequence[Step]]: ...
 
@@ -29,18 +29,6 @@ class RunningAnswers(Protocol):
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
         """Wait for all answers; `watch` is called with each result as it comes."""
-        ...
-
-    async def aresults(self) -> list[Result]:
-        """`results` for asyncio."""
-        ...
-
-
-class PooledResult(Protocol):
-    """Vectors or scores that are computed when they are asked for."""
-
-    def result(self) -> "Vectors":
-        """(N, dim) float32 vectors, or (N,) scores."""
         ...
 
 
@@ -90,9 +78,13 @@ class ModelSession(Protocol):
         """The adapters that requests may name."""
         self.refuse("adapters")
 
-    def pool(self, given: PoolingInput) -> PooledResult:
-        """The vectors or scores of an input; see PoolingSession.pool."""
-        self.refuse("embed, rerank or score")
+    def embed(self, given: EmbedInput) -> "Vectors":
+        """Vectors (N, dim) float32 of texts."""
+        self.refuse("embed")
+
+    def score(self, given: ScoreInput) -> "Vectors":
+        """Scores (N,) float32 of pairs."""
+        self.refuse("rerank and score")
 
     @property
     def path(self) -> Path:

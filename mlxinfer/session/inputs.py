@@ -1,8 +1,8 @@
 """All that a model can be asked for: conversations and texts, with what shapes their answers.
 
 Inputs are plain data, checked as far as that needs no model. `LLM`, the command line and the server
-build them. `Session.start` answers ChatInput and TextInput, `PoolingSession.pool` gives vectors or
-scores for EmbedInput and ScoreInput.
+build them. `Session.start` answers ChatInput and TextInput. `PoolingSession` gives vectors for
+EmbedInput and scores for ScoreInput.
 """
 
 from abc import ABC, abstractmethod
@@ -200,28 +200,8 @@ class TextInput(Input):
         return reader.text(self, max_context)
 
 
-class PoolingReader(Protocol[T_co]):
-    """Reads the inputs of models that pool."""
-
-    def embed(self, given: "EmbedInput") -> T_co:
-        """Read texts that vectors are asked for."""
-        ...
-
-    def score(self, given: "ScoreInput") -> T_co:
-        """Read pairs that scores are asked for."""
-        ...
-
-
-class PoolingInput(ABC):
-    """An input of a model that pools."""
-
-    @abstractmethod
-    def read_by(self, reader: PoolingReader[T]) -> T:
-        """Let `reader` read this kind of input."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbedInput(PoolingInput):
+class EmbedInput:
     """Texts to be made vectors of; the fields are the arguments of LLM.embed.
 
     Attributes:
@@ -248,13 +228,9 @@ class EmbedInput(PoolingInput):
         is_ids = bool(texts) and all(type(item) is int for item in texts)
         return [texts] if isinstance(texts, str) or is_ids else texts
 
-    def read_by(self, reader: PoolingReader[T]) -> T:
-        """Let `reader` read texts."""
-        return reader.embed(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreInput(PoolingInput):
+class ScoreInput:
     """Pairs of texts to be scored; the fields are the arguments of LLM.score.
 
     Attributes:
@@ -287,10 +263,6 @@ class ScoreInput(PoolingInput):
         one, two = _as_list(self.first), _as_list(self.second)
         count = max(len(one), len(two))
         return (one * count if len(one) == 1 else one), (two * count if len(two) == 1 else two)
-
-    def read_by(self, reader: PoolingReader[T]) -> T:
-        """Let `reader` read pairs."""
-        return reader.score(self)
 
 
 def check_list(name: str, given: object) -> None:

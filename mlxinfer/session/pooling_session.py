@@ -18,7 +18,7 @@ from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
 from .base import LocalSession
 from .engine_factory import ModelInfo, describe
-from .inputs import EmbedInput, PoolingInput, ScoreInput
+from .inputs import EmbedInput, ScoreInput
 from .options import EngineOptions
 from .pooling_rows import DOCUMENT, QUERY, RowBuilder, resolved
 from .session import CANARY_TOKEN, Session
@@ -116,20 +116,21 @@ class PoolingSession(LocalSession):
 
     # -- vectors and scores ---------------------------------------------------------------------
 
-    def pool(self, given: PoolingInput) -> "Pooled":
-        """The vectors of texts, or the scores of pairs. Nothing runs yet.
+    def embed(self, given: EmbedInput) -> "Vectors":
+        """Vectors (N, dim) float32 of texts; as `read_texts`."""
+        return self.read_texts(given).result()
 
-        Checks and encodes the input, which may take long: an event loop calls this in a worker
-        thread.
+    def score(self, given: ScoreInput) -> "Vectors":
+        """Scores (N,) float32 of pairs; as `read_pairs`."""
+        return self.read_pairs(given).result()
+
+    def read_texts(self, given: EmbedInput) -> "Pooled":
+        """The vectors of texts, to be computed. May take long: call it in a worker thread.
 
         Raises:
             InvalidRequestError: the model gives no vectors, or the input is wrong.
             ContextLengthError: a text is too long, and not to be truncated.
         """
-        return given.read_by(self)
-
-    def embed(self, given: EmbedInput) -> "Pooled":
-        """The vectors of texts; as `pool`."""
         self.require_vectors()
         self._check_dimensions(given.dimensions)
         prompt = given.prompt
@@ -144,8 +145,11 @@ class PoolingSession(LocalSession):
         )
         return self.pooled(rows, partial(self._finished_vectors, given))
 
-    def score(self, given: ScoreInput) -> "Pooled":
-        """The scores of pairs; as `pool`. An embedding model reads every text once."""
+    def read_pairs(self, given: ScoreInput) -> "Pooled":
+        """The scores of pairs, to be computed; as `read_texts`.
+
+        An embedding model reads every text once, however many pairs it is in.
+        """
         one, two = given.pairs
         how: dict[str, Any] = {"truncate": given.truncate, "param": given.place}
         if not self.embeds:

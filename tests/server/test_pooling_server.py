@@ -59,11 +59,11 @@ def client(served: PoolingServer) -> Iterator[openai.OpenAI]:
 
 
 def vectors_of(session: PoolingSession, texts: Any) -> Any:
-    return session.pool(EmbedInput(texts=texts)).result()
+    return session.embed(EmbedInput(texts=texts))
 
 
 def scores_of(session: PoolingSession, first: Any, second: Any) -> Any:
-    return session.pool(ScoreInput(first=first, second=second)).result()
+    return session.score(ScoreInput(first=first, second=second))
 
 
 def own(served: PoolingServer, name: str = "embedder") -> PoolingSession:

@@ -66,7 +66,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
         normalize=body.normalize,
         truncate=truncation(body.truncate_prompt_tokens, body.truncate),
     )
-    num_tokens, vectors = await call.pool(model, given)
+    num_tokens, vectors = await call.pool(model, lambda: model.pooler.read_texts(given))
 
     def answer() -> dict[str, Any]:
         found: list[Any] = vectors.tolist()

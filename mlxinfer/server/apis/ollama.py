@@ -372,7 +372,7 @@ async def _vectors(
     if not texts:
         return 0, []
     given = EmbedInput(texts=texts, dimensions=dimensions, normalize=normalize, truncate=truncate)
-    num_tokens, vectors = await call.pool(model, given)
+    num_tokens, vectors = await call.pool(model, lambda: model.pooler.read_texts(given))
     return num_tokens, vectors.tolist()
 
 

@@ -81,7 +81,7 @@ async def rerank(call: Call, body: RerankRequest) -> dict[str, Any]:
     if most is not None:
         texts = await call.in_worker(_shortened, model, documents, most)
     given = ScoreInput(first=[body.query], second=texts, instruction=body.instruction, truncate=cut)
-    num_tokens, scores = await call.pool(model, given)
+    num_tokens, scores = await call.pool(model, lambda: model.pooler.read_pairs(given))
     shows = body.return_documents is not False
     usage = pooling_usage(num_tokens)
     return {
@@ -121,7 +121,7 @@ async def score(call: Call, body: ScoreRequest) -> dict[str, Any]:
         raise InvalidRequestError(
             f"There are {count} pairs; expected at most {MAX_PAIRS}.", param="text_1"
         )
-    num_tokens, scores = await call.pool(model, given)
+    num_tokens, scores = await call.pool(model, lambda: model.pooler.read_pairs(given))
     return {
         "id": f"score-{call.id}",
         "object": "list",

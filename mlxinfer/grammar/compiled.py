@@ -113,7 +113,7 @@ class CompiledGrammar:
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory the grammar takes."""
+        """How many bytes of memory the grammar takes, about."""
         new_states = min(self.num_uses, MAX_STATES) * (BYTES_PER_STATE + 2 * self.num_words)
         used = self.num_uses * BYTES_PER_USE + new_states
         return FIXED_BYTES + len(self._source) * SOURCE_FACTOR + used
@@ -188,7 +188,7 @@ class TokenGrammar:
             self._start_afresh()
 
     def forced(self) -> list[int]:
-        """Tokens of the text that must come; the model may spell it with others."""
+        """Return tokens of the text that must come next; the model may spell it with others."""
         if self.finished or self.problem is not None or self.accepting:
             return []
         began_s = time.thread_time()
@@ -197,7 +197,7 @@ class TokenGrammar:
         return found
 
     def fork(self) -> "TokenGrammar":
-        """A copy of the state, to look ahead with; time spent on it does not count here."""
+        """Return a copy of the state to look ahead with; its time does not count here."""
         other = TokenGrammar(self._compiled, self._matcher.deep_copy())
         other._taken = list(self._taken)
         other._mask_time = copy(self._mask_time)

@@ -1,4 +1,4 @@
-"""A bound on the tokens of an answer's reasoning, as a grammar: the closing mark is forced.
+"""Bounds the tokens of an answer's reasoning: a grammar forces the closing mark.
 
 The idea is that of budget forcing (Muennighoff et al., s1: Simple test-time scaling,
 arXiv:2501.19393), in the masks of the sampler, so that it holds in any batch and beside any other
@@ -29,7 +29,7 @@ class _Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BudgetRule:
-    """What is the same for all answers of a model under a budget.
+    """The tokens of a model that bound its reasoning, the same for all answers.
 
     Attributes:
         tokenizer, format: of the model.
@@ -44,7 +44,7 @@ class BudgetRule:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, format: ReasoningFormat) -> "BudgetRule":
-        """The rule of a model."""
+        """Return the rule of a model."""
         mark = HARMONY_ENDS[0] if format.harmony else format.end
         closing = tokenizer.encode(mark, add_special_tokens=False, parse_special=True)
         reopening = None
@@ -81,7 +81,7 @@ class ReasoningBudget:
 
     @property
     def place(self) -> str:
-        """The request's field that it came from."""
+        """The request's field that the grammar came from."""
         return "max_reasoning_tokens" if self._inner is None else self._inner.place
 
     @property
@@ -96,7 +96,7 @@ class ReasoningBudget:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot go on; None: it can."""
+        """Why the answer cannot go on; None if it can."""
         return None if self._inner is None else self._inner.problem
 
     def accept(self, token_id: int) -> None:
@@ -119,13 +119,13 @@ class ReasoningBudget:
             self._follow_tags()
 
     def forced(self) -> list[int]:
-        """What is left of the closing mark where it is due, else what the inner grammar forces."""
+        """Return the rest of the closing mark if it is due, else what the inner grammar forces."""
         if self._is_due:
             return list(self._rule.closing[self._num_closed :])
         return [] if self._inner is None else self._inner.forced()
 
     def fork(self) -> "ReasoningBudget":
-        """A copy of the state, to look ahead with."""
+        """Return a copy of the state to look ahead with."""
         other = object.__new__(ReasoningBudget)
         other.__dict__.update(self.__dict__)
         other._inner = None if self._inner is None else self._inner.fork()
@@ -175,7 +175,7 @@ class ReasoningBudget:
         self._phase = _Phase.BEFORE if self._rule.format.harmony else _Phase.AFTER
 
     def _follow_tags(self) -> None:
-        """Reasoning stands at the beginning of an answer, if at all, and ends once."""
+        """Follow tags: reasoning can only stand at the beginning of an answer, and ends once."""
         start, end = self._rule.format.start, self._rule.format.end
         if self._phase is _Phase.REASONING:
             if end in self._text:
@@ -191,7 +191,7 @@ class ReasoningBudget:
             self._phase = _Phase.AFTER
 
     def _follow_channels(self) -> None:
-        """Messages of the channel `analysis` are reasoning; there may be several."""
+        """Follow channels: each message of the channel `analysis` is reasoning."""
         if any(self._text.endswith(mark) for mark in HARMONY_ENDS):
             self._close()
         elif self._phase is _Phase.BEFORE and self._text.endswith("<|message|>"):

@@ -1,4 +1,4 @@
-"""JSON schemas without what llguidance cannot enforce, and the check of answers for the rest.
+"""Leaves out of a schema what llguidance cannot enforce, and checks complete answers for it.
 
 A schema that is not strict is enforced as far as masks can do it. What they cannot do is left out
 of the grammar, and the complete answer is checked against the whole schema.
@@ -101,7 +101,7 @@ def _rings_alone(schema: Any, dropped: set[str]) -> Any:
 
 
 def _rings(schema: Any) -> set[str]:
-    """The references that lead back to themselves."""
+    """Return the references that lead back to themselves."""
     targets = {"#": schema}
     for key in _DEFINITIONS:
         named = schema.get(key) if isinstance(schema, Mapping) else None
@@ -150,7 +150,7 @@ def _one_of_as_any_of(schema: Schema) -> None:
 
 
 def _whole_counts(schema: Schema) -> None:
-    """Counts such as 2.0 as integers; names of drafts do not matter to masks."""
+    """Turn counts such as 2.0 into integers, and remove the name of the draft."""
     schema.pop("$schema", None)
     for key in _COUNTS:
         if isinstance(schema.get(key), float) and schema[key].is_integer():
@@ -158,7 +158,7 @@ def _whole_counts(schema: Schema) -> None:
 
 
 def _not_here(schema: Schema) -> list[str]:
-    """Keywords that llguidance refuses in some schemas, and does so in this one."""
+    """Return the keywords of this part that llguidance refuses only in some schemas."""
     found = []
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern):
@@ -197,7 +197,7 @@ def _exclusive(options: Any, root: Any) -> bool:
 
 
 def _tags(option: Schema) -> dict[str, list[Any]]:
-    """The values of required properties that list theirs."""
+    """Return {name: values} of the required properties that list their values."""
     properties, required = option.get("properties"), option.get("required")
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return {}
@@ -219,7 +219,7 @@ def _disjoint(lists: list[list[Any]]) -> bool:
 
 
 def _resolved(option: Any, root: Any) -> Schema:
-    """The schema behind a local reference; {} for what is none."""
+    """Return the schema behind a local reference, {} where there is none."""
     if isinstance(option, Mapping) and isinstance(option.get("$ref"), str):
         place: Any = root
         for step in option["$ref"].removeprefix("#/").split("/"):
@@ -238,7 +238,7 @@ _BEGINNING = re.compile(r"\^([\w-])")
 
 
 def _mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
-    """A copy of a schema, changed in all of its parts, the outermost first.
+    """Return a copy of a schema with all of its parts changed, the outermost first.
 
     Parts of keywords that hold no positive schema, such as `not`, stay as they are.
     """
@@ -257,7 +257,7 @@ def _mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
 
 
 def problem_of(unenforced: Sequence[Unenforced], result: Result) -> tuple[str, str] | None:
-    """Why a complete answer breaks a schema: (place of the schema, what is wrong); None: it fits.
+    """Return (place of the schema, what is wrong) for a complete answer, None if it fits.
 
     A text beside calls is not looked at: the answer was calls or a text of the schema.
     """
@@ -286,7 +286,7 @@ def _problem(schema: str, text: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
-    """The validator of a schema; references to other documents are never fetched."""
+    """Return the validator of a schema; it never fetches other documents."""
     import jsonschema_rs
 
     value = json.loads(schema)

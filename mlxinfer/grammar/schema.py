@@ -1,4 +1,4 @@
-"""JSON schemas of answers: which are accepted, and equivalent ones in the keywords of llguidance.
+"""Checks JSON schemas of answers, and rewrites them in the keywords of llguidance.
 
 Limits hold for size, depth and references, and numbers have to be exact. The cost of compiling a
 schema is bounded by the checking process (`compiler.py`). These limits keep the masks of an
@@ -191,7 +191,7 @@ def _is_exact(value: int | float) -> bool:
 
 
 def rewritten(schema: Any) -> Any:
-    """The schema with keywords replaced, in all of its parts; `schema` itself is not changed."""
+    """Return the schema with keywords replaced in all of its parts; `schema` stays as it is."""
     if not isinstance(schema, Mapping):
         return schema
     new: Schema = {}
@@ -271,7 +271,7 @@ def _names(schema: Schema) -> None:
 
 
 def _dependencies(schema: Schema) -> None:
-    """A property that depends on another: either it is absent, or what it demands holds."""
+    """Rewrite dependencies: a property is absent, or what it demands holds."""
     demands: list[tuple[str, Any]] = []
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = schema.get(key)
@@ -349,7 +349,7 @@ def _among(value: Any, values: list[Any]) -> bool:
 
 
 def _add(schema: Schema, other: Schema) -> None:
-    """Let a schema demand another one, too."""
+    """Let a schema demand another one too."""
     if "anyOf" in other and "anyOf" not in schema:
         schema["anyOf"] = other["anyOf"]
     else:

@@ -15,7 +15,7 @@ STARTS = ("", "\n")  # before a text: some tokenizers put a space there, which i
 
 
 class Tokens(Protocol):
-    """What the table needs of a tokenizer; `text.Tokenizer` has it."""
+    """The methods of a tokenizer that the table needs; `text.Tokenizer` has them."""
 
     vocab_size: int
     added_tokens: dict[int, Any]
@@ -112,7 +112,7 @@ class TokenizerAdapter:
 
     @cached_property
     def _longest_from(self) -> dict[bytes, int]:
-        """The length of the longest token, by the first two bytes of the tokens."""
+        """{first two bytes: length of the longest token that begins with them}."""
         longest: dict[bytes, int] = {}
         for part in self._id_of:
             longest[part[:2]] = max(longest.get(part[:2], 1), len(part))

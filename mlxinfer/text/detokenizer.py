@@ -68,10 +68,10 @@ class ByteLevel(DecoderStep):
 
 
 class ByteFallback(DecoderStep):
-    """Tokens `<0xE2>` stand for bytes; a run of them is a text, or U+FFFD for each if it is not
-    UTF-8.
+    """Tokens such as `<0xE2>` stand for bytes.
 
-    The whole run is held back until it ends, since only then it is known to be valid.
+    A run of them becomes text if it is valid UTF-8, and otherwise one U+FFFD for each byte. The run
+    is held back until it ends, since only then it is known to be valid.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Texts in which no control token can be spelled, since the characters that begin one are hidden.
+"""Hides the characters that begin control tokens, so that a message cannot spell one.
 
 A template writes control tokens (`<|im_end|>`) as text, and the same text in a message must not
 become the token. So the messages are rendered a second time with one character of each control

@@ -1,4 +1,4 @@
-"""Messages as clients send them, brought into the forms that chat templates read."""
+"""Checks messages as clients send them, and brings them into the forms that templates read."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -69,7 +69,7 @@ class MarkScanner:
 
 
 class Splitter(Protocol):
-    """Text in, (reasoning, visible text) out, however the text is divided into pushes."""
+    """Takes text and gives (reasoning, visible text), however the text is divided into pushes."""
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (reasoning, visible text) that is certain now."""
@@ -81,7 +81,7 @@ class Splitter(Protocol):
 
 
 class TagSplitter:
-    """Reasoning between a start and an end tag, at the beginning of the answer.
+    """Splits off the reasoning between a start and an end tag at the beginning of the answer.
 
     White space around the reasoning, and before the answer after it, is dropped. Later tags are
     ordinary text: an answer may mention them.
@@ -164,7 +164,7 @@ class TagSplitter:
 
 
 class HarmonySplitter:
-    """Channels: analysis is reasoning; final, and commentary to the user, is the answer.
+    """Splits channels: analysis is reasoning; final, and commentary to the user, is the answer.
 
     A message to a tool goes into the text with its header and marks, beginning with <|start|> (even
     where the prompt had that), so that a tool-call parser finds it. Text without any channel is the
@@ -237,7 +237,7 @@ class HarmonySplitter:
 
 
 class UnwrappedAnswer:
-    """A splitter without the marks around the answer, such as `<response>` and `</response>`.
+    """Removes the marks around the answer, such as `<response>` and `</response>`.
 
     They are dropped where the answer begins with the first of them, with the white space at them.
 
@@ -307,7 +307,7 @@ class ReasoningFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts that this format looks for, special tokens or not."""
+        """The texts that this format looks for, whether they are special tokens or not."""
         if self.harmony:
             return (*HARMONY, *HARMONY_ENDS)
         return (self.start, self.end, *filter(None, self.answer))

@@ -21,7 +21,7 @@ CHUNK_CHARS = 1 << 20  # of texts that are encoded together: encodings take far 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids, and which text of a pair each token is of."""
+    """The token ids of a row, and for each token which text of a pair it belongs to (0 or 1)."""
 
     ids: list[int]
     token_types: list[int]
@@ -36,7 +36,7 @@ def encode_rows(
     truncate: bool,
     param: str = "input",
 ) -> list[EncodedRow]:
-    """Rows with the special tokens that the tokenizer puts around a text or a pair.
+    """Return rows with the special tokens that the tokenizer puts around a text or a pair.
 
     Special tokens that are spelled in a text are text.
 
@@ -45,8 +45,8 @@ def encode_rows(
         texts: one for each row.
         pairs: the second text of each row; None: there is none.
         max_tokens: of a row.
-        truncate: rows that are longer lose tokens at the end, of a pair the longer text first;
-            else they are refused.
+        truncate: a longer row loses tokens at its end, a pair at the end of its longer text;
+            otherwise a longer row is refused.
         param: names the texts in errors.
 
     Raises:
@@ -78,7 +78,7 @@ def encode_rows(
 
 
 def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> ContextLengthError:
-    """The error of a text that is too long."""
+    """Return the error of a text that is too long."""
     has = f"more than {max_tokens}" if num_tokens is None else f"{num_tokens}"
     return ContextLengthError(
         f"{what} has {has} tokens, and the model reads at most {max_tokens}; shorten it, or ask "
@@ -95,7 +95,7 @@ def encode_texts(
     truncate: bool,
     param: str,
 ) -> list[list[int]]:
-    """Ids of texts alone, without special tokens; errors as of `encode_rows`."""
+    """Return the ids of texts without special tokens. Raises what `encode_rows` does."""
     found = []
     for index, text in enumerate(texts):
         if not truncate:
@@ -120,9 +120,9 @@ def _check_length(
 def _encoded(
     tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None
 ) -> Iterator[tuple[tokenizers.Encoding, tokenizers.Encoding | None]]:
-    """Each row's text and its second one, encoded some rows at a time.
+    """Yield the encodings of each row's text and of its second text, some rows at a time.
 
-    A long query that stands in thousands of rows is neither encoded nor held so often.
+    A long query that stands in thousands of rows is encoded and held once for each chunk.
     """
     for some in _chunks(texts, pairs):
         ones = _each_once(tokenizer, texts[some])
@@ -131,7 +131,7 @@ def _encoded(
 
 
 def _each_once(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-    """The same as `_encodings`; equal texts have one encoding, which is not to be changed."""
+    """Return what `_encodings` does; equal texts share one encoding, which must not be changed."""
     for text in texts:
         check_text(text)
     unique = list(dict.fromkeys(texts))
@@ -140,7 +140,7 @@ def _each_once(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.En
 
 
 def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice]:
-    """Rows of CHUNK_CHARS characters together, or one row of more."""
+    """Yield slices of rows with at most CHUNK_CHARS characters together, or one longer row."""
     first = num_chars = 0
     for index, text in enumerate(texts):
         size = len(text) + (0 if pairs is None else len(pairs[index]))
@@ -152,7 +152,7 @@ def _chunks(texts: Sequence[str], pairs: Sequence[str] | None) -> Iterator[slice
 
 
 def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.Encoding]:
-    """Of texts, without special tokens around them. Releases the GIL."""
+    """Return the encodings of texts without special tokens. Releases the GIL."""
     found: list[tokenizers.Encoding] = []
     for text in texts:
         check_text(text)

@@ -264,7 +264,7 @@ class Tokenizer:
         return self.bos_token_id is not None and ids[:1] == [self.bos_token_id]
 
     def literal_backend(self, text: str) -> tokenizers.Tokenizer:
-        """The library's tokenizer in the setting that matches no special token in `text`."""
+        """Return the library's tokenizer in the setting that matches no special token in `text`."""
         if not self._special_anywhere and not any(s in text for s in self._special_texts):
             return self._backend
         with self._lock:
@@ -282,13 +282,13 @@ class Tokenizer:
         return found
 
     def num_special_tokens(self, *, pair: bool) -> int:
-        """Tokens that are put around a text, or around two."""
+        """Return how many tokens are put around a text, or around a pair of texts."""
         return int(self._backend.num_special_tokens_to_add(pair))
 
     def with_special_tokens(
         self, first: tokenizers.Encoding, second: tokenizers.Encoding | None = None
     ) -> tokenizers.Encoding:
-        """Encodings of a text, or of two, with the tokens that are put around them."""
+        """Return the encoding of a text, or of a pair, with the tokens that are put around it."""
         return self._backend.post_process(first, second, True)
 
     def encode_plain(self, text: str) -> list[int]:
@@ -323,7 +323,7 @@ class Tokenizer:
             raise InvalidRequestError(f"The tokenizer cannot decode these ids: {error}") from None
 
     def ids_with(self, text: str) -> frozenset[int]:
-        """The tokens with bytes that hold those of `text`. Looks at the whole vocabulary."""
+        """Return the tokens whose bytes contain `text`. Looks at the whole vocabulary."""
         wanted = text.encode()
         return frozenset(i for i, held in enumerate(self._all_bytes) if wanted in held)
 
@@ -346,7 +346,7 @@ class Tokenizer:
         return piece_bytes(piece, self.decoder_spec)
 
     def difference(self, other: "Tokenizer") -> str | None:
-        """The first token, by id, that is another one in `other`; None: all are the same."""
+        """Return the first token, by id, that differs in `other`; None where all are the same."""
         ours, theirs = (t._backend.get_vocab(with_added_tokens=True) for t in (self, other))
         if ours == theirs:
             return None

@@ -88,12 +88,12 @@ class ObjectCore:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """None: JSON has no marks."""
+        """Nothing: JSON has no marks."""
         return ()
 
     @property
     def starts(self) -> str:
-        """Its first character."""
+        """The first character of the object."""
         return "\\{"
 
     def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
@@ -104,7 +104,7 @@ class ObjectCore:
         yield from _CallObject(reader, calls, keys, bare=bare).read()
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
-        """The members in the template's order."""
+        """Return what matches the object, with its members in the template's order."""
 
         def term(piece: str, tool: Tool) -> str:
             if piece == ARGUMENT_OBJECT:
@@ -227,7 +227,7 @@ class NamedCore:
 
     @property
     def starts(self) -> str:
-        """None: a name could be any text."""
+        """Nothing: a name could be any text."""
         return ""
 
     def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
@@ -241,7 +241,7 @@ class NamedCore:
         yield from read_arguments(reader, calls, _checked_name(found[1] if found else ""))
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
-        """The name and its tool's parameters."""
+        """Return what matches a name and the arguments of its tool."""
         options = [
             f"{exact_text(lark, t.name + self.after_name)} {lark.parameters(t)}" for t in tools
         ]
@@ -286,7 +286,7 @@ class ParameterCore:
 
     @property
     def starts(self) -> str:
-        """None: a name could be any text."""
+        """Nothing: a name could be any text."""
         return ""
 
     def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
@@ -323,7 +323,7 @@ class ParameterCore:
         arguments.end()
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
-        """Parameters in the schema's order, required ones first."""
+        """Return what matches parameters in the schema's order, required ones first."""
 
         def call(tool: Tool) -> str:
             def parameter(name: str) -> str:
@@ -430,7 +430,7 @@ class PythonCore:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """None: it has no marks."""
+        """Nothing: Python's syntax has no marks."""
         return ()
 
     @property
@@ -471,7 +471,7 @@ class PythonCore:
         yield from copy_literal(reader, calls.arguments)
 
     def rule(self, lark: Lark, tools: Toolbox) -> str:
-        """Values are JSON, a near subset of Python."""
+        """Return what matches a call; its values are JSON, a near subset of Python."""
 
         def call(tool: Tool) -> str:
             def keyword(name: str) -> str:

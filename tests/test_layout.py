@@ -130,7 +130,6 @@ WITHOUT_MLX = (
     "engine.kv_manager",
     "engine.pagestore",
     "pooling.config",
-    "pooling.passes",
     "pooling.request",
     "server",
     "speculation.controller",

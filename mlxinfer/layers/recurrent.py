@@ -1,4 +1,4 @@
-"""The common part of mixers with a recurrence: how the tokens of a step go through it.
+"""The common part of mixers with a recurrence, and the mixer of one convolution.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step.
 """
@@ -122,3 +122,32 @@ class RecurrentMixer(ABC):
             return self.steps[index].in_mlx(arrays, states[index], lengths)
 
         return self.chain(inputs, run)
+
+
+class ShortConv(RecurrentMixer):
+    """A gated short convolution (LFM2): out(c * conv(b * x)); b, c and x are projections.
+
+    Args:
+        in_proj: (T, hidden) -> (T, 3 * hidden): b, c and x.
+        out_proj: (T, hidden) -> (T, hidden).
+        conv: over the hidden size.
+        spec: of one state, the convolution's.
+    """
+
+    __slots__ = ("conv",)
+
+    def __init__(
+        self, *, in_proj: Projection, out_proj: Projection, conv: CausalConv, spec: StateSpec
+    ) -> None:
+        self.conv = conv
+        steps = [conv.step(gated=True)]
+        super().__init__(in_proj=in_proj, out_proj=out_proj, spec=spec, steps=steps)
+
+    def mix(self, x: mx.array, step: Step) -> mx.array:
+        """x (T, hidden) -> the input of out_proj, (T, hidden)."""
+        return self.recur([self.in_proj(x)], step.caches[self])
+
+    def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
+        """See `RecurrentMixer`. Inputs: b, c and x side by side, (B, L, 3 * hidden)."""
+        y, seen = run(0, inputs[0], *self.conv)
+        return y, [seen]

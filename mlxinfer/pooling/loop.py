@@ -20,8 +20,15 @@ from ..errors import MlxinferError, RequestFailedError
 from ..layers.step import Step
 from ..models.encoder import SummedEmbeddings
 from .model import PoolingModel
-from .passes import MOST, MOST_ON_CPU, PassQueue, PassSizer, WaitingRow
-from .request import PoolingLimits, PoolingRequest
+from .request import (
+    MOST,
+    MOST_ON_CPU,
+    PassQueue,
+    PassSizer,
+    PoolingLimits,
+    PoolingRequest,
+    WaitingRow,
+)
 from .segments import Masks, RowGroup, row_groups, segment_cache
 
 SLICE_S = 0.25  # that a pass may take: other models of the process wait as long for the GPU

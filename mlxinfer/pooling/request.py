@@ -1,11 +1,24 @@
-"""Requests of pooling models: rows of token ids in, one vector or score each out. No mlx."""
+"""Requests of pooling models, and which of their rows are computed together. No mlx.
 
-from collections.abc import Sequence
+A request has rows of token ids, and gets one vector or score for each. Rows are computed in passes
+of a bounded number of tokens, without padding. A pass takes the row that has waited longest, and
+fills up with the shortest: nothing waits for ever, and a short text does not wait behind many long
+ones. A row of more tokens than a pass has is computed alone.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core import check_token_ids
 from ..errors import ContextLengthError, InvalidRequestError
+
+FIRST = 1024  # tokens of a pass before any was timed
+LEAST, MOST = 256, 16_384  # where passes are sized by time
+MOST_ON_CPU = 1024  # fewer read the weights too often, more leave the caches of a CPU
+LATEST = 0.3  # weight of the latest measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +89,109 @@ class PoolingLimits:
                 f"{self.num_token_types - 1}: its tokenizer.json is of another model.",
                 param="input",
             )
+
+
+class WaitingRow:
+    """A row that waits, or is computed."""
+
+    __slots__ = ("index", "request", "row", "taken")
+
+    def __init__(self, request: PoolingRequest, index: int) -> None:
+        self.request = request
+        self.index = index  # of the row in its request
+        self.row: TokenRow = request.rows[index]
+        self.taken = False  # in a pass, or its request has ended
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the row."""
+        return len(self.row.ids)
+
+
+class PassSizer:
+    """Tokens of a pass: as many as take `slice_s`, by how long earlier ones took.
+
+    Args:
+        slice_s: seconds that a pass may take.
+        fixed: tokens of every pass, whatever they take; None: by time.
+        most: tokens of a pass that is sized by time.
+    """
+
+    def __init__(self, slice_s: float, fixed: int | None = None, most: int = MOST) -> None:
+        self._slice_s = slice_s
+        self._fixed = fixed
+        self._most = most
+        self._token_s: float | None = None  # seconds a token
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the next pass."""
+        if self._fixed is not None:
+            return self._fixed
+        if self._token_s is None:
+            return min(FIRST, self._most)
+        return int(min(max(self._slice_s / self._token_s, LEAST), self._most))
+
+    def observe(self, num_tokens: float, seconds: float) -> None:
+        """Take in how long tokens took, all layers of each; few of them say little."""
+        if num_tokens < LEAST:
+            return
+        token_s = max(seconds, 1e-6) / num_tokens
+        if self._token_s is None:
+            self._token_s = token_s
+        else:
+            self._token_s += LATEST * (token_s - self._token_s)
+
+
+class PassQueue:
+    """Rows that wait for a pass."""
+
+    def __init__(self) -> None:
+        self._by_age: deque[WaitingRow] = deque()
+        self._by_length: list[tuple[int, int, WaitingRow]] = []  # a heap
+        self._count = 0
+        self.num_waiting = 0
+
+    def add(self, rows: Iterable[WaitingRow]) -> None:
+        """Queue rows."""
+        for row in rows:
+            self.num_waiting += 1
+            self._count += 1
+            self._by_age.append(row)
+            heapq.heappush(self._by_length, (row.num_tokens, self._count, row))
+
+    def discard(self, rows: Iterable[WaitingRow]) -> None:
+        """Drop the rows of ended requests."""
+        for row in rows:
+            if not row.taken:
+                self._take(row)
+        self._drop_taken()
+
+    def take(self, most: int) -> list[WaitingRow]:
+        """The rows of the next pass, shortest first: about `most` tokens, at least one row."""
+        while self._by_age and self._by_age[0].taken:
+            self._by_age.popleft()
+        if not self._by_age:
+            return []
+        found = [self._take(self._by_age[0])]
+        room = most - found[0].num_tokens
+        while self._by_length and (self._by_length[0][2].taken or self._by_length[0][0] <= room):
+            row = heapq.heappop(self._by_length)[2]
+            if not row.taken:
+                room -= row.num_tokens
+                found.append(self._take(row))
+        self._drop_taken()
+        return sorted(found, key=lambda row: row.num_tokens)
+
+    def _take(self, row: WaitingRow) -> WaitingRow:
+        row.taken = True
+        self.num_waiting -= 1
+        return row
+
+    def _drop_taken(self) -> None:
+        """Drop entries of rows that do not wait, once most are such: they hold their requests."""
+        if len(self._by_age) + len(self._by_length) <= 4 * self.num_waiting:
+            return
+        self._by_age = deque(row for row in self._by_age if not row.taken)
+        self._by_length = [entry for entry in self._by_length if not entry[2].taken]
+        heapq.heapify(self._by_length)

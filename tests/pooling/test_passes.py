@@ -13,8 +13,16 @@ from mlxinfer.errors import ContextLengthError, InvalidRequestError, RequestFail
 from mlxinfer.pooling.config import read_pooling
 from mlxinfer.pooling.loop import PoolingLoop
 from mlxinfer.pooling.model import PoolingModel, load_pooling
-from mlxinfer.pooling.passes import LEAST, MOST, PassQueue, PassSizer, WaitingRow
-from mlxinfer.pooling.request import PoolingLimits, PoolingRequest, TokenRow
+from mlxinfer.pooling.request import (
+    LEAST,
+    MOST,
+    PassQueue,
+    PassSizer,
+    PoolingLimits,
+    PoolingRequest,
+    TokenRow,
+    WaitingRow,
+)
 
 SEEDS = int(os.environ.get("MLXINFER_POOLING_SEEDS", "12"))
 MOST_TOKENS = 36

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
-from ...layers.short_conv import ShortConv
+from ...layers.recurrent import ShortConv
 from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, ModelConfig

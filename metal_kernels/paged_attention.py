@@ -41,19 +41,22 @@ def gathered_attention(
     """
     scale, sinks, soft_cap = softmax
     by_head, tail_scores = _tail_scores(queries, tail_keys, tail_mask, scale, soft_cap)
-    sink_column = None
-    if sinks is not None:
-        sink_column = _sink_column(sinks, tail_keys.shape[1], queries.shape[1])
+    scores = tail_scores
+    if pages is not None:
+        keys, values = pages
+        scores = by_head @ keys  # (B, H, G * Q, N)
+        if soft_cap is not None:
+            scores = capped(scores, soft_cap)
+        if mask is not None:
+            group = by_head.shape[2] // mask.shape[-2]
+            scores = scores + (mask if mask.shape[-2] == 1 else mx.tile(mask, (group, 1)))
+        scores = mx.concatenate([scores, tail_scores], axis=-1)
+    if sinks is None:
+        weights = mx.softmax(scores, axis=-1, precise=True)
+    else:
+        weights = _softmax_with(sinks, scores, tail_keys.shape[1], queries.shape[1])
     if pages is None:
-        return _by_token(_softmax(tail_scores, sink_column) @ tail_values, queries)
-    keys, values = pages
-    scores = by_head @ keys  # (B, H, G * Q, N)
-    if soft_cap is not None:
-        scores = capped(scores, soft_cap)
-    if mask is not None:
-        group = by_head.shape[2] // mask.shape[-2]
-        scores = scores + (mask if mask.shape[-2] == 1 else mx.tile(mask, (group, 1)))
-    weights = _softmax(mx.concatenate([scores, tail_scores], axis=-1), sink_column)
+        return _by_token(weights @ tail_values, queries)
     page_weights, tail_weights = mx.split(weights, [keys.shape[-1]], axis=-1)
     return _by_token(mx.addmm(page_weights @ values, tail_weights, tail_values), queries)
 
@@ -103,14 +106,8 @@ def _by_token(outputs: mx.array, queries: mx.array) -> mx.array:
     return outputs.transpose(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, dim)
 
 
-def _sink_column(sinks: mx.array, kv_heads: int, num_queries: int) -> mx.array:
-    """(H * G,) -> (H, G * Q, 1)."""
-    return mx.repeat(sinks.reshape(kv_heads, -1, 1), num_queries, axis=1)
-
-
-def _softmax(scores: mx.array, sink_column: mx.array | None) -> mx.array:
-    """Softmax over the last axis, with an optional sink that takes mass and gives nothing."""
-    if sink_column is None:
-        return mx.softmax(scores, axis=-1, precise=True)
-    column = mx.broadcast_to(sink_column.astype(scores.dtype), (*scores.shape[:-1], 1))
+def _softmax_with(sinks: mx.array, scores: mx.array, kv_heads: int, num_queries: int) -> mx.array:
+    """Softmax of scores (B, H, G * Q, N), where sinks (H * G,) take mass and give nothing."""
+    column = mx.repeat(sinks.reshape(kv_heads, -1, 1), num_queries, axis=1)  # (H, G * Q, 1)
+    column = mx.broadcast_to(column.astype(scores.dtype), (*scores.shape[:-1], 1))
     return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]

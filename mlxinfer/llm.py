@@ -301,7 +301,10 @@ class LLM:
         Models that reason repeat themselves without end where the most probable token is always
         taken. An answer is as long as the context allows.
         """
-        return self._session.chat_params
+        params = self._session.chat_params
+        if params is None:
+            self._session.refuse("chat_params")
+        return params
 
     def heat(self, result: Result) -> "Heat":
         """The tokens of an answer. A notebook shows improbable ones on a hot ground.
@@ -340,7 +343,7 @@ class LLM:
 
     def _say_params(self) -> None:
         """Say once, where somebody watches, that answers are drawn as the model's files say."""
-        params = self._session.own_params
+        params = self._session.chat_params
         if params is None or params.greedy or self._said_params or not is_watched(self._progress):
             return
         self._said_params = True
@@ -437,7 +440,7 @@ class LLM:
         info, state = self.model_info, " (closed)" if self.closed else ""
         context = f"{info.max_context:,} tokens" if info.max_context else "-"
         facts = {"model": info.summary, "context": context}
-        if (params := self._session.own_params) is not None:
+        if (params := self._session.chat_params) is not None:
             facts["chat"] = params.words
         return facts_card(f"{info.name}{state}", facts)
 

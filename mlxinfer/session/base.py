@@ -39,6 +39,7 @@ class ModelSession(Protocol):
     """
 
     info: Any  # `name`, `summary` in one line, and `max_context` in tokens, or None
+    chat_params: SamplingParams | None = None  # the model's own values, if it chats in this process
 
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: the model, or the place where it runs, has no such method."""
@@ -47,16 +48,6 @@ class ModelSession(Protocol):
     def start(self, *inputs: Input) -> RunningAnswers:
         """The answers to conversations and texts; see Session.start."""
         self.refuse("chat")
-
-    @property
-    def chat_params(self) -> SamplingParams:
-        """How a conversation is answered if nothing is said."""
-        self.refuse("chat_params")
-
-    @property
-    def own_params(self) -> SamplingParams | None:
-        """`chat_params` of a model that generates in this process; None for any other."""
-        return None
 
     def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
         """Compute and keep the KV cache of a prompt."""

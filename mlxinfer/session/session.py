@@ -47,7 +47,8 @@ class Session(LocalSession):
         watch: is called with the bytes of weights that are loaded, and with all of them.
 
     Attributes:
-        builder: inputs to requests.
+        chat_params: the model's own values: how a conversation is answered if nothing is said.
+        builder: makes requests of inputs.
 
     Raises:
         ModelError: the model is broken or not supported.
@@ -63,7 +64,7 @@ class Session(LocalSession):
         tool_format: str = "auto",
         watch: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._chat_params = chat_params(folder)
+        self.chat_params: SamplingParams = chat_params(folder)
         self._keeps_prefixes = options.prefix_cache
         tokenizer = Tokenizer.from_folder(folder)
         if tool_format != "auto":
@@ -85,16 +86,6 @@ class Session(LocalSession):
     def tokenizer(self) -> Tokenizer:
         """Of the model."""
         return self.builder.tokenizer
-
-    @property
-    def chat_params(self) -> SamplingParams:
-        """How a conversation is answered if nothing is said: by the model's own values."""
-        return self._chat_params
-
-    @property
-    def own_params(self) -> SamplingParams | None:
-        """The same."""
-        return self._chat_params
 
     def refuse(self, method: str) -> NoReturn:
         """Raise InvalidRequestError: only models that pool have the method."""

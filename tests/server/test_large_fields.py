@@ -63,7 +63,7 @@ LARGE: list[tuple[str, str, Any]] = [
 def test_what_is_large_is_refused_before_it_is_walked(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, value: Any
 ) -> None:
-    monkeypatch.setattr(schema, "_walk", not_so_large(schema._walk))
+    monkeypatch.setattr(schema, "walk", not_so_large(schema.walk))
     given = {"messages": HELLO} if path == TOKENIZE else with_fields(path)
     error = expect_refusal(live, path, {**given, field: value}, param=field)
     assert "bytes of JSON; at most 1048576 are accepted" in error["message"]
@@ -126,7 +126,7 @@ def test_what_takes_long_is_read_off_the_loop(
 
 
 def test_a_schema_is_measured_before_it_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "_walk", not_so_large(schema._walk))
+    monkeypatch.setattr(schema, "walk", not_so_large(schema.walk))
     with pytest.raises(InvalidRequestError, match="bytes; at most 1048576"):
         spec.json_schema(SCHEMA)
 

@@ -204,12 +204,6 @@ def test_the_oldest_turns_go_where_the_client_allows_it(
         ask(client, input=only, truncation="auto")
 
 
-def test_one_call_at_most(client: openai.OpenAI, scripted: ScriptedServer) -> None:
-    with scripted.says(f"{WEATHER}\n{NOW}"):
-        assert calls_of(ask(client, tools=TOOLS, parallel_tool_calls=False)) == CALLS[:1]
-        assert calls_of(ask(client, tools=TOOLS, tool_choice="none")) == []
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

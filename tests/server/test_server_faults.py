@@ -45,7 +45,7 @@ def test_a_closed_engine_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bug_in_a_handler_costs_one_request(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(server.model.session.builder), "output", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(type(server.model.generator), "start", lambda *args: 1 / 0)
     answer = server.post(CHAT, chat())
     monkeypatch.undo()
     assert answer.status_code == 500

@@ -85,19 +85,6 @@ def test_calls_in_a_stream(client: openai.OpenAI, scripted: ScriptedServer) -> N
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_the_stream_helper_accumulates(client: openai.OpenAI, scripted: ScriptedServer) -> None:
-    with (
-        scripted.says(f"{WEATHER}\n{NOW}"),
-        client.chat.completions.stream(model="demo", messages=HI, tools=TOOLS, n=2) as stream,
-    ):
-        for _ in stream:
-            pass
-        final = stream.get_final_completion()
-    for choice in final.choices:
-        assert called(choice.message) == CALLS
-        assert choice.finish_reason == "tool_calls"
-
-
 def test_one_call_at_most(client: openai.OpenAI, scripted: ScriptedServer) -> None:
     with scripted.says(f"{WEATHER}\n{NOW}"):
         message = ask(client, parallel_tool_calls=False).choices[0].message

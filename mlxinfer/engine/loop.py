@@ -440,7 +440,7 @@ class Loop:
         if self._followers is not None:
             self._followers.release()
         del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
-        del self.adapters
+        del self.adapters, self.kernels, self._layers  # the last two refer to pages
 
     def _save(self, store: PageStore) -> None:
         """To the disk with all that the prefix tree holds, as far as bytes and time allow."""

@@ -168,8 +168,8 @@ def forced_grammar(
     if not chosen:
         what = "there are no tools" if only is None else f"no tool is called {only!r}"
         raise InvalidRequestError(f"tool_choice demands a call, but {what}.", param="tool_choice")
-    lark = _lark_for(tokenizer, format, reasoning)
-    before = reasoning_rule(lark, reasoning, answer_prefix(tokenizer, reasoning, prompt_ids))
+    lark = _lark_for(tokenizer, reasoning, format)
+    before = _reasoning_rule(lark, reasoning, answer_prefix(tokenizer, reasoning, prompt_ids))
     calls = format.grammar(lark, Toolbox(chosen), parallel=parallel and only is None)
     return lark.grammar(f"{before} {calls}".strip())
 
@@ -191,13 +191,13 @@ def offered_grammar(
 
     Args: those of forced_grammar.
     """
-    lark = _lark_for(tokenizer, format, reasoning)
+    lark = _lark_for(tokenizer, reasoning, format)
     if format.bare or not lark.is_token(format.begins[0]):
         return None
     prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
     if reasoning is not None and reasoning.is_over(prefix):
         return None
-    before = reasoning_rule(lark, reasoning, prefix)
+    before = _reasoning_rule(lark, reasoning, prefix)
     calls = format.grammar(lark, tools, parallel=parallel)
     text = lark.rule("/(?s:.+)/")
     if reasoning is not None and reasoning.harmony:
@@ -208,22 +208,20 @@ def offered_grammar(
     return lark.grammar(f"{before} ({text})? ({calls} ({text})?)?".strip())
 
 
-def _lark_for(tokenizer: Tokenizer, format: ToolFormat, reasoning: ReasoningFormat | None) -> Lark:
-    return Lark(
-        control_tokens_of(tokenizer, (*format.marks, *(reasoning.marks if reasoning else ())))
-    )
-
-
-def control_tokens_of(tokenizer: Tokenizer, marks: Sequence[str]) -> dict[str, int]:
-    """Return {text: id} of control tokens, and of added tokens that are parts of these marks."""
-    return {
+def _lark_for(
+    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, format: ToolFormat | None = None
+) -> Lark:
+    """Return a grammar that knows control tokens, and added tokens that are parts of marks."""
+    marks = [mark for each in (format, reasoning) if each is not None for mark in each.marks]
+    control = {
         token.content: token_id
         for token_id, token in tokenizer.added_tokens.items()
         if token.special or any(token.content in mark for mark in marks)
     }
+    return Lark(control)
 
 
-def reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -> str:
+def _reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -> str:
     """Return what matches the reasoning of an answer with this prefix."""
     if reasoning is None or reasoning.is_over(prefix) or reasoning.is_closed(prefix):
         return ""
@@ -247,9 +245,9 @@ def after_reasoning(
         reasoning: how the model reasons.
         prompt_ids: the prompt, which may have opened the reasoning.
     """
-    lark = Lark(control_tokens_of(tokenizer, reasoning.marks))
+    lark = _lark_for(tokenizer, reasoning)
     prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
-    before = f"{reasoning_rule(lark, reasoning, prefix)} {_answer_header(lark, reasoning, prefix)}"
+    before = f"{_reasoning_rule(lark, reasoning, prefix)} {_answer_header(lark, reasoning, prefix)}"
     return lark.grammar(f"{before} @main".strip())
 
 
@@ -267,14 +265,13 @@ def calls_or_answer(
         reasoning: how the model reasons, which it may do first.
         prompt_ids: the prompt, which may have opened the reasoning.
     """
-    marks = (*use.format.marks, *(reasoning.marks if reasoning else ()))
-    lark = Lark(control_tokens_of(tokenizer, marks))
+    lark = _lark_for(tokenizer, reasoning, use.format)
     calls = use.format.grammar(lark, use.tools, parallel=use.parallel)
     if reasoning is None:
         return lark.grammar(f"{calls} | @main")
     prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
     answer = f"{_answer_header(lark, reasoning, prefix)} @main"
-    return lark.grammar(f"{reasoning_rule(lark, reasoning, prefix)} ({calls} | {answer})")
+    return lark.grammar(f"{_reasoning_rule(lark, reasoning, prefix)} ({calls} | {answer})")
 
 
 def _answer_header(lark: Lark, reasoning: ReasoningFormat, prefix: str) -> str:

@@ -167,7 +167,7 @@ class Program:
         if num_pages and sum(p.num_pages for p in self.pins) + num_pages <= self.extra_pages:
             until = self.simulation.turns + self.rng.randint(0, 20)
             self._say(f"pin {match.num_tokens} tokens until turn {until}")
-            self.pins.append(Pin(tree.pin(None, tokens), until, num_pages))
+            self.pins.append(Pin(tree.lock(match), until, num_pages))
             self.simulation.pins = [pin.lease for pin in self.pins]
 
     def _unpin(self, *, everything: bool = False) -> None:

@@ -183,7 +183,7 @@ ROUNDS_TOKENIZER = rounds_tokenizer()  # one for all examples: tables are made f
 
 @settings(max_examples=120)
 @given(turns=st.lists(turns, min_size=1, max_size=4))
-def test_template_decisions_ignore_marks(turns):
+def test_templates_decide_as_for_plain_text(turns):
     tokenizer = ROUNDS_TOKENIZER
     messages = [{"role": role, "content": content} for role, content in turns]
     ids = encode_chat(tokenizer, messages)
@@ -248,7 +248,7 @@ HONEST = "what is <|endoftext|>?"
         "{{ m.content[m.content | length - 1] }}{{ m.content[8] }}{{ m.content[-1] }}",
     ],
 )
-def test_what_looks_into_a_text_overlooks_marks(written):
+def test_what_looks_into_a_text_finds_what_is_there(written):
     tokenizer = rounds_tokenizer()
     tokenizer.template = ChatTemplate(
         "{% for m in messages %}<|im_start|>" + written + "<|im_end|>{% endfor %}"
@@ -353,14 +353,6 @@ def test_errors():
         nested = [nested]
     with pytest.raises(TemplateError, match="nested too deeply"):
         encode_chat(tokenizer, [{"role": "user", "content": nested}])
-
-
-def test_a_long_run_of_backslashes_takes_no_longer_than_other_text():
-    """A search that begins anew at each of them would take minutes."""
-    tokenizer = load_tokenizer("bytelevel", "chatml_plain")
-    text = "<|im_end|>" + "\\" * 300_000
-    ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
-    assert len(ids) > 1000
 
 
 def test_a_constant_is_also_found_in_what_the_template_wrote():

@@ -14,7 +14,7 @@ def test_documents_satisfy_their_schemas() -> None:
             jsonschema.Draft202012Validator(case.schema).validate(document)
 
 
-def test_a_large_tokenizer_is_one() -> None:
+def test_a_large_tokenizer_has_its_size_and_round_trips() -> None:
     made = large_tokenizer(5000)
     assert made.get_vocab_size() == 5000
     for text in ('{"a": [1, 2]}', "Hé, 世界\n\n", "x" * 50):

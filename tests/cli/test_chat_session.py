@@ -84,7 +84,9 @@ def test_take_back(session: ChatSession) -> None:
         ("logit_bias", '{"3": 1.5}', {3: 1.5}),
     ],
 )
-def test_settings(session: ChatSession, key: str, value: str, expected: Any) -> None:
+def test_set_reads_a_value_by_its_fields_type(
+    session: ChatSession, key: str, value: str, expected: Any
+) -> None:
     session.set(key, value)
     assert getattr(session.params, key) == expected
 

@@ -38,7 +38,7 @@ def test_the_table_names_the_origin_and_hides_keys(file: Path, outcome: Any) -> 
     assert ["--api-key", "1", "set", "config", "file"] in [line.split() for line in lines]
 
 
-def test_path(file: Path, outcome: Any) -> None:
+def test_config_path_prints_the_files_path(file: Path, outcome: Any) -> None:
     assert outcome("config", "path").out.strip() == str(file)
 
 

@@ -26,7 +26,7 @@ class Screen(io.StringIO):
         (5e15, "5000 TB"),
     ],
 )
-def test_sizes(count: float, text: str) -> None:
+def test_bytes_are_told_in_the_nearest_unit(count: float, text: str) -> None:
     assert human_bytes(count) == text
 
 
@@ -34,7 +34,7 @@ def test_sizes(count: float, text: str) -> None:
     ("count", "text"),
     [(7_241_732_096, "7.2 B"), (596_049_920, "596 M"), (28_800, "28.8 k"), (7, "7")],
 )
-def test_counts(count: float, text: str) -> None:
+def test_counts_are_shortened_from_thousands(count: float, text: str) -> None:
     assert human_count(count) == text
 
 

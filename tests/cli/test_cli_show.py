@@ -137,7 +137,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
     assert facts["chat_template"] is True
 
 
-def test_for_people(tmp_path: Path, outcome: Any) -> None:
+def test_a_model_is_shown_in_plain_lines(tmp_path: Path, outcome: Any) -> None:
     out = outcome("show", str(write_model(tmp_path / "m", CONFIG, template=False))).out
     assert "llama, 2 layers of 64" in out
     assert "2.1 k, " in out

@@ -49,7 +49,7 @@ def test_names_that_can_be_repositories(name: str, repo: RepoName) -> None:
         "o" * 200 + "/name",
     ],
 )
-def test_names_that_cannot(name: str) -> None:
+def test_names_that_the_hub_cannot_hold_are_refused(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match="is not a model name"):
         parse_repo_name(name)
 

@@ -67,7 +67,7 @@ class LayerGroup(PageGroup):
         for layer in self.layers:
             layer.allocate(self.page_size, count, min(FIRST_SLOTS, self.max_slots))
         mx.eval([layer.arrays() for layer in self.layers])
-        self.allocator.num_present = self.num_pages
+        self.allocator.num_present = self.num_pages or total
 
     @property
     def bytes_allocated(self) -> int:
@@ -86,16 +86,19 @@ class LayerGroup(PageGroup):
 
     @property
     def num_pages(self) -> int:
-        """Pages that the arrays have."""
-        return self.layers[0].num_pages if self.layers else self.allocator.num_pages
+        """Pages that the arrays have; 0: there are no arrays here."""
+        return self.layers[0].num_pages if self.layers else 0
 
     def must_grow(self, num_slots: int) -> bool:
         """Whether a step needs more pages or tails than the arrays have."""
-        return self.allocator.extent > self.num_pages or num_slots > self.num_slots
+        lacks_pages = self.allocator.extent > self.num_pages
+        return bool(self.layers) and (lacks_pages or num_slots > self.num_slots)
 
     def make_room(self, num_slots: int) -> None:
         """Grow the arrays until all pages handed out and `num_slots` tails are there."""
         pages, slots, extent = self.num_pages, self.num_slots, self.allocator.extent
+        if not self.layers:
+            return
         if extent > pages:
             self.bytes_grown += pages * self.page_bytes
             for layer in self.layers:

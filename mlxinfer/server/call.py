@@ -217,7 +217,7 @@ class Call:
         return self.service.request_metrics[model.base]
 
     def _namespace(self, salt: str | None) -> str | None:
-        """Of the prefix cache: with several keys, no key's prompts are found by another's.
+        """The namespace of the prefix cache: no key finds the prompts of another key.
 
         Otherwise the time to a first token would tell one client what others have asked.
         """

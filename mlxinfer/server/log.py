@@ -91,7 +91,7 @@ class TextLines(logging.Formatter):
 
 
 def extras(record: logging.LogRecord) -> dict[str, Any]:
-    """What a log call said beside its message."""
+    """The fields that a log call added to its message."""
     return {k: v for k, v in vars(record).items() if k not in _STANDARD and v is not None}
 
 

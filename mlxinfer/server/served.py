@@ -63,7 +63,7 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the model."""
+        """The tokenizer of the model."""
         return self.session.tokenizer
 
     @property
@@ -102,7 +102,7 @@ class ServedModel:
 
     @property
     def capabilities(self) -> dict[str, bool]:
-        """What requests may use of the model; images are not there yet."""
+        """The abilities of the model that requests may use; images are not there yet."""
         if isinstance(self.session, PoolingSession):
             can = ("embeddings", "rerank") if self.session.embeds else ("rerank",)
             return {name: name in can for name in CAPABILITIES}

@@ -1,4 +1,4 @@
-"""What all requests of a server share: models, bounds on what waits, threads for texts. No API."""
+"""The state that all requests of a server share: models, the queue, threads for texts. No API."""
 
 import asyncio
 import time

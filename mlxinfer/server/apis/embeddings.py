@@ -83,7 +83,7 @@ async def embed(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
 
 
 def truncation(tokens: int | None, flag: bool | None = None) -> int | bool:
-    """What requests say of texts that are too long, as PoolingSession.embed takes it.
+    """How texts that are too long are cut, as PoolingSession.embed takes it.
 
     Raises:
         InvalidRequestError: no tokens would be left.
@@ -121,7 +121,7 @@ def read_input(given: Input) -> list[str | list[int]]:
 
 
 def _prompt_name(session: PoolingSession, body: EmbeddingRequest) -> str | None:
-    """Of prompt_name, or of input_type where the model has such a prompt at all."""
+    """The model's own prompt that stands before the texts, by prompt_name or input_type."""
     if body.prompt_name is not None or body.input_type is None:
         return body.prompt_name
     if body.input_type not in INPUT_TYPES:

@@ -200,7 +200,7 @@ async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
 
 
 async def _load_or_unload(call: Call, body: AskFields, *, chats: bool) -> Plain:
-    """What Ollama's clients do with a request without a prompt."""
+    """Answer a request without a prompt: Ollama's clients load or unload a model so."""
     name = slot_of(call, body.model).entry.name
     if body.unloads:
         call.require_admin()
@@ -433,7 +433,7 @@ async def ollama_version(call: Call) -> dict[str, str]:
 
 
 async def show_details(call: Call, body: NamedModel) -> Plain:
-    """What a model is; loads it (Ollama's API)."""
+    """Describe a model; loads it (Ollama's API)."""
     model = await call.model(slot_of(call, body.called).entry.name)
     slot, info = slot_of(call, body.called), model.info
     able, template = model.capabilities, model.tokenizer.template
@@ -507,7 +507,7 @@ def _tag(slot: Slot) -> Plain:
 
 
 def _details(slot: Slot) -> Plain:
-    """What is known of a model: more once it is loaded."""
+    """The known facts of a model: more once it is loaded."""
     info = None if slot.served is None else slot.served.info
     family = "" if info is None else info.architecture
     return {

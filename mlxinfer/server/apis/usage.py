@@ -47,7 +47,7 @@ def progress_of(answers: Answers, step: Step) -> Plain:
 
 
 def timings_of(result: Result) -> Plain:
-    """Where the time of one answer went, in llama.cpp's names; a rate is null if there is none."""
+    """The times of one answer, in llama.cpp's names; a rate is null if there is none."""
     timing = result.timing
     return {
         "cache_n": result.cached_tokens,

@@ -18,7 +18,7 @@ MAX_QUERY_CHARS = 400
 
 
 class ConversationFields(RequestBody, kw_only=True):
-    """What to change of a conversation, which is made if it is not there; null: nothing."""
+    """Changes of a conversation, which is made if it is not there; null: no change."""
 
     id: str
     title: str | None = None

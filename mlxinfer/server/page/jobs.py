@@ -27,7 +27,7 @@ MAX_LINE = 4096  # characters of an error
 
 
 class JobState(StrEnum):
-    """Where a job is."""
+    """The state of a job."""
 
     RUNNING = "running"
     PAUSED = "paused"

@@ -39,7 +39,7 @@ class ModelName(RequestBody, kw_only=True):
 
 
 class ConversionFields(RequestBody, kw_only=True):
-    """What to convert, how, and the name of the result."""
+    """A conversion: its source, its recipe, and the name of the result."""
 
     model: str
     recipe: str
@@ -55,7 +55,7 @@ class JobAction(RequestBody, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """What the routes need of the rest of the program.
+    """The rest of the program, as far as the routes need it.
 
     Attributes:
         command: the command line program, for downloads and conversions.
@@ -252,7 +252,7 @@ class LibraryRoutes:
         return sorted(each for each in folder.iterdir() if (each / "config.json").is_file())
 
     def _source(self, name: str) -> str:
-        """What a name of this disk's models stands for; raises ModelNotFoundError."""
+        """The folder or repository of a model on this disk; raises ModelNotFoundError."""
         for folder in self._conversions():
             if folder.name == name:
                 return str(folder)

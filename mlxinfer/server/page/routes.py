@@ -1,4 +1,4 @@
-"""What a server offers to the page beside its files: history, models, PDFs, settings."""
+"""Routes of the page beside its files: history, models, PDFs, settings."""
 
 import base64
 import binascii
@@ -36,7 +36,7 @@ sys.stdout.buffer.write("\\n\\n".join(pages).encode(errors="replace"))
 
 
 class Features(msgspec.Struct, kw_only=True):
-    """What this server offers to the page."""
+    """The parts of the page that this server has."""
 
     version: str
     history: bool
@@ -97,7 +97,7 @@ def pdf_text(name: str, data: bytes) -> str:
 
 
 class PageRoutes:
-    """What one server offers to the page.
+    """The routes of one server's page.
 
     Args:
         history: where conversations are kept; None: nowhere.
@@ -118,7 +118,7 @@ class PageRoutes:
         self._pdf = can_read_pdf()
 
     async def features(self, call: Call) -> Features:
-        """What this server offers to the page."""
+        """The parts of the page that this server has."""
         is_admin = call.service.config.keys.administers(call.key)
         return Features(
             version=__version__,

@@ -182,3 +182,21 @@ def test_a_history_with_a_cut_call_is_shown_as_it_was_written(server: ScriptedSe
             assert answer.status_code == 200, answer.text
             assert "Par" in server.prompt
             assert "no JSON" in server.prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "said", ["<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "get_w']
+)
+def test_a_forced_call_that_is_cut_before_its_name_is_no_text(
+    scripted: ScriptedServer, said: str, stream: bool
+) -> None:
+    body = {"messages": HI, "tools": CHAT_TOOLS, "tool_choice": "required", "stream": stream}
+    with scripted.says(said):
+        if stream:
+            events = [e for e in scripted.events(CHAT, body) if e != "[DONE]"]
+            deltas = [choice["delta"] for event in events for choice in event["choices"]]
+            assert not "".join(delta.get("content") or "" for delta in deltas)
+        else:
+            message = scripted.post(CHAT, body).json()["choices"][0]["message"]
+            assert not message["content"]

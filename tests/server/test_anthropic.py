@@ -89,6 +89,12 @@ def test_tokens_are_counted(demo: anthropic.Anthropic) -> None:
     assert longer.input_tokens > count.input_tokens
 
 
+def test_the_request_id_is_where_the_library_looks_for_it(server: LiveServer) -> None:
+    for body in ({"messages": HELLO, "max_tokens": 1}, {}):
+        headers = server.post("/v1/messages", body).headers
+        assert headers["request-id"] == headers["x-request-id"]
+
+
 def test_a_stop_sequence(demo: anthropic.Anthropic) -> None:
     answer = ask(demo, stop_sequences=["demo", "zzz"], temperature=0)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "demo")

@@ -20,7 +20,16 @@ from mlxinfer.outputs import (
     ToolCall,
     ToolCallDelta,
 )
-from mlxinfer.server.apis import anthropic, chat, completions, ollama, responses, tools
+from mlxinfer.server.apis import (
+    anthropic,
+    chat,
+    completions,
+    ollama,
+    rerank,
+    responses,
+    tokens,
+    tools,
+)
 from mlxinfer.server.apis.responses_items import OutputItems, conversation
 from mlxinfer.server.config import TEMPLATE_KWARGS
 from mlxinfer.server.http import decode
@@ -296,6 +305,14 @@ def test_only_allowed_tools_are_told() -> None:
     assert given.tool_choice == "auto"
     with pytest.raises(InvalidRequestError, match="none of tools"):
         read_response(tools=flat[:1], tool_choice={"type": "allowed_tools", "tools": flat[1:]})
+
+
+def test_other_names_of_bodies_without_sampling() -> None:
+    texts = decode(b'{"query": "a", "texts": ["b"]}', rerank.RerankRequest)
+    assert texts.documents == ["b"]
+    assert decode(b'{"content": "a"}', tokens.TokenizeRequest).prompt == "a"
+    with pytest.raises(UnsupportedFieldError, match="Lark"):
+        read_chat(grammar='root ::= "a"')
 
 
 # -- answers ------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def llama(**changes):
         (
             {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
             {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
-            RopeSpec(dims=12, theta=500.0),
+            RopeSpec(dims=24, theta=500.0),  # whole heads of Llama turn, whatever the config says
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}},
@@ -317,7 +317,6 @@ def test_formats_that_do_not_exist(stated):
         ("rope_scaling", {"type": "yarn"}),
         ("rope_scaling", {"type": "llama3", "factor": -2}),
         ("rope_parameters", "default"),
-        ("partial_rotary_factor", 0.01),
         ("tie_word_embeddings", "no"),
         ("attention_bias", 1),
         ("max_position_embeddings", 2**40),
@@ -332,6 +331,14 @@ def test_hostile_values_are_named(key, value):
     named = (key, "factor", "type", "dimensions") if "rope" in key or "rot" in key else (key,)
     assert any(name in str(caught.value) for name in named)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("where", ["top", "rope_parameters"])
+def test_a_part_of_heads_that_turns_has_an_even_size(where):
+    part = {"partial_rotary_factor": 0.01}
+    config = llama(model_type="glm4", **(part if where == "top" else {where: part}))
+    with pytest.raises(CheckpointError, match="turns 0 of 24 dimensions"):
+        normalise(config)
 
 
 def test_heads_need_a_size():

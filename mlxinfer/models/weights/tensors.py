@@ -11,6 +11,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +25,7 @@ from .files import Span, TensorInfo, WeightFile, new_pool, open_weights
 
 CHUNK_BYTES = 2 << 20  # of one task: few calls, and enough for all threads in one matrix
 SMALL_BYTES = 64 << 10  # so many zeros are written sooner than a thread of MLX has answered
+WAKE_S = 0.1  # between two looks at Ctrl-C
 LEAVE_S = 1.0  # that MLX's threads may take to leave what they have read
 _OF_PACKED = (".scales", ".biases")
 FLOATS = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
@@ -243,6 +245,8 @@ def _read(destinations: Sequence[tuple[Sequence[Span], memoryview]], owner: obje
     futures = [task[0].file.pool.submit(run, task, owner) for task in tasks]
     try:
         for future in futures:
+            while not wait([future], WAKE_S).done:
+                pass  # a signal that came just before this thread slept is handled now
             future.result()
     finally:
         for future in futures:

@@ -1,9 +1,14 @@
 """Where tail tokens go: each to the slot that its page table names, none to a recycled page."""
 
+from dataclasses import replace
+
+import numpy as np
+from cache.layers import Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.inputs import seal_index
+from mlxinfer.cache.inputs import StepMetadata, ints, seal_index
+from mlxinfer.cache.paged import TailPlace
 from mlxinfer.cache.pages import PageTable
 
 PAGE = 4
@@ -33,3 +38,18 @@ def test_every_token_goes_where_its_table_says(data: st.DataObject) -> None:
     assert (found is None) == (not expected)
     if found is not None:
         assert list(zip(*(part.tolist() for part in found), strict=True)) == expected
+
+
+def test_kernels_write_by_the_positions_that_keys_are_turned_by() -> None:
+    """With M-RoPE a token has three: no kernel writes, and mixers turn keys themselves."""
+    found = StepMetadata([], [Tokens(0, 5, 3, 0, 0)], ints([5, 6, 7]))
+    place = TailPlace.of(found, 16, by_position=True)
+    assert place.positions.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
+    assert place.offsets.tolist() == [5, 6, 7]
+    moved = TailPlace.of(replace(found, rope_positions=ints([1, 2, 2])), 16, by_position=True)
+    assert moved.positions.tolist()[:3] == [1, 2, 2]
+    assert moved.offsets.tolist() == [5, 6, 7]
+    three = np.arange(9, dtype=np.int32).reshape(3, 3)
+    turned = replace(found, rope_positions=three)
+    assert TailPlace.of(turned, 16, by_position=True).positions is None
+    assert turned.turning.shape == (3, 3)

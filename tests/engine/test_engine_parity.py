@@ -63,10 +63,10 @@ def test_steps_beside_others(case: str) -> None:
         harness.add(str(num_prompt), ids[:num_prompt], params)
     wrapped = harness.loop.runner.sampler.sample
 
-    def spy(rows, places, *rest):  # type: ignore[no-untyped-def]
+    def spy(rows, places, *rest, **named):  # type: ignore[no-untyped-def]
         for row, place in zip(np.array(rows), places, strict=True):
             logits[slots[place]].append(row)
-        return wrapped(rows, places, *rest)
+        return wrapped(rows, places, *rest, **named)
 
     harness.loop.runner.sampler.sample = spy  # type: ignore[method-assign]
     sequences = {

@@ -11,8 +11,7 @@ from .attention_plan import AttentionPlan, page_table
 from .attention_scene import PAGE, Scene, build_scene
 from .attention_shape import prefill_shape, registers, threadgroup_shape
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
-from .paged_attention_gather import paged_attention_gathered
-from .paged_attention_kernel import paged_attention_on_metal
+from .paged_attention import paged_attention_gathered, paged_attention_on_metal
 from .prefill_plan import Chunks, tiled
 from .stored import numbers_of
 from .variants import Case, Kind, Value, Variant, dtype_name
@@ -241,7 +240,7 @@ _SHARED_FILES = (
     *("attention_shape.py", "chips.py", "stored.py"),
 )
 PAGED_FILES = (
-    *("paged_attention.metal", "tiled_attention.metal", "paged_attention_kernel.py"),
+    *("paged_attention.metal", "tiled_attention.metal", "paged_attention.py"),
     *_SHARED_FILES,
 )
 _kind = partial(Kind, case=_case, timed=_timed, registers=_registers)

@@ -13,8 +13,7 @@ from .attention_plan import AttentionPlan
 from .attention_reduce import Attention, includes, output_sizes, partial_sizes, reduction
 from .attention_shape import LANES
 from .launch import Launch, MetalKernel
-from .paged_attention_gather import paged_attention_gathered
-from .paged_attention_kernel import DTYPES, MAX_PASSES
+from .paged_attention import DTYPES, MAX_PASSES, paged_attention_gathered
 from .stored import FORMATS, PLAIN, KVFormat, Stored, part_names, plane_text
 
 DIMS = ((576, 512),)

@@ -15,7 +15,7 @@ import numpy as np
 
 from .attention_plan import BLOCK, AttentionPlan
 from .launch import MIN_NUMBERS
-from .paged_attention_kernel import paged_attention_on_metal
+from .paged_attention import paged_attention_on_metal
 from .prefill_plan import Chunks, tile_queries
 from .stored import PLAIN, Vectors
 

@@ -22,7 +22,7 @@ import mlxinfer
 from mlxinfer import LLM, FinishReason, SamplingParams
 from mlxinfer.core import Request, TokenEvent
 from mlxinfer.session.answers import Answer
-from mlxinfer.session.request_builder import RequestBuilder
+from mlxinfer.session.session import RequestBuilder
 from mlxinfer.text import TextStream
 
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]

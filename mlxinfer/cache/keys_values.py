@@ -19,8 +19,7 @@ from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.attention_shape import threadgroup_shape
 from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.kv_write import kv_write
-from ..metal_kernels.paged_attention import Softmax
-from ..metal_kernels.paged_attention_kernel import MAX_ROWS, arrays_of, has_dims, paged_attention
+from ..metal_kernels.paged_attention import MAX_ROWS, Softmax, arrays_of, has_dims, paged_attention
 from ..metal_kernels.prefill_plan import tile_queries
 from ..metal_kernels.stored import Affine
 from ..metal_kernels.tail_write import write_tails

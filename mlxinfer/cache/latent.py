@@ -24,8 +24,7 @@ from ..metal_kernels.attention_cases import mla_variant, prefill_variant
 from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
 from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.mla_attention import DIMS, KINDS, mla_attention, row_blocks
-from ..metal_kernels.paged_attention import Softmax
-from ..metal_kernels.paged_attention_kernel import DTYPES, has_dims
+from ..metal_kernels.paged_attention import DTYPES, Softmax, has_dims
 from ..metal_kernels.prefill_blocks import attend_in_tiles
 from ..metal_kernels.stored import PLAIN, KVFormat
 from ..metal_kernels.variants import Variant

@@ -14,9 +14,9 @@ from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.prefill_plan import Chunks, tiled
 from ..metal_kernels.variants import ReadyFor
-from .groups import PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
 from .paged import PagedLayer, Part, Prepared, TailPlace
+from .pages import PageGroup
 from .plain import PlainAttention, chunks_of
 
 PlanFor = Callable[[PagedLayer, mx.array], AttentionPlan]  # of a layer and its queries

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.attention_plan import Numbers, joined
 from ..metal_kernels.paged_attention import Softmax, capped, gathered_attention
-from .groups import AttentionWindow, PageGroup
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
 from .paged import PagedLayer, Part, Prepared, Runs, TailPlace
+from .pages import AttentionWindow, PageGroup
 
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
 QUERY_BLOCK = 128

@@ -21,9 +21,9 @@ import numpy as np
 from ..config import KVOptions
 from ..core import OwnCacheSpec, StateSpec
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
-from .groups import StateGroup
 from .inputs import CacheWork, Ints, Segments, StepMetadata
 from .paged import Formats, TailPlace
+from .pages import StateGroup
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 # (inputs of a part, states before it) -> outputs, and states after the tokens that count

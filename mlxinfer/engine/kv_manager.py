@@ -7,9 +7,8 @@ written where a window would recycle them before. Only a partial page is copied.
 
 from collections.abc import Sequence as Seq
 
-from ..cache.groups import PageGroup, StateGroup
 from ..cache.inputs import CacheWork, Move, PartialCopy, Spill
-from ..cache.pages import OutOfPages, PageTable
+from ..cache.pages import OutOfPages, PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
 from .batch import Sequence
 from .pagestore import PageStore, Transfers

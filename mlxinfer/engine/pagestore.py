@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..cache.disk import DiskStats, DiskTier, chain_keys, namespace_key, page_key
-from ..cache.groups import PageGroup, StateGroup
 from ..cache.inputs import Load, Spill
-from ..cache.pages import PageTable
+from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk

@@ -15,7 +15,6 @@ from urllib.parse import parse_qs
 from ..errors import InvalidRequestError, OverloadedError
 from ..session.answers import Answers, Step
 from ..session.inputs import Input
-from .admission import Meter
 from .errors import DeadlineError, ShuttingDownError
 from .http import (
     KEEP_ALIVE,
@@ -38,7 +37,7 @@ from .http import (
 from .protocol import ABORT
 from .routes import Route
 from .served import ServedModel
-from .service import BODY_BYTES, LARGE_BODY, Service
+from .service import BODY_BYTES, LARGE_BODY, Meter, Service
 
 if TYPE_CHECKING:
     from ..session.pooling_session import Pooled, Vectors

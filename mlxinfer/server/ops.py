@@ -15,8 +15,7 @@ from .call import Call
 from .http import Body, RequestBody, encode
 from .metrics import ServerMetrics
 from .models import Slot
-from .readiness import Health
-from .service import Service
+from .service import Health, Service
 
 Plain = dict[str, Any]
 MAX_DRAIN_S = 3600.0

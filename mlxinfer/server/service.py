@@ -1,23 +1,273 @@
-"""The state that all requests of a server share: models, the queue, threads for texts. No API."""
+"""The state that all requests of a server share: models, the queue, threads for texts. No API.
+
+Admission bounds the queue. Readiness is proved by a token or by finished steps, never by a flag: a
+process that lives while its engine hangs is the failure that a load balancer cannot see. An idle
+engine has to generate one token; a working one has to finish steps.
+"""
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Protocol
 
-from .admission import Admission
+from ..core import TokenEvent
+from ..errors import EngineClosedError, MlxinferError, OverloadedError
+from ..outputs import Result
+from ..session.answers import Answer
 from .config import ServerConfig
 from .errors import ShuttingDownError
 from .http import Scope
 from .log import RecentProblems
 from .metrics import EngineStats, RequestMetrics, ServerMetrics
 from .models import Entry, Models
-from .readiness import Readiness
+from .served import ServedModel
 from .store import ResponseStore
 from .workers import Workers
 
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+SMOOTHING = 0.2  # weight of the newest interval between two first tokens
+
+
+class Admission:
+    """A bound on waiting requests and on the tokens of their prompts.
+
+    A request waits from the time it is handed to the engine until its first token. The engine
+    itself would queue without end.
+
+    Args:
+        max_waiting: requests without a token.
+        max_waiting_tokens: of their prompts together; a single longer one is let in when nothing
+            else waits.
+    """
+
+    def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_tokens = max_waiting_tokens
+        self.num_waiting = 0
+        self.num_waiting_tokens = 0
+        self._interval_s = 1.0  # between two requests that leave the queue, smoothed
+        self._left_s = 0.0  # when the last one left
+
+    def enter(self, num_requests: int, num_tokens: int) -> None:
+        """Count requests in.
+
+        Raises:
+            OverloadedError: the queue is full; the error says when to try again.
+        """
+        tokens = self.num_waiting_tokens + num_tokens
+        full = self.num_waiting + num_requests > self._max_waiting or tokens > self._max_tokens
+        if full and self.num_waiting:
+            raise OverloadedError(
+                f"{self.num_waiting} requests with {self.num_waiting_tokens} prompt tokens wait "
+                "already; try again later.",
+                retry_after_s=self.retry_after_s,
+            )
+        if not self.num_waiting:
+            self._left_s = time.monotonic()
+        self.num_waiting += num_requests
+        self.num_waiting_tokens = tokens
+
+    def leave(self, num_tokens: int) -> None:
+        """Count one request out: it has a token, or it ended."""
+        self.num_waiting -= 1
+        self.num_waiting_tokens -= num_tokens
+        assert self.num_waiting >= 0
+        assert self.num_waiting_tokens >= 0
+        now = time.monotonic()
+        self._interval_s += SMOOTHING * (now - self._left_s - self._interval_s)
+        self._left_s = now
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which about a quarter of the queue should have gone."""
+        return min(max(self._interval_s * self.num_waiting / 4, MIN_RETRY_S), MAX_RETRY_S)
+
+
+class Meter:
+    """Counts the answers of one call: in the queue, and in their model's metrics.
+
+    It watches the answers (`session.answers.AnswerWatcher`). Every answer is ended exactly once, by
+    `end` or by `close`.
+
+    Args:
+        metrics: of the model.
+        admission: where the answers queue.
+        answers: not begun yet.
+
+    Raises:
+        OverloadedError: the queue is full.
+    """
+
+    def __init__(
+        self, metrics: RequestMetrics, admission: Admission, answers: Sequence[Answer]
+    ) -> None:
+        self._metrics, self._admission, self._answers = metrics, admission, answers
+        self._num_prompt = [len(answer.request.prompt_ids) for answer in answers]
+        self._last_token_s: list[float | None] = [None] * len(answers)
+        self._counted_prompts: set[int] = set()  # identities: choices share their prompt's list
+        try:
+            admission.enter(len(answers), sum(self._num_prompt))
+        except OverloadedError:
+            metrics.num_rejected += 1
+            raise
+        self._open = set(range(len(answers)))
+        self._queued = set(self._open)  # answers without a token
+        self._accepted = False
+        metrics.num_waiting += len(answers)
+
+    @property
+    def num_queued(self) -> int:
+        """Answers without a token: queued, or with a prompt that is still read."""
+        return len(self._queued)
+
+    def accept(self) -> None:
+        """The engine has taken the requests; before that, `close` takes the count back."""
+        self._accepted = True
+
+    def record(self, index: int, event: TokenEvent) -> None:
+        """Count the token of an event, if it has one."""
+        if event.prompt_tokens:
+            return
+        self._leave_queue(index)
+        if event.token_id is None:
+            return
+        metrics, now_s, before_s = self._metrics, time.monotonic(), self._last_token_s[index]
+        self._last_token_s[index] = now_s
+        metrics.generation_tokens += 1
+        if before_s is not None:
+            metrics.seen["inter_token_s"].observe(now_s - before_s)
+            return
+        request = self._answers[index].request
+        metrics.num_waiting -= 1
+        metrics.num_running += 1
+        if id(request.prompt_ids) not in self._counted_prompts:
+            self._counted_prompts.add(id(request.prompt_ids))
+            metrics.prompt_tokens += len(request.prompt_ids)
+            metrics.cached_tokens += event.cached_tokens
+        metrics.observe(first_token_s=now_s - request.arrived_s)
+
+    def end(self, index: int, reason: str, result: Result | None) -> None:
+        """Count the end of an answer, with its result where it is complete."""
+        if index not in self._open:
+            return
+        self._open.discard(index)
+        if self._last_token_s[index] is None:
+            self._metrics.num_waiting -= 1
+        else:
+            self._metrics.num_running -= 1
+        self._metrics.finish(reason, result)
+        max_tokens = self._answers[index].request.params.max_tokens
+        if max_tokens is not None:
+            self._metrics.observe(max_tokens=max_tokens)
+        if not self._open:
+            longest = max(answer.num_tokens for answer in self._answers)
+            self._metrics.observe(choices=len(self._answers), longest_tokens=longest)
+
+    def close(self) -> None:
+        """Count the answers that have not ended as aborted, and leave the queue."""
+        if not self._accepted:
+            self._metrics.num_waiting -= len(self._open)
+            self._open.clear()
+        for index in list(self._open):
+            self.end(index, "abort", None)
+        for index in list(self._queued):
+            self._leave_queue(index)
+
+    def _leave_queue(self, index: int) -> None:
+        if index in self._queued:
+            self._queued.discard(index)
+            self._admission.leave(self._num_prompt[index])
+
+
+PROGRESS_STEPS = 3  # two steps may be in flight at the first look: the third was launched after it
 POLL_S = 0.02
+FRESH_S = 1.0  # that an answer is reused: frequent probes cost nothing
+log = logging.getLogger("mlxinfer.server")
+
+
+class Health(StrEnum):
+    """Whether requests would be answered, and what is in the way."""
+
+    READY = "ready"
+    LOADING = "loading"  # pinned and preloaded models
+    DRAINING = "draining"  # the server is about to end
+    STUCK = "stuck"  # an engine makes no progress
+    FAILING = "failing"  # an engine ends requests with errors
+
+
+class Readiness:
+    """Checks the loaded models; loads none.
+
+    Args:
+        models: of the server.
+        engine_stats: reads the engines' step counters.
+        deadline_s: seconds in which a model must generate a token or finish steps.
+    """
+
+    def __init__(self, models: Models, engine_stats: EngineStats, deadline_s: float) -> None:
+        self._models = models
+        self._engine_stats = engine_stats
+        self._deadline_s = deadline_s
+        self._running: asyncio.Task[Health] | None = None
+        self._checked_s = 0.0
+
+    async def check(self) -> Health:
+        """Check all loaded models at once; concurrent callers share one check."""
+        if not self._models.started:
+            return Health.LOADING
+        stale = self._running is None or (
+            self._running.done() and time.monotonic() > self._checked_s + FRESH_S
+        )
+        if stale:
+            self._running = asyncio.create_task(self._check_all())
+        assert self._running is not None
+        return await asyncio.shield(self._running)
+
+    async def _check_all(self) -> Health:
+        found = await asyncio.gather(*(self._check(model) for model in self._models.running()))
+        self._checked_s = time.monotonic()
+        return next((health for health in found if health is not Health.READY), Health.READY)
+
+    async def _check(self, model: ServedModel) -> Health:
+        health = Health.READY
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._progress(model)
+        except TimeoutError:
+            health = Health.STUCK
+        except EngineClosedError:  # a model that was unloaded just now need not answer
+            health = Health.FAILING if model in self._models.running() else Health.READY
+        except MlxinferError:
+            health = Health.FAILING
+        if health is not Health.READY:
+            log.error("model is %s", health, extra={"model": model.name})
+        return health
+
+    async def _progress(self, model: ServedModel) -> None:
+        """Wait until the model has computed something new."""
+        before = await self._engine_stats.of(model)
+        idle = not _is_busy(before)
+        work = model.session.canary() if idle else asyncio.sleep(2 * self._deadline_s)
+        canary = asyncio.create_task(work)
+        try:
+            while not canary.done():
+                await asyncio.wait({canary}, timeout=POLL_S)
+                now = await self._engine_stats.of(model)
+                steps = now["steps"] - before["steps"]  # negative: the engine was restarted
+                if not 0 <= steps < PROGRESS_STEPS or not (idle or _is_busy(now)):
+                    return
+            canary.result()
+        finally:
+            canary.cancel()
+
+
+def _is_busy(stats: dict[str, Any]) -> bool:
+    return bool(stats["running"] or stats["waiting"])
+
+
 BODY_BYTES = "mlxinfer.body_bytes"  # in the scope of a request after its body was read
 LARGE_BODY = 256 << 10  # bytes
 ENDING_S = 2.0  # that interrupted calls get to say so

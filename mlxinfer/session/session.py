@@ -1,17 +1,45 @@
-"""A loaded model that is ready for inputs. LLM, the command line and the server use it."""
+"""A loaded model that is ready for inputs, and the requests that it makes of them.
 
+LLM, the command line and the server use a Session. Its RequestBuilder turns prompts, conversations,
+tools and response formats into requests and runs nothing.
+"""
+
+import itertools
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..core import SamplingParams
-from ..errors import InvalidRequestError, shown
+from ..core import Grammar, Request, SamplingParams, check_token_ids
+from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldError, shown
+from ..grammar import GrammarSpec, response_format
+from ..grammar.guidance import Guidance
 from ..memory import total_memory_bytes
 from ..speculation.options import kind_of
-from ..text import Detokenizer, ReasoningFormat, Tokenizer
+from ..text import (
+    GENERIC,
+    Detokenizer,
+    ReasoningFormat,
+    TextStream,
+    Tokenizer,
+    ToolFormat,
+    ToolUse,
+    detect_reasoning,
+    detect_tools,
+    encode_chat,
+    fim_tokens,
+    generic_messages,
+    has_calls,
+    text_messages,
+)
 from ..text import tool_format as find_tool_format
-from .answers import Answers
+from ..text.tokenizer import exceeds_tokens
+from .answers import Answer, Answers, PromptScores
 from .base import LocalSession
 from .engine_factory import ModelInfo, open_engine
 from .generation_config import chat_params
@@ -25,7 +53,331 @@ from .inputs import (
     check_sequence,
 )
 from .options import EngineOptions
-from .request_builder import RequestBuilder
+
+if TYPE_CHECKING:
+    pass
+
+Prompt = str | Sequence[int]
+
+FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
+MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
+LAST_TURNS = 4  # turns of a prompt at whose ends states of recurrent layers are kept
+
+
+class RequestBuilder:
+    """Builds the requests to one model. Safe to use from several threads.
+
+    Args:
+        tokenizer: of the model.
+        info: of the model.
+        tool_format: how it writes tool calls; "auto": as its template and its tokens show.
+
+    Attributes:
+        tokenizer: as given.
+        end_ids: tokens that end an answer.
+        guidance: makes the grammars.
+        reasoning: how the model marks its reasoning; None: it does not reason.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
+        self.tokenizer = tokenizer
+        self.name = info.name
+        ends = tokenizer.eos_token_ids.union(info.eos_token_ids)
+        self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
+        self._vocab_size = info.vocab_size
+        self.reasoning = detect_reasoning(tokenizer)
+        self._tool_format_name = tool_format
+        self.guidance = Guidance(
+            tokenizer, self.reasoning, vocab_size=info.vocab_size, end_ids=self.end_ids
+        )
+        self._request_ids = itertools.count()
+        self._breakers: dict[str, frozenset[int]] = {}
+
+    @cached_property
+    def tool_format(self) -> ToolFormat:
+        """How the model writes tool calls; may be found by rendering conversations."""
+        return detect_tools(self.tokenizer, self._tool_format_name)
+
+    # -- inputs ---------------------------------------------------------------------------------
+
+    def build(self, given: Input, chat_params: SamplingParams, max_context: int) -> list[Answer]:
+        """The n answers to one input, ready to run. Takes up to seconds where a grammar compiles.
+
+        Args:
+            given: the input.
+            chat_params: the model's own values for conversations.
+            max_context: tokens of prompt and answer.
+
+        Raises:
+            InvalidRequestError: the input is wrong, or a grammar cannot be compiled.
+            PromptTooLongError: the prompt leaves no room for an answer.
+            TemplateError: the template refuses the messages.
+            OverloadedError: too many grammars at once.
+        """
+        prompt = given.read_by(self, max_context)
+        num_prompt = len(prompt.ids)
+        if not prompt.ids:
+            raise InvalidRequestError(
+                f"The {given.place} is empty; give at least one token.", param=given.place
+            )
+        if num_prompt >= max_context:
+            raise PromptTooLongError(num_prompt, max_context, param=given.place, exact=True)
+        constraint = given.constraint
+        if constraint is None and given.response_format is not None:
+            constraint = response_format(given.response_format)
+        spec = None
+        if constraint is not None or prompt.use is not None:
+            spec = self.guidance.rule(prompt.ids, constraint, prompt.use, reasons=prompt.reasons)
+        params = given.params_of_answers(chat_params, max_context - num_prompt)
+        return [self._answer(given, prompt, each, spec) for each in params]
+
+    def _answer(
+        self,
+        given: Input,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        spec: GrammarSpec | None,
+    ) -> Answer:
+        request = self._request(prompt.ids, params)
+        request.stop_ids |= prompt.end_ids
+        request.adapter, request.cache_salt = given.adapter, given.cache_salt
+        request.owner, request.reports_prompt = given.owner, given.reports_prompt
+        request.priority = int(given.pins)
+        request.prompt_logits = prompt.logits or prompt.logprobs is not None
+        grammar = None if spec is None else self.guidance.start(spec)
+        request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
+        return Answer(
+            request,
+            partial(self._text_stream, request, prompt),
+            prompt=prompt,
+            unenforced=() if grammar is None else grammar.unenforced,
+            prompt_scores=(
+                None if prompt.logprobs is None else PromptScores(prompt.ids, prompt.logprobs)
+            ),
+        )
+
+    def conversation(self, given: ChatInput, max_context: int | None) -> EncodedPrompt:
+        """The prompt that the chat template makes of a conversation.
+
+        Raises:
+            TemplateError: the model has no template, or the template refuses the messages.
+            PromptTooLongError: messages and tools cannot fit.
+            InvalidRequestError: a message, a tool or a variable is wrong.
+        """
+        template = self.tokenizer.template
+        use = self._tool_use(given)
+        tools = None if use is None else use.shown
+        source = "" if template is None else template.source_for(tools)
+        messages = text_messages(given.messages)
+        if "developer" not in source:
+            messages = [_without_developer(message) for message in messages]
+        check = None
+        if max_context is not None:
+            self._check_messages(messages, max_context, given.place)
+            check = partial(self._check_text, max_context=max_context, place=given.place)
+        variables = {
+            **effort_variables(given.reasoning_effort, source),
+            **given.template_variables,
+            "add_generation_prompt": not given.continues if given.begins is None else given.begins,
+            "continue_final_message": given.continues,
+        }
+        ids = self._encode_chat(messages, check, tools, variables)
+        if not given.ignores_unread:
+            self._check_variables(given.template_variables)
+        return EncodedPrompt(ids, use=use, continues=bool(given.continues))
+
+    def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:
+        """The prompt of a text, of token ids, or of a text with a gap.
+
+        Raises:
+            PromptTooLongError: it cannot fit.
+            UnsupportedFieldError: a gap, and the model has no tokens for filling in the middle.
+            InvalidRequestError: no text and no token ids of this model.
+        """
+        prompt, limit = given.prompt, sys.maxsize if max_context is None else max_context
+        if given.suffix:
+            return self._infill(given, limit)
+        if isinstance(prompt, str):
+            self._check_text(prompt, max_context=limit, place=given.place)
+            ids, text = self.tokenizer.encode(prompt, parse_special=True), prompt
+        else:
+            check_sequence(prompt)
+            if len(prompt) >= limit:  # before millions of ids are looked at
+                raise PromptTooLongError(len(prompt), limit, param=given.place, exact=True)
+            ids, text = [_as_int(i) for i in prompt], None
+            check_token_ids(ids, self._vocab_size, param=given.place)
+        return EncodedPrompt(
+            ids, text, reasons=given.reasons, logits=given.logits, logprobs=given.prompt_logprobs
+        )
+
+    def _infill(self, given: TextInput, max_context: int) -> EncodedPrompt:
+        """The prompt for the text between `prompt` and `suffix`, after other files."""
+        prefix, suffix, files = given.prompt, given.suffix, given.files
+        if not isinstance(prefix, str) or suffix is None:
+            raise InvalidRequestError("suffix goes with a prompt that is a text.", param="suffix")
+        tokens = fim_tokens(self.tokenizer)
+        if tokens is None:
+            raise UnsupportedFieldError(
+                f"The model {self.name!r} has no tokens for filling in the middle; code models "
+                "have.",
+                param="suffix",
+            )
+        texts = [prefix, suffix, *(text for _, text in files)]
+        self._check_text(*texts, max_context=max_context, place=given.place)
+        before = [i for name, text in files for i in self._file_ids(name, text)]
+        ids = tokens.prompt_ids(self.tokenizer, prefix, suffix, before=before)
+        return EncodedPrompt(ids, prefix, reasons=given.reasons, end_ids=tokens.end_ids)
+
+    def _file_ids(self, name: str, text: str) -> list[int]:
+        """Another file, behind the token that separates files if the model has one."""
+        found = (self.tokenizer.piece_to_id(mark) for mark in FILE_MARKS)
+        mark = next((i for i in found if i is not None), None)
+        head = [] if mark is None else [mark]
+        return head + self.tokenizer.encode_plain(f"{name}\n{text}\n")
+
+    def _check_text(self, *texts: str, max_context: int, place: str) -> None:
+        """Raise PromptTooLongError for texts that are far too long, before all is encoded."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=True)
+        if exceeds_tokens(encode, texts, max_context):
+            raise PromptTooLongError(max_context, max_context, param=place, exact=False)
+
+    def _check_messages(self, messages: Sequence[Message], max_context: int, place: str) -> None:
+        """The same for messages as templates read them."""
+        texts = [text for message in messages for text in _texts(message)]
+        if len(texts) > max_context:  # a template writes at least one token for each
+            raise PromptTooLongError(len(texts), max_context, param=place, exact=False)
+        self._check_text(*texts, max_context=max_context, place=place)
+
+    def _encode_chat(
+        self,
+        messages: Sequence[Message],
+        check: Callable[[str], None] | None,
+        tools: Sequence[Message] | None,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """The ids of a conversation. Tools become text where the template knows none."""
+        template = self.tokenizer.template
+        if template and (tools or has_calls(messages)) and self.tool_format is GENERIC:
+            messages, tools = generic_messages(template, messages, tools), None
+        return encode_chat(self.tokenizer, messages, check, tools=tools, **variables)
+
+    def _tool_use(self, given: ChatInput) -> ToolUse | None:
+        """How the answers use tools; None: not at all."""
+        if not given.tools and given.tool_choice in (None, "auto", "none"):
+            return None
+        return ToolUse.plan(
+            self.tokenizer,
+            self.tool_format,
+            given.tools,
+            given.tool_choice,
+            parallel=given.parallel_tool_calls,
+        )
+
+    def _text_stream(self, request: Request, prompt: EncodedPrompt) -> TextStream:
+        """The text of one answer."""
+        use = prompt.use
+        return TextStream(
+            self.tokenizer,
+            stop=request.params.stop,
+            min_tokens=request.params.min_tokens,
+            reasoning=self.reasoning if prompt.reasons else None,
+            tools=None if use is None else use.parser(),
+            single_call=use is not None and not use.parallel,
+            prompt_ids=prompt.ids,
+            continues=prompt.continues,
+        )
+
+    def close(self) -> None:
+        """End the process that tries grammars out."""
+        self.guidance.close()
+
+    def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
+        """The grammar with the request's bound on reasoning."""
+        limit = request.params.max_reasoning_tokens
+        if limit is None:
+            return grammar
+        return self.guidance.bounded(grammar, limit, request.prompt_ids)
+
+    def _request(self, ids: list[int], params: SamplingParams) -> Request:
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.end_ids
+        request_id = str(next(self._request_ids))
+        stops = ends.union(params.stop_token_ids)
+        request = Request(request_id, ids, params, stops, boundaries=turn_ends(ids, self.end_ids))
+        if params.dry_multiplier:
+            request.breakers = frozenset().union(*map(self._breaking, params.dry_sequence_breakers))
+        return request
+
+    def _breaking(self, text: str) -> frozenset[int]:
+        """The tokens that hold a text, or the last one of its own where none holds it."""
+        found = self._breakers.get(text)
+        if found is None:
+            if len(self._breakers) >= MAX_BREAKERS:
+                self._breakers.clear()
+            found = self.tokenizer.ids_with(text)
+            if not found:
+                own = self.tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+                found = frozenset(own[-1:])
+            self._breakers[text] = found
+        return found
+
+    def _check_variables(self, names: Iterable[str]) -> None:
+        """Raise InvalidRequestError for a variable that the template never reads."""
+        template = self.tokenizer.template
+        assert template is not None  # it has rendered
+        for name in names:
+            if not template.reads(name):
+                raise InvalidRequestError(
+                    f"This model's chat template reads no {name!r}; leave it out of "
+                    "chat_template_kwargs.",
+                    param="chat_template_kwargs",
+                )
+
+
+def effort_variables(effort: str | bool | None, source: str) -> dict[str, Any]:
+    """The variables that tell a template how much the model shall reason.
+
+    Args:
+        effort: from "none" to "max", or True and False; None: the template's own default.
+        source: of the template.
+    """
+    if effort is None:
+        return {}
+    if isinstance(effort, str) and "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort not in ("none", False)} if "enable_thinking" in source else {}
+
+
+def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _texts(message: Message) -> Iterator[str]:
+    """The content, and the calls: templates write their arguments as JSON."""
+    if isinstance(message.get("content"), str):
+        yield message["content"]
+    if calls := message.get("tool_calls"):
+        with suppress(TypeError, ValueError, RecursionError):  # the template will say so
+            yield json.dumps(calls, default=str)
+
+
+def turn_ends(ids: Sequence[int], end_ids: frozenset[int]) -> tuple[int, ...]:
+    """Positions behind the first turn of a prompt and behind its last few, as end tokens mark them.
+
+    There other prompts part from this one: those with the same system prompt and tools, and this
+    conversation with its last messages changed. They are few: each costs a snapshot of the states.
+    """
+    first = next((i + 1 for i, token in enumerate(ids) if token in end_ids), None)
+    if first is None:
+        return ()
+    backwards = (i + 1 for i in range(len(ids) - 1, first, -1) if ids[i] in end_ids)
+    return (first, *reversed(list(itertools.islice(backwards, LAST_TURNS))))
+
+
+def _as_int(value: Any) -> Any:
+    """An integer of numpy as Python's own; anything else as it is."""
+    is_other = type(value) is not int and isinstance(value, Integral)
+    return int(value) if is_other and not isinstance(value, bool) else value
+
 
 if TYPE_CHECKING:
     import numpy as np

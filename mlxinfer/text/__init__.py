@@ -1,13 +1,10 @@
 """Strings to token ids and back: tokenizer, chat template, detokenizer, streams. No mlx."""
 
 from .chat import encode_chat
-from .detokenizer import Detokenizer
 from .fim import FimTokens, fim_tokens
-from .messages import has_calls, text_messages
-from .reasoning import ReasoningFormat
-from .reasoning_marks import detect_reasoning
-from .stream import StopMatcher, TextStream
-from .template import ChatTemplate
+from .reasoning import ReasoningFormat, detect_reasoning
+from .stream import Detokenizer, StopMatcher, TextStream
+from .template import ChatTemplate, has_calls, text_messages
 from .tokenizer import Tokenizer
 from .tools import (
     GENERIC,

@@ -1,7 +1,7 @@
 """Chat messages to token ids: checks them, renders the chat template and encodes the rendering.
 
 Where a message may spell a control token, the template is rendered a second time with the texts
-hidden (`hidden_text.py`). That rendering shows which control tokens the template wrote. Where they
+hidden (`TextHider`). That rendering shows which control tokens the template wrote. Where they
 are all that there are, the ids are those of the plain rendering, as in transformers.
 """
 
@@ -11,15 +11,16 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import InvalidRequestError, TemplateError
-from .hidden_text import TextHider
-from .messages import (
+from .samples import samples_of
+from .template import (
+    ChatTemplate,
+    TextHider,
     has_calls,
+    plain_data,
     with_object_arguments,
     with_parsed_arguments,
     with_text_arguments,
 )
-from .samples import samples_of
-from .template import ChatTemplate, plain_data
 from .tokenizer import Tokenizer
 
 _ANCHOR = "\n"  # encoded before a piece, so that no space is added as at a text's beginning

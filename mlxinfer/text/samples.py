@@ -2,7 +2,7 @@
 
 The conversations have a plain answer, one tool call, two, a tool's result, a thought or a system
 message. What differs between their renderings shows how the model writes calls (`tools/infer.py`)
-and marks its reasoning (`reasoning_marks.py`). The names, keys and values occur nowhere else.
+and marks its reasoning (`reasoning.py`). The names, keys and values occur nowhere else.
 
 Templates come with checkpoints, and a hostile one may run for ever. So the renderings are made in a
 process with a deadline (`sample_process.py`), once for each template, before it renders anything
@@ -16,8 +16,7 @@ from typing import Any
 
 from ..errors import TemplateError
 from ..killable import EndedError, KillableProcess
-from .messages import with_text_arguments
-from .template import ChatTemplate
+from .template import ChatTemplate, with_text_arguments
 
 KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
 NAMES = ("probe_alpha", "probe_beta")

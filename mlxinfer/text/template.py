@@ -1,12 +1,16 @@
 """Messages to prompt text through a checkpoint's chat template.
 
+Messages come as clients send them. They are checked and brought into the forms that templates read.
+
 The environment is that of transformers: jinja's immutable sandbox, which shows a template nothing
 of Python. Whether a template comes to an end is found out once, in a process (`samples.py`).
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -16,9 +20,296 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
-from ..errors import TemplateError, shown
-from .hidden_text import TextHider
+from ..errors import InvalidRequestError, TemplateError, shown
+
+Messages = Sequence[dict[str, Any]]
+_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
+_TEXTS = ("text", "input_text", "output_text")
+
+
+def has_calls(messages: object) -> bool:
+    """Whether any message holds tool calls, or the result of one."""
+    every = messages if isinstance(messages, (list, tuple)) else ()
+    return any(
+        isinstance(message, dict) and (message.get("tool_calls") or message.get("role") == "tool")
+        for message in every
+    )
+
+
+def with_parsed_arguments(messages: Any) -> Any:
+    """Return messages with the arguments of tool calls as objects, which most templates expect.
+
+    OpenAI's API sends them as JSON text. Text that is no JSON object is left as it is. A tool
+    message without a name gets the name of the call that its `tool_call_id` refers to.
+    """
+    if not isinstance(messages, (list, tuple)):
+        return messages
+    names: dict[Any, Any] = {}
+    changed = []
+    for message in messages:
+        message = _with_arguments(message, _as_object)
+        for call in _calls(message):
+            names[call.get("id")] = _function(call).get("name")
+        changed.append(_with_name(message, names))
+    return changed
+
+
+def with_text_arguments(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages with the arguments of tool calls as JSON text, and a content beside calls.
+
+    Some templates (DeepSeek's) concatenate both to strings.
+    """
+    changed = [_with_arguments(message, _as_text) for message in messages]
+    return [{**m, "content": ""} if _calls(m) and m.get("content") is None else m for m in changed]
+
+
+def with_object_arguments(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages with all arguments of tool calls as objects: {"arguments": text} for text.
+
+    Templates that write each argument by itself cannot write text that is no JSON object.
+    """
+    return [_with_arguments(message, _as_wrapped) for message in messages]
+
+
+def _with_arguments(message: Any, change: Callable[[Any], Any]) -> Any:
+    calls = _calls(message)
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_changed(call, change) for call in calls]}
+
+
+def _changed(call: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    function = _function(call)
+    if "arguments" not in function:
+        return call
+    new = {**function, "arguments": change(function["arguments"])}
+    return {**call, "function": new} if function is not call else new
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_wrapped(arguments: Any) -> Any:
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_name(message: Any, names: Mapping[Any, Any]) -> Any:
+    if not isinstance(message, dict) or message.get("role") != "tool" or message.get("name"):
+        return message
+    identity = message.get("tool_call_id")
+    name = names.get(identity) if isinstance(identity, str) else None
+    return message if name is None else {**message, "name": name}
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the `function` object of a call; some clients send it without the enclosing object."""
+    function = call.get("function")
+    return function if isinstance(function, dict) else call
+
+
+def _calls(message: Any) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    return _dicts(calls) if calls else []
+
+
+def _dicts(values: Any) -> list[dict[str, Any]]:
+    sequence = values if isinstance(values, (list, tuple)) else ()
+    return [value for value in sequence if isinstance(value, dict)]
+
+
+def text_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages with their contents as text; several text parts are joined by newlines.
+
+    Raises:
+        InvalidRequestError: this is no list of messages, or a part of one is not text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise _wrong(f"messages is {_short(messages)}; expected a list such as {_EXAMPLE}.")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Any, path: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise _wrong(f"{path} is {_short(message)}; expected one such as {_EXAMPLE[1:-1]}.")
+    content = message.get("content")
+    if content is None and message["role"] != "assistant":
+        raise _wrong(f"{path} has no content; give it a text.")
+    if content is None or isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise _wrong(f"{path}.content is {_short(content)}; expected a text.")
+    parts = [_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
+    return {**message, "content": "\n".join(parts)}
+
+
+def _part(part: Any, path: str) -> str:
+    if not isinstance(part, Mapping):
+        raise _wrong(f'{path} is {_short(part)}; expected {{"type": "text", "text": ...}}.')
+    if part.get("type") not in _TEXTS:
+        raise _wrong(f"{path} is of type {_short(part.get('type'))}; models here read text only.")
+    if not isinstance(part.get("text"), str):
+        raise _wrong(f"{path}.text is {_short(part.get('text'))}; expected a text.")
+    text: str = part["text"]
+    return text
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _wrong(message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param="messages")
+
+
+_FIRST_STAND_IN = 0x1D200  # ancient Greek notes: printable and no letters, as `<` and `[`
+_SEARCHES = frozenset(  # methods and filters whose first argument is looked for in a text
+    (
+        *("startswith", "endswith", "find", "rfind", "index", "rindex", "count", "replace"),
+        *("split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"),
+        *("strip", "lstrip", "rstrip", "trim"),
+    )
+)
+
+
+class TextHider:
+    """Hides one character of each control token, so that a message cannot spell one.
+
+    A template writes control tokens (`<|im_end|>`) as text, and the same text in a message must not
+    become the token. So the messages are rendered a second time with one character of each control
+    token (mostly `<`) replaced by a stand-in that no text holds. The control tokens of that
+    rendering are those that the template wrote itself. Lengths stay the same, and the constants
+    that a template compares texts with, or looks for in them, are hidden too: so the template
+    decides as it does for the plain messages.
+
+    Args:
+        tokens: the texts of the control tokens.
+        fold: control tokens are also found in texts that NFKC makes equal to them.
+    """
+
+    def __init__(self, tokens: Iterable[str], *, fold: bool) -> None:
+        characters = sorted({_telltale(token) for token in tokens})
+        stand_ins = [chr(_FIRST_STAND_IN + number) for number in range(len(characters))]
+        lost = dict.fromkeys(stand_ins, "\ufffd")  # a text that holds one of them loses it
+        self._hidden = str.maketrans(dict(zip(characters, stand_ins, strict=True)) | lost)
+        self._shown = str.maketrans(dict(zip(stand_ins, characters, strict=True)))
+        self._spelled = {json.dumps(each)[1:-1]: each for each in stand_ins}
+        self._any = re.compile(f"[{re.escape(''.join(characters))}]" if characters else "(?!)")
+        self._fold = fold
+
+    def concerns(self, value: Any) -> bool:
+        """Whether any text within plain data has a character that is hidden."""
+        if isinstance(value, str):
+            return self._any.search(self._folded(value)) is not None
+        if isinstance(value, dict):
+            return any(self.concerns(each) for pair in value.items() for each in pair)
+        return isinstance(value, (list, tuple)) and any(map(self.concerns, value))
+
+    def hide(self, value: Any) -> Any:
+        """Return plain data with its texts hidden, but for names by which a template reads."""
+        if isinstance(value, str):
+            return self._folded(value).translate(self._hidden)
+        if isinstance(value, dict):
+            return {
+                key
+                if not isinstance(key, str) or key.isidentifier()
+                else self.hide(key): self.hide(x)
+                for key, x in value.items()
+            }
+        return [self.hide(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def joined(self, rendering: str) -> str:
+        """Return a rendering in which stand-ins that JSON spelled out are characters again."""
+        for spelled, stand_in in self._spelled.items():
+            rendering = rendering.replace(spelled, stand_in)
+        return rendering
+
+    def show(self, text: str) -> str:
+        """Return a text with its hidden characters."""
+        return text.translate(self._shown)
+
+    def hide_constants(self, tree: nodes.Template) -> None:
+        """Change a template so that it also looks for hidden texts."""
+        _ConstantHider(self).visit(tree)
+        assert tree.environment is not None
+        tree.set_environment(tree.environment)
+
+    def _hidden_key(self, key: Any) -> Any:
+        return self.hide(key) if isinstance(key, str) and not key.isidentifier() else key
+
+    def _folded(self, text: str) -> str:
+        return unicodedata.normalize("NFKC", text) if self._fold else text
+
+
+def _telltale(token: str) -> str:
+    """Return the character of a control token that is hidden, a rare one if it has one."""
+    rare = [char for char in token if char in "<["] or [c for c in token if not c.isalnum()]
+    return (rare or [token[0]])[0]
+
+
+class _ConstantHider(NodeTransformer):
+    """Lets a template look for hidden constants too, wherever it looks for constants in a text.
+
+    The text may be of a message, or written by the template itself. So a comparison is made with
+    both, and a method looks for what is there.
+    """
+
+    def __init__(self, hider: TextHider) -> None:
+        self._hider = hider
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        operands = [nodes.Operand(each.op, self._hidden(each.expr)) for each in node.ops]
+        other = nodes.Compare(self._hidden(node.expr), operands, lineno=node.lineno)
+        if node == other:
+            return node
+        both = nodes.And if node.ops[0].op in ("ne", "notin") else nodes.Or
+        return both(node, other, lineno=node.lineno)
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        if not isinstance(node.node, nodes.Getattr) or node.node.attr not in _SEARCHES:
+            return node
+        return self._search(node, node.node.node)
+
+    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        if node.name not in _SEARCHES or node.node is None:
+            return node
+        return self._search(node, node.node)
+
+    def _search(self, node: nodes.Call | nodes.Filter, text: nodes.Expr) -> nodes.Node:
+        """Return a search for the hidden constant where the text has it, else the search itself."""
+        wanted = self._hidden(node.args[0]) if node.args else None
+        if wanted is None or wanted == node.args[0] or not isinstance(wanted, nodes.Const):
+            return node
+        fields = {name: getattr(node, name) for name in node.fields}
+        fields["args"] = [wanted, *node.args[1:]]
+        other = type(node)(*fields.values(), lineno=node.lineno)
+        has_it = nodes.Compare(wanted, [nodes.Operand("in", text)], lineno=node.lineno)
+        return nodes.CondExpr(has_it, other, node, lineno=node.lineno)
+
+    def _hidden(self, node: nodes.Expr) -> nodes.Expr:
+        if isinstance(node, nodes.Const):
+            return nodes.Const(self._hider.hide(node.value), lineno=node.lineno)
+        if isinstance(node, (nodes.List, nodes.Tuple)):
+            items = [self._hidden(each) for each in node.items]
+            return nodes.List(items, lineno=node.lineno)
+        return node
+
 
 MAX_SOURCE_CHARS = 1 << 17  # which takes seconds to compile; usual ones have 10,000
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' tag, at which the rendering is cut

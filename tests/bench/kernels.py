@@ -16,7 +16,7 @@ from mlxinfer.bench.report import Report, Table
 from mlxinfer.errors import BackendMissingError
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
 from mlxinfer.metal_kernels.selfcheck import KINDS
 from tests.bench.kernel_scenes import Inputs, Scene, build, vector_bytes
 from tests.bench.launches import launch_size, launch_table

@@ -6,12 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.cache.groups import AttentionWindow, PageGroup
 from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.layout import LAYERS
 from mlxinfer.cache.metal import MetalAttention
 from mlxinfer.cache.paged import TailPlace
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
 from mlxinfer.cache.plain import PlainAttention
 from mlxinfer.core import CacheSpec
 from mlxinfer.metal_kernels.stored import FORMATS

@@ -8,8 +8,8 @@ import pytest
 from cache.layers import Bits, layer_of
 
 from mlxinfer.cache import plain
-from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.cache.keys_values import KeyValueLayer
+from mlxinfer.cache.pages import AttentionWindow
 from mlxinfer.cache.plain import Chunk
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax

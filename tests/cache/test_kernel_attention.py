@@ -5,10 +5,9 @@ import numpy as np
 from cache.layers import PAGE, fill, layer_of
 from metal_cpu import MetalCPU, requires_compiler
 
-from mlxinfer.cache.groups import AttentionWindow, PageGroup
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints
 from mlxinfer.cache.metal import OnMetal, short_part
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import Softmax

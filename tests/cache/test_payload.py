@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cache.layers import Bits
 
-from mlxinfer.cache import page_group
+from mlxinfer.cache import kv
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
@@ -59,7 +59,7 @@ def page_parts(cache: KVCache, group: int, page: int) -> list[bytes]:
 def test_pages_move_between_caches_bit_for_bit(
     dtype: mx.Dtype, bits: Bits, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_group, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(kv, "CHUNK_BYTES", chunk_bytes)
     source, target = noisy_cache(dtype, bits), noisy_cache(dtype, bits, seed=1)
     for group in range(len(source.groups)):
         taken, placed, other = [5, 0, 7, 6], [2, 3, 8, 0], 4

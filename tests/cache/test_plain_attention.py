@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache import plain
-from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.cache.inputs import Segments, StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
-from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.pages import AttentionWindow, PageTable
 from mlxinfer.cache.plain import HIDDEN, PlainAttention
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax, gathered_attention

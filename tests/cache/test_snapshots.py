@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from mlxinfer.cache.groups import StateGroup
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
 from mlxinfer.cache.prefix import Lease, PrefixTree, Snapshot, StoredPage
 from mlxinfer.cache.prefix.node import resume_point
 

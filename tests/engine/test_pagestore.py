@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from mlxinfer.cache.disk import DiskTier, namespace_key
-from mlxinfer.cache.groups import AttentionWindow, PageGroup
 from mlxinfer.cache.inputs import Spill
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
 from mlxinfer.cache.prefix import PrefixTree
 from mlxinfer.engine import pagestore
 from mlxinfer.engine.pagestore import TRIES, Found, PageStore

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from engine.harness import config, tiny_model
 
-from mlxinfer.cache.groups import AttentionWindow, PageGroup
 from mlxinfer.cache.inputs import Ints
-from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import loop as loop_module
 from mlxinfer.engine.batch import Batch, CommitResult, Proposal, Sequence

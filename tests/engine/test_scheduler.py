@@ -8,8 +8,7 @@ from engine.spelled import segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxinfer.cache.groups import AttentionWindow, PageGroup
-from mlxinfer.cache.pages import PageAllocator
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import MAX_SHORT, Batch, Sequence

@@ -8,8 +8,10 @@ import numpy as np
 from metal_cpu import MetalCPU
 
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import (
+    paged_attention_gathered,
+    paged_attention_on_metal,
+)
 from tests.bench.kernel_scenes import Inputs, Scene, build
 
 Attention = Callable[..., list[mx.array]]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.pages import AttentionWindow
 from mlxinfer.metal_kernels.attention_plan import (
     BLOCK,
     FEW_ITEM_BLOCKS,

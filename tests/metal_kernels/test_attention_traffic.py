@@ -6,7 +6,7 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
 from tests.bench.kernel_scenes import Scene, build
 from tests.bench.kernels import (
     BITS,

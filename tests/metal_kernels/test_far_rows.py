@@ -15,8 +15,10 @@ from metal_cpu import MetalCPU, requires_compiler
 from mlxinfer.metal_kernels.conv_step import ConvStep
 from mlxinfer.metal_kernels.delta_step import DeltaStep
 from mlxinfer.metal_kernels.launch import Launch, running_on
-from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import (
+    paged_attention_gathered,
+    paged_attention_on_metal,
+)
 from mlxinfer.metal_kernels.ssm_step import SSMStep
 from mlxinfer.metal_kernels.state_step import StateStep, filled, plan_of
 from tests.bench.kernel_scenes import Scene, build

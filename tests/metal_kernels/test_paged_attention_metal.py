@@ -4,8 +4,10 @@ from attention_checks import check_scene
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention_gather import paged_attention_gathered
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import (
+    paged_attention_gathered,
+    paged_attention_on_metal,
+)
 from tests.bench.kernel_scenes import Scene, build
 
 D64 = {"key_dim": 64, "value_dim": 64}

@@ -8,7 +8,7 @@ from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.attention_shape import prefill_shape
 from mlxinfer.metal_kernels.launch import running_on
-from mlxinfer.metal_kernels.paged_attention_kernel import paged_attention_on_metal
+from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
 from mlxinfer.metal_kernels.prefill_plan import MAX_PARTIAL_BYTES, Chunks
 from tests.bench.kernel_scenes import Scene, build
 from tests.bench.kernels import moved

@@ -10,8 +10,7 @@ from live_server import LiveServer, wait_until
 from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.engine.loop import EngineLimits
 from mlxinfer.server.served import ServedModel
-from mlxinfer.session.request_builder import RequestBuilder
-from mlxinfer.session.session import Session
+from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate
 
 THOUGHT = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.errors import OverloadedError
-from mlxinfer.server.admission import MAX_RETRY_S, MIN_RETRY_S, Admission
 from mlxinfer.server.served import read_defaults
+from mlxinfer.server.service import MAX_RETRY_S, MIN_RETRY_S, Admission
 
 arrivals = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 50), st.booleans()), max_size=40)
 

@@ -12,7 +12,7 @@ from mlxinfer.core import FinishReason, SamplingParams, TokenEvent
 from mlxinfer.engine.batch import Sequence
 from mlxinfer.engine.loop import failed_event
 from mlxinfer.errors import RequestFailedError
-from mlxinfer.server.admission import Meter
+from mlxinfer.server.service import Meter
 from mlxinfer.session.answers import Answer, Answers
 from mlxinfer.session.inputs import TextInput
 

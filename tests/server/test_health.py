@@ -10,7 +10,7 @@ from live_server import CHAT, LiveServer, chat, long_chat, wait_until
 from steps import break_next_step, hanging
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.readiness import FRESH_S
+from mlxinfer.server.service import FRESH_S
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def quick() -> Iterator[LiveServer]:
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every question is answered anew."""
-    monkeypatch.setattr("mlxinfer.server.readiness.FRESH_S", -1.0)
+    monkeypatch.setattr("mlxinfer.server.service.FRESH_S", -1.0)
 
 
 def test_an_idle_engine_makes_a_token(server: LiveServer) -> None:
@@ -70,7 +70,7 @@ def test_an_engine_that_fails_is_not_ready(server: LiveServer) -> None:
 
 
 def test_to_ask_often_costs_one_token(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxinfer.server.readiness.FRESH_S", 60.0)
+    monkeypatch.setattr("mlxinfer.server.service.FRESH_S", 60.0)
     assert FRESH_S < 5
     server.service.readiness._running = None
     before = server.stats()["requests"]

@@ -7,7 +7,7 @@ import pytest
 from live_server import LiveServer
 from scripted import ScriptedServer
 
-from mlxinfer.session import request_builder
+from mlxinfer.session import session
 from mlxinfer.session.session import Session
 from mlxinfer.text.fim import FimTokens
 from mlxinfer.text.tokenizer import Tokenizer, load_backend
@@ -124,7 +124,7 @@ def test_what_was_typed_since_is_all_that_is_computed(
 ) -> None:
     """Of a file with a cached beginning: the tokens behind the change, and those after it."""
     marks = FimTokens(prefix=2001, suffix=2002, middle=2003, end_ids=frozenset())
-    monkeypatch.setattr(request_builder, "fim_tokens", lambda _: marks)
+    monkeypatch.setattr(session, "fim_tokens", lambda _: marks)
     assert isinstance(live.model.session, Session)
     page = live.model.session.limits.page_size
     lines = [f"    value_{number} = {number} * factor\n" for number in range(60)]

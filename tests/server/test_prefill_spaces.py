@@ -10,8 +10,7 @@ from text.text_data import load_tokenizer
 
 from mlxinfer.core import FinishReason, TokenEvent
 from mlxinfer.session.inputs import ChatInput
-from mlxinfer.session.request_builder import RequestBuilder
-from mlxinfer.session.session import Session
+from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate
 
 TEMPLATE = (

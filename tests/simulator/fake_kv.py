@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from simulator.fake_states import FakeStates
 from simulator.oracle import layer_groups
 
-from mlxinfer.cache.groups import AttentionWindow
 from mlxinfer.cache.inputs import CacheWork, Load, Move, PartialCopy, Spill
-from mlxinfer.cache.pages import PageAllocator, PageTable
+from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageTable
 from mlxinfer.engine.batch import Segment
 
 POISON = 1 << 80  # no hash is as large

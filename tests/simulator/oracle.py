@@ -7,7 +7,7 @@ stale, missing or of another sequence changes every later token, in later layers
 
 from collections.abc import Iterator, Sequence
 
-from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.pages import AttentionWindow
 from mlxinfer.core import FinishReason, Request
 
 ROUNDS = 2  # layers of every group; they alternate, as in a real model

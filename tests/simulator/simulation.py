@@ -17,7 +17,7 @@ from simulator.oracle import ROUNDS, Oracle
 from simulator.sizes import Sizes
 
 from mlxinfer.cache.disk import DiskTier
-from mlxinfer.cache.groups import PageGroup, StateGroup
+from mlxinfer.cache.pages import PageGroup, StateGroup
 from mlxinfer.cache.prefix.store import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch

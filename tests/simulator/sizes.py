@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from mlxinfer.cache.groups import AttentionWindow
+from mlxinfer.cache.pages import AttentionWindow
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from simulator.programs import Program
 
-from mlxinfer.cache.groups import PageGroup, StateGroup
 from mlxinfer.cache.inputs import CacheWork
-from mlxinfer.cache.pages import PageTable
+from mlxinfer.cache.pages import PageGroup, PageTable, StateGroup
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import Batch, Sequence
 from mlxinfer.engine.kv_manager import KVManager

@@ -10,7 +10,7 @@ from text_data import KINDS, load_tokenizer
 from tokenizers import decoders, models
 
 from mlxinfer.text import Detokenizer, Tokenizer
-from mlxinfer.text.detokenizer import decoder_steps
+from mlxinfer.text.stream import decoder_steps
 
 PIECES = [
     "▁",

@@ -8,7 +8,7 @@ from text_data import load_tokenizer, pieces
 
 from mlxinfer.outputs import Delta
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, detect_reasoning
-from mlxinfer.text.reasoning_marks import written_marks
+from mlxinfer.text.reasoning import written_marks
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>THOUGHT{{ m.content }}<|end|>{% endfor %}"
 WRAPPED = ReasoningFormat(answer=("<response>", "</response>"))

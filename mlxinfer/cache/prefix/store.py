@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..groups import StateGroup
-from ..pages import PageAllocator
+from ..pages import PageAllocator, StateGroup
 from .node import Node, RestorePoint, Snapshot, Tokens
 
 STRANDED = -sys.maxsize  # lower than any priority

@@ -9,8 +9,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..groups import StateGroup
-from ..pages import PageAllocator, PageTable
+from ..pages import PageAllocator, PageTable, StateGroup
 from .node import Node, RestorePoint, Snapshot, StoredPage, TreeShape, find
 from .store import Lease, NodeStore
 

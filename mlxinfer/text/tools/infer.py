@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...outputs import TextPart, ToolCallDelta, joined_calls
-from ..reasoning_marks import TAGS
+from ..reasoning import TAGS
 from ..samples import (
     ID_STYLES,
     KEYS,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import Bits, layer_of
+from cache.cache_layers import Bits, layer_of
 
 from mlxinfer.cache import plain
 from mlxinfer.cache.keys_values import KeyValueLayer

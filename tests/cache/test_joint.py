@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import PAGE, Bits, Tokens, layer_of, prepare
+from cache.cache_layers import PAGE, Bits, Tokens, layer_of, prepare
 
 from mlxinfer.cache.inputs import QuerySegment, step_metadata
 from mlxinfer.cache.keys_values import JointLayer, KeyValueLayer

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
-from cache.layers import PAGE, fill, layer_of
+from cache.cache_layers import PAGE, fill, layer_of
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import PAGE, Tokens
+from cache.cache_layers import PAGE, Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import Bits
+from cache.cache_layers import Bits
 
 from mlxinfer.cache import kv
 from mlxinfer.cache.kv import KVCache

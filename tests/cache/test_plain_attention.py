@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import PAGE, Bits, fill, layer_of, prepare
+from cache.cache_layers import PAGE, Bits, fill, layer_of, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import PAGE, Bits, layer_of
+from cache.cache_layers import PAGE, Bits, layer_of
 
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.paged import Plane, TailPlace

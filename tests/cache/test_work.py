@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from cache.layers import Tokens
+from cache.cache_layers import Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 

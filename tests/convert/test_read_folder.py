@@ -99,6 +99,7 @@ def test_config_and_notes(tmp_path: Path) -> None:
     assert (source.dtype, source.format) == ("bfloat16", "FP8")
     assert source.notes == (
         "Scales of activations and of the KV cache are left out: they are not weights.",
+        "config.json says that weights are fp8; all of them are plain floats.",
     )
 
 

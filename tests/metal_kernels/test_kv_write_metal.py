@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache.layers import layer_of
+from cache.cache_layers import layer_of
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.cache.keys_values import rotatable

@@ -215,12 +215,12 @@ def open_model(folder: Path, setting: Setting, sizes: Mixture) -> LLM:
     memory = round(slots * sizes.layers * one)
     llm = LLM(folder, expert_memory=memory, slow_experts=True, max_memory="256MB", **options)
     if not setting.guesses:
-        llm._session.engine.call(lambda: _stop_guesses(llm))  # type: ignore[union-attr]
+        llm._session.engine.call(lambda: _stop_guesses(llm))  # type: ignore[attr-defined]
     return llm
 
 
 def _stop_guesses(llm: LLM) -> None:
-    model = llm._session.engine._loop.model  # type: ignore[union-attr]
+    model = llm._session.engine._loop.model  # type: ignore[attr-defined]
     mixtures = [mixture for layer in model.layers for mixture in reachable(layer, StreamedMoE)]
     for mixture in mixtures:
         mixture.following = None

@@ -31,7 +31,7 @@ def with_marks(tokenizer: Tokenizer, marks: list[str]) -> Tokenizer:
 def coder() -> Iterator[ScriptedServer]:
     """A scripted model with tokens for filling in the middle."""
     with ScriptedServer() as server:
-        builder = server.model.session.builder
+        builder = server.model.generator.builder
         builder.tokenizer = with_marks(builder.tokenizer, MARKS)
         yield server
 

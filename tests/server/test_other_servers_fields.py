@@ -14,7 +14,7 @@ def test_texts_of_a_bias_and_of_dry_are_encoded_off_the_event_loop(
     scripted: ScriptedServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A vocabulary is looked through for each new breaker, which takes long."""
-    builder = scripted.model.session.builder
+    builder = scripted.model.generator.builder
     real, threads = builder.tokenizer.ids_with, []
 
     def ids_with(text: str) -> frozenset[int]:

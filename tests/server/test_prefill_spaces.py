@@ -28,7 +28,7 @@ def spaced() -> Iterator[ScriptedServer]:
         tokenizer = load_tokenizer("sentencepiece")
         tokenizer.template = ChatTemplate(TEMPLATE, variables={})
         model = server.model
-        model.session.builder.close()
+        model.generator.builder.close()
         info = replace(model.info, vocab_size=tokenizer.vocab_size)
         assert isinstance(model.session, Session)
         model.session.builder = RequestBuilder(tokenizer, info, "auto")

@@ -1,6 +1,6 @@
 """Chooses the next token of every row of a batch. Knows settings and slots, no requests or text.
 
-The choice is a chain of parts, each a function over all rows that need it (`rows.Part`), and one
+The choice is a chain of parts, each a function over all rows that need it (`parts.Part`), and one
 draw at the end. The tables of the parts are in `penalties` and `truncation`: a new sampler is a
 function and a row there. On Metal one kernel does the draw together with the parts marked `fused`,
 and the grammar's mask.
@@ -18,11 +18,9 @@ from ..metal_kernels.bitmask import bitmask
 from ..metal_kernels.sample import SETTINGS, SamplingKernels, sample, settings_array
 from .draw import draw, pad_rows, padded_width, row_padding, uniforms
 from .logprobs import LogprobArrays, LogprobRows, compute_logprobs, logprob_rows
-from .penalties import PENALTIES
+from .parts import CUTS, KEEP_ALL, PENALTIES, TINY, PartRows, Slot, Turn, weights_of
 from .rejection import PROPOSING, DrawnToken, take_or_redraw
-from .rows import PartRows, Slot, Turn
 from .tokens import Ints
-from .truncation import CUTS, KEEP_ALL, TINY, weights_of
 
 WORD_BITS = 32
 

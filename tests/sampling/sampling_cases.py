@@ -7,7 +7,7 @@ from sampling_reference import Row
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.draw import pad_rows
-from mlxinfer.sampling.rows import Slot, Turn
+from mlxinfer.sampling.parts import Slot, Turn
 from mlxinfer.sampling.sampler import PARTS, make_plan
 
 VOCAB = 300

@@ -12,8 +12,8 @@ from sampling_reference import Row, draw, greedy, kept_tokens
 from mlxinfer.core import SamplingParams, TokenLogprobs
 from mlxinfer.sampling import Sampler, read_logprobs
 from mlxinfer.sampling.draw import stream_of, uniforms
+from mlxinfer.sampling.parts import EXCLUDING
 from mlxinfer.sampling.tokens import MIN_ROOM, TokenBuffer
-from mlxinfer.sampling.truncation import EXCLUDING
 
 Choice = tuple[int, TokenLogprobs | None]
 

@@ -9,8 +9,8 @@ from sampling_cases import PARAMS, VOCAB, changed, logits
 from sampling_reference import Row, kept_tokens
 
 from mlxinfer.core import SamplingParams
-from mlxinfer.sampling import truncation
-from mlxinfer.sampling.truncation import weights_of
+from mlxinfer.sampling import parts
+from mlxinfer.sampling.parts import weights_of
 
 DRAWN = PARAMS.filter(lambda params: not params.greedy)
 
@@ -81,8 +81,8 @@ def test_a_top_p_near_zero_keeps_the_most_probable(top_p: float):
 @given(x=logits(), params=st.lists(DRAWN, min_size=1, max_size=3))
 def test_halving_finds_the_floor_that_sorting_finds(x: np.ndarray, params: list[SamplingParams]):
     found = []
-    for width in (8, truncation.SORTED, 10**9):
-        with mock.patch.object(truncation, "SORTED", width):
+    for width in (8, parts.SORTED, 10**9):
+        with mock.patch.object(parts, "SORTED", width):
             found.append(weights(x, *params))
     assume(not any(kept_tokens(Row(p, x)).in_doubt for p in params))
     np.testing.assert_array_equal(found[0], found[2])

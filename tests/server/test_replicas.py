@@ -123,7 +123,7 @@ def test_two_servers_behind_a_router(tmp_path: Path) -> None:
         for _ in range(2):
             port = free_port()
             command = [sys.executable, "-m", "mlxinfer.cli", "serve", "--port", str(port)]
-            command += ["-m", "demo", "--no-history", "--store", "--api-key", KEY]
+            command += ["-m", "demo", "--no-history", "--api-key", KEY]
             urls.append(f"http://127.0.0.1:{port}")
             servers.append(
                 stack.enter_context(process(command, urls[-1], "/ready", tmp_path / str(port)))

@@ -116,8 +116,9 @@ def hits(url: str, topic: str) -> tuple[float, int]:
 
 @pytest.mark.slow  # three processes; .ci/run runs it
 @pytest.mark.skipif(SMG is None, reason="needs smg: pip install smg")
-def test_two_servers_behind_a_router(tmp_path: Path) -> None:
+def test_two_servers_behind_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams pass, keys hold, conversations stay where their prefix is, a death is survived."""
+    monkeypatch.setenv("MLXINFER_SERVE_STORE", "true")  # which servers without history do not
     with ExitStack() as stack:
         urls, servers = [], []
         for _ in range(2):

@@ -5,8 +5,7 @@ that is needed and missing takes the slot of the one that tokens go to most rare
 mean that forgets: after N tokens the past counts FORGET to the N. In simulated routing (popular
 experts, topics, the last token's; 1/8 to 1/2 of the experts in memory) 1 to 8 in a hundred more
 are found in memory than by the least recently used rule. Slots by layer find as many as one pool
-for all, or more, but where there are few and some experts are very popular
-(`python -m tests.bench experts --policies`).
+for all, or more, unless there are few and some experts are very popular.
 
 Reads go to threads, so that many are under way at once; what of an expert lies side by side in a
 file is read by one call. Only the engine's thread decides; readers fill memory that it gave them.

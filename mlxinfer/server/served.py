@@ -10,7 +10,7 @@ from ..session.generation_config import read_sampling
 from ..session.options import EngineOptions
 from ..session.pooling_session import PoolingSession, Watch, open_session
 from ..session.session import Session
-from ..text import Tokenizer, fim_tokens
+from ..text import Tokenizer
 
 CAPABILITIES = (
     *("chat", "completion", "tools", "reasoning", "infill", "images", "embeddings", "rerank"),
@@ -103,18 +103,8 @@ class ServedModel:
     @property
     def capabilities(self) -> dict[str, bool]:
         """The abilities of the model that requests may use; images are not there yet."""
-        if isinstance(self.session, PoolingSession):
-            can = ("embeddings", "rerank") if self.session.embeds else ("rerank",)
-            return {name: name in can for name in CAPABILITIES}
-        chat = self.tokenizer.template is not None
-        has = {
-            "chat": chat,
-            "completion": True,
-            "tools": chat,
-            "reasoning": self.session.reasoning is not None,
-            "infill": fim_tokens(self.tokenizer) is not None,
-        }
-        return {name: has.get(name, False) for name in CAPABILITIES}
+        can = self.session.capabilities
+        return {name: name in can for name in CAPABILITIES}
 
     @property
     def closed(self) -> bool:

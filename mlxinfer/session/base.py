@@ -118,6 +118,11 @@ class LocalSession(ModelSession):
     engine: "Engine"
 
     @property
+    def capabilities(self) -> frozenset[str]:
+        """What requests may ask it for: names such as "chat", "tools" and "embeddings"."""
+        return frozenset()
+
+    @property
     def path(self) -> Path:
         """The folder of the checkpoint."""
         return self.info.path

@@ -101,6 +101,11 @@ class PoolingSession(LocalSession):
         return self.pooling.task is Task.EMBED
 
     @property
+    def capabilities(self) -> frozenset[str]:
+        """Holds "rerank", and "embeddings" where it gives vectors."""
+        return frozenset(("embeddings", "rerank") if self.embeds else ("rerank",))
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end an answer: there are no answers."""
         return frozenset()

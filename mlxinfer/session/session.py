@@ -463,6 +463,19 @@ class Session(LocalSession):
         """Tokens that end an answer."""
         return self.builder.end_ids
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Some of "completion", "chat", "tools", "reasoning" and "infill"."""
+        chats = self.tokenizer.template is not None
+        has = {
+            "completion": True,
+            "chat": chats,
+            "tools": chats,
+            "reasoning": self.reasoning is not None,
+            "infill": fim_tokens(self.tokenizer) is not None,
+        }
+        return frozenset(name for name, there in has.items() if there)
+
     # -- answers --------------------------------------------------------------------------------
 
     def start(self, *inputs: Input) -> Answers:

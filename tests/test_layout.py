@@ -68,7 +68,7 @@ SERVER_MODELS = SERVER_BASE | {
 SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "errors": set(),
     "workers": set(),
-    "store": {"errors"},
+    "store": {"errors", "http"},
     "log": set(),
     "keys": {"errors"},
     "config": {"keys"},

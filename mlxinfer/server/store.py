@@ -1,19 +1,24 @@
-"""Stored responses: one SQLite file, bounded in bytes and age, each response with its owner.
+"""Responses of the responses API: those that are stored, and those that run in the background.
+
+Stored responses are in one SQLite file, bounded in bytes and age, each response with its owner.
 
 When the file is full, the owner with the most bytes loses the least recently used response: no key
 can push another's responses out of an equal share.
 """
 
+import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..database import Database
 from .errors import StoreError
+from .http import KEEP_ALIVE
 
 MAX_CHAIN = 1000  # responses, each the previous one of the next
 _SCHEMA = """
@@ -22,24 +27,93 @@ CREATE TABLE IF NOT EXISTS responses (
     response BLOB NOT NULL, num_bytes INTEGER NOT NULL, used_s REAL NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS oldest ON responses (used_s);
+CREATE TABLE IF NOT EXISTS events (id TEXT PRIMARY KEY, frames BLOB NOT NULL) STRICT;
+CREATE TRIGGER IF NOT EXISTS forget_events AFTER DELETE ON responses
+BEGIN DELETE FROM events WHERE id = old.id; END;
 """
+_FRAME_END = b"\n\n"
 log = logging.getLogger("mlxinfer.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """One response and the items of its own request, both as JSON."""
+    """One response and the items of its own request, both as JSON.
+
+    `events` has the frames of its stream, where it ran in the background.
+    """
 
     id: str
     previous: str | None
     input: bytes
     response: bytes
+    events: bytes = b""
+
+
+class RunningResponse:
+    """A response that is generated in the background, whether or not a client listens.
+
+    Lives on one event loop.
+
+    Args:
+        response: as it is now; its writer changes it.
+
+    Attributes:
+        events: the frame of each event so far, at the index of its sequence number.
+        task: generates the response; ends after the response was stored.
+    """
+
+    def __init__(self, response: dict[str, Any]) -> None:
+        self.response = response
+        self.events: list[bytes] = []
+        self.task: asyncio.Task[None] | None = None
+        self._ended = False
+        self._news = asyncio.Event()
+
+    def add(self, frames: bytes) -> None:
+        """Take in frames of events, and wake the clients; comments are left out."""
+        self.events += split_frames(frames)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def end(self) -> None:
+        """No further event comes."""
+        self._ended = True
+        self.add(b"")
+
+    async def follow(self, place: int) -> AsyncIterator[bytes]:
+        """Yield the events from `place` on until the last one, and comments in a silence."""
+        while True:
+            news, fresh = self._news, self.events[place:]
+            place += len(fresh)
+            if fresh:
+                yield b"".join(fresh)
+            elif self._ended:
+                return
+            else:
+                await news.wait()
+                if not self.events[place:]:
+                    yield KEEP_ALIVE
+
+    async def cancel(self) -> None:
+        """End the response where it is, and wait until it is stored."""
+        assert self.task is not None
+        if self.response["status"] in ("queued", "in_progress"):
+            self.response["status"] = "cancelled"
+            self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+def split_frames(frames: bytes) -> list[bytes]:
+    """The frames of events, one by one."""
+    return [f + _FRAME_END for f in frames.split(_FRAME_END) if f.startswith(b"event:")]
 
 
 class ResponseStore:
     """Responses by id. Safe to use from several threads; several processes may share the file.
 
     A damaged file is set aside. A file that cannot be opened is tried again at each use.
+
+    `running` has the responses that run in the background, by owner and id.
 
     Args:
         path: of the file; its folder is made. None: in memory.
@@ -59,6 +133,7 @@ class ResponseStore:
         max_age_s: float = 30 * 86_400.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.running: dict[tuple[str, str], RunningResponse] = {}
         self._max_bytes, self._max_age_s, self._clock = max_bytes, max_age_s, clock
         self._file = Database(path, _prepare, sets_aside=path is not None)
         try:
@@ -69,12 +144,15 @@ class ResponseStore:
 
     def put(self, owner: str, stored: StoredResponse) -> None:
         """Keep a response, and drop responses that are too old or too many."""
-        now_s, size = self._clock(), len(stored.input) + len(stored.response)
+        now_s = self._clock()
+        size = len(stored.input) + len(stored.response) + len(stored.events)
         with _reported(), self._file.transaction() as db:
             db.execute(
                 "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (stored.id, owner, stored.previous, stored.input, stored.response, size, now_s),
             )
+            if stored.events:
+                db.execute("INSERT INTO events VALUES (?, ?)", (stored.id, stored.events))
             db.execute("DELETE FROM responses WHERE used_s < ?", (now_s - self._max_age_s,))
             self._drop_excess(db)
 
@@ -114,6 +192,12 @@ class ResponseStore:
             used = [(self._clock(), stored.id) for stored in found]
             db.executemany("UPDATE responses SET used_s = ? WHERE id = ?", used)
         return found[::-1]
+
+    def events(self, id: str) -> list[bytes]:
+        """The frames of a response's stream; none where it did not run in the background."""
+        with _reported(), self._file.use() as db:
+            row = db.execute("SELECT frames FROM events WHERE id = ?", (id,)).fetchone()
+        return [] if row is None else split_frames(row[0])
 
     def delete(self, owner: str, id: str) -> bool:
         """Forget a response; False if it is not there."""

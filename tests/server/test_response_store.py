@@ -109,6 +109,7 @@ def test_what_is_not_to_be_stored_is_not(keeping: ScriptedServer, client: openai
         ("resp_x", 404, "previous_response_id"),
         ("resp_x/input_items", 404, "previous_response_id"),
         ("{id}?stream=true", 400, "stream"),
+        ("{id}?stream=true&starting_after=-2", 400, "starting_after"),
         ("{id}/input_items?limit=0", 400, "limit"),
         ("{id}/input_items?order=up", 400, "order"),
         ("{id}/input_items?after=x", 400, "after"),
@@ -123,18 +124,14 @@ def test_wrong_requests_are_named(
     assert (found.status_code, found.json()["error"]["param"]) == (status, param)
 
 
-def test_a_response_in_the_background_is_refused_by_name(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="background"):
-        ask(client, background=True)
-
-
 def test_without_a_store_nothing_is_continued(scripted: ScriptedServer) -> None:
     with scripted.says("Yes."):
         answer = scripted.post(RESPONSES, {"input": "Hi", "store": True}).json()
         assert answer["store"] is False
-        found = scripted.post(RESPONSES, {"input": "Hi", "previous_response_id": answer["id"]})
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == "previous_response_id"
+        for fields in ({"previous_response_id": answer["id"]}, {"background": True}):
+            found = scripted.post(RESPONSES, {"input": "Hi", **fields})
+            assert found.status_code == 400
+            assert found.json()["error"]["param"] == next(iter(fields))
 
 
 def test_each_key_has_its_own() -> None:

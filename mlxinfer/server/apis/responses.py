@@ -1,8 +1,12 @@
 """/v1/responses: OpenAI's responses API, and the responses that are stored."""
 
+import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -14,6 +18,7 @@ from ...errors import (
     MlxinferError,
     OverloadedError,
     PromptTooLongError,
+    RequestFailedError,
     UnsupportedFieldError,
 )
 from ...session.answers import Answers, Step
@@ -33,16 +38,20 @@ from ..http import (
     same_field,
 )
 from ..served import ServedModel
-from ..store import ResponseStore, StoredResponse
+from ..store import ResponseStore, RunningResponse, StoredResponse
 from .chat import Effort
 from .constraint import read_form
-from .responses_items import InputItem, OutputItems, Status, conversation
+from .responses_items import InputItem, OutputItems, Status, conversation, wrapped
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
 from .tools import DeclaredTools, Plain, check_tools, read_tools
 from .usage import logprob_of
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 WRAPPED = "reasoning.encrypted_content"  # the same
+SUMMARISE = (
+    "Summarise this conversation so that it can go on from your summary alone: what was asked, "
+    "what was decided and done, facts, names and numbers that matter, and what is left to do."
+)
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 _SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty")  # that are echoed
@@ -75,7 +84,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         **REFUSED_ELSEWHERE,
         "conversation": (),
         "prompt": (),
-        "background": (False,),
         "moderation": (),
         "context_management": ([],),
         "stop": ([],),
@@ -107,6 +115,7 @@ class ResponsesRequest(SamplerFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: bool | None = None  # `store` of the answer says whether it is
+    background: bool | None = None  # the answer goes on without its client; it needs a store
     truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest turns may go
     previous_response_id: str | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -115,7 +124,8 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         """Resolve fields of other APIs.
 
         Raises:
-            InvalidRequestError: two names of one field with different values.
+            InvalidRequestError: two names of one field with different values, or a response in the
+                background that is not stored.
             UnsupportedFieldError: an unknown entry of `include`.
         """
         own = self.reasoning.effort if self.reasoning else None
@@ -124,6 +134,8 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         for name in self.include or ():
             if name != LOGPROBS:
                 refuse("include", name, (WRAPPED,))
+        if self.background and self.store is False:
+            raise InvalidRequestError("background goes with store: true.", param="background")
 
     @property
     def items(self) -> list[InputItem]:
@@ -142,6 +154,18 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         """How many of the most probable tokens are named beside each; None: none are scored."""
         asked = LOGPROBS in (self.include or ())
         return (self.top_logprobs or 0) if asked else self.top_logprobs or None
+
+
+class CompactRequest(ResponsesRequest, kw_only=True):
+    """A conversation, for its summary to be written."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **ResponsesRequest.refused,
+        "stream": (False,),
+        "background": (False,),
+    }
+
+    model: str
 
 
 def read(
@@ -198,14 +222,67 @@ RESPONSES = ErrorForm(body=lambda error: encode(openai_error(error)), event=_err
 
 async def responses(call: Call, body: ResponsesRequest) -> Plain | Events:
     """Answer a conversation (the responses API)."""
+    if body.background:
+        return await _in_background(call, body)
+    writer = await _begin(call, body)
+    return Events(writer.frames()) if body.stream else await writer.whole()
+
+
+async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
+    """Begin the answer to a request."""
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
     answers = await _start(call, body, model, messages, tools)
     tools.skipped.report(call)
     items = OutputItems(call.id, wrap=WRAPPED in (body.include or ()), declared=tools.declared)
     begun = _begun(call, body, model, answers.answers[0].request.params)
-    writer = ResponseWriter(call, body, model, answers, items, begun)
-    return Events(writer.frames()) if body.stream else await writer.whole()
+    return ResponseWriter(call, body, model, answers, items, begun)
+
+
+async def _in_background(call: Call, body: ResponsesRequest) -> Plain | Events:
+    """Begin an answer that goes on when its client has left. Errors until then are its client's."""
+    store, own = _store_of(call, "background"), Call(call.service, call.scope)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(own)
+        writer = await _begin(own, body)
+        running = RunningResponse(writer.response)
+        work = _run(writer, running, store, stack.pop_all())
+        running.task = asyncio.create_task(work)
+    store.running[_owner(call), writer.response["id"]] = running
+    call.headers += own.headers
+    return Events(running.follow(0)) if body.stream else writer.response
+
+
+async def _run(
+    writer: "ResponseWriter", running: RunningResponse, store: ResponseStore, held: AsyncExitStack
+) -> None:
+    """Generate a response in the background, and store it with its events."""
+    call, response = writer.call, writer.response
+    try:
+        async with held:
+            try:
+                async for frames in writer.frames():
+                    running.add(frames)
+            except asyncio.CancelledError:  # by RunningResponse.cancel
+                running.add(writer.cut())
+            await writer.store(b"".join(running.events))
+    finally:
+        del store.running[_owner(call), response["id"]]
+        running.end()
+    log.info("response %s in the background", response["status"], extra=call.log)
+
+
+async def compact(call: Call, body: CompactRequest) -> Plain:
+    """Replace a conversation by a summary that the model writes (the responses API)."""
+    body.input, body.store = [*body.items, InputItem(role="user", content=SUMMARISE)], False
+    response = await (await _begin(call, body)).whole()
+    said = [item["content"] for item in response["output"] if item["type"] == "message"]
+    if not said:
+        raise RequestFailedError("The model wrote no summary; the conversation stays as it is.")
+    text = "\n".join(part["text"] for content in said for part in content)
+    summary = {"type": "compaction", "id": f"cmp_{call.id}", "encrypted_content": wrapped(text)}
+    kept = {name: response[name] for name in ("id", "created_at", "usage")}
+    return {**kept, "object": "response.compaction", "output": [summary]}
 
 
 async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:
@@ -255,58 +332,75 @@ async def _start(
                 raise
 
 
+@dataclass(slots=True)
 class ResponseWriter:
-    """Writes the answer to one request: whole, or as events."""
+    """Writes the answer to one request: whole, or as events.
 
-    def __init__(
-        self,
-        call: Call,
-        body: ResponsesRequest,
-        model: ServedModel,
-        answers: Answers,
-        items: OutputItems,
-        begun: Plain,
-    ) -> None:
-        self._call, self._body, self._model, self._answers = call, body, model, answers
-        self._items, self._begun = items, begun
+    `response` is the response as it is now.
+    """
+
+    call: Call
+    body: ResponsesRequest
+    model: ServedModel
+    answers: Answers
+    items: OutputItems
+    response: Plain
 
     async def whole(self) -> Plain:
         """The complete answer."""
-        async for steps in self._answers:
+        async for steps in self.answers:
             for step in steps:
                 for _ in self.step_frames(step):
                     pass  # the events are not sent
-        for _ in self._items.close(self._status):
+        for _ in self.items.close(self._status):
             pass
-        return await self._stored(self._ended())
+        self._end()
+        await self.store()
+        return self.response
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield the events from `response.created` to the last one; there is no [DONE]."""
-        yield self._items.frame("response.created", response=self._begun)
-        yield self._items.frame("response.in_progress", response=self._begun)
+        for name in ("created", self.response["status"]):
+            yield self._frame(name)
         try:
-            async for frames in self._call.frames(self._answers, self.step_frames):
+            async for frames in self.call.frames(self.answers, self.step_frames):
                 yield frames
-            last = b"".join(self._items.close(self._status))
-            ended = await self._stored(self._ended())
-            yield last + self._items.frame(f"response.{ended['status']}", response=ended)
-        except MlxinferError as error:  # as an event of this API
+            last = b"".join(self.items.close(self._status))
+            self._end()
+            await self.store()
+            yield last + self._frame(self.response["status"])
+        except (
+            Exception
+        ) as error:  # the fault boundary of a stream: it ends by an event of this API
             yield self._failed(error)
 
     def step_frames(self, step: Step) -> Iterator[bytes]:
         """The events of a step."""
-        scored = logprob_of(self._model.tokenizer, self._answers.answers[0], step)
-        return self._items.push(step.delta.parts, scored)
+        if self.response["status"] == "queued":
+            self.response["status"] = "in_progress"
+            yield self._frame("in_progress")
+        scored = logprob_of(self.model.tokenizer, self.answers.answers[0], step)
+        yield from self.items.push(step.delta.parts, scored)
+
+    def cut(self) -> bytes:
+        """End an answer that was cancelled; returns its last events."""
+        last = b"".join(self.items.close("incomplete"))
+        self.response |= {"status": "cancelled", "output": self.items.done}
+        return last
+
+    def _frame(self, name: str) -> bytes:
+        return self.items.frame(f"response.{name}", response=self.response)
 
     @property
     def _status(self) -> Status:
-        result = self._answers.answers[0].result
+        result = self.answers.answers[0].result
         assert result is not None
         return "incomplete" if result.finish_reason is FinishReason.LENGTH else "completed"
 
-    def _ended(self) -> Plain:
-        status, counts = self._status, self._answers.usage
-        self._call.note_usage(self._answers, status)
+    def _end(self) -> None:
+        """Complete the response."""
+        status, counts = self._status, self.answers.usage
+        self.call.note_usage(self.answers, status)
         cut_off = status == "incomplete"
         usage: Plain = {
             "input_tokens": counts.prompt_tokens,
@@ -318,41 +412,40 @@ class ResponseWriter:
             "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
             "total_tokens": counts.prompt_tokens + counts.answer_tokens,
         }
-        return {
-            **self._begun,
+        self.response |= {
             "status": status,
             "completed_at": None if cut_off else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-            "output": self._items.done,
+            "output": self.items.done,
             "usage": usage,
         }
 
-    async def _stored(self, ended: Plain) -> Plain:
-        """The same response, after it was stored; one that the disk refuses says that it is not."""
-        store = self._call.service.store
-        if store is None or not ended["store"]:
-            return ended
+    async def store(self, events: bytes = b"") -> None:
+        """Store the response; one that the disk refuses says that it is not stored."""
+        store, response = self.call.service.store, self.response
+        if store is None or not response["store"]:
+            return
         stored = StoredResponse(
-            id=ended["id"],
-            previous=ended["previous_response_id"],
-            input=encode(_listed_items(self._body.items, ended["id"])),
-            response=encode(ended),
+            id=response["id"],
+            previous=response["previous_response_id"],
+            input=encode(_listed_items(self.body.items, response["id"])),
+            response=encode(response),
+            events=events,
         )
         try:
-            await self._call.in_worker(store.put, _owner(self._call), stored)
+            await self.call.in_worker(store.put, _owner(self.call), stored)
         except (StoreError, OverloadedError) as error:  # the answer is not lost
             log.error("response not stored", exc_info=error)
-            return {**ended, "store": False}
-        return ended
+            response["store"] = False
 
-    def _failed(self, error: MlxinferError) -> bytes:
-        self._call.log.update(logged(error))
+    def _failed(self, error: Exception) -> bytes:
+        self.call.log.update(logged(error))
         shown = public(error)
         if shown is not error:
-            log.error("stream failed", exc_info=error, extra={"request_id": self._call.request_id})
+            log.error("stream failed", exc_info=error, extra={"request_id": self.call.request_id})
         shown_error = {"code": "server_error", "message": str(shown)}
-        done = {"status": "failed", "error": shown_error, "output": self._items.done}
-        return self._items.frame("response.failed", response={**self._begun, **done})
+        self.response |= {"status": "failed", "error": shown_error, "output": self.items.done}
+        return self._frame("failed")
 
 
 def _begun(call: Call, body: ResponsesRequest, model: ServedModel, params: SamplingParams) -> Plain:
@@ -362,8 +455,8 @@ def _begun(call: Call, body: ResponsesRequest, model: ServedModel, params: Sampl
         "object": "response",
         "created_at": call.created_s,
         "completed_at": None,
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -400,21 +493,48 @@ def _echoed(tool: dict[str, Any]) -> dict[str, Any]:
 # -- stored responses ---------------------------------------------------------------------------
 
 
-async def show_response(call: Call) -> Body:
-    """A stored response."""
-    if call.query.get("stream") == "true":
-        raise UnsupportedFieldError(
-            "stream is not supported here: no response is generated in the background.",
-            param="stream",
+async def show_response(call: Call) -> Body | Events | Plain:
+    """A stored response, or one that runs in the background; `stream=true`: its events."""
+    response_id, streams = call.path_params["id"], call.query.get("stream") == "true"
+    after = call.query.get("starting_after", "-1")
+    if not re.fullmatch(r"-1|[0-9]{1,9}", after):
+        raise InvalidRequestError(
+            "starting_after is the number of an event.", param="starting_after"
         )
-    chain = await call.in_worker(_chain_of, call, call.path_params["id"])
-    return Body(chain[-1].response)
+    running = _store_of(call).running.get((_owner(call), response_id))
+    if running is not None:
+        return Events(running.follow(int(after) + 1)) if streams else running.response
+    chain = await call.in_worker(_chain_of, call, response_id)
+    if not streams:
+        return Body(chain[-1].response)
+    ended = RunningResponse({})
+    ended.end()
+    ended.events = await call.in_worker(_store_of(call).events, response_id)
+    if not ended.events:
+        raise UnsupportedFieldError("stream goes with background: true.", param="stream")
+    return Events(ended.follow(int(after) + 1))
+
+
+async def cancel_response(call: Call) -> Body | Plain:
+    """End a response that runs in the background; what it has said is kept."""
+    response_id = call.path_params["id"]
+    running = _store_of(call).running.get((_owner(call), response_id))
+    if running is not None:
+        await running.cancel()
+        return running.response
+    stored = (await call.in_worker(_chain_of, call, response_id))[-1]
+    if not msgspec.json.decode(stored.response)["background"]:
+        raise InvalidRequestError("Only a response with background: true can be cancelled.")
+    return Body(stored.response)
 
 
 async def delete_response(call: Call) -> Plain:
-    """Forget a stored response."""
-    response_id = call.path_params["id"]
-    if not await call.in_worker(_store_of(call).delete, _owner(call), response_id):
+    """Forget a stored response; one that runs in the background ends."""
+    store, response_id = _store_of(call), call.path_params["id"]
+    running = store.running.get((_owner(call), response_id))
+    if running is not None:
+        await running.cancel()
+    if not await call.in_worker(store.delete, _owner(call), response_id):
         raise NotStoredError(f"There is no stored response {response_id[:100]!r}.")
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -432,13 +552,13 @@ def _owner(call: Call) -> str:
     return call.key or ""
 
 
-def _store_of(call: Call) -> ResponseStore:
+def _store_of(call: Call, param: str = "previous_response_id") -> ResponseStore:
     """The store of this server; raises UnsupportedFieldError without one."""
     store = call.service.store
     if store is None:
         raise UnsupportedFieldError(
             "This server stores no responses (store = false); send the whole conversation instead.",
-            param="previous_response_id",
+            param=param,
         )
     return store
 

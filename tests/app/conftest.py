@@ -16,7 +16,7 @@ from page_server import PageServer
 from standin_fixtures import cache, standin
 
 from mlxinfer.app import settings as stored
-from mlxinfer.app.controller import Controller
+from mlxinfer.app.controller import AppController
 from mlxinfer.app.process import ServerProcess
 from mlxinfer.app.settings import Settings
 
@@ -47,10 +47,10 @@ def notices() -> list[tuple[str, str]]:
 @pytest.fixture
 def controller(
     server: PageServer, tmp_path: Path, notices: list[tuple[str, str]]
-) -> Iterator[Controller]:
+) -> Iterator[AppController]:
     """An app's controller with the server in its settings."""
     server.script.reset()
     stored.save(tmp_path / "app.json", Settings(url=server.url, introduced=True))
-    found = Controller(tmp_path, ServerProcess(tmp_path), lambda *said: notices.append(said))
+    found = AppController(tmp_path, ServerProcess(tmp_path), lambda *said: notices.append(said))
     yield found
     found.stop()

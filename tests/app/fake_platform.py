@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from mlxinfer.app.platforms import Hotkey
+from mlxinfer.app.platforms import Hotkey, Platform
 
 
-class FakePlatform:
+class FakePlatform(Platform):
     """Everything works, but for what `missing` names, which fails as a guarded part does.
 
     Attributes:
@@ -29,8 +29,6 @@ class FakePlatform:
         self.click: Callable[[], object] = lambda: None
         self.reopen: Callable[[], object] = lambda: None
         self.escape: Callable[[], object] = lambda: None
-
-    def style_icon(self, icon: Any) -> None: ...
 
     def set_title(self, icon: Any, text: str) -> None:
         self.titles.append(text)

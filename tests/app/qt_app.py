@@ -16,14 +16,14 @@ from PySide6.QtWidgets import QMenu, QSystemTrayIcon
 
 from mlxinfer.app import settings as stored
 from mlxinfer.app.application import MenubarApp, in_thread
-from mlxinfer.app.controller import Controller
+from mlxinfer.app.controller import AppController
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import Action, Do
 from mlxinfer.app.process import ServerProcess
 from mlxinfer.app.qt import QtPlatform
 from mlxinfer.app.settings import Settings
 
-TABS = ("Server", "Models", "Downloads", "Chats", "Settings")
+TABS = ("Server", "Settings")
 
 
 def lines(menu: QMenu) -> list[Any]:
@@ -80,7 +80,7 @@ async def scenario(app: MenubarApp, folder: Path) -> dict[str, Any]:
 def main(url: str, folder: Path) -> None:
     stored.save(folder / "app.json", Settings(url=url, hotkey=""))
     platform = QtPlatform()
-    controller = Controller(folder, ServerProcess(folder), platform.notify)
+    controller = AppController(folder, ServerProcess(folder), platform.notify)
     app = MenubarApp(controller, platform, Instance(folder / "app.sock"), web=False)
     problems: list[str] = []
     app.loop.set_exception_handler(lambda _, context: problems.append(str(context)))

@@ -16,7 +16,7 @@ from standin import Repo, StandIn
 from test_page_models import DEMO
 
 from mlxinfer.app.client import ServerClient
-from mlxinfer.app.controller import Controller, Phase
+from mlxinfer.app.controller import AppController, Phase
 from mlxinfer.app.process import ServerProcess, StartError
 from mlxinfer.app.settings import Settings
 from mlxinfer.errors import MlxinferError
@@ -30,7 +30,7 @@ def talk(server: PageServer, text: str) -> None:
 
 
 def test_a_running_server_is_attached_to_and_never_ended(
-    controller: Controller, server: PageServer
+    controller: AppController, server: PageServer
 ) -> None:
     talk(server, "first question")
     view = controller.refresh()
@@ -44,7 +44,7 @@ def test_a_running_server_is_attached_to_and_never_ended(
 
 
 def test_models_are_served_loaded_pinned_and_unloaded(
-    controller: Controller, server: PageServer
+    controller: AppController, server: PageServer
 ) -> None:
     client = controller.client
     client.serve("demo-draft")
@@ -62,7 +62,7 @@ def test_models_are_served_loaded_pinned_and_unloaded(
 
 
 def test_tokens_a_second_follow_from_the_server_s_counter(
-    controller: Controller, server: PageServer
+    controller: AppController, server: PageServer
 ) -> None:
     server.script.says("word " * 30)
     assert controller.refresh().rate is None
@@ -74,7 +74,7 @@ def test_tokens_a_second_follow_from_the_server_s_counter(
     assert view.rate > 0
 
 
-def test_a_request_that_runs_is_counted(controller: Controller, server: PageServer) -> None:
+def test_a_request_that_runs_is_counted(controller: AppController, server: PageServer) -> None:
     server.script.says("begun", rest="never")
     body = {"messages": [{"role": "user", "content": "Go"}]}
     asking = threading.Thread(target=server.post, args=("/v1/chat/completions", body))
@@ -85,13 +85,21 @@ def test_a_request_that_runs_is_counted(controller: Controller, server: PageServ
     wait_until(lambda: controller.refresh().activity.running == 0)
 
 
+def download(server: PageServer, model: str) -> None:
+    """What the page does."""
+    assert server.post("/hub/downloads", {"model": model}).status_code == 200
+
+
 def test_a_download_is_paused_resumed_and_its_end_is_notified(
-    controller: Controller, standin: StandIn, notices: list[tuple[str, str]]
+    controller: AppController,
+    server: PageServer,
+    standin: StandIn,
+    notices: list[tuple[str, str]],
 ) -> None:
     standin.repos["org/app-chat"] = Repo(dict(DEMO))
     standin.faults.on_chunk = lambda: time.sleep(0.005)
     client = controller.client
-    client.download("org/app-chat")
+    download(server, "org/app-chat")
 
     def state() -> str:
         return controller.refresh().transfers[0].state
@@ -110,10 +118,13 @@ def test_a_download_is_paused_resumed_and_its_end_is_notified(
 
 
 def test_a_failed_download_is_notified_with_its_reason(
-    controller: Controller, notices: list[tuple[str, str]], standin: StandIn
+    controller: AppController,
+    server: PageServer,
+    notices: list[tuple[str, str]],
+    standin: StandIn,
 ) -> None:
     standin.faults.gate_files = True
-    controller.client.download("org/tiny")
+    download(server, "org/tiny")
     wait_until(lambda: controller.refresh().transfers[0].state == "failed")
     [(title, text)] = notices
     assert title == "Download failed"
@@ -122,7 +133,7 @@ def test_a_failed_download_is_notified_with_its_reason(
 
 def test_a_server_with_keys_asks_for_one(tmp_path: Path) -> None:
     with PageServer(tmp_path / "page", keys=ApiKeys.from_plain(["secret"])) as server:
-        controller = Controller(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+        controller = AppController(tmp_path, ServerProcess(tmp_path), lambda *_: None)
         controller.change(Settings(url=server.url))
         assert controller.refresh().phase is Phase.LOCKED
         controller.change(replace(controller.settings, key="secret"))
@@ -154,7 +165,7 @@ def test_another_program_at_the_address_is_said_and_left_alone(
     tmp_path: Path, answer: bytes
 ) -> None:
     with another_program(answer) as url:
-        controller = Controller(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+        controller = AppController(tmp_path, ServerProcess(tmp_path), lambda *_: None)
         controller.change(Settings(url=url))
         assert controller.refresh().phase is Phase.FOREIGN
         with pytest.raises(StartError, match="Another program answers"):
@@ -163,7 +174,7 @@ def test_another_program_at_the_address_is_said_and_left_alone(
 
 
 def test_a_server_is_started_on_this_machine_alone(tmp_path: Path) -> None:
-    controller = Controller(tmp_path, ServerProcess(tmp_path), lambda *_: None)
+    controller = AppController(tmp_path, ServerProcess(tmp_path), lambda *_: None)
     controller.change(Settings(url="http://studio.invalid:8080"))
     with pytest.raises(StartError, match="another machine"):
         controller.start()

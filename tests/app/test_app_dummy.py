@@ -18,7 +18,7 @@ except ImportError:
     missing("Toga", 'pip install "mlxinfer[test]"', module=True)
 
 from mlxinfer.app.application import COMPACT, MenubarApp
-from mlxinfer.app.controller import Controller, Phase, View
+from mlxinfer.app.controller import AppController, Phase, View
 from mlxinfer.app.instance import Instance
 from mlxinfer.app.menu import Action, Do, menu_of
 from mlxinfer.app.platforms import Hotkey
@@ -28,7 +28,7 @@ Scenario = Callable[[MenubarApp, FakePlatform], Awaitable[None]]
 
 
 @pytest.fixture
-def run(controller: Controller, tmp_path: Path) -> Any:
+def run(controller: AppController, tmp_path: Path) -> Any:
     """Runs a scenario in an app; what fails in a handler or a task fails the test."""
 
     def run(scenario: Scenario, *, platform: FakePlatform | None = None, **options: Any) -> None:
@@ -59,8 +59,7 @@ def lines(app: MenubarApp) -> list[str]:
 def buttons(widget: Any) -> dict[str, Any]:
     """All buttons below a widget, by text."""
     found = {widget.text: widget} if isinstance(widget, toga.Button) else {}
-    scrolled = isinstance(widget, toga.ScrollContainer)
-    for child in [widget.content] if scrolled else widget.children or ():
+    for child in widget.children or ():
         found |= buttons(child)
     return found
 
@@ -153,8 +152,11 @@ def test_links_of_answers_open_in_the_browser(
 
 
 def test_an_app_without_an_icon_offers_everything_in_its_window(
-    run: Any, controller: Controller
+    run: Any, controller: AppController, server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         app.form.hide_icon.value = True
         app.form.on_save()
@@ -165,8 +167,10 @@ def test_an_app_without_an_icon_offers_everything_in_its_window(
         platform.reopen()
         assert app.main.window.visible
         assert platform.front_window is app.main.window
-        texts = set().union(*(buttons(tab.content) for tab in app.main.tabs.content))
-        assert {"Chat", "Copy address", "Quit", "Quit and stop the server", "Download"} <= texts
+        found = buttons(app.main.tabs.content[0].content)
+        assert {"Chat", "Copy address", "Quit", "Quit and stop the server"} <= set(found)
+        found["Models and downloads"].on_press()
+        await until(lambda: opened == [f"{server.url}/#models"])
         await app.refresh()
         app.form.hide_icon.value = False
         app.form.on_save()
@@ -189,7 +193,7 @@ def test_where_no_part_of_the_platform_works_the_app_does(run: Any) -> None:
     run(scenario, platform=FakePlatform(missing=True))
 
 
-def test_settings_are_checked_before_they_are_saved(run: Any, controller: Controller) -> None:
+def test_settings_are_checked_before_they_are_saved(run: Any, controller: AppController) -> None:
     before = controller.settings
 
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
@@ -210,7 +214,7 @@ def test_settings_are_checked_before_they_are_saved(run: Any, controller: Contro
 
 
 def test_tokens_a_second_stand_beside_the_icon_if_asked_for(
-    run: Any, controller: Controller, server: PageServer
+    run: Any, controller: AppController, server: PageServer
 ) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         for shown in (False, True):
@@ -249,7 +253,7 @@ def test_at_login_no_window_opens(run: Any, background: bool) -> None:
 
 
 def test_the_first_run_takes_three_steps_and_is_not_repeated(
-    run: Any, controller: Controller, tmp_path: Path
+    run: Any, controller: AppController, tmp_path: Path
 ) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         first = app.introduction
@@ -282,16 +286,16 @@ def test_the_first_run_takes_three_steps_and_is_not_repeated(
 def test_what_goes_wrong_is_shown_in_no_dialog(run: Any) -> None:
     async def scenario(app: MenubarApp, platform: FakePlatform) -> None:
         await app.perform(Action(Do.LOAD, "nothing"))
-        assert "nothing" in app.main._problem.text
+        assert "nothing" in app.main.problem.text
         assert "nothing" in lines(app)[1]
         await app.perform(Action(Do.LOAD, "demo"))
-        assert app.main._problem.text == ""
+        assert app.main.problem.text == ""
 
     run(scenario)
 
 
 def test_no_server_is_started_or_ended_by_the_app_s_own_start_and_end(
-    run: Any, controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, controller: AppController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     monkeypatch.setattr(ServerProcess, "start", lambda *_: calls.append("start"))

@@ -12,10 +12,18 @@ import pytest
 from live_server import wait_until
 
 from mlxinfer.app import settings as stored
-from mlxinfer.app.client import Activity, Chat, Model, Transfer, checked_url, is_local, port_of
+from mlxinfer.app.client import (
+    Activity,
+    Chat,
+    ModelStatus,
+    Transfer,
+    checked_url,
+    is_local,
+    port_of,
+)
 from mlxinfer.app.controller import Phase, View
 from mlxinfer.app.instance import Instance
-from mlxinfer.app.menu import Action, Do, Entry, menu_of, state_text, transfer_text
+from mlxinfer.app.menu import Action, Do, MenuEntry, menu_of, state_text, transfer_text
 from mlxinfer.app.platforms import (
     KEYS,
     MODIFIERS,
@@ -29,11 +37,11 @@ from mlxinfer.app.settings import Settings
 from mlxinfer.errors import InvalidRequestError
 
 URL = "http://127.0.0.1:8080"
-LOADED = Model(name="chat", state="loaded", weights_bytes=4_620_000_000)
+LOADED = ModelStatus(name="chat", state="loaded", weights_bytes=4_620_000_000)
 OPEN = Transfer(id="t", kind="download", name="org/a", state="running", done=42, total=100)
 
 
-def lines(entries: tuple[Entry, ...], path: str = "") -> dict[str, Action | None]:
+def lines(entries: tuple[MenuEntry, ...], path: str = "") -> dict[str, Action | None]:
     """Every line of a menu by its path: "Server > Stop"."""
     found: dict[str, Action | None] = {}
     for entry in entries:
@@ -43,7 +51,7 @@ def lines(entries: tuple[Entry, ...], path: str = "") -> dict[str, Action | None
 
 
 def running(**fields: Any) -> View:
-    activity = Activity(models=(LOADED, Model(name="small", state="unloaded")))
+    activity = Activity(models=(LOADED, ModelStatus(name="small", state="unloaded")))
     return View(**{"url": URL, "phase": Phase.RUNNING, "activity": activity, "hub": True, **fields})
 
 
@@ -74,11 +82,13 @@ def test_each_model_can_be_loaded_or_unloaded_as_its_state_is() -> None:
     assert found[f"{small} > Load"] == Action(Do.LOAD, "small")
     assert f"{small} > Unload" not in found
     assert found["Models > Serve other"] == Action(Do.SERVE, "other")
-    pinned = running(activity=Activity(models=(Model(name="a", state="loaded", pinned=True),)))
+    pinned = running(
+        activity=Activity(models=(ModelStatus(name="a", state="loaded", pinned=True),))
+    )
     found = lines(menu_of(pinned))
     assert found["Models > a: loaded, pinned > Unpin"] == Action(Do.UNPIN, "a")
     assert "Models > a: loaded, pinned > Unload" not in found
-    loading = running(activity=Activity(models=(Model(name="a", state="loading"),)))
+    loading = running(activity=Activity(models=(ModelStatus(name="a", state="loading"),)))
     assert lines(menu_of(loading))["Models > a: loading > loading"] is None
 
 
@@ -143,10 +153,6 @@ def test_settings_are_kept_and_private(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_read_are_the_defaults(tmp_path: Path, content: str) -> None:
     (tmp_path / "app.json").write_text(content)
     assert stored.load(tmp_path / "app.json") == Settings()
-
-
-def test_nothing_starts_by_itself_unless_it_is_asked_for() -> None:
-    assert not Settings().start_server
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from live_server import wait_until
 
-from mlxinfer.app.controller import Controller, Phase
+from mlxinfer.app.controller import AppController, Phase
 from mlxinfer.app.process import ServerProcess, StartError, start_of
 from mlxinfer.app.settings import Settings
 
@@ -24,9 +24,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def app(folder: Path, notices: list[tuple[str, str]], port: int) -> Controller:
+def app(folder: Path, notices: list[tuple[str, str]], port: int) -> AppController:
     """The app as it starts: a new controller over the same folder."""
-    found = Controller(folder, ServerProcess(folder), lambda *said: notices.append(said))
+    found = AppController(folder, ServerProcess(folder), lambda *said: notices.append(said))
     found.change(Settings(url=f"http://127.0.0.1:{port}"))
     return found
 

@@ -26,11 +26,11 @@ def main(*, background: bool = False, folder: Path | None = None) -> None:
     if instance.show_other():
         return
     from .application import MenubarApp
-    from .controller import Controller
+    from .controller import AppController
     from .process import ServerProcess
 
     platform = platform_of_this_system()
-    controller = Controller(place, ServerProcess(place), platform.notify)
+    controller = AppController(place, ServerProcess(place), platform.notify)
     MenubarApp(controller, platform, instance, background=background).main_loop()
 
 

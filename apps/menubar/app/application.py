@@ -17,10 +17,10 @@ import toga
 
 from ..errors import MlxinferError
 from .client import ServerClient
-from .controller import Controller, View
+from .controller import AppController, View
 from .forms import Introduction, SettingsForm
 from .instance import Instance
-from .menu import Action, Do, Entry, menu_of, rate_text
+from .menu import Action, Do, MenuEntry, menu_of, rate_text
 from .platforms import Platform, parse_hotkey
 from .process import StartError
 from .windows import HIDE, ChatWindow, MainWindow
@@ -48,7 +48,7 @@ class MenubarApp(toga.App):
 
     def __init__(
         self,
-        controller: Controller,
+        controller: AppController,
         platform: Platform,
         instance: Instance,
         *,
@@ -57,7 +57,7 @@ class MenubarApp(toga.App):
     ) -> None:
         self.controller, self.platform, self._instance = controller, platform, instance
         self._background, self._web = background, web
-        self._menu: tuple[Entry, ...] = ()
+        self._menu: tuple[MenuEntry, ...] = ()
         self._image = NOT_RUNNING
         self._looks = 0
         self._wake = asyncio.Event()
@@ -109,7 +109,7 @@ class MenubarApp(toga.App):
         self.show_up()
 
     def _set_up_page_links(self) -> None:
-        self.platform.on_escape(self.chat.window, self.chat.hide)
+        self.platform.on_escape(self.chat.window, self.chat.window.hide)
         if self.chat.web is not None:
             self.platform.watch_links(self.chat.web, self.may_follow)
 
@@ -174,7 +174,7 @@ class MenubarApp(toga.App):
         """Address of the compact page, which asks for a key itself where one is needed."""
         return f"{self.controller.settings.url}{COMPACT}"
 
-    def _build_menu(self, menu: tuple[Entry, ...]) -> None:
+    def _build_menu(self, menu: tuple[MenuEntry, ...]) -> None:
         """Replace the menu of the status item in one step."""
         commands = self.status_icons.commands
         commands.on_change = None
@@ -184,7 +184,7 @@ class MenubarApp(toga.App):
         commands.on_change()
         self.platform.on_click(self.status, self.toggle_chat)
 
-    def _commands_of(self, entries: tuple[Entry, ...], group: Any) -> list[toga.Command]:
+    def _commands_of(self, entries: tuple[MenuEntry, ...], group: Any) -> list[toga.Command]:
         found = []
         for order, entry in enumerate(entries):
             place = {"section": entry.section, "order": order}
@@ -230,7 +230,7 @@ class MenubarApp(toga.App):
     def toggle_chat(self) -> None:
         """Show the chat, or hide it: what the icon and the hotkey do."""
         if self.chat.window.visible:
-            self.chat.hide()
+            self.chat.window.hide()
         else:
             self._show_chat()
 
@@ -245,7 +245,7 @@ class MenubarApp(toga.App):
     def may_follow(self, url: str) -> bool:
         """Whether the chat's web view goes to an address; other sites open in the browser."""
         if url.startswith(HIDE):
-            self.chat.hide()
+            self.chat.window.hide()
             return False
         if url.startswith((f"{self.controller.settings.url}/", "about:")):
             return True
@@ -263,7 +263,7 @@ class MenubarApp(toga.App):
         """Do what was asked for, and show what has become of it."""
         try:
             await self._perform(action)
-            if action.do in (Do.LOAD, Do.SERVE, Do.DOWNLOAD):
+            if action.do in (Do.LOAD, Do.SERVE):
                 self.controller.say("")
         except (MlxinferError, OSError) as error:
             self.controller.say(str(error))
@@ -339,14 +339,13 @@ SERVER_ACTIONS: dict[Do, Callable[[ServerClient, str], None]] = {
     Do.PIN: lambda client, model: client.pin(model, True),
     Do.UNPIN: lambda client, model: client.pin(model, False),
     Do.SERVE: _serve_and_load,
-    Do.DOWNLOAD: ServerClient.download,
     Do.PAUSE: lambda client, id: client.act(id, "pause"),
     Do.RESUME: lambda client, id: client.act(id, "resume"),
     Do.CANCEL: lambda client, id: client.act(id, "cancel"),
 }
-PROCESS_ACTIONS: dict[Do, Callable[[Controller], None]] = {
-    Do.START: Controller.start,
-    Do.STOP: Controller.stop,
-    Do.RESTART: Controller.restart,
-    Do.QUIT_AND_STOP: Controller.stop,
+PROCESS_ACTIONS: dict[Do, Callable[[AppController], None]] = {
+    Do.START: AppController.start,
+    Do.STOP: AppController.stop,
+    Do.RESTART: AppController.restart,
+    Do.QUIT_AND_STOP: AppController.stop,
 }

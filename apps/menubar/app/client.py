@@ -15,7 +15,7 @@ LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelStatus:
     """A model that the server serves."""
 
     name: str
@@ -63,7 +63,7 @@ class Activity:
         tokens: of all answers since the server started.
     """
 
-    models: tuple[Model, ...] = ()
+    models: tuple[ModelStatus, ...] = ()
     running: int = 0
     waiting: int = 0
     tokens: int = 0
@@ -135,10 +135,6 @@ class ServerClient:
         """Serve a model of the server's disk."""
         self._ask("/hub/serve", {"model": model}, timeout_s=60)
 
-    def download(self, model: str) -> None:
-        """Begin to download a model of the hub."""
-        self._ask("/hub/downloads", {"model": model})
-
     def act(self, transfer: str, action: str) -> None:
         """Pause, resume or cancel a transfer."""
         self._ask(f"/hub/jobs/{transfer}", {"action": action})
@@ -147,8 +143,8 @@ class ServerClient:
         return exchange(self.url, path, body, key=self._key, timeout_s=timeout_s)
 
 
-def _model(said: Mapping[str, Any]) -> Model:
-    return Model(
+def _model(said: Mapping[str, Any]) -> ModelStatus:
+    return ModelStatus(
         **{name: said[name] for name in ("name", "state", "pinned", "weights_bytes")},
         failure=said["failure"] or "",
     )

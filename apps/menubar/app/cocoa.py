@@ -14,7 +14,7 @@ from rubicon.objc import SEL, NSObject, ObjCClass, objc_method, objc_property
 from rubicon.objc.runtime import load_library
 from toga_cocoa.app import AppDelegate
 
-from .platforms import Hotkey, LoginAgent, below, guarded, run_quietly
+from .platforms import Hotkey, LoginAgent, Platform, below, guarded, run_quietly
 
 VARIABLE_LENGTH = -1.0  # NSVariableStatusItemLength
 IMAGE_LEFT = 2  # NSImageLeft
@@ -80,8 +80,8 @@ class EventHotKeyID(ctypes.Structure):
     _fields_ = (("signature", ctypes.c_uint32), ("id", ctypes.c_uint32))
 
 
-class CocoaPlatform:
-    """macOS.
+class CocoaPlatform(Platform):
+    """macOS. Esc comes from the page as a link (`watch_links`) where the page has no use for it.
 
     Args:
         bundled: the app runs out of an .app, so that SMAppService knows it.
@@ -138,9 +138,6 @@ class CocoaPlatform:
         delegate.native, delegate.reopen = app._impl.native, action
         app._impl.appDelegate = delegate
         app._impl.native.setDelegate(delegate)
-
-    def on_escape(self, window: Any, action: Callable[[], object]) -> None:
-        """Nothing: the page says when Esc is left over, as a link (`watch_links`)."""
 
     @guarded()
     def watch_links(self, web: Any, may_follow: Callable[[str], bool]) -> None:

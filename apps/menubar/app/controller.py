@@ -58,7 +58,7 @@ class View:
         return self.phase is Phase.RUNNING
 
 
-class Controller:
+class AppController:
     """One server, and the settings of the app.
 
     Args:

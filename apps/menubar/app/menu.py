@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ..memory import human_bytes
-from .client import Model, Transfer, is_local
+from .client import ModelStatus, Transfer, is_local
 from .controller import Phase, View
 
 MAX_TITLE = 48  # characters of a conversation's title
@@ -30,7 +30,6 @@ class Do(StrEnum):
     PIN = "pin"
     UNPIN = "unpin"
     SERVE = "serve"
-    DOWNLOAD = "download"
     PAUSE = "pause"
     RESUME = "resume"
     CANCEL = "cancel"
@@ -52,7 +51,7 @@ Act = Callable[[Action], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MenuEntry:
     """A line of the menu; without an action it only says something.
 
     Attributes:
@@ -63,24 +62,24 @@ class Entry:
     text: str
     action: Action | None = None
     section: int = 0
-    entries: "tuple[Entry, ...]" = ()
+    entries: "tuple[MenuEntry, ...]" = ()
 
 
-def menu_of(view: View) -> tuple[Entry, ...]:
+def menu_of(view: View) -> tuple[MenuEntry, ...]:
     """The whole menu."""
-    head = [Entry(state_text(view))]
+    head = [MenuEntry(state_text(view))]
     if view.problem:
-        head.append(Entry(shortened(view.problem, 90), Action(Do.WINDOW)))
+        head.append(MenuEntry(shortened(view.problem, 90), Action(Do.WINDOW)))
     return (
         *head,
-        Entry("Chat", Action(Do.CHAT), 1),
-        Entry("New chat", Action(Do.NEW_CHAT), 1),
+        MenuEntry("Chat", Action(Do.CHAT), 1),
+        MenuEntry("New chat", Action(Do.NEW_CHAT), 1),
         *_chats(view),
         *_models(view),
         *_transfers(view),
-        Entry("Server", section=2, entries=_server(view)),
-        Entry("Open mlxinfer", Action(Do.WINDOW), 3),
-        Entry("Settings…", Action(Do.SETTINGS), 3),
+        MenuEntry("Server", section=2, entries=_server(view)),
+        MenuEntry("Open mlxinfer", Action(Do.WINDOW), 3),
+        MenuEntry("Settings…", Action(Do.SETTINGS), 3),
         *_quit(view),
     )
 
@@ -131,7 +130,7 @@ def transfer_text(transfer: Transfer) -> str:
     return share if transfer.state == "running" else f"{transfer.state}, {share}"
 
 
-def model_text(model: Model) -> str:
+def model_text(model: ModelStatus) -> str:
     """A model with its state: "chat: loaded, 4.6 GB, pinned"."""
     parts = [model.state if not model.failure else f"failed: {shortened(model.failure, 60)}"]
     if model.weights_bytes:
@@ -147,85 +146,85 @@ def shortened(text: str, most: int) -> str:
     return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
 
 
-def model_actions(model: Model) -> tuple[Entry, ...]:
+def model_actions(model: ModelStatus) -> tuple[MenuEntry, ...]:
     """Entries for the actions that a served model allows now."""
     loaded = model.state == "loaded"
     found = []
     if loaded and not model.pinned:
-        found.append(Entry("Unload", Action(Do.UNLOAD, model.name)))
+        found.append(MenuEntry("Unload", Action(Do.UNLOAD, model.name)))
     if model.state == "unloaded":
-        found.append(Entry("Load", Action(Do.LOAD, model.name)))
+        found.append(MenuEntry("Load", Action(Do.LOAD, model.name)))
     if model.pinned:
-        found.append(Entry("Unpin", Action(Do.UNPIN, model.name)))
+        found.append(MenuEntry("Unpin", Action(Do.UNPIN, model.name)))
     elif loaded:
-        found.append(Entry("Keep loaded", Action(Do.PIN, model.name)))
-    return tuple(found) or (Entry(model.state),)
+        found.append(MenuEntry("Keep loaded", Action(Do.PIN, model.name)))
+    return tuple(found) or (MenuEntry(model.state),)
 
 
-def transfer_actions(transfer: Transfer) -> tuple[Entry, ...]:
+def transfer_actions(transfer: Transfer) -> tuple[MenuEntry, ...]:
     """Entries for the actions that a transfer allows now."""
     if transfer.state == "running":
-        first = Entry("Pause", Action(Do.PAUSE, transfer.id))
+        first = MenuEntry("Pause", Action(Do.PAUSE, transfer.id))
     elif transfer.state == "paused":
-        first = Entry("Resume", Action(Do.RESUME, transfer.id))
+        first = MenuEntry("Resume", Action(Do.RESUME, transfer.id))
     else:
         return ()
-    return first, Entry("Cancel", Action(Do.CANCEL, transfer.id))
+    return first, MenuEntry("Cancel", Action(Do.CANCEL, transfer.id))
 
 
-def server_actions(view: View) -> tuple[Entry, ...]:
+def server_actions(view: View) -> tuple[MenuEntry, ...]:
     """Start, stop and restart, as far as they are possible now."""
     if view.phase is Phase.STOPPED and is_local(view.url):
-        return (Entry("Start", Action(Do.START)),)
+        return (MenuEntry("Start", Action(Do.START)),)
     if view.ours and view.phase is not Phase.STOPPING:
-        return Entry("Stop", Action(Do.STOP)), Entry("Restart", Action(Do.RESTART))
+        return MenuEntry("Stop", Action(Do.STOP)), MenuEntry("Restart", Action(Do.RESTART))
     return ()
 
 
-def _chats(view: View) -> list[Entry]:
+def _chats(view: View) -> list[MenuEntry]:
     entries = tuple(
-        Entry(shortened(chat.title, MAX_TITLE) or "Untitled", Action(Do.OPEN_CHAT, chat.id))
+        MenuEntry(shortened(chat.title, MAX_TITLE) or "Untitled", Action(Do.OPEN_CHAT, chat.id))
         for chat in view.chats
     )
-    return [Entry("Recent chats", section=1, entries=entries)] if entries else []
+    return [MenuEntry("Recent chats", section=1, entries=entries)] if entries else []
 
 
-def _models(view: View) -> list[Entry]:
+def _models(view: View) -> list[MenuEntry]:
     if not view.usable:
         return []
     entries = [
-        Entry(model_text(model), entries=model_actions(model)) for model in view.activity.models
+        MenuEntry(model_text(model), entries=model_actions(model)) for model in view.activity.models
     ]
-    entries += [Entry(f"Serve {name}", Action(Do.SERVE, name), 1) for name in view.on_disk]
+    entries += [MenuEntry(f"Serve {name}", Action(Do.SERVE, name), 1) for name in view.on_disk]
     if view.hub:
-        entries.append(Entry("Look for models…", Action(Do.SEARCH), 2))
-    return [Entry("Models", section=2, entries=tuple(entries))]
+        entries.append(MenuEntry("Look for models…", Action(Do.SEARCH), 2))
+    return [MenuEntry("Models", section=2, entries=tuple(entries))]
 
 
-def _transfers(view: View) -> list[Entry]:
+def _transfers(view: View) -> list[MenuEntry]:
     entries = tuple(
-        Entry(f"{each.name}: {transfer_text(each)}", entries=transfer_actions(each))
+        MenuEntry(f"{each.name}: {transfer_text(each)}", entries=transfer_actions(each))
         for each in view.transfers
     )
-    return [Entry("Downloads", section=2, entries=entries)] if entries else []
+    return [MenuEntry("Downloads", section=2, entries=entries)] if entries else []
 
 
-def _server(view: View) -> tuple[Entry, ...]:
+def _server(view: View) -> tuple[MenuEntry, ...]:
     entries = [*server_actions(view)]
     if view.usable and not view.ours:
-        entries.append(Entry("Started elsewhere: it is ended there"))
+        entries.append(MenuEntry("Started elsewhere: it is ended there"))
     if view.usable:
-        entries.append(Entry("Open dashboard", Action(Do.DASHBOARD), 1))
-    entries.append(Entry("Copy address", Action(Do.COPY_URL), 1))
+        entries.append(MenuEntry("Open dashboard", Action(Do.DASHBOARD), 1))
+    entries.append(MenuEntry("Copy address", Action(Do.COPY_URL), 1))
     if view.ours or view.problem:
-        entries.append(Entry("Show log", Action(Do.LOG), 1))
+        entries.append(MenuEntry("Show log", Action(Do.LOG), 1))
     return tuple(entries)
 
 
-def _quit(view: View) -> tuple[Entry, ...]:
+def _quit(view: View) -> tuple[MenuEntry, ...]:
     if not view.ours:
-        return (Entry("Quit", Action(Do.QUIT), 4),)
+        return (MenuEntry("Quit", Action(Do.QUIT), 4),)
     return (
-        Entry("Quit, keep the server running", Action(Do.QUIT), 4),
-        Entry("Quit and stop the server", Action(Do.QUIT_AND_STOP), 4),
+        MenuEntry("Quit, keep the server running", Action(Do.QUIT), 4),
+        MenuEntry("Quit and stop the server", Action(Do.QUIT_AND_STOP), 4),
     )

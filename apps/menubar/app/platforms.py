@@ -1,4 +1,4 @@
-"""Parts that Toga does not have, behind one protocol: a Mac's own, or Qt's for development.
+"""Parts that Toga does not have, behind one class: a Mac's own, or Qt's for development.
 
 Every call is guarded: a part that fails is logged once and missed, and the app goes on without it.
 So nothing may depend on these parts alone; windows offer what the status item offers.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import InvalidRequestError
 
@@ -53,8 +53,11 @@ def parse_hotkey(text: str) -> Hotkey | None:
     return Hotkey(key, frozenset(modifiers))
 
 
-class Platform(Protocol):
-    """The parts of a desktop that the app uses beside Toga. Windows and icons are Toga's."""
+class Platform:
+    """The parts of a desktop that the app uses beside Toga; each is missed here.
+
+    Windows and icons are Toga's.
+    """
 
     def style_icon(self, icon: Any) -> None:
         """Let the system colour the status icon for light, dark and tinted bars."""
@@ -76,6 +79,7 @@ class Platform(Protocol):
 
     def set_hotkey(self, hotkey: Hotkey | None, action: Callable[[], object]) -> bool:
         """Have one hotkey, in place of the last, or none; False: it is taken or not possible."""
+        return hotkey is None
 
     def bring_to_front(self, window: Any) -> None:
         """Make the app the active one and a window the first: it may be opened from elsewhere."""
@@ -85,9 +89,11 @@ class Platform(Protocol):
 
     def starts_at_login(self) -> bool:
         """Whether the app is started when the user logs in."""
+        return False
 
     def start_at_login(self, on: bool) -> bool:
         """Start the app at login, or no longer; returns what holds then."""
+        return False
 
     def notify(self, title: str, text: str) -> None:
         """Show a message of the system."""

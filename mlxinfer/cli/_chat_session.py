@@ -11,9 +11,9 @@ from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..memory import human_bytes
 from ..outputs import Delta, Result
-from ._asking import attached, thinking
-from ._chat_log import ChatLog
 from ._output import counted, table
+from .history import ChatLog
+from .run import attached, thinking
 
 Message = dict[str, str]
 

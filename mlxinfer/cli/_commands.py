@@ -1,19 +1,16 @@
 """Finds commands, runs one, and reports its failure in one line on stderr.
 
-Each module of this package without a leading underscore is a command: it has a click command
-called `command`. It imports slow modules (mlx, rich, the hub) inside of its functions, so that
+Modules of commands import slow ones (mlx, rich, the hub) inside of their functions, so that
 `mlxinfer --help` is quick.
 """
 
 import os
-import pkgutil
 import shutil
 import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 
 import click
 
@@ -21,23 +18,31 @@ from .. import __version__
 from ..errors import BackendMissingError, MlxinferError, ModelNotFoundError
 from ._process import INTERRUPTED, ending_at_interrupts
 
-ORDER = (
-    *("run", "chat", "serve", "batch", "app", "ps", "load", "unload"),
-    *("suggest", "pull", "list", "show", "rm", "convert", "fuse"),
-    *(
-        "launch",
-        "history",
-        "config",
-        "service",
-        "cache",
-        "doctor",
-        "bench",
-        "completion",
-    ),
-)
-HERE = str(Path(__file__).parent)
-
-
+COMMANDS = {  # in the order of --help -> the module that has it, and its name there
+    "run": "run.command",
+    "chat": "chat.command",
+    "serve": "serve.command",
+    "batch": "batch.command",
+    "app": "_commands.app",
+    "ps": "running.ps",
+    "load": "running.load",
+    "unload": "running.unload",
+    "suggest": "disk.suggest",
+    "pull": "disk.pull",
+    "list": "disk.list_command",
+    "show": "show.command",
+    "rm": "disk.rm",
+    "convert": "convert.command",
+    "fuse": "fuse.command",
+    "launch": "running.launch",
+    "history": "history.command",
+    "config": "config.command",
+    "service": "service.command",
+    "cache": "disk.cache",
+    "doctor": "doctor.command",
+    "bench": "bench.command",
+    "completion": "_commands.completion",
+}
 FAILED, USAGE = 1, 2
 TRACEBACK = "MLXINFER_TRACEBACK"
 _HINTS: dict[type[MlxinferError], str] = {
@@ -46,20 +51,20 @@ _HINTS: dict[type[MlxinferError], str] = {
 }
 
 
-class CommandFolder(click.Group):
-    """A group with the modules of this package as commands, imported on use."""
+class CommandTable(click.Group):
+    """A group with the commands of COMMANDS, imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the modules, the usual ones first."""
-        names = {m.name for m in pkgutil.iter_modules([HERE]) if not m.name.startswith("_")}
-        return [n for n in ORDER if n in names] + sorted(names - set(ORDER))
+        """Return the names, the usual ones first."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command in the module of this name."""
-        if cmd_name not in self.list_commands(ctx):
+        """Return the command of this name."""
+        if cmd_name not in COMMANDS:
             return None
+        module, _, name = COMMANDS[cmd_name].partition(".")
         with ending_at_interrupts():
-            command = import_module(f".{cmd_name}", __package__).command
+            command = getattr(import_module(f".{module}", __package__), name)
         assert isinstance(command, click.Command)
         return command
 
@@ -67,14 +72,14 @@ class CommandFolder(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command of the first argument; a similar name is suggested."""
-        near = get_close_matches(args[0], self.list_commands(ctx))
-        if near and args[0] not in self.list_commands(ctx):
+        near = get_close_matches(args[0], COMMANDS)
+        if near and args[0] not in COMMANDS:
             meant = " or ".join([repr(name) for name in near])
             ctx.fail(f"No such command {args[0]!r}. Did you mean {meant}?")
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=CommandFolder, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlxinfer")
 def cli() -> None:
     """LLM inference for Apple silicon.
@@ -84,6 +89,46 @@ def cli() -> None:
     mlxinfer chat -m mlx-community/Qwen3-4B-4bit
     mlxinfer COMMAND --help                   what a command takes
     """
+
+
+APP_PACKAGES = ("toga", "toga_cocoa", "toga_qt", "rubicon", "PySide6", "qasync")
+
+
+@click.command()
+@click.option("--background", is_flag=True, help="Open no window at the start, as at login.")
+def app(background: bool) -> None:
+    """Open the menubar app, or show its window if it runs already.
+
+    It shows what a server does, starts one when asked to, and holds the chat a hotkey away.
+    """
+    from ..app import main
+
+    try:
+        main(background=background)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in APP_PACKAGES:
+            raise
+        raise click.ClickException(
+            'The menubar app needs Toga: pip install "mlxinfer[app]"'
+        ) from error
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["zsh", "bash", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script that completes names in SHELL.
+
+    \b
+    mlxinfer completion zsh > "${fpath[1]}/_mlxinfer"
+    mlxinfer completion bash > ~/.local/share/bash-completion/completions/mlxinfer
+    mlxinfer completion fish > ~/.config/fish/completions/mlxinfer.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None
+    script = kind(cli, {}, "mlxinfer", "_MLXINFER_COMPLETE")  # the variable that asks for words
+    click.echo(kind.source_template % script.source_vars())
 
 
 def guarded(run: Callable[[], object]) -> int:

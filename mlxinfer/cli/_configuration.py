@@ -71,7 +71,22 @@ def config_of(ctx: click.Context) -> ConfigFile:
 def origin_of(ctx: click.Context, parameter: click.Parameter) -> str:
     """Return where the value of a parameter comes from."""
     source = ctx.get_parameter_source(parameter.name or "")
-    return ORIGINS.get(source, "default") if source is not None else "default"
+    return ORIGINS.get(source or ParameterSource.DEFAULT, "default")
+
+
+def shown_values(ctx: click.Context) -> list[tuple[str, Any, str]]:
+    """Return (option, value, origin) of all options of `serve`; of keys only the number."""
+    found = []
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name not in ctx.params:
+            continue
+        value = ctx.params[name]
+        if "api_key" in name:
+            value = f"{len(value)} set" if value else None
+        value = list(value) if isinstance(value, tuple) else value
+        found.append((parameter.opts[-1].lstrip("-"), value, origin_of(ctx, parameter)))
+    return found
 
 
 def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:

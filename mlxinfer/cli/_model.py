@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import hub
 from ..backend import require_mlx
-from ..memory import human_bytes
 from ..progress import progress_bar
 
 if TYPE_CHECKING:
@@ -70,8 +69,3 @@ def pooling_of(folder: Path, name: str, task: str = "auto") -> "PoolingConfig | 
         return read_pooling(folder, name, task)
     except ModelError:
         return None
-
-
-def size_of(folder: Path) -> str:
-    """Return the size of the files in `folder`, for people."""
-    return human_bytes(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))

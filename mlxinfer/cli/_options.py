@@ -75,71 +75,40 @@ adapter_option = click.option(
     help="Answer with an adapter: a folder of PEFT's or of mlx-lm's.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 
-_SAMPLING = (
-    click.option(
-        "--max-tokens", type=int, help="Longest answer in tokens.  [default: as the context allows]"
+SAMPLING: dict[str, tuple[type, str]] = {  # field of SamplingParams -> its type and help
+    "max_tokens": (int, "Longest answer in tokens.  [default: as the context allows]"),
+    "temperature": (
+        float,
+        "Randomness; 0 takes the most probable token.  [default: the model's own]",
     ),
-    click.option(
-        "--temperature",
-        type=float,
-        help="Randomness; 0 takes the most probable token.  [default: the model's own]",
+    "top_p": (float, "Draw from the most probable tokens whose probabilities add up to P."),
+    "top_k": (int, "Draw from the K most probable tokens."),
+    "min_p": (float, "Drop tokens that are less probable than P times the most probable one."),
+    "repetition_penalty": (float, "Divide the logits of earlier tokens by N."),
+    "repetition_window": (int, "Tokens that --repetition-penalty looks back at.  [default: all]"),
+    "top_n_sigma": (
+        float,
+        "Drop tokens with logits more than N standard deviations below the highest.",
     ),
-    click.option(
-        "--top-p",
-        type=float,
-        help="Draw from the most probable tokens whose probabilities add up to P.",
+    "typical_p": (float, "Draw from the most typical tokens whose probabilities add up to P."),
+    "xtc_probability": (
+        float,
+        "XTC: share of tokens at which the most probable choices are excluded.",
     ),
-    click.option("--top-k", type=int, help="Draw from the K most probable tokens."),
-    click.option(
-        "--min-p",
-        type=float,
-        help="Drop tokens that are less probable than P times the most probable one.",
+    "xtc_threshold": (
+        float,
+        "XTC: probability from which a choice is excluded.  [default: 0.1]",
     ),
-    click.option(
-        "--repetition-penalty", type=float, help="Divide the logits of earlier tokens by N."
+    "dry_multiplier": (
+        float,
+        "DRY: strength of the penalty for repeated text, such as 0.8.  [default: 0]",
     ),
-    click.option(
-        "--repetition-window",
-        type=int,
-        metavar="N",
-        help="Tokens that --repetition-penalty looks back at.  [default: all]",
-    ),
-    click.option(
-        "--top-n-sigma",
-        type=float,
-        help="Drop tokens with logits more than N standard deviations below the highest.",
-    ),
-    click.option(
-        "--typical-p",
-        type=float,
-        help="Draw from the most typical tokens whose probabilities add up to P.",
-    ),
-    click.option(
-        "--xtc-probability",
-        type=float,
-        help="XTC: share of tokens at which the most probable choices are excluded.",
-    ),
-    click.option(
-        "--xtc-threshold",
-        type=float,
-        help="XTC: probability from which a choice is excluded.  [default: 0.1]",
-    ),
-    click.option(
-        "--dry-multiplier",
-        type=float,
-        help="DRY: strength of the penalty for repeated text, such as 0.8.  [default: 0]",
-    ),
-    click.option(
-        "--dry-allowed-length",
-        type=int,
-        help="DRY: length of a repetition that is not penalised.  [default: 2]",
-    ),
-    click.option("--seed", type=int, help="The same seed gives the same answer."),
-    click.option(
-        "--stop", multiple=True, metavar="TEXT", help="The answer ends before TEXT; repeatable."
-    ),
-)
+    "dry_allowed_length": (int, "DRY: length of a repetition that is not penalised.  [default: 2]"),
+    "seed": (int, "The same seed gives the same answer."),
+    "stop": (str, "The answer ends before TEXT; repeatable."),
+}
 
 
 ENGINE_NAMES = (
@@ -181,16 +150,15 @@ _SERVED_ADAPTERS = (
         help="Requests may load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
     ),
 )
-SAMPLING_NAMES = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop"),
-    *("repetition_window", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold"),
-    *("dry_multiplier", "dry_allowed_length"),
-)
 
 
 def sampling_options(function: Function) -> Function:
     """Add --max-tokens … --stop."""
-    return apply_options(_SAMPLING, function)
+    options = []
+    for name, (kind, text) in SAMPLING.items():
+        details: dict[str, Any] = {"multiple": True, "metavar": "TEXT"} if name == "stop" else {}
+        options.append(click.option(_flag(name), type=kind, help=text, **details))
+    return apply_options(options, function)
 
 
 def engine_options(
@@ -215,8 +183,7 @@ def _add(names: Sequence[str], file_only: Sequence[str], function: Function) -> 
     for name in names:
         how = {"help": _flag_help(name), **_KINDS.get(EngineArguments.__annotations__[name], {})}
         how["cls"] = FileOption if name in file_only else click.Option
-        flag = f"--{name.replace('_', '-')}"
-        options.append(click.option(flag, **{**how, **_DETAILS.get(name, {})}))
+        options.append(click.option(_flag(name), **{**how, **_DETAILS.get(name, {})}))
     return apply_options(options, function)
 
 
@@ -225,7 +192,7 @@ def _flag_help(name: str) -> str:
     text, default = help_of(name), ""
     if found := re.search(r" Default: ([^.]+)\.", text):
         text, default = text.replace(found[0], ""), f"  [default: {found[1]}]"
-    flags = {each: f"--{each.replace('_', '-')}" for each in ENGINE_NAMES if "_" in each}
+    flags = {each: _flag(each) for each in ENGINE_NAMES if "_" in each}
     return re.sub("|".join(flags), lambda found: flags[found[0]], text) + default
 
 
@@ -236,7 +203,7 @@ def served_adapter_options(function: Function) -> Function:
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of SamplingParams that were given; a value out of range is wrong usage."""
-    given = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
+    given = {name: options[name] for name in SAMPLING if options[name] not in (None, ())}
     try:
         SamplingParams(**given)
     except InvalidRequestError as error:
@@ -264,8 +231,12 @@ def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wrong_usage(error: InvalidRequestError) -> click.BadParameter:
-    flag = f"--{error.param.replace('_', '-')}" if error.param else "option"
-    return click.BadParameter(str(error), param_hint=flag)
+    hint = _flag(error.param) if error.param else "option"
+    return click.BadParameter(str(error), param_hint=hint)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def apply_options(options: Sequence[Option], function: Function) -> Function:

@@ -7,7 +7,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, TextIO
+
+import click
 
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline
 
@@ -60,6 +63,21 @@ def printable(text: str) -> str:
 def escaped(text: str) -> str:
     """Return `text` with escapes for unprintable characters, as a checkpoint's names may have."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def when(seconds: float) -> str:
+    """Seconds since 1970 -> '2026-11-26 01:15', of this place."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask before something is deleted, unless --yes was given; "no" ends the command."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("Nobody is here to be asked; add --yes.")
+    if not click.confirm(question, err=True):
+        raise click.exceptions.Exit(1)
 
 
 def note(text: str) -> None:

@@ -9,7 +9,6 @@ from click.core import ParameterSource
 
 from ..errors import ContextLengthError
 from ..outputs import Delta
-from ._chat_log import open_log
 from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
 from ._commands import FAILED, report
 from ._model import ADAPTER, open_llm, with_adapter
@@ -23,6 +22,7 @@ from ._options import (
 )
 from ._output import counted, note, wrapped
 from ._terminal import Reader, open_reader, silent_interrupts
+from .history import open_log
 
 if TYPE_CHECKING:
     from rich.console import Console

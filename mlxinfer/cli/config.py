@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from ..configfile import VARIABLE, ConfigFile, find_config_file, standard_places
-from ._configuration import PREFIX, config_of, origin_of
+from ._configuration import PREFIX, config_of, shown_values
 from ._options import json_option
 from ._output import emit_json, table
 
@@ -75,26 +75,19 @@ def init(force: bool) -> None:
 def show(config_path: str | None, origin: bool, as_json: bool) -> None:
     """Print what `mlxinfer serve` would run with. Keys are not shown."""
     ctx = serve_context([] if config_path is None else ["--config", config_path])
-    rows = [
-        (parameter.opts[-1], _shown(parameter.name, ctx.params), origin_of(ctx, parameter))
-        for parameter in ctx.command.params
-        if parameter.name in ctx.params
-    ]
-    config = config_of(ctx)
+    rows, config = shown_values(ctx), config_of(ctx)
     if as_json:
         emit_json(
             {
                 "file": None if config.path is None else str(config.path),
-                "serve": {
-                    flag.lstrip("-"): {"value": value, "origin": said} for flag, value, said in rows
-                },
+                "serve": {name: {"value": value, "origin": said} for name, value, said in rows},
                 "models": _models(config),
             }
         )
         return
     click.echo(f"# {config.path or 'no config file'}")
     header = ("OPTION", "VALUE", "ORIGIN") if origin else ("OPTION", "VALUE")
-    lines = [(flag, _words(value), said)[: len(header)] for flag, value, said in rows]
+    lines = [(f"--{name}", _words(value), said)[: len(header)] for name, value, said in rows]
     click.echo(table(lines, header=header))
     for name, entry in _models(config).items():
         said = [f"{key}={_words(value)}" for key, value in entry.items() if value not in (None, [])]
@@ -114,13 +107,6 @@ def serve_context(arguments: list[str]) -> click.Context:
     for requested in requested_models(ctx.params["models"], config_of(ctx), by_default=by_default):
         checked_settings(requested, {**ctx.params, "max_memory": None})  # which is the server's own
     return ctx
-
-
-def _shown(name: str, values: dict[str, Any]) -> Any:
-    value = values[name]
-    if "api_key" in name:
-        return f"{len(value)} set" if value else None
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _words(value: Any) -> str:

@@ -1,17 +1,25 @@
-"""`mlxinfer history`: the conversations of the page and of `mlxinfer chat`."""
+"""Conversations on this disk: `mlxinfer history`, and the log of a chat in the terminal."""
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any, TypeVar
 
 import click
 
-from ..history import Conversation, History, StoredMessage, text_sent
-from ._chat_log import find, open_history, owner
-from ._options import json_option
-from ._output import counted, emit_json, escaped, note, printable, table
+from ..errors import HistoryError, InvalidRequestError, MlxinferError
+from ..history import (
+    Conversation,
+    History,
+    StoredMessage,
+    default_place,
+    new_id,
+    owner_of_key,
+    text_sent,
+)
+from ._options import API_KEY, json_option, yes_option
+from ._output import confirm, counted, emit_json, escaped, note, printable, table, when
 
 NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
 SHORT_ID = 8  # characters that `list` shows
@@ -37,7 +45,7 @@ def list_command(limit: int, as_json: bool) -> None:
         emit_json({"conversations": [asdict(each) for each in found]})
         return
     rows = [
-        (each.id[:SHORT_ID], _time(each.changed_s), escaped(each.model), escaped(each.title))
+        (each.id[:SHORT_ID], when(each.changed_s), escaped(each.model), escaped(each.title))
         for each in found
     ]
     click.echo(table(rows, header=("ID", "CHANGED", "MODEL", "TITLE")))
@@ -70,7 +78,7 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
     rows = [
         (
             each.conversation.id[:SHORT_ID],
-            _time(each.created_s),
+            when(each.created_s),
             NAMES[each.role],
             escaped(each.excerpt),
         )
@@ -82,7 +90,7 @@ def search(words: tuple[str, ...], as_json: bool) -> None:
 @command.command()
 @click.argument("ids", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All conversations.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
     """Delete conversations for good."""
     if bool(ids) == everything:
@@ -94,8 +102,7 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
         return [find(history, id) for id in ids]
 
     found = _with_history(chosen)
-    if everything and not yes:
-        click.confirm(f"Delete {counted(len(found), 'conversation')}?", abort=True, err=True)
+    confirm(f"Delete {counted(len(found), 'conversation')}?", yes or not everything)
 
     def delete(history: History) -> None:
         for conversation in {each.id: each for each in found}.values():
@@ -133,5 +140,151 @@ def _with_history(read: Callable[[History], T]) -> T:
         return read(history)
 
 
-def _time(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+# -- the log of a chat ----------------------------------------------------------------------------
+
+
+def open_history() -> History:
+    """Open the history of this user.
+
+    Raises:
+        InvalidRequestError: MLXINFER_HISTORY is `off`.
+        HistoryError: it cannot be opened.
+    """
+    place = default_place()
+    if place is None:
+        raise InvalidRequestError("MLXINFER_HISTORY is `off`: there is no history.")
+    return History(place)
+
+
+def owner() -> str:
+    """The owner of the conversations of this user: of MLXINFER_API_KEY, as at the server."""
+    return owner_of_key(os.environ.get(API_KEY))
+
+
+def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
+    """Return the log of a new conversation, or of one that goes on.
+
+    Args:
+        continued: beginning of a conversation's id, or `last`; None: a new conversation.
+        keep: store what is said.
+
+    Raises:
+        InvalidRequestError: there is no such conversation.
+        HistoryError: the history cannot be opened, where it is to be read.
+    """
+    if continued is None and default_place() is None:
+        return None
+    try:
+        history = open_history()
+    except HistoryError as error:
+        if continued is not None:
+            raise
+        note(f"not kept: {error}")
+        return None
+    try:
+        found = None if continued is None else find(history, continued)
+    except InvalidRequestError:
+        history.close()
+        raise
+    return ChatLog(history, owner(), found, keep=keep)
+
+
+def find(history: History, id: str) -> Conversation:
+    """Return the conversation with an id that begins so, or the last changed one.
+
+    Raises:
+        InvalidRequestError: there is none, or more than one.
+    """
+    known = history.conversations(owner(), limit=1 if id == "last" else 1_000_000)
+    found = known if id == "last" else [each for each in known if each.id.startswith(id)]
+    if not found:
+        raise InvalidRequestError(
+            f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."
+        )
+    if len(found) > 1:
+        raise InvalidRequestError(f"{len(found)} conversations begin with {id!r}; give more of it.")
+    return found[0]
+
+
+class ChatLog:
+    """Stores the messages of one conversation as they are said, until storing fails.
+
+    Args:
+        history: where.
+        owner: of the conversation.
+        conversation: to go on with; None: a new one, made with its first message.
+        keep: False: nothing is stored.
+    """
+
+    def __init__(
+        self, history: History, owner: str, conversation: Conversation | None, *, keep: bool
+    ) -> None:
+        self._history, self._owner, self._keep = history, owner, keep
+        self._conversation = conversation
+        self._id, self._branch = new_id(), list[StoredMessage]()
+        if conversation is not None:
+            self._id = conversation.id
+            self._branch = history.branch(owner, conversation.id)
+
+    @property
+    def title(self) -> str:
+        """Of the conversation that was gone on with."""
+        return self._conversation.title if self._conversation is not None else ""
+
+    @property
+    def system(self) -> str | None:
+        """Its system message."""
+        settings = self._conversation.settings if self._conversation is not None else {}
+        return settings.get("system") or None
+
+    @property
+    def model(self) -> str | None:
+        """Its model, if that is on this disk: a server may have called it by another name."""
+        from .. import hub
+
+        name = self._conversation.model if self._conversation is not None else ""
+        try:
+            return name if name and hub.resolve(name, download=False) else None
+        except MlxinferError:
+            return None
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the messages for a model: questions with their files, and answers."""
+        return [
+            {"role": message.role, "content": text_sent(message)}
+            for message in self._branch
+            if message.role in ("user", "assistant")
+        ]
+
+    def begin(self) -> None:
+        """Go on in a new conversation."""
+        self._id, self._branch = new_id(), []
+
+    def add(self, role: str, text: str, thoughts: str, *, model: str, system: str | None) -> None:
+        """Store one message after the last one; a failure is said once, and ends the storing."""
+        parent = self._branch[-1].id if self._branch else None
+        details: dict[str, Any] = {"model": model} if role == "assistant" else {}
+        message = StoredMessage(
+            id=new_id(), parent=parent, role=role, content=text, reasoning=thoughts, details=details
+        )
+        if self._keep:
+            try:
+                self._history.save_message(self._owner, self._id, message)
+                if parent is None:
+                    settings = {"system": system} if system else {}
+                    self._history.save_conversation(
+                        self._owner, self._id, model=model, settings=settings
+                    )
+            except HistoryError as error:
+                note(f"no longer kept: {error}")
+                self._keep = False
+        self._branch.append(message)
+
+    def step_back(self) -> None:
+        """Leave the last message out of what follows; the next one makes another branch."""
+        if self._branch:
+            self._branch.pop()
+
+    def close(self) -> None:
+        """Close the history."""
+        self._history.close()

@@ -24,8 +24,8 @@ from ._configuration import (
     config_of,
     config_option,
     entry_of,
-    origin_of,
     requested_models,
+    shown_values,
 )
 from ._options import (
     API_KEY,
@@ -40,7 +40,7 @@ from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
 if TYPE_CHECKING:
     from ..server.models import Entry, Models
     from ..server.page.library import Library
-    from ..server.page.routes import PageRoutes, Setting
+    from ..server.page.routes import PageRoutes
     from ..server.service import Fetch
     from ..server.store import ResponseStore
 
@@ -405,11 +405,12 @@ def page_routes(
     history: bool,
 ) -> "PageRoutes":
     """Return the routes of the page."""
-    from ..server.page.routes import PageRoutes
+    from ..server.page.routes import PageRoutes, Setting
 
     place = default_place() if history else None
     stored = None if place is None else History(place, keeps_on=True)
-    return PageRoutes(stored, library(options, ttl_s, limit_bytes), settings(ctx))
+    settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]
+    return PageRoutes(stored, library(options, ttl_s, limit_bytes), settings)
 
 
 def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -> "Library":
@@ -435,24 +436,6 @@ def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -
 def converted_folder() -> Path:
     """The folder of conversions that were made on the page."""
     return data_folder() / "models"
-
-
-def settings(ctx: click.Context) -> "list[Setting]":
-    """Return the options of `serve` as they are, with their origin; of keys only the number."""
-    from ..server.page.routes import Setting
-
-    found = []
-    for parameter in ctx.command.params:
-        name = parameter.name or ""
-        if name not in ctx.params:
-            continue
-        value = ctx.params[name]
-        if "api_key" in name:
-            value = f"{len(value)} set" if value else None
-        value = list(value) if isinstance(value, tuple) else value
-        label = parameter.opts[-1].lstrip("-")
-        found.append(Setting(name=label, value=value, origin=origin_of(ctx, parameter)))
-    return found
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

@@ -22,6 +22,7 @@ from .cache import (
 )
 from .download import DownloadPlan, DownloadProgress, Progress, plan_download
 from .download import download as download_repo
+from .elsewhere import models_elsewhere
 from .fetch import is_locked
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "check_removable",
     "is_bundled",
     "list_models",
+    "models_elsewhere",
     "plan_pull",
     "pull",
     "remove",

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import mlxinfer.app
-from mlxinfer.cli import app as command
+from mlxinfer.cli._commands import app as app_command
 
 BUNDLE = Path(__file__).parents[2] / "apps" / "menubar"
 ROOT = BUNDLE.parents[1]
@@ -80,7 +80,7 @@ def test_without_toga_the_command_says_in_one_line_what_to_install(
         raise ModuleNotFoundError("No module named 'toga'", name="toga")
 
     monkeypatch.setattr(mlxinfer.app, "main", main)
-    done = CliRunner().invoke(command.command, [])
+    done = CliRunner().invoke(app_command, [])
     assert done.exit_code == 1
     assert done.output == 'Error: The menubar app needs Toga: pip install "mlxinfer[app]"\n'
 
@@ -92,7 +92,7 @@ def test_other_import_errors_are_not_taken_for_a_missing_toga(
         raise ModuleNotFoundError("No module named 'mine'", name="mine")
 
     monkeypatch.setattr(mlxinfer.app, "main", main)
-    assert isinstance(CliRunner().invoke(command.command, []).exception, ModuleNotFoundError)
+    assert isinstance(CliRunner().invoke(app_command, []).exception, ModuleNotFoundError)
 
 
 def test_a_second_start_needs_no_toga_and_ends_at_once(

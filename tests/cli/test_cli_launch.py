@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.cli import launch
+from mlxinfer.cli import running as launch
 
 
 @pytest.fixture

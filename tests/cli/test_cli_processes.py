@@ -132,7 +132,7 @@ main(["list"])
 """
 
 
-@pytest.mark.parametrize("module", ["click", "mlxinfer.cli.list"])
+@pytest.mark.parametrize("module", ["click", "mlxinfer.cli.disk"])
 def test_ctrl_c_within_its_imports_is_quiet(module: str) -> None:
     """Otherwise it would be a traceback, or lost: Python lets no exception out of some places."""
     code = INTERRUPTED_IMPORT.format(module=module)

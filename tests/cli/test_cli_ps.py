@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from lazy_server import LazyServer
 
-from mlxinfer.cli.ps import duration, state_of
+from mlxinfer.cli.running import duration, state_of
 from mlxinfer.server.keys import ApiKeys
 
 

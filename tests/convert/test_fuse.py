@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from engine.harness import Harness, prompt
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cli._commands import CommandFolder
+from mlxinfer.cli._commands import CommandTable
 from mlxinfer.convert.fuse import fused
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
@@ -89,7 +89,7 @@ def test_what_an_adapter_cannot_change_as_it_runs_can_be_fused(tmp_path: Path) -
 def test_the_command(tmp_path: Path) -> None:
     base = tiny_checkpoint(tmp_path / "base", "qwen3-v4")
     adapter = write_peft(tmp_path / "a", draw(dense_tensors(base), 1))
-    group = CommandFolder()
+    group = CommandTable()
     run = CliRunner().invoke(group, ["fuse", str(base), str(adapter), str(tmp_path / "out")])
     assert run.exit_code == 0, run.output
     assert "quantised tensors" not in (tmp_path / "out" / "README.md").read_text()

@@ -13,7 +13,7 @@ from models.names import Shape, expanded
 from models.published import PUBLISHED
 
 from mlxinfer.cli._inspect import share_of_token
-from mlxinfer.cli.suggest import KV_BYTES, suggestions
+from mlxinfer.cli.disk import KV_BYTES, suggestions
 from mlxinfer.core import StateSpec
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model

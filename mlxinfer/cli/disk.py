@@ -1,0 +1,370 @@
+"""Commands for what is on this disk: `list`, `suggest`, `pull`, `rm` and `cache`. No mlx."""
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import hub
+from ..config import default_disk_folder
+from ..errors import InsufficientMemoryError, MlxinferError
+from ..memory import MODELS_SHARE, human_bytes, parse_bytes
+from ._model import download_bar
+from ._options import Size, complete_models, json_option, yes_option
+from ._output import confirm, counted, emit_json, human_count, note, table, when
+
+
+@click.command()
+@click.option(
+    "--folder",
+    "folders",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    multiple=True,
+    help="Look there too; repeatable. MLXINFER_MODELS names such folders for good.",
+)
+@json_option
+def list_command(folders: tuple[Path, ...], as_json: bool) -> None:
+    """List the models on this disk.
+
+    Those of LM Studio, Ollama and other folders are found too. A model of another program is used
+    by its path; one in the GGUF format is converted first.
+    """
+    found = [*hub.list_models(), *hub.models_elsewhere(list(folders))]
+    models, files = ([m for m in found if m.gguf is gguf] for gguf in (False, True))
+    if as_json:
+        gguf = [{**_as_dict(model), "convert": _convert(model)} for model in files]
+        emit_json(
+            {"models": [_as_dict(model) for model in models], **({"gguf": gguf} if gguf else {})}
+        )
+        return
+    rows = [
+        (_short(model.name), human_bytes(model.size_bytes), when(model.modified), _state(model))
+        for model in [*models, *files]
+    ]
+    click.echo(table(rows, header=("NAME", "SIZE", "MODIFIED", "STATE")))
+    if files:
+        click.echo("\nGGUF files are converted before they run, for example:")
+        click.echo(f"  {_convert(files[0])}")
+
+
+def _convert(model: hub.LocalModel) -> str:
+    out = model.name.rpartition("/")[2].removesuffix(".gguf").replace(":", "-")
+    return f"mlxinfer convert {shlex.quote(str(model.path))} {shlex.quote(out)}"
+
+
+def _as_dict(model: hub.LocalModel) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "size_bytes": model.size_bytes,
+        "files": model.files,
+        "modified": datetime.fromtimestamp(model.modified, UTC).isoformat(timespec="seconds"),
+        "complete": model.complete,
+        "source": model.source,
+    }
+
+
+def _short(name: str) -> str:
+    """A path below the home folder from there, as a shell reads it."""
+    home = str(Path.home())
+    return f"~{name.removeprefix(home)}" if name.startswith(f"{home}/") else name
+
+
+def _state(model: hub.LocalModel) -> str:
+    if model.gguf:
+        return f"GGUF, {model.source}"
+    if not model.complete:
+        local = model.source not in ("cache", "bundled")
+        return "incomplete" if local else f"incomplete: mlxinfer pull {model.name}"
+    return {"bundled": "bundled", "cache": "ready"}.get(model.source, f"ready, {model.source}")
+
+
+# -- downloads ------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("name", shell_complete=complete_models)
+@click.option("--dry-run", is_flag=True, help="Say what would be downloaded, and whether it fits.")
+@json_option
+def pull(name: str, dry_run: bool, as_json: bool) -> None:
+    """Download a model from the Hugging Face hub.
+
+    NAME is org/name or org/name@revision.
+    An interrupted download goes on where it stopped.
+    """
+    if dry_run:
+        _plan(name, as_json=as_json)
+        return
+    with download_bar(name) as progress:
+        folder = hub.pull(name, progress=progress)
+    if as_json:
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        emit_json({"name": name, "path": str(folder), "size_bytes": size})
+    else:
+        click.echo(f"{name} is in {folder}")
+        _say_whether_it_fits(name, folder)
+
+
+def _say_whether_it_fits(name: str, folder: Path) -> None:
+    """A model may also be here to be converted: one that is too large is a note."""
+    from ..fit import held_bytes, require_fit
+
+    try:
+        require_fit(name, folder, weights_bytes=held_bytes(folder))
+    except InsufficientMemoryError as error:
+        note(str(error))
+    except MlxinferError:
+        return  # it may not run here; `show` says why
+
+
+def _plan(name: str, *, as_json: bool) -> None:
+    from ..fit import models_limit_bytes
+    from ._inspect import fit_of_repository
+
+    plan = hub.plan_pull(name)
+    repo = plan.listing.repo
+    fit = fit_of_repository(name, models_limit_bytes())
+    if as_json:
+        emit_json(
+            {
+                "name": str(repo),
+                "commit": plan.listing.commit,
+                "total_bytes": plan.total_bytes,
+                "missing_bytes": plan.missing_bytes,
+                "free_bytes": plan.free_bytes,
+                "fit": fit.as_dict(),
+                "files": [{"path": f.path, "size_bytes": f.size} for f in plan.files],
+            }
+        )
+    else:
+        click.echo(
+            f"{repo}: {human_bytes(plan.total_bytes)} in {counted(len(plan.files), 'file')}, "
+            f"{human_bytes(plan.missing_bytes)} to download, "
+            f"{human_bytes(plan.free_bytes)} free\n{fit.text}"
+        )
+    plan.check_room()
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=complete_models)
+@yes_option
+@json_option
+def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> None:
+    """Delete downloaded models.
+
+    org/name@revision deletes one revision only.
+    """
+    wanted = list(dict.fromkeys(names))  # a name given twice is there to be deleted once
+    for name in wanted:
+        hub.check_removable(name)
+    confirm(f"Delete {', '.join(wanted)}?", yes)
+    removed = []
+    for name in wanted:
+        freed = hub.remove(name)
+        removed.append({"name": name, "freed_bytes": freed})
+        if not as_json:
+            click.echo(f"Deleted {name}, {human_bytes(freed)} freed")
+    if as_json:
+        emit_json({"removed": removed})
+
+
+# -- models that fit, from a small table of the library -------------------------------------------
+
+SUGGESTIONS = Path(__file__).parent.parent / "assets" / "suggestions.json"
+BITS = 4.5  # a parameter of a 4-bit model, scales included
+KV_BYTES = 2  # of a number in the KV cache
+WIDE = 130  # columns of a terminal that has room for the whole table
+TASKS = ("chat", "code", "reasoning", "tools")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A model of the table.
+
+    Attributes:
+        parameters: all of them.
+        active: those that a token is computed with.
+        layers: of which the KV cache grows with the context.
+        kv_numbers: keys and values of one token in one layer.
+        context: tokens, of the model.
+    """
+
+    name: str
+    source: str
+    parameters: float
+    active: float
+    layers: int
+    kv_numbers: int
+    context: int
+    tasks: list[str]
+    weights_bytes: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights."""
+        return int(self.parameters * BITS / 8 if self.weights_bytes is None else self.weights_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's KV cache."""
+        return self.layers * self.kv_numbers * KV_BYTES
+
+    def bytes_at(self, context: int) -> int:
+        """Of the weights and the KV cache of one conversation."""
+        return self.bytes + self.token_bytes * min(context, self.context)
+
+    def longest_context(self, limit_bytes: int) -> int:
+        """The tokens of one conversation for which there is room, up to the model's own."""
+        return max(0, min((limit_bytes - self.bytes) // self.token_bytes, self.context))
+
+
+def suggestions() -> list[Suggestion]:
+    """The models of the table."""
+    found = json.loads(SUGGESTIONS.read_text(encoding="utf-8"))
+    return [Suggestion(**each) for each in found["models"]]
+
+
+@click.command()
+@click.option("--for", "task", type=click.Choice(TASKS), help="What it shall be good for.")
+@click.option(
+    "--memory",
+    type=Size(),
+    metavar="SIZE",
+    help="Of the machine, such as 32GB.  [default: this one]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Tokens of a conversation for which there must be room.",
+)
+@json_option
+def suggest(task: str | None, memory: str | None, context: int, as_json: bool) -> None:
+    """Say which models fit this machine.
+
+    The largest come first. Sizes are counted from the cards of the models; nothing is downloaded.
+    """
+    from ..fit import models_limit_bytes
+
+    limit = models_limit_bytes() if memory is None else int(MODELS_SHARE * parse_bytes(memory))
+    asked = [each for each in suggestions() if task is None or task in each.tasks]
+    fitting = sorted((s for s in asked if s.bytes_at(context) <= limit), key=lambda s: -s.bytes)
+    if as_json:
+        emit_json({"limit_bytes": limit, "models": [_suggested(s, limit) for s in fitting]})
+        return
+    click.echo(f"{human_bytes(limit)} for models, weights and KV cache together\n", err=True)
+    if not fitting:
+        raise click.ClickException(
+            f"No model of the table fits with {context:,} tokens of context."
+        )
+    header = ("MODEL", "WEIGHTS", "CONTEXT THAT FITS", "PARAMETERS", "FOR")
+    shown = len(header) if shutil.get_terminal_size().columns >= WIDE else 3
+    rows = [_row(each, limit)[:shown] for each in fitting]
+    click.echo(table(rows, header=header[:shown]))
+    click.echo(f"\nmlxinfer pull {fitting[0].name}")
+    click.echo(f"mlxinfer chat -m {fitting[0].name}")
+
+
+def _row(found: Suggestion, limit: int) -> tuple[str, ...]:
+    size = human_count(found.parameters).replace(" ", "")
+    if found.active < found.parameters:
+        size += f" ({human_count(found.active).replace(' ', '')} active)"
+    longest = f"{found.longest_context(limit):,} of {found.context:,}"
+    return found.name, human_bytes(found.bytes), longest, size, ", ".join(found.tasks)
+
+
+def _suggested(found: Suggestion, limit: int) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "parameters": int(found.parameters),
+        "active_parameters": int(found.active),
+        "weights_bytes": found.bytes,
+        "longest_context": found.longest_context(limit),
+        "max_context": found.context,
+        "tasks": found.tasks,
+        "source": found.source,
+        "get": f"mlxinfer pull {found.name}",
+    }
+
+
+# -- the disk cache of KV pages -------------------------------------------------------------------
+
+_FOLDER = re.compile("[0-9a-f]{40}")
+_FILE = re.compile(r"[0-9a-f]{40}\.(kv|[0-9a-f]+\.tmp)")  # entries, and what a crash left of some
+_dir_option = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=default_disk_folder,
+    help="Folder of the cache.  [default: ~/.cache/mlxinfer/kv]",
+)
+
+
+@click.group()
+def cache() -> None:
+    """Show or clear what --disk-cache keeps."""
+
+
+@cache.command()
+@_dir_option
+@json_option
+def info(folder: Path, as_json: bool) -> None:
+    """Show what the cache takes.
+
+    A namespace is one model in one KV format.
+    """
+    spaces = [(space.name, len(files), _bytes(files)) for space, files in _spaces(folder)]
+    total = sum(size for *_, size in spaces)
+    if as_json:
+        keys = ("name", "entries", "bytes")
+        parts = [dict(zip(keys, space, strict=True)) for space in spaces]
+        emit_json({"dir": str(folder), "bytes": total, "namespaces": parts})
+        return
+    click.echo(f"{folder}: {human_bytes(total)}")
+    if spaces:
+        rows = [(name[:12], str(count), human_bytes(size)) for name, count, size in spaces]
+        click.echo(table(rows, header=("NAMESPACE", "ENTRIES", "SIZE")))
+
+
+@cache.command()
+@_dir_option
+@yes_option
+@json_option
+def clear(folder: Path, yes: bool, as_json: bool) -> None:
+    """Delete the cache, of all models. What runs meanwhile computes again what it misses."""
+    confirm(f"Delete the KV pages in {folder}?", yes)
+    freed = 0
+    for space, files in _spaces(folder):
+        freed += _bytes(files)
+        for file in files:
+            file.unlink(missing_ok=True)
+        if not any(space.iterdir()):
+            space.rmdir()
+    if as_json:
+        emit_json({"dir": str(folder), "freed_bytes": freed})
+    else:
+        click.echo(f"Deleted the KV pages in {folder}, {human_bytes(freed)} freed")
+
+
+def _spaces(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Return the namespaces of a cache and the files of each; foreign names are left out."""
+    for space in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _FOLDER.fullmatch(space.name) and space.is_dir() and not space.is_symlink():
+            yield space, [file for file in space.iterdir() if _FILE.fullmatch(file.name)]
+
+
+def _bytes(files: list[Path]) -> int:
+    total = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a process that uses the cache deleted it
+            total += file.lstat().st_size
+    return total

@@ -1,0 +1,248 @@
+"""`mlxinfer ps`, `load`, `unload` and `launch`: commands for a server that runs."""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from ..memory import human_bytes
+from ._options import API_KEY, json_option
+from ._output import emit_json, table
+
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+HEADER = ("NAME", "STATE", "WEIGHTS", "KV CACHE", "RUNNING", "WAITING", "UNLOADS IN")
+LOAD_S = 1800.0  # that a model of hundreds of gigabytes may take from a slow disk
+UNLOAD_S = 120.0  # beside the time to drain
+url_option = click.option(
+    "--url",
+    metavar="URL",
+    help="Of the server.  [default: as `mlxinfer serve` is set up: config file, MLXINFER_SERVE_*]",
+)
+
+
+def ask(url: str | None, path: str, body: Any = None, *, timeout_s: float = 10.0) -> Any:
+    """GET a path of a server, or POST a body to it; return the JSON of the answer.
+
+    The key is MLXINFER_API_KEY.
+
+    Args:
+        url: of the server; None: where `mlxinfer serve` would listen.
+        path: such as "/admin/models".
+        body: JSON; None: GET.
+        timeout_s: longest silence.
+
+    Raises:
+        ServerError: there is no server, another program answers, or the server refused.
+    """
+    from ..http_json import NoServerError, exchange  # slow; not for commands only listed
+
+    base = base_of(url)
+    parts = urlsplit(base)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise click.UsageError(f"{base} is no address of a server; one looks like http://host:8080")
+    try:
+        return exchange(base, path, body, key=os.environ.get(API_KEY), timeout_s=timeout_s)
+    except NoServerError as error:
+        raise NoServerError(
+            f"{error} Start one with `mlxinfer serve`, or say where it is with --url."
+        ) from None
+
+
+def base_of(url: str | None) -> str:
+    """Return the address of a server without /v1; None: where `mlxinfer serve` listens."""
+    return (url or default_url()).rstrip("/").removesuffix("/v1")
+
+
+def default_url() -> str:
+    """Return the address at which `mlxinfer serve` without arguments listens."""
+    from .config import serve_context
+
+    options = serve_context([]).params
+    first = options["host"][0]
+    host = ANY_ADDRESS.get(first, first)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"http://{host}:{options['port']}"
+
+
+@click.command()
+@url_option
+@json_option
+def ps(url: str | None, as_json: bool) -> None:
+    """List the models of a running server."""
+    reply = ask(url, "/admin/models")
+    used = {
+        model["state"]["name"]: engine["kv_used_bytes"] + engine["kv_cached_bytes"]
+        for model in ask(url, "/admin/state")["models"]
+        if (engine := model["engine"]) is not None
+    }
+    for model in reply["models"]:
+        model["kv_used_bytes"] = used.get(model["name"])
+    if as_json:
+        emit_json(reply)
+        return
+    click.echo(table([row_of(model) for model in reply["models"]], header=HEADER))
+    taken, limit = reply["memory_reserved_bytes"], reply["memory_limit_bytes"]
+    click.echo(f"{human_bytes(taken)} of {human_bytes(limit)} for models", err=True)
+
+
+def row_of(model: dict[str, Any]) -> list[str]:
+    """Return a line of the table."""
+    used = model["kv_used_bytes"]
+    return [
+        model["name"],
+        state_of(model),
+        human_bytes(model["weights_bytes"]),
+        f"{'-' if used is None else human_bytes(used)} of {human_bytes(model['kv_bytes'])}",
+        str(model["requests_running"]),
+        str(model["requests_waiting"]),
+        "pinned" if model["pinned"] else duration(model["ttl_left_s"]),
+    ]
+
+
+def state_of(model: dict[str, Any]) -> str:
+    """Return the model's state; after a failed load also when it is tried again."""
+    if not model["failure"] or model["state"] != "unloaded":
+        return str(model["state"])
+    left_s = model["retry_left_s"]
+    return f"failed, again in {duration(left_s)}" if left_s else "failed"
+
+
+def duration(seconds: float | None) -> str:
+    """1800 -> '30m 0s'; None -> '-'."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m {whole % 60}s" if minutes else f"{whole}s"
+
+
+@click.command()
+@click.argument("name")
+@url_option
+@json_option
+def load(name: str, url: str | None, as_json: bool) -> None:
+    """Let a running server load its model NAME.
+
+    Waits until it is there. A model that could not be loaded before is tried again.
+    """
+    reply = ask(url, "/admin/models/load", {"model": name}, timeout_s=LOAD_S)
+    if as_json:
+        emit_json(reply)
+        return
+    click.echo(
+        f"{reply['name']} is {reply['state']}: {human_bytes(reply['weights_bytes'])} of weights, "
+        f"up to {human_bytes(reply['kv_bytes'])} of KV cache"
+    )
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--drain",
+    "drain_s",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 3600),
+    help="Seconds that its requests get to end; it stays if they do not.",
+)
+@url_option
+@json_option
+def unload(name: str, drain_s: float, url: str | None, as_json: bool) -> None:
+    """Let a running server unload its model NAME.
+
+    One that answers requests stays.
+    """
+    body = {"model": name, "drain_s": drain_s}
+    reply = ask(url, "/admin/models/unload", body, timeout_s=drain_s + UNLOAD_S)
+    if as_json:
+        emit_json(reply)
+        return
+    click.echo(f"{reply['name']} is {reply['state']}")
+
+
+# -- coding agents: (URL, model, key) -> arguments and variables by which each finds the server ---
+
+Started = tuple[list[str], dict[str, str]]
+
+
+def claude(url: str, model: str, key: str) -> Started:
+    """Claude Code, over Anthropic's API."""
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
+    address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
+    return ["claude"], {**address, **dict.fromkeys(models, model)}
+
+
+def codex(url: str, model: str, key: str) -> Started:
+    """Codex, over OpenAI's Responses API; -c sets what its config file would."""
+    provider = {"name": "mlxinfer", "base_url": f"{url}/v1", "wire_api": "responses"}
+    provider["env_key"] = API_KEY
+    settings = [f"model_providers.mlxinfer.{k}={json.dumps(v)}" for k, v in provider.items()]
+    settings = ['model_provider="mlxinfer"', *settings]
+    flags = [part for setting in settings for part in ("-c", setting)]
+    return ["codex", *flags, "--model", model], {API_KEY: key}
+
+
+def opencode(url: str, model: str, key: str) -> Started:
+    """OpenCode, over OpenAI's chat completions; its config is given by a variable."""
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "mlxinfer",
+        "options": {"baseURL": f"{url}/v1", "apiKey": key},
+        "models": {model: {"name": model}},
+    }
+    config = {"provider": {"mlxinfer": provider}, "model": f"mlxinfer/{model}"}
+    return ["opencode"], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+def aider(url: str, model: str, key: str) -> Started:
+    """Aider, over OpenAI's chat completions."""
+    variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key}
+    return ["aider", "--model", f"openai/{model}"], variables
+
+
+TOOLS: dict[str, tuple[Callable[[str, str, str], Started], str]] = {
+    "claude": (claude, "npm install -g @anthropic-ai/claude-code"),
+    "codex": (codex, "npm install -g @openai/codex"),
+    "opencode": (opencode, "npm install -g opencode-ai"),
+    "aider": (aider, "pip install aider-chat"),
+}
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("tool", type=click.Choice(list(TOOLS)))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--model", metavar="MODEL", help="Of the server.  [default: its first]")
+@url_option
+@click.option("--print", "only_print", is_flag=True, help="Print the command; start nothing.")
+def launch(
+    tool: str, arguments: tuple[str, ...], model: str | None, url: str | None, only_print: bool
+) -> None:
+    """Start a coding agent on a running server.
+
+    ARGUMENTS go to the tool; put -- before those that begin with a dash.
+    """
+    names = [each["id"] for each in ask(url, "/v1/models")["data"]]
+    if not names or (model is not None and model not in names):
+        raise click.UsageError(
+            f"The server has no such model; it has {', '.join(names) or 'none'}."
+        )
+    make, install = TOOLS[tool]
+    words, variables = make(base_of(url), model or names[0], os.environ.get(API_KEY) or "local")
+    words += arguments
+    if only_print:
+        for name, value in variables.items():
+            click.echo(f"export {name}={shlex.quote(value)}")
+        click.echo(shlex.join(words))
+        return
+    program = shutil.which(tool)
+    if program is None:
+        raise click.ClickException(f"{tool} is not installed: {install}")
+    os.execve(program, words, {**os.environ, **variables})

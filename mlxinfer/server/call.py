@@ -145,6 +145,10 @@ class Call:
         meter.accept()
         return answers
 
+    async def count_tokens(self, model: ServedModel, read: Callable[[], Input]) -> int:
+        """Tokens of the prompt of an input, which `read` gives in a worker thread."""
+        return await self.in_worker(lambda: len(model.generator.encode(read(), bounded=False).ids))
+
     def _prepared(self, model: ServedModel, read: Callable[[], Iterable[Input]]) -> Answers:
         inputs = [
             replace(

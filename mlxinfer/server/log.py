@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -105,23 +104,12 @@ def _iso(seconds: float) -> str:
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One line of the log."""
-
-    time_s: float  # since 1970
-    level: str
-    message: str
-    model: str | None
-    request_id: str | None
-
-
 class RecentProblems(logging.Handler):
     """Keeps the last lines from level warning up, in memory only."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._lines: deque[Problem] = deque(maxlen=KEPT)
+        self._lines: deque[dict[str, Any]] = deque(maxlen=KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one line."""
@@ -130,16 +118,16 @@ class RecentProblems(logging.Handler):
         if record.exc_info and record.exc_info[1] is not None:
             message = f"{message}: {type(record.exc_info[1]).__name__}"
         self._lines.append(
-            Problem(
-                time_s=record.created,
-                level=record.levelname.lower(),
-                message=message[:MAX_CHARS],
-                model=said.get("model"),
-                request_id=said.get("request_id"),
-            )
+            {
+                "time_s": record.created,  # since 1970
+                "level": record.levelname.lower(),
+                "message": message[:MAX_CHARS],
+                "model": said.get("model"),
+                "request_id": said.get("request_id"),
+            }
         )
 
-    def newest(self) -> list[Problem]:
+    def newest(self) -> list[dict[str, Any]]:
         """The lines, the newest first."""
         return list(self._lines)[::-1]
 

@@ -240,9 +240,11 @@ class Models:
         self._changing = asyncio.Lock()  # held during a load or an unload
         self._slots: list[Slot] = []
         self._by_name: dict[str, Slot] = {}
-        budgets = kv_budgets([_need(Slot(e, 0, e.weights_bytes)) for e in entries], limit_bytes)
-        for entry in entries:
-            self._append(Slot(entry, budgets.get(entry.name, 0), entry.weights_bytes))
+        slots = [Slot(entry, 0, entry.weights_bytes) for entry in entries]
+        budgets = kv_budgets(slots, limit_bytes)
+        for slot in slots:
+            slot.kv_bytes = budgets.get(slot.entry.name, 0)
+            self._append(slot)
         if default is not None and default not in self._by_name:
             raise InvalidRequestError(
                 f"The default model {default!r} is none of {', '.join(self.names())}.",
@@ -448,10 +450,6 @@ class Models:
         self._by_name = {name: each for name, each in self._by_name.items() if each is not slot}
         self._share_kv(self._slots)
 
-    def pin(self, name: str, pinned: bool) -> None:
-        """Keep a model loaded once it is, or let it go again; raises ModelNotFoundError."""
-        self.find(name).pinned = pinned
-
     def _append(self, slot: Slot) -> None:
         self._check_free(slot.entry)
         self._slots.append(slot)
@@ -465,7 +463,7 @@ class Models:
 
     def _share_kv(self, slots: Sequence[Slot]) -> None:
         """Give models that are not loaded their KV budgets; raises InvalidRequestError."""
-        budgets = kv_budgets([_need(slot) for slot in slots], self.limit_bytes)
+        budgets = kv_budgets(slots, self.limit_bytes)
         for slot in slots:
             if slot.state is State.UNLOADED:
                 slot.kv_bytes = budgets[slot.entry.name]
@@ -699,63 +697,49 @@ ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse
 MIN_KV_BYTES = 8 * 10**6
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """Memory that one model needs."""
-
-    name: str
-    weights_bytes: int
-    kv_bytes: int | None = None  # its own budget; None: a share
-    pinned: bool = False
-
-
-def _need(slot: Slot) -> Need:
-    return Need(slot.entry.name, slot.weights_bytes, slot.entry.kv_bytes, slot.pinned)
-
-
-def kv_budgets(needs: Sequence[Need], limit_bytes: int) -> dict[str, int]:
+def kv_budgets(slots: Sequence[Slot], limit_bytes: int) -> dict[str, int]:
     """Bytes of KV cache for each model, by name.
 
     Raises:
         InvalidRequestError: a model does not fit beside the pinned ones.
     """
-    share = _common_share(needs, limit_bytes)
-    budgets = {n.name: share if n.kv_bytes is None else n.kv_bytes for n in needs}
-    for need in needs:
-        taken = sum(n.weights_bytes + budgets[n.name] for n in _beside(needs, need))
-        if taken > limit_bytes or (need.kv_bytes is None and share < MIN_KV_BYTES):
-            raise _does_not_fit(need, needs, limit_bytes)
+    share = _common_share(slots, limit_bytes)
+    budgets = {n.entry.name: share if n.entry.kv_bytes is None else n.entry.kv_bytes for n in slots}
+    for slot in slots:
+        taken = sum(n.weights_bytes + budgets[n.entry.name] for n in _beside(slots, slot))
+        if taken > limit_bytes or (slot.entry.kv_bytes is None and share < MIN_KV_BYTES):
+            raise _does_not_fit(slot, slots, limit_bytes)
     return budgets
 
 
-def _common_share(needs: Sequence[Need], limit_bytes: int) -> int:
+def _common_share(slots: Sequence[Slot], limit_bytes: int) -> int:
     """Bytes of KV cache for each model without a budget of its own."""
-    together = _share(needs, limit_bytes)
-    crowds = [_beside(needs, need) for need in needs]
-    shares = [_share(c, limit_bytes) for c in crowds if any(n.kv_bytes is None for n in c)]
+    together = _share(slots, limit_bytes)
+    crowds = [_beside(slots, slot) for slot in slots]
+    shares = [_share(c, limit_bytes) for c in crowds if any(n.entry.kv_bytes is None for n in c)]
     alone = min(shares, default=0)
     enough = max(alone * ENOUGH_SHARE, MIN_KV_BYTES)
     return together if together >= enough else int(alone * KV_SHARE)
 
 
-def _beside(needs: Sequence[Need], one: Need) -> list[Need]:
+def _beside(slots: Sequence[Slot], one: Slot) -> list[Slot]:
     """The pinned models and this one, which have to fit into memory together."""
-    return [need for need in needs if need.pinned or need is one]
+    return [slot for slot in slots if slot.pinned or slot is one]
 
 
-def _share(needs: Sequence[Need], limit_bytes: int) -> int:
+def _share(slots: Sequence[Slot], limit_bytes: int) -> int:
     """An equal share of the memory that these models leave; at least 0."""
-    sharing = sum(need.kv_bytes is None for need in needs)
-    left = limit_bytes - sum(need.weights_bytes + (need.kv_bytes or 0) for need in needs)
+    sharing = sum(slot.entry.kv_bytes is None for slot in slots)
+    left = limit_bytes - sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in slots)
     return max(left // max(sharing, 1), 0)
 
 
-def _does_not_fit(one: Need, needs: Sequence[Need], limit_bytes: int) -> InvalidRequestError:
-    others = [need for need in needs if need.pinned and need is not one]
-    beside = f" beside the pinned {', '.join(n.name for n in others)}" if others else ""
-    taken = sum(need.weights_bytes + (need.kv_bytes or 0) for need in [one, *others])
+def _does_not_fit(one: Slot, slots: Sequence[Slot], limit_bytes: int) -> InvalidRequestError:
+    others = [slot for slot in slots if slot.pinned and slot is not one]
+    beside = f" beside the pinned {', '.join(n.entry.name for n in others)}" if others else ""
+    taken = sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in [one, *others])
     return InvalidRequestError(
-        f"The model {one.name} does not fit{beside}: weights and KV caches need "
+        f"The model {one.entry.name} does not fit{beside}: weights and KV caches need "
         f"more than {human_bytes(taken)}, and the limit is {human_bytes(limit_bytes)}; raise it "
         "with --max-memory, or take smaller weights.",
         param="max_memory",

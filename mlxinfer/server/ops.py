@@ -94,17 +94,15 @@ class LoadRequest(RequestBody, kw_only=True):
     model: str
 
 
-class PinRequest(RequestBody, kw_only=True):
+class PinRequest(LoadRequest, kw_only=True):
     """A model by name or alias, and whether it is to stay once it is loaded."""
 
-    model: str
     pinned: bool
 
 
-class UnloadRequest(RequestBody, kw_only=True):
+class UnloadRequest(LoadRequest, kw_only=True):
     """A model by name or alias, and the time that its running requests get."""
 
-    model: str
     drain_s: Annotated[float, Meta(ge=0, le=MAX_DRAIN_S)] = 0.0
 
 
@@ -137,7 +135,7 @@ async def unload_model(call: Call, body: UnloadRequest) -> Plain:
 
 async def pin_model(call: Call, body: PinRequest) -> Plain:
     """Keep a model in memory once it is loaded, or let it be unloaded again."""
-    call.service.models.pin(body.model, body.pinned)
+    call.service.models.find(body.model).pinned = body.pinned
     return _state_of(call, body.model)
 
 

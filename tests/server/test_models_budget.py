@@ -1,49 +1,58 @@
 """How memory is divided: sums that people can do themselves."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.server.models import MIN_KV_BYTES, Need, kv_budgets
+from mlxinfer.server.models import MIN_KV_BYTES, Entry, Slot, kv_budgets
 
 GB = 10**9
 
 
+def need(name: str, weights: int, kv_bytes: int | None = None, pinned: bool = False) -> Slot:
+    def load(num_bytes: int) -> Any:
+        raise AssertionError
+
+    return Slot(Entry(name=name, load=load, kv_bytes=kv_bytes, pinned=pinned), 0, weights)
+
+
 def test_one_model_gets_what_its_weights_leave() -> None:
-    assert kv_budgets([Need("a", 8 * GB)], 20 * GB) == {"a": 12 * GB}
+    assert kv_budgets([need("a", 8 * GB)], 20 * GB) == {"a": 12 * GB}
 
 
 def test_models_that_fit_together_share_the_rest() -> None:
-    needs = [Need("a", 4 * GB), Need("b", 6 * GB), Need("c", 2 * GB, kv_bytes=2 * GB)]
+    needs = [need("a", 4 * GB), need("b", 6 * GB), need("c", 2 * GB, kv_bytes=2 * GB)]
     assert kv_budgets(needs, 20 * GB) == {"a": 3 * GB, "b": 3 * GB, "c": 2 * GB}
 
 
 def test_models_that_take_turns_get_a_share_of_what_the_largest_leaves() -> None:
-    needs = [Need("a", 10 * GB), Need("b", 5 * GB), Need("c", 12 * GB)]
+    needs = [need("a", 10 * GB), need("b", 5 * GB), need("c", 12 * GB)]
     assert set(kv_budgets(needs, 22 * GB).values()) == {4 * GB}
 
 
 def test_many_models_with_tiny_shares_take_turns() -> None:
-    needs = [Need(f"m{i}", GB) for i in range(19)]
+    needs = [need(f"m{i}", GB) for i in range(19)]
     assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 19 * GB)}
 
 
 def test_pinned_models_count_beside_each() -> None:
-    needs = [Need("a", 10 * GB, pinned=True), Need("b", 5 * GB), Need("c", 6 * GB)]
+    needs = [need("a", 10 * GB, pinned=True), need("b", 5 * GB), need("c", 6 * GB)]
     assert set(kv_budgets(needs, 20 * GB).values()) == {int(0.4 * 2 * GB)}
 
 
 @pytest.mark.parametrize(
     "needs",
     [
-        [Need("x", 20 * GB)],
-        [Need("x", 5 * GB, kv_bytes=6 * GB)],
-        [Need("x", 5 * GB), Need("y", 6 * GB, pinned=True)],
-        [Need("x", 10 * GB - 10**6)],
+        [need("x", 20 * GB)],
+        [need("x", 5 * GB, kv_bytes=6 * GB)],
+        [need("x", 5 * GB), need("y", 6 * GB, pinned=True)],
+        [need("x", 10 * GB - 10**6)],
     ],
 )
-def test_a_model_that_can_never_fit_is_named(needs: list[Need]) -> None:
+def test_a_model_that_can_never_fit_is_named(needs: list[Slot]) -> None:
     with pytest.raises(InvalidRequestError, match="model x does not fit"):
         kv_budgets(needs, 10 * GB)
 
@@ -56,17 +65,17 @@ some = st.lists(st.tuples(sizes, st.none() | sizes, st.booleans()), min_size=1, 
 def test_budgets_together_stay_within_the_limit(
     some: list[tuple[int, int | None, bool]], limit: int
 ) -> None:
-    needs = [Need(f"m{i}", *each) for i, each in enumerate(some)]
+    needs = [need(f"m{i}", *each) for i, each in enumerate(some)]
     try:
         budgets = kv_budgets(needs, limit)
     except InvalidRequestError:
         return
-    for need in needs:
-        at_once = [n for n in needs if n.pinned or n is need]
-        assert sum(n.weights_bytes + budgets[n.name] for n in at_once) <= limit
-        assert need.kv_bytes in (None, budgets[need.name])
-    if sum(n.weights_bytes + (n.kv_bytes or 0) for n in needs) > limit:
+    for each in needs:
+        at_once = [n for n in needs if n.pinned or n is each]
+        assert sum(n.weights_bytes + budgets[n.entry.name] for n in at_once) <= limit
+        assert each.entry.kv_bytes in (None, budgets[each.entry.name])
+    if sum(n.weights_bytes + (n.entry.kv_bytes or 0) for n in needs) > limit:
         return
-    free = [budgets[n.name] for n in needs if n.kv_bytes is None]
+    free = [budgets[n.entry.name] for n in needs if n.entry.kv_bytes is None]
     assert len(set(free)) <= 1
     assert all(share >= MIN_KV_BYTES for share in free)

@@ -463,14 +463,14 @@ def test_a_pinned_model_stays_until_it_is_unpinned(machine: Machine) -> None:
 
     async def work() -> None:
         await touch(models, "a")
-        models.pin("a", True)
+        models.find("a").pinned = True
         machine.clock += 100
         await models.unload_idle()
         assert models.find("a").state is State.LOADED
         assert models.ttl_left_s(models.find("a")) is None
         with pytest.raises(InvalidRequestError, match="pinned"):
             await models.unload("a")
-        models.pin("a", False)
+        models.find("a").pinned = False
         await models.unload_idle()
         assert models.find("a").state is State.UNLOADED
 

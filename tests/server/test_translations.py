@@ -67,7 +67,7 @@ def read_response(**fields: Any) -> ChatInput:
 def read_messages(**fields: Any) -> ChatInput:
     given = {"messages": HELLO, "max_tokens": 5, **fields}
     body = decode(json.dumps(given).encode(), anthropic.MessagesRequest)
-    return anthropic.read_messages(body, MODEL, tools.Skipped())
+    return anthropic.read_messages(body, MODEL, [])
 
 
 def read_ollama(**options: Any) -> ChatInput:
@@ -418,7 +418,7 @@ def test_events_of_messages() -> None:
 
 def test_lines_of_ollama() -> None:
     answers: Any = FakeAnswers()
-    writer = ollama.SaidWriter(CALLER, "demo", MODEL, answers, 0.5, chats=True)
+    writer = ollama.SaidWriter(CALLER, "demo", MODEL, answers, 0.5, True)
     lines = events_of(CALLER.frames(answers, writer.lines))
     said = [line["message"] for line in lines]
     assert [each.get("thinking", each["content"]) for each in said] == ["hm", "Hi", "", ""]

@@ -1,6 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,7 +12,6 @@ from ...errors import (
     InvalidRequestError,
     MlxinferError,
     PromptTooLongError,
-    UnsupportedFieldError,
 )
 from ...outputs import (
     CallStatus,
@@ -28,11 +28,20 @@ from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import ErrorForm, Events, clipped_message, encode, named, refuse
 from ..served import ServedModel
-from .anthropic_tools import DEFINED, HOSTED_BLOCKS
 from .constraint import read_form
-from .documents import check_text_type, shown_file, text_of_file
 from .sampling import MAX_STOPS, REFUSED_ELSEWHERE, SamplerFields, StopString, sampling_params
-from .tools import Plain, Skipped, begun_object, check_tools
+from .tools import (
+    Plain,
+    begun_object,
+    check_text_type,
+    check_tools,
+    not_text,
+    part_text,
+    report_skipped,
+    shown_file,
+    skip,
+    text_of_file,
+)
 
 PING = named("ping", {"type": "ping"})
 
@@ -180,7 +189,7 @@ def _keeps_all(management: Any) -> bool:
     )
 
 
-def read(body: CountRequest, skipped: Skipped, **fields: Any) -> ChatInput:
+def read(body: CountRequest, skipped: list[str], **fields: Any) -> ChatInput:
     """The conversation of a request. Takes a while.
 
     Args:
@@ -210,7 +219,7 @@ def read(body: CountRequest, skipped: Skipped, **fields: Any) -> ChatInput:
     )
 
 
-def read_messages(body: MessagesRequest, model: ServedModel, skipped: Skipped) -> ChatInput:
+def read_messages(body: MessagesRequest, model: ServedModel, skipped: list[str]) -> ChatInput:
     """The conversation that a request wants answered. Takes a while."""
     form = body.output_config.format if body.output_config else None
     return read(
@@ -227,7 +236,7 @@ def read_messages(body: MessagesRequest, model: ServedModel, skipped: Skipped) -
     )
 
 
-def conversation(body: CountRequest, skipped: Skipped) -> list[Plain]:
+def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
     """System prompt and turns; neighbours of one role become one message.
 
     A tool result is a message of the role tool; one that reports an error says so in its text.
@@ -273,7 +282,7 @@ def _continues_last(messages: Sequence[AnthropicMessage]) -> bool:
     return True
 
 
-def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: Skipped) -> list[Plain]:
+def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: list[str]) -> list[Plain]:
     """The tools in OpenAI's form, which templates expect.
 
     Tools that clients run by a schema of Anthropic's (shell, text editor) have that schema; tools
@@ -286,7 +295,7 @@ def openai_tools(tools: Sequence[AnthropicTool] | None, skipped: Skipped) -> lis
     for number, tool in enumerate(tools or ()):
         where = f"tools[{number}]"
         if tool.type is not None and tool.type != "custom" and tool.type not in DEFINED:
-            skipped.add(where, tool.type)
+            skip(skipped, where, tool.type)
             continue
         if tool.name is None:
             raise InvalidRequestError(
@@ -315,7 +324,7 @@ def _openai_choice(choice: ToolChoice | None) -> str | Plain:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _turn(message: AnthropicMessage, path: str, skipped: Skipped) -> list[Plain]:
+def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plain]:
     if message.role == "assistant":
         return [_earlier_answer(message.content, f"{path}.content", skipped)]
     if isinstance(message.content, str) or message.role == "system":
@@ -332,7 +341,7 @@ def _turn(message: AnthropicMessage, path: str, skipped: Skipped) -> list[Plain]
     return found
 
 
-def _earlier_answer(content: str | list[Block], path: str, skipped: Skipped) -> Plain:
+def _earlier_answer(content: str | list[Block], path: str, skipped: list[str]) -> Plain:
     """An earlier answer: its text, reasoning and calls."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
@@ -341,10 +350,10 @@ def _earlier_answer(content: str | list[Block], path: str, skipped: Skipped) -> 
         if block.type == "redacted_thinking":  # encrypted by another server
             continue
         if block.type in HOSTED_BLOCKS:
-            skipped.add(f"{path}[{number}]", block.type)
+            skip(skipped, f"{path}[{number}]", block.type)
             continue
         if block.type not in of_type:
-            raise _unsupported(block, f"{path}[{number}]")
+            raise not_text(block.type, f"{path}[{number}]")
         of_type[block.type].append(block)
     plain: Plain = {"role": "assistant", "content": _text(of_type["text"], path)}
     thoughts = [block.thinking or "" for block in of_type["thinking"]]
@@ -383,11 +392,7 @@ def _block_text(block: Block, path: str) -> str:
         return shown_file(text, block.title or block.source)
     if block.type == "document" and isinstance(block.source, Source):
         return shown_file(_document(block, block.source, path), block.title)
-    if block.type != "text":
-        raise _unsupported(block, path)
-    if block.text is None:
-        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
-    return block.text
+    return part_text(block.type, block.text, path, ("text",))
 
 
 def _document(block: Block, source: Source, path: str) -> str:
@@ -395,17 +400,11 @@ def _document(block: Block, source: Source, path: str) -> str:
     if source.type == "content" and source.content is not None:
         return _text(source.content, f"{path}.source.content")
     if source.type not in ("text", "base64") or source.data is None:
-        raise _unsupported(block, path)
+        raise not_text(block.type, path)
     check_text_type(source.media_type, f"{path}.source.media_type")
     if source.type == "text":
         return source.data
     return text_of_file(source.data, f"{path}.source.data")
-
-
-def _unsupported(block: Block, path: str) -> UnsupportedFieldError:
-    return UnsupportedFieldError(
-        f"{path} is of type {block.type[:50]!r}; this model reads text only.", param=f"{path}.type"
-    )
 
 
 # -- the answer ---------------------------------------------------------------------------------
@@ -414,9 +413,9 @@ def _unsupported(block: Block, path: str) -> UnsupportedFieldError:
 async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
     """Answer a conversation (Anthropic's API)."""
     model = await call.model(body.model)
-    skipped = Skipped()
+    skipped: list[str] = []
     answers = await call.start(model, lambda: [read_messages(body, model, skipped)])
-    skipped.report(call)
+    report_skipped(call, skipped)
     writer = MessageWriter(call, body, model, answers)
     return Events(writer.frames()) if body.stream else await writer.whole()
 
@@ -424,22 +423,19 @@ async def messages(call: Call, body: MessagesRequest) -> Plain | Events:
 async def count_tokens(call: Call, body: CountRequest) -> Plain:
     """Count the tokens of a conversation (Anthropic's API)."""
     model = await call.model(body.model)
-
-    def count() -> int:
-        return len(model.generator.encode(read(body, Skipped()), bounded=False).ids)
-
-    return {"input_tokens": await call.in_worker(count)}
+    return {"input_tokens": await call.count_tokens(model, lambda: read(body, []))}
 
 
+@dataclass(slots=True)
 class MessageWriter:
     """Writes the answer to one request: whole, or as events of blocks, one block open at a time."""
 
-    def __init__(
-        self, call: Call, body: MessagesRequest, model: ServedModel, answers: Answers
-    ) -> None:
-        self._call, self._body, self._model, self._answers = call, body, model, answers
-        self._index = -1
-        self._open: str | None = None  # the type of the open block
+    _call: Call
+    _body: MessagesRequest
+    _model: ServedModel
+    _answers: Answers
+    _index: int = -1
+    _open: str | None = None  # the type of the open block
 
     async def whole(self) -> Plain:
         """The answer to a request without `stream`."""
@@ -590,6 +586,68 @@ def stop_reason(result: Result, *, stopped: bool, clipped: bool) -> str:
     if stopped:
         return "stop_sequence"
     return "tool_use" if result.tool_calls else "end_turn"
+
+
+# -- tools and blocks that Anthropic has defined ------------------------------------------------
+#
+# Sources: its documentation's pages on the bash, text editor and memory tools; types of its Python
+# library 2.10.
+
+_PATH = {"type": "string", "description": "Path of the file or folder."}
+_LINES = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+_TEXT = {"type": "string"}
+_EDITS: dict[str, Any] = {
+    "path": _PATH,
+    "view_range": {**_LINES, "description": "With view: first and last line; -1 is the end."},
+    "old_str": {**_TEXT, "description": "With str_replace: the text to be replaced."},
+    "new_str": {**_TEXT, "description": "With str_replace: the text in its place."},
+    "file_text": {**_TEXT, "description": "With create: the content of the file."},
+    "insert_line": {"type": "integer", "description": "With insert: the line before the text."},
+    "insert_text": {**_TEXT, "description": "With insert: the text."},
+}
+
+
+def _object(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _editor(*commands: str, **more: Any) -> dict[str, Any]:
+    command = {"type": "string", "enum": list(commands)}
+    return {
+        "description": "Views, creates and edits text files.",
+        "parameters": _object({"command": command, **_EDITS, **more}, "command", "path"),
+    }
+
+
+_BASH = {
+    "description": "Runs a command in a shell that stays open, or restarts that shell.",
+    "parameters": _object(
+        {
+            "command": {"type": "string", "description": "The command to run."},
+            "restart": {"type": "boolean", "description": "Restart the shell instead."},
+        }
+    ),
+}
+_COMMANDS = ("view", "create", "str_replace", "insert")
+_MOVES = {"old_path": _TEXT, "new_path": _TEXT}
+_MEMORY = _editor(*_COMMANDS, "delete", "rename", **_MOVES)
+DEFINED: dict[str, dict[str, Any]] = {  # run by the client; by `type`
+    "bash_20250124": _BASH,
+    "text_editor_20250124": _editor(*_COMMANDS, "undo_edit"),
+    "text_editor_20250429": _editor(*_COMMANDS),
+    "text_editor_20250728": _editor(*_COMMANDS),
+    "memory_20250818": {
+        "description": "Reads and writes files under /memories, which last between conversations.",
+        "parameters": {**_MEMORY["parameters"], "required": ["command"]},
+    },
+}
+_RUN_BY = ("code_execution", "bash_code_execution", "text_editor_code_execution")
+HOSTED_BLOCKS = frozenset(  # in earlier answers of Anthropic's own models
+    (
+        *("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload"),
+        *(f"{tool}_tool_result" for tool in ("web_search", "web_fetch", "tool_search", *_RUN_BY)),
+    )
+)
 
 
 # -- errors -------------------------------------------------------------------------------------

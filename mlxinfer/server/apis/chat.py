@@ -32,7 +32,9 @@ from .tools import (
     call_arguments,
     check_tools,
     custom_input,
+    part_text,
     read_chat_tools,
+    report_skipped,
 )
 from .usage import (
     FINGERPRINT,
@@ -285,8 +287,10 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         )
     content = message.content
     if isinstance(content, list):
-        parts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-        content = "\n".join(parts)
+        content = "\n".join(
+            part_text(part.type, part.text or part.refusal, f"{path}.content[{i}]")
+            for i, part in enumerate(content)
+        )
     if content is None:
         content = message.refusal
     if content is None and message.role == "tool":  # a tool that says nothing
@@ -308,18 +312,6 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
             for index, call in enumerate(message.tool_calls)
         ]
     return plain
-
-
-def _part_text(part: Part, path: str) -> str:
-    text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in ("text", "input_text", "output_text", "refusal"):
-        raise UnsupportedFieldError(
-            f"{path} is of type {part.type[:50]!r}; this model reads text only.",
-            param=f"{path}.type",
-        )
-    if text is None:
-        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
-    return text
 
 
 def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:
@@ -380,7 +372,7 @@ async def chat(call: Call, body: ChatRequest) -> Plain | Events:
     tools = await call.in_worker(read_chat_tools, body.tools)
     allowed = call.service.config.template_kwargs
     answers = await call.start(model, lambda: [read(body, model, tools, allowed)])
-    tools.skipped.report(call)
+    report_skipped(call, tools.skipped)
     writer = ChatWriter(call, body, model, answers, tools.declared)
     if body.stream:
         return Events(writer.frames())
@@ -392,11 +384,10 @@ async def chat_input_tokens(call: Call, body: ChatRequest) -> Plain:
     model = await call.model(body.model)
     allowed = call.service.config.template_kwargs
 
-    def count() -> int:
-        given = read(body, model, read_chat_tools(body.tools), allowed)
-        return len(model.generator.encode(given, bounded=False).ids)
-
-    return {"object": "response.input_tokens", "input_tokens": await call.in_worker(count)}
+    count = await call.count_tokens(
+        model, lambda: read(body, model, read_chat_tools(body.tools), allowed)
+    )
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """POST /v1/completions and /infill: texts and token ids to be continued, and gaps to be filled."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -198,19 +199,15 @@ class ChoiceWriter:
         return self._echo
 
 
+@dataclass(slots=True)
 class CompletionWriter:
     """Writes the answers to one request: whole, or as events."""
 
-    def __init__(
-        self,
-        call: Call,
-        body: CompletionRequest,
-        model: ServedModel,
-        answers: Answers,
-        writers: Sequence[ChoiceWriter],
-    ) -> None:
-        self._call, self._body, self._model = call, body, model
-        self._answers, self._writers = answers, writers
+    _call: Call
+    _body: CompletionRequest
+    _model: ServedModel
+    _answers: Answers
+    _writers: Sequence[ChoiceWriter]
 
     async def whole(self) -> Plain:
         """The answer to a request without `stream`."""

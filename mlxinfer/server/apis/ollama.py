@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -222,36 +223,31 @@ async def _answer(
     model = await call.model(slot_of(call, body.model).entry.name)
     load_s = time.monotonic() - began_s
     answers = await call.start(model, lambda: [read(model)])
-    writer = SaidWriter(call, body.model, model, answers, load_s, chats=chats)
+    writer = SaidWriter(call, body.model, model, answers, load_s, chats)
     if body.stream is not False:
         return Events(call.frames(answers, writer.lines, b""), media_type=NDJSON)
     (result,) = await answers.aresults()
     return writer.whole(result)
 
 
+@dataclass(slots=True)
 class SaidWriter:
     """Writes one answer: whole, or as lines.
 
-    Args:
-        call, model, answers: of the request.
-        name: of the model, as the request has it.
-        load_s: seconds until the model was loaded.
-        chats: the answer is a message, not a text.
+    Attributes:
+        _name: of the model, as the request has it.
+        _load_s: seconds until the model was loaded.
+        _chats: the answer is a message, not a text.
+        _pieces: of the call that has begun.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        name: str,
-        model: ServedModel,
-        answers: Answers,
-        load_s: float,
-        *,
-        chats: bool,
-    ) -> None:
-        self._call, self._name, self._model, self._answers = call, name, model, answers
-        self._load_s, self._chats = load_s, chats
-        self._pieces: list[ToolCallDelta] = []  # of the call that has begun
+    _call: Call
+    _name: str
+    _model: ServedModel
+    _answers: Answers
+    _load_s: float
+    _chats: bool
+    _pieces: list[ToolCallDelta] = field(default_factory=list)
 
     def whole(self, result: Result) -> Plain:
         """The answer to a request without a stream."""

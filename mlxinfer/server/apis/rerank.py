@@ -1,7 +1,7 @@
 """POST /v1/rerank and /v1/score: how well texts go together, in the forms of Jina, Cohere, vLLM."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -13,9 +13,6 @@ from ..call import Call
 from ..http import RequestBody
 from ..served import ServedModel
 from .embeddings import Truncate, pooling_usage, truncation
-
-if TYPE_CHECKING:
-    pass
 
 MAX_PAIRS = 4096  # of one request
 

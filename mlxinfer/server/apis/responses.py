@@ -43,7 +43,7 @@ from .chat import Effort
 from .constraint import read_form
 from .responses_items import InputItem, OutputItems, Status, conversation, wrapped
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
-from .tools import DeclaredTools, Plain, check_tools, read_tools
+from .tools import DeclaredTools, Plain, check_tools, read_tools, report_skipped
 from .usage import logprob_of
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -233,7 +233,7 @@ async def _begin(call: Call, body: ResponsesRequest) -> "ResponseWriter":
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
     answers = await _start(call, body, model, messages, tools)
-    tools.skipped.report(call)
+    report_skipped(call, tools.skipped)
     items = OutputItems(call.id, wrap=WRAPPED in (body.include or ()), declared=tools.declared)
     begun = _begun(call, body, model, answers.answers[0].request.params)
     return ResponseWriter(call, body, model, answers, items, begun)
@@ -289,11 +289,8 @@ async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:
     """Count the tokens of a conversation with its tools (the responses API)."""
     messages, tools = await call.in_worker(_conversation, call, body)
     model = await call.model(body.model)
-
-    def count() -> int:
-        return len(model.generator.encode(read(body, model, messages, tools)).ids)
-
-    return {"object": "response.input_tokens", "input_tokens": await call.in_worker(count)}
+    count = await call.count_tokens(model, lambda: read(body, model, messages, tools))
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 def _conversation(call: Call, body: ResponsesRequest) -> tuple[list[Plain], DeclaredTools]:

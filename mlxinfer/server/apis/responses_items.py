@@ -10,8 +10,18 @@ import msgspec
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
 from ..http import named
-from .documents import shown_file, text_of_file
-from .tools import INPUT, DeclaredTool, Plain, Skipped, call_arguments, custom_input, shown_name
+from .tools import (
+    INPUT,
+    DeclaredTool,
+    Plain,
+    call_arguments,
+    custom_input,
+    part_text,
+    shown_file,
+    shown_name,
+    skip,
+    text_of_file,
+)
 
 HOSTED_ITEMS = frozenset(  # of tools that are skipped
     f"{tool}_{kind}"
@@ -22,7 +32,6 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
     for kind in ("call", "call_output", "output")
 ) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
 BEFORE = "Summary of our conversation so far:"
-_TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -63,7 +72,7 @@ def conversation(
     instructions: str | None,
     before: Sequence[InputItem],
     items: Sequence[InputItem],
-    skipped: Skipped,
+    skipped: list[str],
 ) -> list[Plain]:
     """Instructions and items as messages; reasoning, text and calls of one turn are one message.
 
@@ -85,7 +94,7 @@ def conversation(
     for number, item in enumerate([*before, *items], start=-len(before)):
         place = "previous_response_id" if number < 0 else f"input[{number}]"
         if item.type in HOSTED_ITEMS:
-            skipped.add(place, item.type)
+            skip(skipped, place, item.type)
         else:
             _add(found, item, place)
     if len(found) == bool(instructions):
@@ -187,14 +196,7 @@ def _part(part: InputPart, path: str) -> str:
     if part.type == "input_file" and part.file_data is not None:
         return shown_file(text_of_file(part.file_data, f"{path}.file_data"), part.filename)
     text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in _TEXTS and part.type != "refusal":
-        raise UnsupportedFieldError(
-            f"{path} is of type {part.type[:50]!r}; this model reads text only.",
-            param=f"{path}.type",
-        )
-    if text is None:
-        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
-    return text
+    return part_text(part.type, text, path)
 
 
 # -- an answer's items --------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""Tools in requests, whichever API they came by: those declared, and calls in conversations.
+"""Tools, calls and parts of messages in requests, whichever API they came by.
 
 Functions, custom tools and namespaces are told to the model as functions. Hosted tools (web search,
 file search, MCP and others) and the shells of particular clients have nothing here that would run
 them: they are left out of a request, and named in a header and the log.
 """
 
+import base64
+import binascii
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,11 @@ HEADER = b"x-mlxinfer-skipped"
 INPUT = "input"  # the one parameter of a custom tool
 _FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 _KIND = re.compile(r"[a-z0-9_]{1,40}")
+_DATA_URL = re.compile(r"data:([^;,]*)(?:;[^;,]*)*?(;base64)?,(.*)", re.DOTALL)
+_PLAIN = re.compile(r"text/[a-z0-9.+-]+|application/(?:json|xml|x-yaml|yaml|toml)?")
+TEXTS = frozenset(  # types of parts in messages of OpenAI's APIs
+    ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+)
 
 
 def check_tools(tools: list[Any] | None, choice: Any = None) -> None:
@@ -73,25 +80,20 @@ def begun_object(text: str) -> dict[str, Any]:
     return {}
 
 
-class Skipped:
-    """Hosted tools of a request and their items in its history, which are left out."""
+def skip(skipped: list[str], place: str, kind: object) -> None:
+    """Note that the item or hosted tool at `place` is left out; an odd `kind` is not repeated."""
+    text = str(kind)
+    skipped.append(f"{place} {text if _KIND.fullmatch(text) else 'unknown'}")
 
-    def __init__(self) -> None:
-        self._entries: list[str] = []
 
-    def add(self, place: str, kind: object) -> None:
-        """Note that the item or tool at `place` is left out; an odd `kind` is not repeated."""
-        text = str(kind)
-        self._entries.append(f"{place} {text if _KIND.fullmatch(text) else 'unknown'}")
-
-    def report(self, call: Call) -> None:
-        """Name the entries in the log and in a header of the reply, if there are any."""
-        if not self._entries:
-            return
-        call.log["skipped"] = ", ".join(self._entries)
-        more = len(self._entries) - MAX_SHOWN
-        shown = [*self._entries[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
-        call.headers.append((HEADER, ", ".join(shown).encode()))
+def report_skipped(call: Call, skipped: list[str]) -> None:
+    """Name what is left out in the log and in a header of the reply, if there is anything."""
+    if not skipped:
+        return
+    call.log["skipped"] = ", ".join(skipped)
+    more = len(skipped) - MAX_SHOWN
+    shown = [*skipped[:MAX_SHOWN], *([f"{more} more"] if more > 0 else [])]
+    call.headers.append((HEADER, ", ".join(shown).encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class DeclaredTools:
 
     functions: list[Plain] = field(default_factory=list)
     declared: dict[str, DeclaredTool] = field(default_factory=dict)
-    skipped: Skipped = field(default_factory=Skipped)
+    skipped: list[str] = field(default_factory=list)
 
     def choose(self, choice: str | Plain | None) -> str | Plain:
         """The tool_choice in the form of chat completions; `allowed_tools` leaves only those.
@@ -177,7 +179,7 @@ class DeclaredTools:
         elif kind is None:
             raise InvalidRequestError(f"{path}.type is missing.", param=f"{path}.type")
         else:
-            self.skipped.add(path, kind)
+            skip(self.skipped, path, kind)
 
     def _add_callable(self, tool: Plain, path: str, namespace: str | None) -> None:
         function = {k: v for k, v in tool.items() if k in _FUNCTION_KEYS and v is not None}
@@ -232,7 +234,7 @@ class DeclaredTools:
         try:
             return f"^(?:{lark_pattern(definition)})$"
         except NotRegularError:
-            self.skipped.add(f"{path}.format", "grammar")
+            skip(self.skipped, f"{path}.format", "grammar")
             return None
 
 
@@ -287,3 +289,62 @@ def custom_input(arguments: str) -> str:
     values: Iterable[Any] = begun_object(arguments).values()
     texts = [value for value in values if isinstance(value, str)]
     return texts[0] if len(texts) == 1 else arguments
+
+
+# -- parts of messages --------------------------------------------------------------------------
+
+
+def part_text(kind: str, text: str | None, path: str, kinds: Container[str] = TEXTS) -> str:
+    """The text of a part of a message.
+
+    Raises:
+        UnsupportedFieldError: the part is none of `kinds`, which are texts.
+        InvalidRequestError: it has no text.
+    """
+    if kind not in kinds:
+        raise not_text(kind, path)
+    if text is None:
+        raise InvalidRequestError(f"{path}.text is missing.", param=f"{path}.text")
+    return text
+
+
+def not_text(kind: str, path: str) -> UnsupportedFieldError:
+    """The error of a part that is no text."""
+    return UnsupportedFieldError(
+        f"{path} is of type {kind[:50]!r}; this model reads text only.", param=f"{path}.type"
+    )
+
+
+def text_of_file(data: str, path: str) -> str:
+    """The text of a file that a request holds as a data URL or in base64.
+
+    Raises:
+        UnsupportedFieldError: it is no text file.
+        InvalidRequestError: it is no base64, or no UTF-8.
+    """
+    found = _DATA_URL.fullmatch(data)
+    kind, encoded, content = ("text/plain", True, data)
+    if found is not None:
+        kind, encoded, content = found[1] or "text/plain", found[2] is not None, found[3]
+    check_text_type(kind, path)
+    if not encoded:
+        return content
+    try:
+        return base64.b64decode(content, validate=True).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        raise InvalidRequestError(f"{path} is no base64 of a text in UTF-8.", param=path) from None
+
+
+def check_text_type(kind: str, path: str) -> None:
+    """Raise UnsupportedFieldError for a media type that is no text."""
+    if not _PLAIN.fullmatch(kind.lower()):
+        raise UnsupportedFieldError(
+            f"{path} is a file of type {kind[:50]!r}; text files are read, such as text/plain.",
+            param=path,
+        )
+
+
+def shown_file(text: str, name: str | None) -> str:
+    """A file in a message, as a model reads it."""
+    title = f' name="{name}"' if name else ""
+    return f"<file{title}>\n{text}\n</file>"

@@ -19,6 +19,7 @@ from ...hub.remote import search_models
 from ..call import Call
 from ..http import RequestBody
 from ..models import Entry
+from ..ops import LoadRequest
 from ..routes import Route
 from ..service import Service
 from ..workers import Workers
@@ -30,12 +31,6 @@ DRAIN_S = 30.0  # that the requests of a model get that is served no longer
 MAX_FITS = 200  # verdicts that are remembered
 log = logging.getLogger("mlxinfer.server")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-
-
-class ModelName(RequestBody, kw_only=True):
-    """A model by name."""
-
-    model: str
 
 
 class ConversionFields(RequestBody, kw_only=True):
@@ -130,7 +125,7 @@ class LibraryRoutes:
         """Downloads and conversions, the newest first."""
         return {"data": [job.as_dict() for job in self._jobs.all()]}
 
-    async def download(self, call: Call, body: ModelName) -> Plain:
+    async def download(self, call: Call, body: LoadRequest) -> Plain:
         """Start a download, or go on with one."""
         name = str(parse_repo_name(body.model))
         arguments = ["pull", name, "--json"]
@@ -168,7 +163,7 @@ class LibraryRoutes:
         """Pause, resume or cancel a job."""
         return self._jobs.act(call.path_params["id"], body.action).as_dict()
 
-    async def serve(self, call: Call, body: ModelName) -> Plain:
+    async def serve(self, call: Call, body: LoadRequest) -> Plain:
         """Serve a model of this disk, from now on and after the next start of the server."""
         call.refuse_while_draining()
         if body.model not in call.service.models.names():

@@ -35,17 +35,6 @@ sys.stdout.buffer.write("\\n\\n".join(pages).encode(errors="replace"))
 """
 
 
-class Features(msgspec.Struct, kw_only=True):
-    """The parts of the page that this server has."""
-
-    version: str
-    history: bool
-    hub: bool
-    pdf: bool
-    admin: bool  # the key may see and do what is under /admin and /hub
-    recipes: tuple[str, ...] = RECIPES
-
-
 class Setting(msgspec.Struct, kw_only=True):
     """An effective setting of the server, and where it comes from."""
 
@@ -59,13 +48,6 @@ class PdfFile(RequestBody, kw_only=True):
 
     name: str
     data: str
-
-
-class PdfText(msgspec.Struct, kw_only=True):
-    """The text of all pages."""
-
-    name: str
-    text: str
 
 
 def can_read_pdf() -> bool:
@@ -117,29 +99,30 @@ class PageRoutes:
         self._workers = Workers(1)
         self._pdf = can_read_pdf()
 
-    async def features(self, call: Call) -> Features:
+    async def features(self, call: Call) -> dict[str, Any]:
         """The parts of the page that this server has."""
         is_admin = call.service.config.keys.administers(call.key)
-        return Features(
-            version=__version__,
-            history=self._history is not None,
-            hub=self._library is not None and is_admin,
-            pdf=self._pdf,
-            admin=is_admin,
-        )
+        return {
+            "version": __version__,
+            "history": self._history is not None,
+            "hub": self._library is not None and is_admin,
+            "pdf": self._pdf,
+            "admin": is_admin,  # the key may see and do what is under /admin and /hub
+            "recipes": RECIPES,
+        }
 
     async def settings(self, call: Call) -> dict[str, list[Setting]]:
         """The effective settings with their origin; keys are not shown."""
         return {"data": self._settings}
 
-    async def read_pdf(self, call: Call, body: PdfFile) -> PdfText:
+    async def read_pdf(self, call: Call, body: PdfFile) -> dict[str, str]:
         """The text of a PDF."""
         try:
             data = base64.b64decode(body.data, validate=True)
         except binascii.Error:
             raise InvalidRequestError("data is not base64.", param="data") from None
         text = await self._workers.run(pdf_text, body.name[:200], data)
-        return PdfText(name=body.name, text=text)
+        return {"name": body.name, "text": text}
 
     def routes(self) -> tuple[Route, ...]:
         """The routes of this server's page."""

@@ -31,7 +31,6 @@ ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/completions", completions.complete),
     Route("POST", "/infill", completions.infill),
     Route("POST", "/v1/responses", responses.responses),
-    Route("POST", "/v1/responses/compact", responses.compact),
     Route("POST", "/v1/responses/input_tokens", responses.input_tokens),
     Route("GET", "/v1/responses/{id}", responses.show_response),
     Route("DELETE", "/v1/responses/{id}", responses.delete_response),

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from live_server import CHAT, LiveServer, chat
-from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 from scripted import ScriptedServer
 from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
@@ -261,23 +261,6 @@ def test_chats_name_of_the_effort_is_read(scripted: ScriptedServer) -> None:
     answer = scripted.post("/v1/responses", differing)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "reasoning_effort"
-
-
-def test_a_conversation_goes_on_from_its_summary(
-    client: openai.OpenAI, scripted: ScriptedServer
-) -> None:
-    turns: Any = [{"role": "user", "content": "My name is Alice."}]
-    with scripted.says("<think>hm</think>The user is Alice."):
-        compacted = client.responses.compact(model="demo", input=turns)
-        assert "Alice.<|im_end|>" in scripted.prompt
-    strictly(CompactedResponse, compacted)
-    items: Any = [item.model_dump(exclude_none=True) for item in compacted.output]
-    with scripted.says("Alice."):
-        ask(client, input=[*items, {"role": "user", "content": "Who am I?"}])
-        assert "The user is Alice.<|im_end|>" in scripted.prompt
-    with scripted.says("<think>hm</think>"), pytest.raises(openai.InternalServerError):
-        client.responses.compact(model="demo", input=turns)
-    assert scripted.post("/v1/responses/compact", {"input": "x"}).status_code == 400
 
 
 LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}

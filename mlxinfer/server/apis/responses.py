@@ -18,7 +18,6 @@ from ...errors import (
     MlxinferError,
     OverloadedError,
     PromptTooLongError,
-    RequestFailedError,
     UnsupportedFieldError,
 )
 from ...session.answers import Answers, Step
@@ -41,17 +40,13 @@ from ..served import ServedModel
 from ..store import ResponseStore, RunningResponse, StoredResponse
 from .chat import Effort
 from .constraint import read_form
-from .responses_items import InputItem, OutputItems, Status, conversation, wrapped
+from .responses_items import InputItem, OutputItems, Status, conversation
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
 from .tools import DeclaredTools, Plain, check_tools, read_tools, report_skipped
 from .usage import logprob_of
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 WRAPPED = "reasoning.encrypted_content"  # the same
-SUMMARISE = (
-    "Summarise this conversation so that it can go on from your summary alone: what was asked, "
-    "what was decided and done, facts, names and numbers that matter, and what is left to do."
-)
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 _SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty")  # that are echoed
@@ -156,18 +151,6 @@ class ResponsesRequest(SamplerFields, kw_only=True):
         return (self.top_logprobs or 0) if asked else self.top_logprobs or None
 
 
-class CompactRequest(ResponsesRequest, kw_only=True):
-    """A conversation, for its summary to be written."""
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **ResponsesRequest.refused,
-        "stream": (False,),
-        "background": (False,),
-    }
-
-    model: str
-
-
 def read(
     body: ResponsesRequest, model: ServedModel, messages: Sequence[Plain], tools: DeclaredTools
 ) -> ChatInput:
@@ -270,19 +253,6 @@ async def _run(
         del store.running[_owner(call), response["id"]]
         running.end()
     log.info("response %s in the background", response["status"], extra=call.log)
-
-
-async def compact(call: Call, body: CompactRequest) -> Plain:
-    """Replace a conversation by a summary that the model writes (the responses API)."""
-    body.input, body.store = [*body.items, InputItem(role="user", content=SUMMARISE)], False
-    response = await (await _begin(call, body)).whole()
-    said = [item["content"] for item in response["output"] if item["type"] == "message"]
-    if not said:
-        raise RequestFailedError("The model wrote no summary; the conversation stays as it is.")
-    text = "\n".join(part["text"] for content in said for part in content)
-    summary = {"type": "compaction", "id": f"cmp_{call.id}", "encrypted_content": wrapped(text)}
-    kept = {name: response[name] for name in ("id", "created_at", "usage")}
-    return {**kept, "object": "response.compaction", "output": [summary]}
 
 
 async def input_tokens(call: Call, body: ResponsesRequest) -> Plain:

@@ -31,7 +31,6 @@ HOSTED_ITEMS = frozenset(  # of tools that are skipped
     )
     for kind in ("call", "call_output", "output")
 ) | {"mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "program"}
-BEFORE = "Summary of our conversation so far:"
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -122,8 +121,6 @@ def _add(found: list[Plain], item: InputItem, path: str) -> None:
         found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
     elif item.type == "reasoning":
         _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
-    elif item.type == "compaction":
-        found.append({"role": "user", "content": f"{BEFORE}\n{_unwrapped(item, path)}"})
     else:
         raise UnsupportedFieldError(
             f"{path} is of type {item.type[:50]!r}, which is not supported.", param=f"{path}.type"
@@ -168,18 +165,8 @@ def _thoughts(item: InputItem, path: str) -> str:
         return _text(item.content, f"{path}.content")
     if item.encrypted_content is None:
         return _text(item.summary or "", f"{path}.summary")
-    return _unwrapped(item, path)
-
-
-def wrapped(text: str) -> str:
-    """A text as `encrypted_content`: base64, for clients that send it back unread; no secret."""
-    return base64.b64encode(text.encode()).decode()
-
-
-def _unwrapped(item: InputItem, path: str) -> str:
-    """The text of an item's `encrypted_content`."""
     try:
-        return base64.b64decode(item.encrypted_content or "", validate=True).decode()
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
     except (binascii.Error, UnicodeError, ValueError):
         raise InvalidRequestError(
             f"{path}.encrypted_content is not of this server; leave the item out.", param=path
@@ -210,7 +197,8 @@ class OutputItems:
 
     Args:
         answer_id: part of the items' ids.
-        wrap: reasoning items also carry `encrypted_content`.
+        wrap: reasoning items also carry `encrypted_content`: base64 for clients that send it back
+            unread; it is no secret.
         declared: tools that the client declared under other names than the model sees.
     """
 
@@ -286,7 +274,7 @@ class OutputItems:
             self._pending = []
             kind, rest = "output_text", {"logprobs": self._scores}
         elif self._wrap:
-            item["encrypted_content"] = wrapped(whole)
+            item["encrypted_content"] = base64.b64encode(whole.encode()).decode()
         content = _content(kind, whole) | rest
         item |= {"content": [content], "status": status}
         yield self._event(f"{kind}.done", content_index=0, text=whole, **rest)

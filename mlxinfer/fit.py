@@ -25,7 +25,7 @@ RANKS = (2, 3, 4, 6, 8, 16)
 RANK_SHARE = 1.1  # a rank holds norms and more of its own beside its share
 
 
-class Verdict(StrEnum):
+class FitVerdict(StrEnum):
     """How well a model fits."""
 
     FITS = "fits"  # at its whole context
@@ -55,7 +55,7 @@ class Fit:
         problem: why it does not run here.
     """
 
-    verdict: Verdict
+    verdict: FitVerdict
     weights_bytes: int
     limit_bytes: int
     max_context: int | None = None
@@ -77,9 +77,9 @@ class Fit:
     def text(self) -> str:
         """The verdict in a sentence, of a model that does not fit with what would."""
         needs = f"{human_bytes(self.weights_bytes)} of {human_bytes(self.limit_bytes)} for models"
-        if self.verdict is Verdict.UNSUPPORTED:
+        if self.verdict is FitVerdict.UNSUPPORTED:
             return f"Does not run here: {self.problem}"
-        if self.verdict is Verdict.TOO_LARGE:
+        if self.verdict is FitVerdict.TOO_LARGE:
             return (
                 f"Does not fit: {human_bytes(self.weights_bytes)} of weights and "
                 f"{human_bytes(self.kv_bytes)} of KV cache at {self.needed_context:,} tokens, and "
@@ -87,7 +87,7 @@ class Fit:
             )
         assert self.contexts is not None
         context = f"{self.contexts[16]:,} tokens of context"
-        if self.verdict is Verdict.FITS:
+        if self.verdict is FitVerdict.FITS:
             return f"Fits, with its whole {context} ({needs})"
         more = f", {self.contexts[8]:,} with an 8-bit KV cache"
         return f"Fits, with {context}{more} ({needs})"
@@ -155,7 +155,7 @@ def fit_of(
         bits: longest_context(config, weights_bytes, limit_bytes, bits) for bits in (16, 8, 4)
     }
     fit = Fit(
-        verdict=Verdict.TOO_LARGE,
+        verdict=FitVerdict.TOO_LARGE,
         weights_bytes=weights_bytes,
         limit_bytes=limit_bytes,
         max_context=config.max_context,
@@ -164,9 +164,9 @@ def fit_of(
         contexts=contexts,
     )
     if contexts[16] >= config.max_context:
-        return replace(fit, verdict=Verdict.FITS)
+        return replace(fit, verdict=FitVerdict.FITS)
     if contexts[8] >= needed:
-        return replace(fit, verdict=Verdict.SHORT)
+        return replace(fit, verdict=FitVerdict.SHORT)
     whole = replace(fit, weights_bytes=stored_bytes or weights_bytes)
     bits = _conversion(config, whole, kv_bytes(config, needed, 8))
     ranks, pipeline = (None, False) if folder is None else _ranks(folder, whole)
@@ -290,7 +290,7 @@ def require_fit(
     stored = held_bytes(folder)
     fit = fit_of(config, weights_bytes, limit, folder=folder, context=needed, stored_bytes=stored)
     assert fit.contexts is not None
-    if fit.verdict is Verdict.TOO_LARGE and fit.contexts[min(kv_bits, 8)] < fit.needed_context:
+    if fit.verdict is FitVerdict.TOO_LARGE and fit.contexts[min(kv_bits, 8)] < fit.needed_context:
         raise InsufficientMemoryError(f"{name} d{fit.text[1:]}", param="model")
 
 

@@ -18,7 +18,7 @@ from mlxinfer.fit import (
     ENOUGH_CONTEXT,
     RANKS,
     TABLE_BITS,
-    Verdict,
+    FitVerdict,
     fit_of,
     held_bytes,
     kv_bytes,
@@ -62,14 +62,14 @@ def test_the_longest_context_fits_and_one_token_more_does_not(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("limit", "verdict"),
     [
-        (20_000_000, Verdict.FITS),
-        (4_000_000, Verdict.SHORT),
-        (1_500_000, Verdict.TOO_LARGE),
-        (900_000, Verdict.TOO_LARGE),
+        (20_000_000, FitVerdict.FITS),
+        (4_000_000, FitVerdict.SHORT),
+        (1_500_000, FitVerdict.TOO_LARGE),
+        (900_000, FitVerdict.TOO_LARGE),
     ],
 )
 def test_verdicts_follow_from_the_context_that_is_left(
-    tmp_path: Path, limit: int, verdict: Verdict
+    tmp_path: Path, limit: int, verdict: FitVerdict
 ) -> None:
     found = fit_of(config(tmp_path), WEIGHTS, limit)
     assert found.verdict is verdict
@@ -90,7 +90,7 @@ def test_a_model_that_is_too_large_says_what_would_fit(tmp_path: Path) -> None:
         weights, limit = rng.randrange(WEIGHTS, 40 * WEIGHTS), rng.randrange(10**5, 30 * WEIGHTS)
         found = fit_of(model, weights, limit, folder=tmp_path)
         needed, needed_8 = (kv_bytes(model, ENOUGH_CONTEXT, bits) for bits in (16, 8))
-        if found.verdict is not Verdict.TOO_LARGE:
+        if found.verdict is not FitVerdict.TOO_LARGE:
             assert (found.converted_bits, found.ranks) == (None, None)
             continue
         refused += 1
@@ -173,7 +173,7 @@ def test_a_model_is_refused_exactly_where_show_says_that_it_does_not_fit(
         assert on["limit_bytes"] == limit
         assert on["text"] == fit.text
         seen.add(on["verdict"])
-        if on["verdict"] != Verdict.TOO_LARGE:
+        if on["verdict"] != FitVerdict.TOO_LARGE:
             require_fit("demo", folder, weights_bytes=weights)
             continue
         with pytest.raises(InsufficientMemoryError) as caught:
@@ -267,4 +267,4 @@ def test_windows_make_long_contexts_cheap(tmp_path: Path) -> None:
     plain = config(tmp_path)
     window = config(tmp_path, model_type="mistral", sliding_window=256)
     assert kv_bytes(window, 8192) == kv_bytes(plain, 256)
-    assert fit_of(window, WEIGHTS, 2 * WEIGHTS).verdict is Verdict.FITS
+    assert fit_of(window, WEIGHTS, 2 * WEIGHTS).verdict is FitVerdict.FITS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import hub
 from ..errors import CheckpointError, MlxinferError, UnsupportedModelError
-from ..fit import Fit, Verdict, fit_of
+from ..fit import Fit, FitVerdict, fit_of
 from ..hub.remote import read_range
 from ..models import load_any_config
 from ..models.jsonfields import read_json
@@ -150,7 +150,7 @@ def fit_of_repository(name: str, limit_bytes: int) -> Fit:
         except MlxinferError as error:
             problem = str(error).replace(folder, name)
             return Fit(
-                verdict=Verdict.UNSUPPORTED,
+                verdict=FitVerdict.UNSUPPORTED,
                 weights_bytes=weights,
                 limit_bytes=limit_bytes,
                 problem=problem,

@@ -41,10 +41,6 @@ class Check:
     detail: str
     advice: str = ""  # what to do; empty where nothing is to be done
 
-    def as_dict(self) -> dict[str, str]:
-        """Plain data for JSON."""
-        return asdict(self)
-
 
 def python() -> Check:
     """The interpreter, and whether it is a native one."""
@@ -67,10 +63,7 @@ def system() -> Check:
 
 def mlx() -> Check:
     """Whether MLX loads, its version and its devices."""
-    try:
-        require_mlx()
-    except MlxinferError as error:
-        return Check("mlx", FAIL, str(error), "see the message")
+    require_mlx()
     from importlib.metadata import version
 
     import mlx.core as mx
@@ -205,12 +198,9 @@ def token() -> Check:
     return Check("hub token", OK, "none", "only gated and private models need one: hf auth login")
 
 
-def bundled() -> Check:
+def demo_model() -> Check:
     """Whether the bundled model is there."""
-    try:
-        folder = hub.resolve("demo", download=False)
-    except MlxinferError as error:
-        return Check("demo model", FAIL, str(error), "pip install --force-reinstall mlxinfer")
+    folder = hub.resolve("demo", download=False)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return Check("demo model", OK, human_bytes(size))
 
@@ -220,11 +210,8 @@ def generation() -> Check:
     from ..core import SamplingParams
     from ._model import open_llm
 
-    try:
-        with open_llm("demo", max_memory="1GB") as llm:
-            result = llm.generate("Once", SamplingParams(max_tokens=8, ignore_eos=True))
-    except MlxinferError as error:
-        return Check("generation", FAIL, str(error), "see the message")
+    with open_llm("demo", max_memory="1GB") as llm:
+        result = llm.generate("Once", SamplingParams(max_tokens=8, ignore_eos=True))
     rate = result.timing.tokens_per_s
     speed = f", {rate:.0f} tok/s" if rate else ""
     return Check("generation", OK, f"{len(result.token_ids)} tokens of the demo model{speed}")
@@ -241,7 +228,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     disk,
     cache,
     token,
-    bundled,
+    demo_model,
     generation,
 )
 
@@ -251,6 +238,8 @@ def examine(check: Callable[[], Check]) -> Check:
     name = check.__name__.replace("_", " ")
     try:
         return check()
+    except MlxinferError as error:
+        return Check(name, FAIL, str(error), "see the message")
     except OSError as error:
         return Check(name, FAIL, str(error), "see to the file that it names")
     except Exception as error:  # a finding, see above
@@ -302,13 +291,11 @@ def _machine(as_json: bool) -> bool:
             click.echo(_line(checks[-1]))
     healthy = all(check.status != FAIL for check in checks)
     if as_json:
-        emit_json({"ok": healthy, "checks": [check.as_dict() for check in checks]})
+        emit_json({"ok": healthy, "checks": [asdict(check) for check in checks]})
     return healthy
 
 
 def _kernels(as_json: bool) -> bool:
-    from ..backend import require_mlx
-
     require_mlx()
     from ._kernels import kernel_report
 

@@ -10,10 +10,10 @@ import plistlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -21,7 +21,6 @@ from ..errors import ServiceError
 from ._options import API_KEY, json_option
 from ._output import emit_json
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 PLACES = ("HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MLXINFER_CONFIG")
 RANKS = ("MLXINFER_RANKS_SECRET", "MLXINFER_RANKS_CONTROL")
 LABEL = "io.mlxinfer.serve"
@@ -31,7 +30,7 @@ PASSED = (*PLACES, *RANKS, API_KEY)  # with a --host a server needs its key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class LaunchdService:
     """A launchd service that runs the server.
 
     Args:
@@ -61,9 +60,10 @@ class Service:
         root = Path("/") if self.daemon else self.home
         return root / "Library" / "Logs" / "mlxinfer" / "serve.log"
 
-    def domain(self, uid: int) -> str:
+    @property
+    def domain(self) -> str:
         """launchctl's domain of the service."""
-        return "system" if self.daemon else f"gui/{uid}"
+        return "system" if self.daemon else f"gui/{os.getuid()}"
 
     def property_list(self) -> bytes:
         """Content of the property list, as XML."""
@@ -84,22 +84,6 @@ class Service:
             entries["UserName"] = self.user
         return plistlib.dumps(entries, sort_keys=True)
 
-    def install_commands(self, uid: int) -> list[list[str]]:
-        """launchctl commands to run once the property list is written."""
-        target = self.domain(uid)
-        return [
-            ["launchctl", "enable", f"{target}/{LABEL}"],
-            ["launchctl", "bootstrap", target, str(self.plist_path)],
-        ]
-
-    def uninstall_commands(self, uid: int) -> list[list[str]]:
-        """launchctl commands to run before the property list is deleted."""
-        return [["launchctl", "bootout", f"{self.domain(uid)}/{LABEL}"]]
-
-    def status_command(self, uid: int) -> list[str]:
-        """The launchctl command that prints the status; exit status 0: the service is installed."""
-        return ["launchctl", "print", f"{self.domain(uid)}/{LABEL}"]
-
 
 def parse_status(text: str) -> dict[str, str]:
     """State, process id and last exit code from the output of `launchctl print`."""
@@ -112,11 +96,9 @@ def parse_status(text: str) -> dict[str, str]:
     return found
 
 
-def _kind_options(function: Function) -> Function:
-    kind = click.option(
-        "--daemon/--agent", help="Of the machine, or of this user.  [default: agent]"
-    )
-    return kind(function)
+_kind_option = click.option(
+    "--daemon/--agent", help="Of the machine, or of this user.  [default: agent]"
+)
 
 
 @click.group()
@@ -125,7 +107,7 @@ def command() -> None:
 
 
 @command.command()
-@_kind_options
+@_kind_option
 @click.option("--user", help="Whose rights a daemon has.  [default: who called sudo]")
 @click.option("--print", "as_text", is_flag=True, help="Write the property list, change nothing.")
 @click.argument("serve_arguments", nargs=-1, type=click.UNPROCESSED)
@@ -138,34 +120,35 @@ def install(
     serve`; the config file counts as well. Of the environment it keeps MLXINFER_API_KEY, the
     secret of ranks, and where models and the config file are; --print shows them.
     """
-    _check_serve(serve_arguments)
+    from .config import serve_context
+
+    serve_context(list(serve_arguments))  # launchd would restart a failing command for ever
     service = _service(daemon, user, serve_arguments)
     if as_text:
         click.echo(service.property_list().decode(), nl=False)
         return
     _require_launchd()
     _write(service)
-    for arguments in service.install_commands(os.getuid()):
-        _launchctl(arguments)
+    _launchctl("enable", f"{service.domain}/{LABEL}")
+    _launchctl("bootstrap", service.domain, str(service.plist_path))
     click.echo(f"installed {service.plist_path}; it writes to {service.log_path}")
 
 
 @command.command()
-@_kind_options
+@_kind_option
 def uninstall(daemon: bool) -> None:
     """Stop the server and forget the service."""
     _require_launchd()
     service = _service(daemon, None, ())
     if not service.plist_path.exists():
         raise ServiceError(f"There is no service: {service.plist_path} is not there.")
-    for arguments in service.uninstall_commands(os.getuid()):
-        _run(arguments)  # one that does not run is no reason to leave the file
+    _run("bootout", f"{service.domain}/{LABEL}")  # one that does not run is no reason to keep it
     service.plist_path.unlink()
     click.echo(f"removed {service.plist_path}")
 
 
 @command.command()
-@_kind_options
+@_kind_option
 @json_option
 def status(daemon: bool, as_json: bool) -> None:
     """Tell whether the service is installed and runs.
@@ -174,7 +157,7 @@ def status(daemon: bool, as_json: bool) -> None:
     """
     _require_launchd()
     service = _service(daemon, None, ())
-    ended = _run(service.status_command(os.getuid()))
+    ended = _run("print", f"{service.domain}/{LABEL}")
     loaded = ended.returncode == 0
     said = parse_status(ended.stdout) if loaded else {}
     found = {"installed": service.plist_path.exists(), "loaded": loaded, **said}
@@ -186,9 +169,9 @@ def status(daemon: bool, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> Service:
+def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> LaunchdService:
     owner = os.environ.get("SUDO_USER") if daemon and user is None else user
-    return Service(
+    return LaunchdService(
         program=[sys.executable, "-m", "mlxinfer.cli", "serve", *serve_arguments],
         daemon=daemon,
         user=owner,
@@ -197,35 +180,24 @@ def _service(daemon: bool, user: str | None, serve_arguments: Sequence[str]) -> 
     )
 
 
-def _check_serve(arguments: Sequence[str]) -> None:
-    """Parse the arguments of `serve` now, since launchd would restart a failing command forever."""
-    from .config import serve_context
-
-    serve_context(list(arguments))
-
-
-def _write(service: Service) -> None:
-    """Write the property list, readable by its owner alone: it may hold keys."""
+def _write(service: LaunchdService) -> None:
+    """Write the property list, never readable by others, for it may hold keys, and never half."""
+    path = service.plist_path
     try:
-        for path in (service.plist_path, service.log_path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        _replace_private(service.plist_path, service.property_list())
+        for each in (path, service.log_path):
+            each.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0o600
+        try:
+            with open(number, "wb") as file:
+                file.write(service.property_list())
+            os.replace(name, path)
+        except BaseException:  # Ctrl-C too: no half of a file stays
+            os.unlink(name)
+            raise
     except PermissionError as error:
         raise ServiceError(
-            f"{service.plist_path} cannot be written: {error.strerror}; a daemon needs sudo."
+            f"{path} cannot be written: {error.strerror}; a daemon needs sudo."
         ) from error
-
-
-def _replace_private(path: Path, content: bytes) -> None:
-    """Write a file that is never readable by other users, and never incomplete."""
-    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # its mode is 0o600
-    try:
-        with open(number, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:  # Ctrl-C too: no half of a file stays
-        os.unlink(name)
-        raise
 
 
 def _require_launchd() -> None:
@@ -236,12 +208,12 @@ def _require_launchd() -> None:
         )
 
 
-def _launchctl(arguments: Sequence[str]) -> None:
-    ended = _run(arguments)
+def _launchctl(*arguments: str) -> None:
+    ended = _run(*arguments)
     if ended.returncode:
         said = (ended.stderr or ended.stdout).strip() or f"exit status {ended.returncode}"
-        raise ServiceError(f"`{' '.join(arguments)}` failed: {said}")
+        raise ServiceError(f"`launchctl {' '.join(arguments)}` failed: {said}")
 
 
-def _run(arguments: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(list(arguments), capture_output=True, text=True, check=False)
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["launchctl", *arguments], capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxinfer.cli.service import LABEL, Service, parse_status
+from mlxinfer.cli.service import LABEL, LaunchdService, parse_status
 
 GOLDEN = Path(__file__).parents[1] / "data" / "launchd"
 PYTHON = "/opt/mlxinfer/bin/python"
@@ -29,7 +29,7 @@ PRINTED = """gui/501/io.mlxinfer.serve = {
 @pytest.mark.parametrize("kind", ["agent", "daemon"])
 def test_the_property_list(kind: str) -> None:
     arguments = ["--port", "9000"] if kind == "agent" else []
-    service = Service(
+    service = LaunchdService(
         program=[PYTHON, "-m", "mlxinfer.cli", "serve", *arguments],
         home=Path("/Users/ann"),
         environment={"HF_HOME": "/Volumes/models"} if kind == "agent" else {},

@@ -1,4 +1,4 @@
-"""`mlxinfer doctor --kernels`: on a GPU, executed on the CPU, and where neither can be done."""
+"""`mlxinfer doctor --kernels`: on a GPU, and where there is none."""
 
 import json
 import sys
@@ -11,7 +11,6 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "metal_kernels"))
 
 import fake_gpu
-from metal_cpu import requires_compiler
 
 from mlxinfer.cli import _kernels
 from mlxinfer.cli.doctor import OK, WARN, judge_kernels, kernels
@@ -97,21 +96,8 @@ def test_exit_code_1_where_a_kernel_is_at_fault(
     assert said in seen.out
     report = json.loads(outcome("doctor", "--kernels", "--json").out)
     assert not report["ok"]
-    assert set(report) == {"ok", "where", "about", "kernels"}
+    assert set(report) == {"ok", "about", "kernels"}
     assert report["kernels"][0]["speed"] is None
-
-
-@requires_compiler
-@pytest.mark.usefixtures("bitmask_only")
-def test_without_metal_kernels_are_executed_on_the_cpu(
-    outcome: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_kernels, "this_gpu", lambda: None)
-    seen = outcome("doctor", "--kernels")
-    assert seen.code == 0
-    assert "no Metal here" in seen.out
-    assert [line.split()[-1] for line in seen.out.splitlines()[1:]] == ["FAULTS", "0", "0"]
-    assert json.loads(outcome("doctor", "--kernels", "--json").out)["where"] == "harness"
 
 
 def test_the_gated_delta_recurrence_of_mlx_has_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,20 +107,14 @@ def test_the_gated_delta_recurrence_of_mlx_has_its_row(monkeypatch: pytest.Monke
     assert (row.status, row.error) == ("ok", 0)
     monkeypatch.setattr(_kernels, "difference", lambda shape: 0.5)
     (row,) = _kernels.recurrence_rows()
-    assert not row.ok
+    assert row.status == "differs"
     assert "single steps" in row.detail
 
 
-def test_where_nothing_can_be_run_it_says_what_to_install(
-    outcome: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_metal_nothing_is_run(outcome: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "this_gpu", lambda: None)
-    monkeypatch.setattr(_kernels.importlib.util, "find_spec", lambda _: None)
     seen = outcome("doctor", "--kernels")
-    assert seen.code == 0
-    assert 'pip install -e ".[test]"' in seen.out
-    monkeypatch.setattr(_kernels, "_tests_folder", lambda: tmp_path)
-    assert "an installed package cannot" in outcome("doctor", "--kernels").out
+    assert (seen.code, "no Metal here" in seen.out) == (0, True)
 
 
 def test_doctor_alone_tells_what_self_checks_found(monkeypatch: pytest.MonkeyPatch) -> None:

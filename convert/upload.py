@@ -6,8 +6,7 @@ from pathlib import Path
 
 from ..errors import ConversionError, DownloadError, InvalidRequestError, ModelNotFoundError
 from ..hub.cache import offline, parse_repo_name
-from ..hub.failures import LOGIN
-from ..hub.remote import endpoint
+from ..hub.remote import LOGIN, endpoint
 from .report import name_in_card
 
 

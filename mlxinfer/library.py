@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def pull(name: str, *, progress: bool | None = None) -> Path:
         DownloadError: the hub could not be reached or refused, or the disk is full.
     """
     with progress_bar(f"download {name}", wanted=progress) as show:
-        return hub.pull(name, progress=lambda step: show(step.done_bytes, step.total_bytes))
+        return hub.pull(name, progress=show)
 
 
 def convert_model(
@@ -102,9 +103,7 @@ def convert_model(
         max_memory=None if max_memory is None else parse_bytes(max_memory),
     )
     with progress_bars(unit="it", wanted=progress) as show:
-        opened = open_source(
-            str(source), progress=lambda p: show("download", p.done_bytes, p.total_bytes)
-        )
+        opened = open_source(str(source), progress=partial(show, "download"))
         opens = _logits_of if check else None
         return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
 
@@ -579,10 +580,7 @@ def load_session(
     with progress_bars(wanted=progress) as show:
 
         def find(model: str) -> Path:
-            return hub.resolve(
-                model,
-                progress=lambda step: show(f"download {model}", step.done_bytes, step.total_bytes),
-            )
+            return hub.resolve(model, progress=partial(show, f"download {model}"))
 
         options = EngineOptions(**arguments).with_draft(find)
         require_mlx()
@@ -594,7 +592,7 @@ def load_session(
             folder,
             options,
             tool_format,
-            lambda done, total: show_load(f"load {name}", done, total),
+            partial(show_load, f"load {name}"),
             given=arguments,
         )
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import CheckpointError, ModelNotFoundError
-from ...hub import is_bundled, resolve
+from ...hub import Progress, is_bundled, resolve
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf, part_names
-from .hub import OnProgress, fetch_repo
+from .hub import fetch_repo
 from .source import MLXFormat, Packed, Source, TensorInfo, expert_groups
 
 __all__ = ["MLXFormat", "Packed", "Source", "TensorInfo", "expert_groups", "open_source"]
@@ -18,7 +18,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def open_source(
-    source: str | Path, *, tokenizer: Path | None = None, progress: OnProgress = lambda _: None
+    source: str | Path, *, tokenizer: Path | None = None, progress: Progress = lambda *_: None
 ) -> Source:
     """Open a checkpoint for reading, tensor by tensor.
 

@@ -1,20 +1,16 @@
 """Repositories of the hub, downloaded into its cache: a folder of safetensors, or a GGUF file."""
 
-from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from ...errors import DownloadError, ModelNotFoundError
-from ...hub import DownloadProgress, cache_folder, resolve
+from ...hub import Progress, cache_folder, resolve
 from ...hub.cache import RepoName, find_snapshot, missing_files, parse_repo_name
-from ...hub.failures import hub_failures
-from ...hub.remote import endpoint, list_files
+from ...hub.remote import endpoint, hub_failures, list_files
 from .gguf.source import part_names
 
-OnProgress = Callable[[DownloadProgress], None]
 
-
-def fetch_repo(name: str, progress: OnProgress) -> Path:
+def fetch_repo(name: str, progress: Progress) -> Path:
     """`org/name[@revision]`, or that and the path of one of its GGUF files, as it is on this disk.
 
     Returns:

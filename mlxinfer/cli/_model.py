@@ -1,7 +1,5 @@
 """Model names on the command line to a loaded LLM, with a progress bar for a download."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +40,8 @@ def with_adapter(path: str | None) -> dict[str, str]:
 
 def fetch(name: str) -> Path:
     """hub.resolve() with a progress bar."""
-    with download_bar(name) as progress:
+    with progress_bar(f"download {name}") as progress:
         return hub.resolve(name, progress=progress)
-
-
-@contextmanager
-def download_bar(name: str) -> Iterator[Callable[[hub.DownloadProgress], None]]:
-    """A bar from the first byte on."""
-    with progress_bar(f"download {name}") as show:
-        yield lambda step: show(step.done_bytes, step.total_bytes)
 
 
 def has_chat_template(folder: Path | str) -> bool:

@@ -381,7 +381,7 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
         opened = open_source(
             source,
             tokenizer=tokenizer,
-            progress=lambda p: progress("download", p.done_bytes, p.total_bytes),
+            progress=lambda done, total: progress("download", done, total),
         )
         conversion = Conversion(
             opened,

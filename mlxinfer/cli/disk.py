@@ -17,7 +17,7 @@ from .. import hub
 from ..config import default_disk_folder
 from ..errors import InsufficientMemoryError, MlxinferError
 from ..memory import MODELS_SHARE, human_bytes, parse_bytes
-from ._model import download_bar
+from ..progress import progress_bar
 from ._options import Size, complete_models, json_option, yes_option
 from ._output import confirm, counted, emit_json, human_count, note, table, when
 
@@ -103,7 +103,7 @@ def pull(name: str, dry_run: bool, as_json: bool) -> None:
     if dry_run:
         _plan(name, as_json=as_json)
         return
-    with download_bar(name) as progress:
+    with progress_bar(f"download {name}") as progress:
         folder = hub.pull(name, progress=progress)
     if as_json:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

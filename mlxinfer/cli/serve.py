@@ -309,7 +309,7 @@ def fetching(options: dict[str, Any]) -> "Fetch":
     ttl_s = ttl_of(options)
 
     def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> "Entry":
-        hub.pull(name, progress=lambda seen: report((seen.done_bytes, seen.total_bytes)))
+        hub.pull(name, progress=lambda *seen: report(seen))
         entry = ModelEntry(source=name)
         requested = RequestedModel(name=name, place=name, entry=entry, preload=False)
         return entry_of(requested, options, ttl_s)

@@ -17,17 +17,15 @@ from .cache import (
     disk_bytes,
     find_snapshot,
     missing_files,
+    models_elsewhere,
     offline,
     parse_repo_name,
 )
-from .download import DownloadPlan, DownloadProgress, Progress, plan_download
+from .download import DownloadPlan, Progress, is_locked, plan_download
 from .download import download as download_repo
-from .elsewhere import models_elsewhere
-from .fetch import is_locked
 
 __all__ = [
     "DownloadPlan",
-    "DownloadProgress",
     "LocalModel",
     "Progress",
     "cache_folder",
@@ -51,7 +49,7 @@ def resolve(name: str, *, download: bool = True, progress: Progress | None = Non
     Args:
         name: "demo" or "demo-draft" (bundled), a folder, or `org/name[@revision]`.
         download: fetch a repository that is not in the cache.
-        progress: called with a DownloadProgress, from several threads.
+        progress: called with the bytes that are here and all of them, from several threads.
 
     Raises:
         ModelNotFoundError: there is no model of this name.

@@ -1,4 +1,4 @@
-"""Models on this disk: repository names, bundled models and the hub's cache. No network.
+"""Models on this disk: names, bundled models, the hub's cache, other programs. No network.
 
 The cache has the documented layout of huggingface_hub: `models--org--name/` with `blobs/`,
 `refs/<branch>` holding a commit, and `snapshots/<commit>/` full of links into `blobs/`, where names
@@ -8,8 +8,8 @@ are the hashes of what they hold.
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ def bundled_models() -> Iterator[LocalModel]:
     """Yield the models that come with this package."""
     for name in BUNDLED:
         if (ASSETS / name / "config.json").is_file():
-            yield _describe(name, ASSETS / name, "bundled", finished=True)
+            folder = ASSETS / name
+            yield _describe(name, folder, folder.rglob("*"), "bundled", complete=True)
 
 
 def cached_models() -> Iterator[LocalModel]:
@@ -110,10 +111,12 @@ def cached_models() -> Iterator[LocalModel]:
         if "--" in repo_id or not repo_folder.is_dir():
             continue
         for repo, snapshot in _snapshots(repo_id, repo_folder):
+            blobs = list((repo_folder / "blobs").glob("*"))
             if _is_language_model(snapshot):
-                yield _describe(str(repo), snapshot, "cache", finished=not missing_files(snapshot))
-            elif not snapshot.is_dir() and any((repo_folder / "blobs").glob("*")):
-                yield _unfinished(repo, repo_folder)
+                complete, files = not missing_files(snapshot), snapshot.rglob("*")
+                yield _describe(str(repo), snapshot, files, "cache", complete=complete)
+            elif not snapshot.is_dir() and blobs:
+                yield _describe(str(repo), repo_folder, blobs, "cache", complete=False)
 
 
 def find_snapshot(repo: RepoName) -> Path | None:
@@ -212,27 +215,82 @@ def _is_language_model(snapshot: Path) -> bool:
     return "model_type" in config and speaks and weights
 
 
-def _describe(name: str, folder: Path, source: str, *, finished: bool) -> LocalModel:
-    stats = [file.stat() for file in folder.rglob("*") if file.is_file()]
+def _describe(
+    name: str, path: Path, files: Iterable[Path], source: str, *, complete: bool
+) -> LocalModel:
+    stats = [file.stat() for file in files if file.is_file()]
     return LocalModel(
         name=name,
-        path=folder,
+        path=path,
         size_bytes=sum(stat.st_size for stat in stats),
         files=len(stats),
-        modified=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
-        complete=finished,
+        modified=max((stat.st_mtime for stat in stats), default=path.stat().st_mtime),
+        complete=complete,
         source=source,
     )
 
 
-def _unfinished(repo: RepoName, repo_folder: Path) -> LocalModel:
-    blobs = [file for file in (repo_folder / "blobs").iterdir() if file.is_file()]
-    return LocalModel(
-        name=str(repo),
-        path=repo_folder,
-        size_bytes=sum(blob.stat().st_size for blob in blobs),
-        files=len(blobs),
-        modified=max(blob.stat().st_mtime for blob in blobs),
-        complete=False,
-        source="cache",
-    )
+# -- models of other programs: LM Studio's, Ollama's, and folders of the user's --------------------
+# A folder with config.json and safetensors runs as it is, by its path; GGUF files are converted.
+
+FOLDERS = "MLXINFER_MODELS"  # environment variable: folders of models, separated as in PATH
+LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
+OLLAMA = "~/.ollama/models"
+MODEL_LAYER = "application/vnd.ollama.image.model"
+_LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # a part of a split file, not the first
+DEPTH = 3  # levels below a folder of models at which one may lie: publisher/name/file
+
+
+def models_elsewhere(folders: list[Path]) -> Iterator[LocalModel]:
+    """Yield the models of these folders, of MLXINFER_MODELS, of LM Studio and of Ollama."""
+    named = [Path(each) for each in os.environ.get(FOLDERS, "").split(os.pathsep) if each]
+    places = [(folder, "folder") for folder in [*folders, *named]]
+    places += [(Path(place), "lm studio") for place in LM_STUDIO]
+    seen: set[Path] = set()
+    for place, source in places:
+        root = place.expanduser().resolve()
+        if root in seen or not root.is_dir():
+            continue
+        seen.add(root)
+        yield from _models_below(root, source)
+    yield from _ollama(Path(os.environ.get("OLLAMA_MODELS") or OLLAMA).expanduser())
+
+
+def _models_below(root: Path, source: str) -> Iterator[LocalModel]:
+    for folder in _folders(root, DEPTH):
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            files = [path for path in folder.iterdir() if path.is_file()]
+            complete = not missing_files(folder)
+            yield _describe(str(folder), folder, files, source, complete=complete)
+        for path in sorted(folder.glob("*.gguf")):
+            if path.is_file() and "mmproj" not in path.name and not _LATER.search(path.name):
+                yield _gguf(str(path.relative_to(root)), path, source)
+
+
+def _folders(root: Path, depth: int) -> Iterator[Path]:
+    """The folder and those below it, by name; what may not be read is passed over."""
+    yield root
+    if not depth:
+        return
+    try:
+        below = sorted(path for path in root.iterdir() if path.is_dir())
+    except OSError:
+        return
+    for folder in below:
+        yield from _folders(folder, depth - 1)
+
+
+def _ollama(root: Path) -> Iterator[LocalModel]:
+    """Ollama's manifests name the blob with the weights: manifests/HOST/OWNER/NAME/TAG."""
+    for manifest in sorted((root / "manifests").glob("*/*/*/*")):
+        layers = read_json(manifest).get("layers")
+        for layer in layers if isinstance(layers, list) else []:
+            if not isinstance(layer, dict) or layer.get("mediaType") != MODEL_LAYER:
+                continue
+            blob = root / "blobs" / str(layer.get("digest", "")).replace(":", "-")
+            if blob.is_file():
+                yield _gguf(f"{manifest.parent.name}:{manifest.name}", blob, "ollama")
+
+
+def _gguf(name: str, file: Path, source: str) -> LocalModel:
+    return replace(_describe(name, file, [file], source, complete=True), gguf=True)

@@ -1,28 +1,43 @@
 """Downloads a hub repository into the hub's cache, if there is room.
 
-Weights are fetched by `fetch.py`, which continues an interrupted file; huggingface_hub's
-`snapshot_download` fetches small files, and files that only its xet client may fetch, and makes the
-cache's links. A branch moves to the new commit only when every file is there, so the old version
-stays usable until then. A file in the cache counts as present when it has the announced size.
+huggingface_hub 2.4 writes each download to a file with a new name and deletes that file when the
+download fails, so an interrupted file of 20 GB starts anew; it compares sizes, not contents. That
+is why weights are fetched here. Its `snapshot_download` fetches small files, and files that only
+its xet client may fetch, and makes the cache's links.
+
+A branch moves to the new commit only when every file is there, so the old version stays usable
+until then. A file in the cache counts as present when it has the announced size.
 """
 
+import fcntl
 import fnmatch
+import hashlib
+import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import DownloadError
 from ..memory import human_bytes
 from ..threads import run_apart
 from .cache import INDEX, WHOLE, RepoName, cache_folder
-from .failures import hub_failures
-from .fetch import Stop, fetch, partial_path
-from .remote import Listing, RemoteFile, endpoint, list_files, source_of
+from .remote import (
+    Listing,
+    RemoteFile,
+    endpoint,
+    hub_failures,
+    is_transient,
+    list_files,
+    open_stream,
+    source_url,
+    wait_s,
+)
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "*.tiktoken")
 NEVER = ("*.bin", "*.pt", "*.pth", "*.py", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pkl")
@@ -32,15 +47,8 @@ SPARE_BYTES = 64 << 20  # what a download leaves free on the disk
 WORKERS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class DownloadProgress:
-    """Bytes of a download that are here, and all of them."""
-
-    done_bytes: int
-    total_bytes: int
-
-
-Progress = Callable[[DownloadProgress], None]
+Progress = Callable[[int, int], None]  # bytes that are here, of all
+MAX_FAILURES = 5  # in a row, without one byte in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,7 @@ class _Tally:
         with self._lock:
             self._done += count
             if self._progress:
-                self._progress(DownloadProgress(self._done, self._total))
+                self._progress(self._done, self._total)
 
     def finish(self) -> None:
         self.add(self._total - self._done)
@@ -207,9 +215,9 @@ def _fetch_weights(plan: DownloadPlan, tally: _Tally) -> None:
     for file in plan.files:
         is_weights = file.sha256 is not None and file.path.endswith(".safetensors")
         if is_weights and 0 < file.size <= MAX_HTTP_DOWNLOAD_SIZE:  # the xet client does the rest
-            source = source_of(plan.listing, file)
-            if not (blobs / source.sha256).is_file():
-                wanted.append((source, blobs / source.sha256))
+            target = blobs / str(file.sha256)
+            if not target.is_file():
+                wanted.append((source_url(plan.listing, file.path), file, target))
 
     def fetch_all() -> None:
         with ThreadPoolExecutor(WORKERS) as pool:
@@ -253,3 +261,134 @@ def _free_bytes() -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+# -- one large file: an interrupted download continues, and the content is checked --------------
+
+
+@dataclass(slots=True)
+class Stop:
+    """A flag that ends downloads. No lock is taken, so an interrupt can leave none locked."""
+
+    is_set: bool = False
+
+    def wait(self, seconds: float) -> None:
+        """Return after so many seconds, or soon after the flag is set."""
+        end = time.monotonic() + seconds
+        while not self.is_set and (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.05, left))
+
+
+def partial_path(target: Path) -> Path:
+    """Return the path that holds the beginning of `target` until all of it is there."""
+    return target.with_name(target.name + ".incomplete")
+
+
+def fetch(
+    url: str, wanted: RemoteFile, target: Path, report: Callable[[int], None], stop: Stop
+) -> None:
+    """Bring a file to `target`, continuing where an earlier call was interrupted.
+
+    Args:
+        url: of the file.
+        wanted: its name, and the size and SHA-256 that it must have.
+        target: its path on the disk.
+        report: called with the number of bytes that arrived, negative where bytes were dropped.
+        stop: when set, fetch() raises CancelledError early and keeps the bytes that arrived.
+
+    Raises:
+        DownloadError: another process fetches the same file, or the content is not the announced
+            one.
+        HTTPError: of huggingface_hub's HTTP library, after several tries.
+    """
+    partial = partial_path(target)
+    with partial.open("ab") as file:
+        _lock(file, wanted)
+        _receive(url, wanted, file, report, stop)
+        file.flush()
+        with partial.open("rb") as whole:
+            digest = hashlib.file_digest(whole, "sha256").hexdigest()
+        if digest != wanted.sha256:
+            _drop(file, report)
+            raise DownloadError(
+                f"{wanted.path} arrived damaged (its SHA-256 is {digest[:12]}…, the hub announced "
+                f"{str(wanted.sha256)[:12]}…). Nothing of it was kept; try again."
+            )
+        os.replace(partial, target)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; a missing file has none."""
+    try:
+        with path.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def _receive(
+    url: str, wanted: RemoteFile, file: BinaryIO, report: Callable[[int], None], stop: Stop
+) -> None:
+    """Append until `wanted.size` bytes are there."""
+    from huggingface_hub.errors import HTTPError
+
+    failures = 0
+    while (before := _size(file)) < wanted.size:
+        try:
+            _append(url, wanted, file, report, stop)
+            if _size(file) == before:
+                raise DownloadError(f"The hub sends no more of {wanted.path}; try again later.")
+        except HTTPError as error:
+            failures = 1 if _size(file) > before else failures + 1
+            if failures >= MAX_FAILURES or not is_transient(error):
+                raise
+            stop.wait(wait_s(error, failures))
+
+
+def _append(
+    url: str, wanted: RemoteFile, file: BinaryIO, report: Callable[[int], None], stop: Stop
+) -> None:
+    """Ask for the bytes that are missing and append what one response brings."""
+    from huggingface_hub.utils import hf_raise_for_status
+
+    done = _size(file)
+    with open_stream(url, f"{done}-" if done else "") as response:
+        hf_raise_for_status(response)
+        if response.status_code == 200:  # the server ignores ranges and sends the whole file
+            _drop(file, report)
+            done = 0
+        for chunk in response.iter_raw():
+            if stop.is_set:
+                raise CancelledError
+            done += len(chunk)
+            if done > wanted.size:  # the body might never end, and fill the disk
+                _drop(file, report)
+                raise DownloadError(
+                    f"The hub sends more of {wanted.path} than the {wanted.size} bytes that it "
+                    "announced. Nothing of it was kept; try again."
+                )
+            file.write(chunk)
+            report(len(chunk))
+
+
+def _size(file: BinaryIO) -> int:
+    """Return the number of bytes that a file opened for appending holds."""
+    return file.seek(0, os.SEEK_END)
+
+
+def _drop(file: BinaryIO, report: Callable[[int], None]) -> None:
+    report(-_size(file))
+    file.truncate(0)
+
+
+def _lock(file: BinaryIO, wanted: RemoteFile) -> None:
+    """Lock the file against other downloads; the lock ends with the process."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise DownloadError(
+            f"Another process is downloading {wanted.path}; wait for it, then try again."
+        ) from None

@@ -9,8 +9,8 @@ from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import InsufficientMemoryError, hub
-from mlxinfer.cli._model import download_bar
 from mlxinfer.hub import cache as hub_cache
+from mlxinfer.progress import progress_bar
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_a_bar_only_on_a_terminal(
     assert outcome("pull", "org/tiny").err == ""
     outcome("rm", "--yes", "org/tiny")
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]
-    with download_bar("org/tiny") as progress:
+    with progress_bar("download org/tiny") as progress:
         hub.pull("org/tiny", progress=progress)
     shown = capsys.readouterr().err
     assert "org/tiny" in shown
@@ -94,7 +94,7 @@ def test_a_bar_that_was_not_needed_leaves_no_line(
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
     sys.stderr.isatty = lambda: True  # type: ignore[method-assign]
-    with download_bar("org/tiny"):
+    with progress_bar("download org/tiny"):
         pass
     assert capsys.readouterr().err == ""
 

@@ -16,7 +16,7 @@ from oracles.gguf_files import write_model
 from mlxinfer import hub as hub_package
 from mlxinfer.convert.read import open_source
 from mlxinfer.errors import DownloadError, ModelNotFoundError
-from mlxinfer.hub import failures as hub_failures
+from mlxinfer.hub import remote as hub_remote
 
 VALUES = {name: np.full((64, 64), place, np.float32) for place, name in enumerate("abcd")}
 
@@ -49,7 +49,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of sources that are not closed
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setattr(hub_failures, "RETRY_WAIT_S", 0.001)
+    monkeypatch.setattr(hub_remote, "RETRY_WAIT_S", 0.001)
     monkeypatch.setattr(standin_module, "LARGE", (".safetensors", ".gguf"))
     close_session()
     with StandIn({"org/model": Repo(sharded(tmp_path / "repo"))}) as server:
@@ -59,7 +59,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]
 
 def test_a_repository_is_downloaded_once(served: StandIn) -> None:
     seen: list[int] = []
-    source = open_source("org/model", progress=lambda p: seen.append(p.done_bytes))
+    source = open_source("org/model", progress=lambda done, _: seen.append(done))
     assert list(source.tensors) == [f"{name}.weight" for name in "abcd"]
     assert (source.label, source.format, source.dtype) == ("org/model", "safetensors", "float16")
     assert np.array_equal(np.array(source.read("b.weight", slice(3, 5))), VALUES["b"][3:5])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from standin import Repo, StandIn
 
-from mlxinfer.hub import failures as hub_failures
+from mlxinfer.hub import remote as hub_remote
 
 
 def safetensors(payload: bytes) -> bytes:
@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setattr(hub_failures, "RETRY_WAIT_S", 0.001)
+    monkeypatch.setattr(hub_remote, "RETRY_WAIT_S", 0.001)
     close_session()
     return tmp_path / "hf" / "hub"
 

@@ -7,7 +7,6 @@ import pytest
 from standin import Repo, StandIn
 from standin_fixtures import MODEL, WEIGHTS
 
-import mlxinfer
 from mlxinfer import hub
 from mlxinfer.errors import DownloadError, InvalidRequestError, ModelNotFoundError
 from mlxinfer.hub import cache as hub_cache
@@ -240,7 +239,3 @@ def test_remove_refuses_what_is_not_in_the_cache(bundled: Path, tmp_path: Path) 
     with pytest.raises(InvalidRequestError, match="nothing to download"):
         hub.plan_pull("demo")
     assert bundled.is_dir()
-
-
-def test_the_assets_folder_is_beside_the_package() -> None:
-    assert hub_cache.ASSETS.parent == Path(mlxinfer.__file__).parent

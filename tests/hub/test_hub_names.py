@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import ModelNotFoundError
-from mlxinfer.hub.cache import RepoName, cache_folder, offline, parse_repo_name
+from mlxinfer.hub.cache import RepoName, cache_folder, parse_repo_name
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,3 @@ def test_the_cache_is_where_huggingface_hub_looks(
     assert cache_folder() == tmp_path / "models/hub"
     monkeypatch.setenv("HF_HUB_CACHE", "/elsewhere")
     assert cache_folder() == Path("/elsewhere")
-
-
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
-def test_offline_is_read_from_the_environment(
-    value: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", value)
-    assert offline() is expected

@@ -78,7 +78,7 @@ def test_windows_bound_the_kv_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "definition", "says"),
     [
-        ("starcoder2", "mlx-lm", "by mlx-lm's definition, checked when it is loaded, batched"),
+        ("stablelm", "mlx-lm", "by mlx-lm's definition, checked when it is loaded, batched"),
         ("mamba", "mlx-lm", "one sequence after another: a layer keeps the state of a recurrence"),
         ("llama", "native", "natively, batched"),
         ("no_such", None, "is defined neither here nor by mlx-lm"),

@@ -496,6 +496,78 @@ PUBLISHED: dict[str, Published] = {
         9.4,
         40_960,
     ),
+    "GLM-4-9B-Chat": Published(
+        {
+            "model_type": "glm",
+            **_sizes(40, 4096, 13696, 32, 2, 151_552),
+            "head_dim": 128,
+            "attention_bias": True,
+        },
+        9.4,
+        40_960,
+    ),
+    "Solar-Open-100B": Published(
+        {
+            "model_type": "solar_open",
+            **_sizes(48, 4096, 10240, 64, 8, 196_608),
+            "head_dim": 128,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1280,
+        },
+        102.6,
+        196_608,
+    ),
+    "dots.llm1": Published(
+        {
+            "model_type": "dots1",
+            **_sizes(62, 4096, 10944, 32, 32, 152_064),
+            "head_dim": 128,
+            "n_routed_experts": 128,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "sliding_window": None,
+        },
+        142.8,
+        1_015_808,
+    ),
+    "K-EXAONE-236B-A23B": Published(
+        {
+            "model_type": "exaone_moe",
+            **_sizes(48, 6144, 18432, 64, 8, 153_600),
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "sliding_window": 128,
+            "layer_types": _periodic(48, 4, _SLIDING, _FULL),
+        },
+        236.6,
+        196_608,
+    ),
+    "ERNIE-4.5-21B-A3B": Published(
+        {
+            "model_type": "ernie4_5_moe",
+            **_sizes(28, 2560, 12288, 20, 4, 103_424),
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "tie_word_embeddings": True,
+        },
+        21.8,
+        57_344,
+    ),
+    "StarCoder2-3B": Published(
+        {
+            "model_type": "starcoder2",
+            **_sizes(30, 3072, 12288, 24, 2, 49_152),
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
+        3.03,
+        30_720,
+    ),
     "GLM-4.5-Air": Published(
         {
             "model_type": "glm4_moe",

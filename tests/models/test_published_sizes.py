@@ -46,7 +46,8 @@ def bytes_at_4_bits(shapes: dict[str, Shape]) -> float:
 
 LARGE = {  # tens of thousands of tensors each: seconds
     *("Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3", "Qwen3.5-35B-A3B", "MiniMax-M2"),
-    *("Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3.2", "GLM-5"),
+    *("Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3.2", "GLM-5", "Solar-Open-100B", "dots.llm1"),
+    "K-EXAONE-236B-A23B",
 }
 
 

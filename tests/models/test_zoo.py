@@ -45,7 +45,7 @@ def save(folder: Path, raw: dict[str, Any], definition: Definition) -> Path:
 
 
 def test_a_checkpoint_loads_and_gives_the_logits_of_its_definition(tmp_path: Path) -> None:
-    raw, definition = definition_of("starcoder2")
+    raw, definition = definition_of("stablelm")
     model = load_any(save(tmp_path, raw, definition))
     assert isinstance(model, FlatModel)
     assert model.num_bytes == definition.num_bytes
@@ -101,9 +101,9 @@ def test_what_is_kept_is_learnt_from_the_definition() -> None:
 
 def test_the_spelling_of_transformers_5_is_read() -> None:
     """Its theta would else be ignored without a word."""
-    module = module_of("starcoder2")
+    module = module_of("stablelm")
     assert module is not None
-    raw = small_config("starcoder2", module)
+    raw = small_config("stablelm", module)
     theta = raw.pop("rope_theta")
     new = {**raw, "rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
     assert Definition.of(module, {**raw, "rope_theta": theta}).args.rope_theta == theta
@@ -122,7 +122,7 @@ def test_a_batched_model_that_differs_runs_alone(monkeypatch: pytest.MonkeyPatch
         begin(self, layer, positions * 2)
 
     monkeypatch.setattr(FlatCache, "begin", begin_late)
-    found = row("starcoder2")
+    found = row("stablelm")
     assert found is not None
     assert found.how == "alone"
     assert "gives other logits than mlx-lm's own run" in found.because
@@ -171,15 +171,15 @@ def test_what_does_not_run_says_why_in_a_line(name: str, says: str) -> None:
 def test_without_mlx_lm_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(definitions, "installed", lambda: None)
     with pytest.raises(UnsupportedModelError, match=r'pip install "mlxinfer\[zoo\]"'):
-        choose({"model_type": "starcoder2"}, {})
+        choose({"model_type": "stablelm"}, {})
 
 
 def test_configs_and_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing .* required positional"):
-        choose({"model_type": "starcoder2"}, {})
-    raw, definition = definition_of("starcoder2")
-    del definition.model.model.layers[0].mlp.c_fc["weight"]
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.c_fc\.weight"):
+        choose({"model_type": "stablelm"}, {})
+    raw, definition = definition_of("stablelm")
+    del definition.model.model.layers[0].mlp.gate_proj["weight"]
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight"):
         load_any(save(tmp_path, raw, definition))
 
 
@@ -190,7 +190,7 @@ import resource, sys
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
 sys.path.insert(0, "tests")
 from models.zoo_table import row
-assert row("starcoder2").how == "batched"
+assert row("stablelm").how == "batched"
 assert row("plamo2").how == "alone"  # its file imports mlx_lm.models by name
 assert not {"mlx_lm", "transformers"} & set(sys.modules), "imported"
 print(before == resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -210,7 +210,7 @@ def test_windows_are_narrow_in_the_check_wherever_they_are_stated() -> None:
     narrow = with_narrow_windows(definition_of("mistral3", text_config=text)[1], 6)
     assert narrow is not None
     assert narrow.args.text_config["sliding_window"] == 6
-    assert with_narrow_windows(definition_of("starcoder2")[1], 6) is None
+    assert with_narrow_windows(definition_of("stablelm")[1], 6) is None
 
 
 def test_a_native_model_loads_without_any_of_this() -> None:

@@ -1,4 +1,4 @@
-"""GLM 4 and 5: the dense models, GLM 4.5 to 4.7 with experts, GLM 4.7 Flash, and GLM 5."""
+"""GLM 4 and 5: the dense models, GLM 4.5 to 4.7 with experts, GLM 4.7 Flash, GLM 5, Solar Open."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -20,8 +20,8 @@ _NORMS = (
 )
 
 
-class Glm4(Family):
-    """Sandwich norms, half of each head turns, gate and up are one tensor in the checkpoint."""
+class Glm(Family):
+    """GLM 4 of 2024: half of each head turns, gate and up are one tensor in the checkpoint."""
 
     defaults: ClassVar = {
         "num_key_value_heads": 2,
@@ -38,15 +38,19 @@ class Glm4(Family):
         """Never on the output."""
         return fields.boolean("attention_bias"), False
 
+    def mlp(self, index: int) -> FeedForward:
+        """gate_up_proj, the gate first, and down_proj."""
+        return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
+
+
+class Glm4(Glm):
+    """The dense models of 2025: norms after both blocks too."""
+
     def layer(self, index: int) -> Layer:
         """Norms before and after both blocks."""
         norms = [self.norm(f"model.layers.{index}.{name}") for name in _NORMS]
         blocks = self.mixer(index), self.mlp(index)
         return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
-
-    def mlp(self, index: int) -> FeedForward:
-        """gate_up_proj, the gate first, and down_proj."""
-        return self.packed_mlp(f"model.layers.{index}.mlp", self.config.intermediate_size)
 
 
 class Glm4MoE(Family):
@@ -91,6 +95,22 @@ class Glm4MoE(Family):
         if not self.config.sparse_layers[index]:
             return super().mlp(index)
         return self.experts(path, biased_routing(self, path), shared=shared_expert(self, path))
+
+
+class SolarOpen(Glm4MoE):
+    """Solar Open 100B: whole heads turn, and every layer has experts."""
+
+    defaults: ClassVar = {
+        **Glm4MoE.defaults,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 10_240,  # of dense layers, which there are none of
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 1_000_000.0,
+        "moe_intermediate_size": 1280,
+        "first_k_dense_replace": 0,
+    }
 
 
 class Glm4MoELite(DeepseekV3):

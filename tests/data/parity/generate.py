@@ -124,8 +124,15 @@ def router_gap(
         "glm4_moe_lite",
         "nemotron_h",
         "kimi_linear",
+        "solar_open",
+        "dots1",
+        "exaone_moe",
     ):
         return grouped_gap(config, logits.sigmoid() + module.e_score_correction_bias, 2)
+    if config["model_type"] == "ernie4_5_moe":
+        return grouped_gap(
+            config, logits.softmax(-1) + module.moe_statics.e_score_correction_bias, 1
+        )
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
     if config["model_type"] == "gemma4_text":
@@ -155,7 +162,8 @@ def grouped_gap(config: dict, ranks: torch.Tensor, counted: int) -> float:
         found = gap(worth, best)
         chosen = torch.zeros_like(worth).scatter(1, worth.topk(best).indices, 1)
         ranks = grouped.masked_fill(chosen[..., None] == 0, -9.0).flatten(1)
-    return 10 * min(found, gap(ranks, taken or config["num_experts_per_token"]))
+    taken = taken or config.get("num_experts_per_token") or config["moe_k"]
+    return 10 * min(found, gap(ranks, taken))
 
 
 def main() -> None:

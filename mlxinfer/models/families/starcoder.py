@@ -1,0 +1,56 @@
+"""StarCoder 2: layer norms, blocks without gates, biases everywhere."""
+
+from typing import ClassVar
+
+from ...errors import UnsupportedModelError
+from ...layers.mlp import MLP, PLAIN, FeedForward
+from ...layers.norm import LayerNorm
+from ..config import ModelConfig
+from ..family import Family
+from ..jsonfields import Fields
+
+
+class Starcoder2(Family):
+    """StarCoder 2: every layer has the window that the config states."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": 1e-5,
+        "max_position_embeddings": 4096,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+    }
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """As stated."""
+        return fields.boolean("use_bias"), fields.boolean("use_bias")
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Refuse activations that are not known."""
+        if config.activation not in PLAIN:
+            raise UnsupportedModelError(
+                f"hidden_act is {config.activation!r}; supported are {', '.join(PLAIN)}."
+            )
+        return config
+
+    def norm(self, path: str, dims: int | None = None, eps: float | None = None) -> LayerNorm:
+        """A layer norm with a bias."""
+        width = self.config.hidden_size if dims is None else dims
+        stated = self.config.fields.number("norm_epsilon", low=0.0, high=1.0)
+        weight, bias = (
+            self.weights.take(f"{path}.{part}", (width,)) for part in ("weight", "bias")
+        )
+        return LayerNorm(weight, stated if eps is None else eps, bias)
+
+    def mlp(self, index: int) -> FeedForward:
+        """c_fc and c_proj, with the activation between."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        sizes, bias = (config.intermediate_size, config.hidden_size), config.o_bias
+        return MLP(
+            self.weights.linear(f"{path}.c_fc", *sizes, bias=bias),
+            self.weights.linear(f"{path}.c_proj", *reversed(sizes), bias=bias),
+            PLAIN[config.activation],
+        )

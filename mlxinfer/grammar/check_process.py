@@ -10,12 +10,12 @@ and its reply {} for a sound grammar, or
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import llguidance
 
 from ..killable import serve
+from .schema import parts_of
 
 LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is used
     "max_items_in_row": 5000,  # an object with n optional properties needs 4 n
@@ -27,13 +27,8 @@ LIMITS: dict[str, Any] = {  # llguidance's own, here and where the grammar is us
 MAX_FREE_ITEMS = 5000
 MAX_FORCED = 64  # tokens of the grammar's beginning that are tried, while there is one way only
 STATE = re.compile("<state>|<non-verbose/>")  # what comes after it in a message is no reason
-SUBSCHEMAS = frozenset(
-    ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-)
-LISTS_OF_SUBSCHEMAS = frozenset(("anyOf", "allOf", "oneOf", "prefixItems"))
 SHARED = ("$defs", "definitions", "x-guidance")  # what the parts of a schema need of the whole
 LOCATION = re.compile(r"^at [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")  # in Lark
-MAPS_OF_SUBSCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 
 
 def parser_limits(*, is_free: bool) -> "llguidance.LLParserLimits":
@@ -106,7 +101,7 @@ class GrammarChecker:
         """
         for place, text in schemas:
             schema = json.loads(text)
-            for step, inner in subschemas(schema):
+            for step, inner in parts_of(schema):
                 found = self.error_of_schema(_with_definitions(inner, schema))
                 if found is not None and found in error:
                     pointer, message = self.locate(inner, found)
@@ -141,7 +136,7 @@ class GrammarChecker:
         """
         pointer, part = "", schema
         while True:
-            for step, inner in subschemas(part):
+            for step, inner in parts_of(part):
                 alone = _with_definitions(inner, schema)
                 if step.startswith(("/$defs", "/definitions")) and isinstance(inner, dict):
                     alone = _with_definitions({"$ref": "#" + pointer + step}, schema)
@@ -158,20 +153,6 @@ def _with_definitions(part: Any, schema: Any) -> Any:
     if not isinstance(part, dict) or not isinstance(schema, dict):
         return part
     return {**{key: schema[key] for key in SHARED if key in schema}, **part}
-
-
-def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (JSON pointer, schema) of the parts directly inside a schema."""
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        if key in SUBSCHEMAS and isinstance(value, dict):
-            yield f"/{key}", value
-        elif key in LISTS_OF_SUBSCHEMAS and isinstance(value, list):
-            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
-        elif key in MAPS_OF_SUBSCHEMAS and isinstance(value, dict):
-            for name, inner in value.items():
-                yield f"/{key}/{name.replace('~', '~0').replace('/', '~1')}", inner
 
 
 def readable(message: str) -> str:

@@ -8,8 +8,9 @@ plain pointers only, and takes an `$id` for another document.
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import urldefrag, urljoin
 
+from ..text.tools.schema import resolve
 from .schema import at, walk
 
 LITERALS = frozenset(("const", "enum", "default", "examples"))
@@ -102,7 +103,7 @@ class References:
             found = (p for p, value, _ in walk(self._root) if _names(value, reference))
             problem = f"$ref {reference[:200]!r} points to another document; put it into $defs."
             raise at(self._place, next(found, ""), problem)
-        return _pointed_at(fragment, self._named[document])
+        return resolve(f"#{fragment}", self._named[document])
 
 
 def resolved(schema: Any, place: str) -> tuple[Any, tuple[str, ...]]:
@@ -144,16 +145,3 @@ def _objects(value: Any, base: str) -> Iterator[tuple[Mapping[str, Any], str]]:
             stack += [(inner, base) for key, inner in value.items() if key not in LITERALS]
         elif isinstance(value, (list, tuple)):
             stack += [(inner, base) for inner in value]
-
-
-def _pointed_at(fragment: str, place: Any) -> Any:
-    """Return what a JSON pointer (RFC 6901) in a URI leads to, None for nothing."""
-    for step in fragment.split("/")[1:]:
-        options = [s.replace("~1", "/").replace("~0", "~") for s in (step, unquote(step))]
-        if isinstance(place, Mapping):
-            place = next((place[option] for option in options if option in place), None)
-        elif isinstance(place, (list, tuple)) and step.isdecimal() and int(step) < len(place):
-            place = place[int(step)]
-        else:
-            return None
-    return place

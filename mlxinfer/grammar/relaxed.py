@@ -6,20 +6,25 @@ of the grammar, and the complete answer is checked against the whole schema.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ..outputs import Result
-from .schema import BOUNDS, NOTES, Schema, is_kept, is_kept_bound, rewritten
+from ..text.tools.schema import resolve
+from .schema import BOUNDS, NOTES, Schema, at, is_kept, is_kept_bound, mapped, rewrite
 
-UNENFORCED = (  # keywords that llguidance refuses, as far as `rewritten` has no equivalent
+UNENFORCED = (  # keywords that llguidance refuses, as far as `rewrite` has no equivalent
     *("uniqueItems", "not", "if", "then", "else", "contains", "minContains", "maxContains"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems", "dependentSchemas"),
     *("dependentRequired", "dependencies"),
 )
-_BEYOND_REGULAR = re.compile(r"\(\?(?:=|!|<=|<!)|\\[1-9]|\\k<")  # look-around, back-references
+_BEYOND_REGULAR = re.compile(  # look-around, back-references, ends of words; classes of Java
+    r"\(\?(?:[=!>]|<[=!])|\\[1-9bBc<>]|\\k<|\\p\{(?:Graph|Print)\}"
+)
+_NESTED = re.compile(r"\)[*+{]")  # a repeated group
+MAX_NESTED = 100  # characters of a text that llguidance holds against such a pattern
 MAX_BACKTRACKS = 100_000  # of one pattern, in the check
 MAX_PROBLEM = 300  # characters of a message
 
@@ -50,7 +55,9 @@ def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
     dropped: set[str] = set()
     schema = _rings_alone(schema, dropped)
 
-    def drop(part: Schema) -> None:
+    def relax(part: Schema) -> None:
+        _whole_counts(part)
+        rewrite(part)
         for key in (*UNENFORCED, *_not_here(part)):
             if key in part:
                 del part[key]
@@ -60,7 +67,7 @@ def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
             dropped.add("oneOf")
         _one_of_as_any_of(part)
 
-    return _mapped(rewritten(_mapped(schema, _whole_counts)), drop), tuple(sorted(dropped))
+    return mapped(schema, relax), tuple(sorted(dropped))
 
 
 def _without_wide_bounds(part: Schema) -> list[str]:
@@ -91,12 +98,12 @@ def _rings_alone(schema: Any, dropped: set[str]) -> Any:
             del part[key]
 
     if "#" in rings:
-        return _mapped(schema, drop)
+        return mapped(schema, drop)
     new = dict(schema)
     for key in _DEFINITIONS:
         if isinstance(new.get(key), Mapping):
             named = new[key].items()
-            new[key] = {n: _mapped(s, drop) if f"#/{key}/{n}" in rings else s for n, s in named}
+            new[key] = {n: mapped(s, drop) if f"#/{key}/{n}" in rings else s for n, s in named}
     return new
 
 
@@ -136,7 +143,7 @@ def _references(value: Any) -> Iterator[str]:
 
 def any_of(schema: Any) -> Any:
     """Return the schema with each oneOf as an anyOf."""
-    return _mapped(schema, _one_of_as_any_of)
+    return mapped(schema, _one_of_as_any_of)
 
 
 def _one_of_as_any_of(schema: Schema) -> None:
@@ -163,6 +170,8 @@ def _not_here(schema: Schema) -> list[str]:
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str) and _BEYOND_REGULAR.search(pattern):
         found.append("pattern")
+    elif isinstance(pattern, str) and _NESTED.search(pattern) and _longest(schema) > MAX_NESTED:
+        found += ["minLength", "maxLength"]  # whether both can hold takes too long to work out
     if isinstance(patterns, Mapping) and not _simple(list(patterns)):
         found += ["patternProperties", "additionalProperties"]
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -170,6 +179,12 @@ def _not_here(schema: Schema) -> list[str]:
     if isinstance(properties, Mapping) and not set(properties) <= needed:
         found += ["minProperties", "maxProperties"]
     return found
+
+
+def _longest(schema: Schema) -> float:
+    """Return the larger bound of a text's length, 0 without one."""
+    bounds = (schema.get("minLength"), schema.get("maxLength"))
+    return max([bound for bound in bounds if isinstance(bound, (int, float))], default=0)
 
 
 def _simple(patterns: list[str]) -> bool:
@@ -185,18 +200,25 @@ def _exclusive(options: Any, root: Any) -> bool:
     """Whether options of a oneOf are seen to exclude each other, by their type or by one name."""
     if not isinstance(options, list):
         return False
-    resolved = [_resolved(option, root) for option in options]
-    kinds = [option.get("type") for option in resolved]
+    options = [_followed(option, root) for option in options]
+    kinds = [option.get("type") for option in options]
     if all(isinstance(kind, str) for kind in kinds):
         plain = ["number" if kind == "integer" else kind for kind in kinds]
         if len(set(plain)) == len(plain):
             return True
-    names = [_tags(option) for option in resolved]
+    names = [_tags(option) for option in options]
     shared = set.intersection(*map(set, names)) if names else set()
     return any(_disjoint([tags[name] for tags in names]) for name in shared)
 
 
-def _tags(option: Schema) -> dict[str, list[Any]]:
+def _followed(option: Any, root: Any) -> Mapping[str, Any]:
+    """Return the schema behind a local reference, {} where there is none."""
+    reference = option.get("$ref") if isinstance(option, Mapping) else None
+    found = resolve(reference, root) if isinstance(reference, str) else option
+    return found if isinstance(found, Mapping) else {}
+
+
+def _tags(option: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return {name: values} of the required properties that list their values."""
     properties, required = option.get("properties"), option.get("required")
     if not isinstance(properties, Mapping) or not isinstance(required, list):
@@ -218,42 +240,10 @@ def _disjoint(lists: list[list[Any]]) -> bool:
     return len(set(texts)) == len(texts)
 
 
-def _resolved(option: Any, root: Any) -> Schema:
-    """Return the schema behind a local reference, {} where there is none."""
-    if isinstance(option, Mapping) and isinstance(option.get("$ref"), str):
-        place: Any = root
-        for step in option["$ref"].removeprefix("#/").split("/"):
-            place = place.get(step) if isinstance(place, Mapping) else None
-        option = place
-    return dict(option) if isinstance(option, Mapping) else {}
-
-
-_ONE = frozenset(("additionalProperties", "items", "additionalItems"))
-_LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
-_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _COUNTS = tuple(
     f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
 )
 _BEGINNING = re.compile(r"\^([\w-])")
-
-
-def _mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
-    """Return a copy of a schema with all of its parts changed, the outermost first.
-
-    Parts of keywords that hold no positive schema, such as `not`, stay as they are.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    new = dict(schema)
-    change(new)
-    for key, value in new.items():
-        if key in _LISTS and isinstance(value, list):
-            new[key] = [_mapped(each, change) for each in value]
-        elif key in _ONE:
-            new[key] = _mapped(value, change)
-        elif key in _MAPS and isinstance(value, Mapping):
-            new[key] = {name: _mapped(each, change) for name, each in value.items()}
-    return new
 
 
 def problem_of(unenforced: Sequence[Unenforced], result: Result) -> tuple[str, str] | None:
@@ -271,6 +261,17 @@ def problem_of(unenforced: Sequence[Unenforced], result: Result) -> tuple[str, s
     return None
 
 
+def require_checkable(part: Unenforced) -> None:
+    """Raise InvalidRequestError where no answer can be checked against a schema: it is none."""
+    import jsonschema_rs
+
+    try:
+        _validator(part.schema)
+    except jsonschema_rs.ValidationError as error:
+        pointer = "".join(f"/{step}" for step in error.instance_path)
+        raise at(part.place, pointer, f"this is no JSON schema: {error.message}") from None
+
+
 def _problem(schema: str, text: str) -> str | None:
     import jsonschema_rs
 
@@ -279,7 +280,7 @@ def _problem(schema: str, text: str) -> str | None:
     except jsonschema_rs.ValidationError as error:
         pointer = "".join(f"/{step}" for step in error.instance_path)
         return f"{error.message} (at {pointer or 'the whole value'})"
-    except (ValueError, RecursionError) as error:  # no JSON, or nothing that can be validated
+    except (ValueError, RecursionError) as error:  # no JSON
         return str(error)
     return None
 
@@ -290,8 +291,9 @@ def _validator(schema: str) -> Any:
     import jsonschema_rs
 
     value = json.loads(schema)
-    draft = _DRAFT.search(str(value.pop("$schema", ""))) if isinstance(value, dict) else None
-    kind = _VALIDATORS.get(draft.group() if draft else "", "Draft202012Validator")
+    stated = str(value.pop("$schema", "")) or schema  # else a reference to a draft's schema says it
+    draft = _DRAFT.search(stated)
+    kind = _VALIDATORS.get(draft[1] if draft else "", "Draft202012Validator")
     return getattr(jsonschema_rs, kind)(
         value,
         validate_formats=False,
@@ -300,7 +302,7 @@ def _validator(schema: str) -> Any:
     )
 
 
-_DRAFT = re.compile(r"draft-0[467]|2019-09|2020-12")
+_DRAFT = re.compile(r"json-schema\.org/(?:draft/)?(draft-0[467]|2019-09|2020-12)")
 _VALIDATORS = {
     "draft-04": "Draft4Validator",
     "draft-06": "Draft6Validator",

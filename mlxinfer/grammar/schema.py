@@ -40,14 +40,8 @@ FORMATS = frozenset(  # llguidance's; it refuses others
         *("ipv4", "ipv6", "uri", "uuid"),
     )
 )
-_ONE = frozenset(
-    (
-        *("additionalProperties", "items", "additionalItems", "contains", "propertyNames", "not"),
-        *("if", "then", "else", "unevaluatedItems", "unevaluatedProperties"),
-    )
-)
+_ONE = frozenset(("additionalProperties", "items", "additionalItems"))  # keywords of parts
 _LISTS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
-_MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _COMPOSED = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "$dynamicRef"))
 
 
@@ -190,39 +184,67 @@ def _is_exact(value: int | float) -> bool:
     return int("".join(map(str, digits))) <= MAX_EXACT and abs(int(exponent)) <= MAX_POWER
 
 
-def rewritten(schema: Any) -> Any:
-    """Return the schema with keywords replaced in all of its parts; `schema` stays as it is."""
+def parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (JSON pointer, schema) of the parts directly inside a schema."""
+    for key, value in schema.items() if isinstance(schema, Mapping) else ():
+        if key in MAPS and isinstance(value, Mapping):
+            yield from ((f"/{key}/{escaped(name)}", inner) for name, inner in value.items())
+        elif key in _LISTS and isinstance(value, list):
+            yield from ((f"/{key}/{index}", inner) for index, inner in enumerate(value))
+        elif key in _ONE and isinstance(value, Mapping):
+            yield f"/{key}", value
+
+
+def mapped(schema: Any, change: Callable[[Schema], None]) -> Any:
+    """Return a copy of a schema with all of its parts changed, the outermost first.
+
+    Parts of keywords that hold no positive schema, such as `not`, stay as they are.
+    """
     if not isinstance(schema, Mapping):
         return schema
-    new: Schema = {}
-    for key, value in schema.items():
+    new = dict(schema)
+    change(new)
+    for key, value in new.items():
         if key in _LISTS and isinstance(value, list):
-            new[key] = [rewritten(each) for each in value]
+            new[key] = [mapped(each, change) for each in value]
         elif key in _ONE:
-            new[key] = rewritten(value)
-        elif key in _MAPS and isinstance(value, Mapping):
-            new[key] = {name: rewritten(each) for name, each in value.items()}
-        else:
-            new[key] = value
-    for rewrite in _REWRITES:
-        rewrite(new)
+            new[key] = mapped(value, change)
+        elif key in MAPS and isinstance(value, Mapping):
+            new[key] = {name: mapped(each, change) for name, each in value.items()}
     return new
 
 
+def rewrite(schema: Schema) -> None:
+    """Replace the keywords of one part of a schema, in place."""
+    for each in _REWRITES:
+        each(schema)
+
+
+def readable_patterns(value: Any, keyword: str = "") -> Any:
+    """Return a schema with patterns that llguidance and the check of answers read alike.
+
+    Patterns of other languages are spelled as JavaScript and Rust do, with the same meaning.
+    """
+    if keyword in LITERALS or keyword in NOTES:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [readable_patterns(each) for each in value]
+    if not isinstance(value, Mapping):
+        return _readable(value) if keyword == "pattern" and isinstance(value, str) else value
+    if keyword == "patternProperties":
+        return {_readable(str(name)): readable_patterns(each) for name, each in value.items()}
+    names = keyword in MAPS
+    return {key: readable_patterns(each, "" if names else key) for key, each in value.items()}
+
+
 _BRACE = re.compile(r"(\\[pPux]\{[^}]*\}|\\.)|\{(?!\d+(?:,\d*)?\})", re.DOTALL)
+_PAIRS = re.compile(r"\\ud800\\ud(?:c00|bff)-\\ud(?:bff|c00)\\udfff", re.I)  # of surrogates: all
 
 
-def _braces(schema: Schema) -> None:
-    """Escape braces in patterns that repeat nothing: Rust takes them for broken repetitions."""
-
-    def escaped_in(pattern: str) -> str:
-        return _BRACE.sub(lambda found: found[1] or r"\{", pattern)
-
-    if isinstance(schema.get("pattern"), str):
-        schema["pattern"] = escaped_in(schema["pattern"])
-    if isinstance(schema.get("patternProperties"), Mapping):
-        named = schema["patternProperties"].items()
-        schema["patternProperties"] = {escaped_in(pattern): inner for pattern, inner in named}
+def _readable(pattern: str) -> str:
+    """Escape braces that repeat nothing, and write Python's end and Java's surrogates plainly."""
+    pattern = _PAIRS.sub(r"\\u{10000}-\\u{10FFFF}", pattern)
+    return _BRACE.sub(lambda found: r"\z" if found[0] == r"\Z" else found[1] or r"\{", pattern)
 
 
 def _format(schema: Schema) -> None:
@@ -282,7 +304,7 @@ def _dependencies(schema: Schema) -> None:
             demands.append((name, {"required": demand} if isinstance(demand, list) else demand))
     for name, demand in demands:
         absent = {"properties": {name: False}}
-        present = {"allOf": [{"required": [name]}, rewritten(demand)]}
+        present = {"allOf": [{"required": [name]}, demand]}
         _add(schema, {"anyOf": [absent, present]})
 
 
@@ -357,7 +379,6 @@ def _add(schema: Schema, other: Schema) -> None:
 
 
 _REWRITES: tuple[Callable[[Schema], None], ...] = (
-    _braces,
     _format,
     _without_effect,
     _unevaluated,

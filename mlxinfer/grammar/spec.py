@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import InvalidRequestError, shown
 from .references import resolved
-from .relaxed import Unenforced, any_of, relaxed
-from .schema import MAX_STRING, check_schema, rewritten
+from .relaxed import Unenforced, any_of, relaxed, require_checkable
+from .schema import MAX_STRING, check_schema, mapped, readable_patterns, rewrite
 
 MAX_REGEX = 4096  # characters
 MAX_LARK = 65_536
@@ -108,14 +108,19 @@ def enforceable(
         schema: JSON schema.
         place: its place in the request.
         tool: the schema is of its parameters; None: it is of no tool.
+
+    Raises:
+        InvalidRequestError: it refers to other documents, or is no JSON schema.
     """
+    schema = readable_patterns(schema)
     plain, loose = resolved(schema, place)
     enforced, dropped = relaxed(plain)
     keywords = tuple(sorted({*loose, *dropped}))
     if not keywords:
         return enforced, ()
-    whole = json.dumps(schema, ensure_ascii=False)
-    return enforced, (Unenforced(tool, place, whole, keywords),)
+    part = Unenforced(tool, place, json.dumps(schema, ensure_ascii=False), keywords)
+    require_checkable(part)
+    return enforced, (part,)
 
 
 def strictly(schema: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
@@ -125,10 +130,10 @@ def strictly(schema: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
         InvalidRequestError: there is none.
     """
     check_schema(schema, place=place, strict=True)
-    plain, loose = resolved(schema, place)
+    plain, loose = resolved(readable_patterns(schema), place)
     if loose:
         raise InvalidRequestError(f"{place}: {loose[0]} cannot be enforced.", param=place)
-    new: Mapping[str, Any] = rewritten(plain)
+    new: Mapping[str, Any] = mapped(plain, rewrite)
     return new
 
 

@@ -15,6 +15,7 @@ from mlxinfer.outputs import Result, ToolCall
 BITS: Any = {"enum": [0, 1]}
 PAIR: Any = {"type": "array", "items": BITS, "minItems": 2, "maxItems": 2}
 AGES: Any = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+HOST = r"^[A-Za-z0-9\-]+(\.[A-Za-z0-9\-]+)+$"
 CASES: list[tuple[str, Any, Any, Any]] = [  # keyword, schema, a value of it, a value that is none
     ("uniqueItems", {**PAIR, "uniqueItems": True}, [0, 1], [0, 0]),
     ("contains", {**PAIR, "contains": {"const": 1}}, [0, 1], [0, 0]),
@@ -28,6 +29,8 @@ CASES: list[tuple[str, Any, Any, Any]] = [  # keyword, schema, a value of it, a 
     ),
     ("propertyNames", {**AGES, "propertyNames": {"maxLength": 1}}, {"a": 1}, {"long": 1}),
     ("pattern", {"type": "string", "pattern": "^(?!ab)"}, "ba", "ab"),
+    ("pattern", {"type": "string", "pattern": r"^\w\b.?$", "maxLength": 2}, "a-", "ab"),
+    ("maxLength", {"type": "string", "pattern": HOST, "maxLength": 155}, "a.b", "a." * 80 + "b"),
     (
         "unevaluatedProperties",
         {"type": "object", "anyOf": [AGES], "unevaluatedProperties": False},
@@ -93,6 +96,30 @@ def test_only_what_masks_cannot_hold_is_checked(schema: Any, checked: bool) -> N
     grammar = spec.json_schema(schema)
     assert bool(grammar.unenforced) is checked
     compiler_of().start(grammar)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^[a-c]\Z", "b", "b\n"),  # Python's
+        (r"^[\uE000-\uFFFD\uD800\uDBFF-\uDC00\uDFFF]$", "\U0001f600", "a"),  # Java's
+        ("^{a}$", "{a}", "a"),
+    ],
+)
+def test_patterns_of_other_languages_are_read(pattern: str, good: str, bad: str) -> None:
+    schema = {"type": "array", "items": {"type": "string", "pattern": pattern}, "maxItems": 2}
+    for grammar in (spec.json_schema(schema), spec.json_schema({**schema, "uniqueItems": True})):
+        assert matches(grammar, json.dumps([good], ensure_ascii=False))
+        assert not matches(grammar, json.dumps([bad]))
+        assert problem_of(grammar.unenforced, written([good])) is None
+
+
+def test_a_schema_that_no_answer_can_be_checked_against_is_refused() -> None:
+    """Else each answer would be made, and then be called wrong."""
+    with pytest.raises(InvalidRequestError, match=r"at /items/type: this is no JSON schema"):
+        spec.json_schema({"uniqueItems": True, "items": {"type": ["string", "intrinsic"]}})
+    old = {"items": {"$ref": "http://json-schema.org/draft-04/schema#"}, "uniqueItems": True}
+    assert problem_of(spec.json_schema(old).unenforced, written([{"type": "string"}])) is None
 
 
 def test_a_value_of_two_options_is_none_of_a_one_of() -> None:

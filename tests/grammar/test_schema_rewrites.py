@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.grammar.schema import rewritten
+from mlxinfer.grammar.schema import mapped, rewrite
 from mlxinfer.grammar.spec import json_schema
 
 AB: Any = {"a": {"type": "integer"}, "b": {"enum": ["x", "y", 1]}}
@@ -71,7 +71,7 @@ VALUES = st.recursive(
 @given(value=VALUES)
 def test_a_rewritten_schema_accepts_the_same_values(schema: dict[str, Any], value: Any) -> None:
     before = copy.deepcopy(schema)
-    new = rewritten(schema)
+    new = mapped(schema, rewrite)
     assert schema == before
     validator = jsonschema.Draft202012Validator
     if "dependencies" in schema:  # of draft 7
@@ -88,9 +88,9 @@ def test_llguidance_takes_a_rewritten_schema(schema: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["string", "integer"])
 def test_unknown_formats_are_annotations(kind: str) -> None:
     schema = {"properties": {"a": {"type": kind, "format": "color"}}}
-    assert rewritten(schema) == {"properties": {"a": {"type": kind}}}
+    assert mapped(schema, rewrite) == {"properties": {"a": {"type": kind}}}
     kept: dict[str, Any] = {"properties": {"format": {"type": "string", "format": "date"}}}
-    assert rewritten(kept) == kept
+    assert mapped(kept, rewrite) == kept
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_unknown_formats_are_annotations(kind: str) -> None:
     ids=json.dumps,
 )
 def test_what_has_no_equivalent_is_left_to_be_refused(schema: dict[str, Any]) -> None:
-    assert rewritten(schema) == schema
+    assert mapped(schema, rewrite) == schema
     assert LLMatcher.validate_grammar(json_schema(schema, strict=True).source)
 
 

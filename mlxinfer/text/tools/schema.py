@@ -83,12 +83,12 @@ def resolve(reference: str, root: Schema) -> object:
     if not reference.startswith("#"):
         return None
     place: object = root
-    for key in unquote(reference[1:]).split("/")[1:]:
-        key = key.replace("~1", "/").replace("~0", "~")
+    for step in reference.split("/")[1:]:
+        names = [name.replace("~1", "/").replace("~0", "~") for name in (step, unquote(step))]
         if isinstance(place, Mapping):
-            place = place.get(key)
-        elif isinstance(place, (list, tuple)) and key.isdecimal() and int(key) < len(place):
-            place = place[int(key)]
+            place = next((place[name] for name in names if name in place), None)
+        elif isinstance(place, (list, tuple)) and step.isdecimal() and int(step) < len(place):
+            place = place[int(step)]
         else:
             return None
     return place

@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from ..errors import CheckpointError, MlxinferError, RanksFailedError
+from ..errors import CheckpointError, MlxinferError
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters, read_adapter
 from ..models.language import LanguageModel
@@ -23,36 +22,18 @@ from . import messages
 POLL_S = 0.01  # between two looks for an answer
 CHECK_S = 600.0  # that a rank may take to read the files
 
-Tell = Callable[..., None]  # the name of an order, and its arguments
 Say = Callable[[msgspec.Struct], None]
-Hear = Callable[[type, float], Any]
-"""The next answer of a kind; None: none came within so many seconds; 0: none is there."""
 
 
 class OtherAdapters:
     """The adapters of the other ranks, as rank 0 sees them; see `engine.runner.OtherAdapters`.
 
     Args:
-        num_others: how many ranks there are.
-        tell: sends an order to all of them.
-        hear: takes their answers.
-        fail: ends the group, and returns the error to raise.
-        piece_s: seconds that a piece may take.
+        others: the way to them.
     """
 
-    def __init__(
-        self,
-        num_others: int,
-        tell: Tell,
-        hear: Hear,
-        fail: Callable[[BaseException], RanksFailedError],
-        piece_s: float,
-    ) -> None:
-        self._num_others = num_others
-        self._tell = tell
-        self._hear = hear
-        self._fail = fail
-        self._piece_s = piece_s
+    def __init__(self, others: messages.Others) -> None:
+        self._others = others
         self._answers: dict[int, list[messages.AdapterDone]] = {}  # by number of the adapter
 
     def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
@@ -68,17 +49,19 @@ class OtherAdapters:
             CheckpointError: one of them has other files, or they are not for this model.
             RanksFailedError: the group has failed.
         """
-        self._tell("check_adapter", number, str(adapter.folder), adapter.identity)
+        self._others.tell("check_adapter", number, str(adapter.folder), adapter.identity)
         deadline_s = time.monotonic() + CHECK_S
         while not self._all_answered(number, 0.0):
             if time.monotonic() > deadline_s:
-                raise self._fail(TimeoutError(f"a rank reads an adapter for {CHECK_S:g} seconds"))
+                raise self._others.fail(
+                    TimeoutError(f"a rank reads an adapter for {CHECK_S:g} seconds")
+                )
             yield POLL_S
         return max(one.num_bytes for one in self._taken(number, adapter))
 
     def begin_piece(self, number: int) -> None:
         """Let every rank load the next piece; `end_piece` must follow."""
-        self._tell("load_adapter_piece", number)
+        self._others.tell("load_adapter_piece", number)
 
     def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
         """Wait for the ends of that piece; whether it was the last of all.
@@ -87,21 +70,23 @@ class OtherAdapters:
             CheckpointError: one of them found the matrices wrong.
             RanksFailedError: the group has failed, or a piece takes too long.
         """
-        deadline_s = time.monotonic() + self._piece_s
+        deadline_s = time.monotonic() + self._others.step_s
         while not self._all_answered(number, 1.0):
             if time.monotonic() > deadline_s:
-                raise self._fail(TimeoutError(f"an adapter's layer took {self._piece_s:g} seconds"))
+                raise self._others.fail(
+                    TimeoutError(f"an adapter's layer took {self._others.step_s:g} seconds")
+                )
         return all(one.ended for one in self._taken(number, adapter))
 
     def remove(self, number: int) -> None:
         """Let every rank take the adapter off its part, as far as it was loaded."""
         self._answers.pop(number, None)
-        self._tell("remove_adapter", number)
+        self._others.tell("remove_adapter", number)
 
     def _all_answered(self, number: int, timeout_s: float) -> bool:
         """Whether all have answered about this adapter, each within so many seconds."""
-        while len(self._answers.get(number, ())) < self._num_others:
-            answer = self._hear(messages.AdapterDone, timeout_s)
+        while len(self._answers.get(number, ())) < self._others.count:
+            answer = self._others.hear(messages.AdapterDone, timeout_s)
             if answer is None:
                 return False
             self._answers.setdefault(answer.number, []).append(answer)
@@ -122,17 +107,23 @@ class OwnAdapters:
 
     Args:
         rank: this one.
-        load: number of the order that loaded the model.
-        model: its part.
         say: answers rank 0; from any thread.
     """
 
-    def __init__(self, rank: int, load: int, model: LanguageModel, say: Say) -> None:
+    def __init__(self, rank: int, say: Say) -> None:
         self._rank = rank
-        self._load = load
         self._say = say
-        self._loaded = ModelAdapters(model)
+        self._load = 0
+        self._loaded: ModelAdapters | None = None
         self._loading: dict[int, Iterator[None]] = {}
+
+    def begin(self, load: int, model: LanguageModel) -> None:
+        """This rank's part of a model is there, by the order of this number."""
+        self._load, self._loaded = load, ModelAdapters(model)
+
+    def end(self) -> None:
+        """The model goes, and its adapters with it."""
+        self._loaded, self._loading = None, {}
 
     def check(self, number: int, folder: str, identity: str) -> None:
         """Read the files, while steps go on; `AdapterDone` follows.
@@ -152,9 +143,11 @@ class OwnAdapters:
             adapter = read_adapter(Path(folder))
             if adapter.identity != identity:
                 raise CheckpointError("it is not the adapter that rank 0 has; copy the same files.")
-            placements = self._loaded.check(adapter)
-            num_bytes = self._loaded.estimate(placements)
-            self._loading[number] = self._loaded.load(number, adapter, placements)
+            loaded = self._loaded
+            assert loaded is not None, "a model is loaded before its adapters are"
+            placements = loaded.check(adapter)
+            num_bytes = loaded.estimate(placements)
+            self._loading[number] = loaded.load(number, adapter, placements)
         except Exception as error:  # whatever it is: rank 0 waits for an answer
             problem = str(error) if isinstance(error, MlxinferError) else repr(error)
         self._done(number, problem, num_bytes=num_bytes, ended=False)
@@ -171,7 +164,8 @@ class OwnAdapters:
     def remove(self, number: int) -> None:
         """Take an adapter off."""
         self._loading.pop(number, None)
-        self._loaded.remove(number)
+        if self._loaded is not None:  # else its model went while it was being loaded
+            self._loaded.remove(number)
 
     def _done(self, number: int, problem: str | None, *, num_bytes: int, ended: bool) -> None:
         self._say(messages.AdapterDone(self._rank, self._load, number, problem, num_bytes, ended))

@@ -18,14 +18,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import msgspec
 
 from ..errors import RanksFailedError
 
-T = TypeVar("T")
 NONCE = 32  # bytes
 MAX_FRAME = 1 << 28  # bytes
 MAX_UNPROVEN = 1 << 12  # bytes of a frame, before the other side has proved itself
@@ -315,22 +313,3 @@ def _introduce(connection: Connection, secret: bytes, own: Hello) -> str:
 def prove(secret: bytes, *parts: bytes) -> bytes:
     """The proof that these were sent with knowledge of the secret."""
     return hmac.digest(secret, b"".join(parts), "sha256")
-
-
-class Messages:
-    """A union of message types as frames.
-
-    Args:
-        kinds: of one direction, each with a tag.
-    """
-
-    def __init__(self, kinds: Sequence[type]) -> None:
-        union: Any = kinds[0]
-        for kind in kinds[1:]:
-            union = union | kind
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
-        self.encode = msgspec.msgpack.Encoder().encode
-
-    def decode(self, frame: bytes) -> Any:
-        """The message of a frame; msgspec.MsgspecError where it is none."""
-        return self._decoder.decode(frame)

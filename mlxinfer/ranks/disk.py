@@ -6,72 +6,50 @@ and found it sound: one that a single rank lacks is computed again by all.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..cache.disk import DiskTier, namespace_key
 from ..cache.inputs import Spill
-from ..errors import RanksFailedError
 from . import messages
-from .wire import spill_part
 
 GRACE_S = 5.0  # that a rank may take to answer, beside the time that it was given to write
-
-Tell = Callable[..., None]  # the name of an order, and its arguments
-Hear = Callable[[type, float], Any]
-"""The next answer of a kind; None: none came within so many seconds."""
 
 
 class OtherDisks:
     """The disks of the other ranks, as rank 0 sees them; see `engine.pagestore.OtherDisks`.
 
     Args:
-        num_others: how many ranks there are.
+        others: the way to them.
         form: what their parts are: "parts of 2 ranks".
-        tell: sends an order to all of them.
-        hear: takes their answers.
-        fail: ends the group, and returns the error to raise.
-        wait_s: seconds that a rank may take to read pages.
     """
 
-    def __init__(
-        self,
-        num_others: int,
-        form: str,
-        tell: Tell,
-        hear: Hear,
-        fail: Callable[[BaseException], RanksFailedError],
-        wait_s: float,
-    ) -> None:
+    def __init__(self, others: messages.Others, form: str) -> None:
         self.form = form
-        self._num_others = num_others
-        self._tell = tell
-        self._hear = hear
-        self._fail = fail
-        self._wait_s = wait_s
+        self._others = others
         self._number = 0  # of the last order
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
         """Let them open a folder of this path."""
-        self._tell("open_disk", folder, namespace, max_bytes)
+        self._others.tell("open_disk", folder, namespace, max_bytes)
 
     def begin_fetch(self, places: Sequence[tuple[int, bytes]]) -> None:
         """Let them read (group, key); `end_fetch` must follow."""
         self._number += 1
-        self._tell("fetch", self._number, list(places))
+        self._others.tell("fetch", self._number, list(places))
 
     def end_fetch(self) -> list[int]:
         """Places that one of them lacks, or found broken, in order; raises RanksFailedError."""
-        found = self._answers(self._wait_s)
+        found = self._answers(self._others.step_s)
         if found is None:
-            raise self._fail(TimeoutError(f"a rank read pages for {self._wait_s:g} seconds"))
+            raise self._others.fail(
+                TimeoutError(f"a rank read pages for {self._others.step_s:g} seconds")
+            )
         return sorted(found)
 
     def begin_save(self, spills: Sequence[Spill], timeout_s: float) -> None:
         """Let them store pages and wait for the writes; `end_save` must follow."""
         self._number += 1
-        parts = [spill_part(one) for one in spills]
-        self._tell("save", self._number, parts, timeout_s)
+        self._others.tell("save", self._number, list(spills), timeout_s)
 
     def end_save(self, timeout_s: float) -> bool:
         """Whether all have written them."""
@@ -80,12 +58,12 @@ class OtherDisks:
 
     def _answers(self, timeout_s: float) -> set[int] | None:
         """The places of the last order that a rank lacks; None: some did not answer in time."""
-        deadline_s, missing, left = time.monotonic() + timeout_s, set[int](), self._num_others
+        deadline_s, missing, left = time.monotonic() + timeout_s, set[int](), self._others.count
         while left:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return None
-            answer = self._hear(messages.DiskDone, left_s)
+            answer = self._others.hear(messages.DiskDone, left_s)
             if answer is not None and answer.number == self._number:  # else one that came late
                 missing.update(answer.missing)
                 left -= 1

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from ..cache.inputs import Spill
 from ..config import EngineConfig, KVOptions
 from ..engine.kernels import choose_on_this_machine
 from ..engine.runner import Computed, Forward, cache_of
@@ -31,7 +32,7 @@ from .control import Connection, connect
 from .disk import OwnDisk
 from .hosts import Place, require_free
 from .join import FORM_S, JOIN_S, WAIT_S, GroupLink, hello_of, join_group
-from .wire import Reader, SpillPart, StepMessage, WorkMessage, checksum, spill_of
+from .wire import Reader, StepMessage, WorkMessage, checksum
 
 END_S = 2.0
 SILENCE_S = JOIN_S + 20.0  # without a word of rank 0, which says one every second but as it joins
@@ -73,16 +74,14 @@ class Follower:
         self._ended = ended
         self._place = place
         self._connection = connection
-        self._disk = OwnDisk(place.rank)
+        self._disk, self._adapters = OwnDisk(place.rank), OwnAdapters(place.rank, self._say)
         self._find = find
-        self._orders, self._encode = messages.orders(), messages.replies().encode
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._link: GroupLink | None = None  # until all are there
         self._sums_tokens = True
         self._reader: Reader
         self._model: LanguageModel | None = None
-        self._adapters: OwnAdapters | None = None
         self._forward: Forward | None = None
         self._in_flight: _InFlight | None = None
 
@@ -100,9 +99,9 @@ class Follower:
             open_disk=self._disk.open,
             fetch=self._fetch,
             save=self._save,
-            check_adapter=self._check_adapter,
-            load_adapter_piece=self._load_adapter_piece,
-            remove_adapter=self._remove_adapter,
+            check_adapter=self._adapters.check,
+            load_adapter_piece=self._adapters.piece,
+            remove_adapter=self._adapters.remove,
         )
         obey: dict[type, Callable[[Any], None]] = {
             messages.Call: orders.obey,
@@ -131,7 +130,7 @@ class Follower:
         patience_s = WAIT_S + SILENCE_S  # all other ranks are awaited before rank 0 says a word
         try:
             while True:
-                message = self._orders.decode(self._connection.receive_within(patience_s))
+                message = messages.ORDERS.decode(self._connection.receive_within(patience_s))
                 patience_s = SILENCE_S
                 if message == PING:
                     self._say(messages.Pong())
@@ -145,7 +144,7 @@ class Follower:
 
     def _say(self, reply: msgspec.Struct) -> None:
         with self._lock:
-            self._connection.send(self._encode(reply))
+            self._connection.send(messages.encode(reply))
 
     # -- on the thread that owns MLX ------------------------------------------------------------
 
@@ -182,16 +181,11 @@ class Follower:
             log.error("rank %d cannot load %s: %s", rank, name, error)
             problem = str(error)
         if self._model is not None and problem is None:
-            self._adapters = OwnAdapters(rank, number, self._model, self._say)
+            self._adapters.begin(number, self._model)
         self._sums_tokens = not pipeline
         num_bytes = 0 if self._model is None else self._model.num_bytes
         facts = num_bytes, sum(reads), total_memory_bytes()
         self._say(messages.Loaded(rank, number, problem, *facts))
-
-    @property
-    def _own_adapters(self) -> OwnAdapters:
-        assert self._adapters is not None, "a model is loaded before its adapters are"
-        return self._adapters
 
     def _folder(self, name: str, stated: str, digest: int) -> Path:
         """Where the checkpoint lies here; MlxinferError where it is another one."""
@@ -283,10 +277,10 @@ class Follower:
         page_bytes += [] if cache.state_group is None else [cache.state_group.num_bytes]
         self._say(messages.DiskDone(number, self._disk.fetch(places, page_bytes)))
 
-    def _save(self, number: int, spills: list[SpillPart], timeout_s: float) -> None:
+    def _save(self, number: int, spills: list[Spill], timeout_s: float) -> None:
         """Store pages, and wait for the writes; `DiskDone` answers this order's number."""
         assert self._forward is not None
-        self._disk.put(self._forward.cache.read_out([spill_of(part) for part in spills]))
+        self._disk.put(self._forward.cache.read_out(spills))
         self._say(messages.DiskDone(number, [] if self._disk.flush(timeout_s) else [0]))
 
     def _resize(self, num_pages: list[int]) -> None:
@@ -295,19 +289,10 @@ class Follower:
         for group, count in zip(self._forward.cache.groups, num_pages, strict=True):
             group.allocator.resize(count)
 
-    def _check_adapter(self, number: int, folder: str, identity: str) -> None:
-        self._own_adapters.check(number, folder, identity)
-
-    def _load_adapter_piece(self, number: int) -> None:
-        self._own_adapters.piece(number)
-
-    def _remove_adapter(self, number: int) -> None:
-        if self._adapters is not None:  # else its model went while it was being loaded
-            self._adapters.remove(number)
-
     def _release(self) -> None:
         """Forget the model and its cache; another may follow."""
-        self._model = self._forward = self._in_flight = self._adapters = None
+        self._model = self._forward = self._in_flight = None
+        self._adapters.end()
         self._disk.close(END_S)
         gc.collect()
         mx.clear_cache()

@@ -83,7 +83,6 @@ class RankGroup:
         self._num_loads = 0
         self._claimed: str | None = None  # the model that they run, or will
         self._step_s = step_s
-        self._orders, self._replies = messages.orders(), messages.replies()
         self._answers: dict[type, queue.SimpleQueue[Any]] = _no_answers()
         self._problems: dict[int, str] = {}  # by rank: why it cannot load its part
         self._lock = threading.Lock()  # of sending, and of what follows
@@ -167,12 +166,10 @@ class RankGroup:
             self._tell("release")
             raise
         form = f"{'stages' if pipeline else 'parts'} of {self.place.size} ranks"
-        self.disks = OtherDisks(
-            len(self._ranks), form, self._tell, self._next_answer, self.fail, self._step_s
-        )
-        self.adapters = OtherAdapters(
+        others = messages.Others(
             len(self._ranks), self._tell, self._next_answer, self.fail, self._step_s
         )
+        self.disks, self.adapters = OtherDisks(others, form), OtherAdapters(others)
         return model
 
     def _check_loading(self, name: str) -> None:
@@ -256,7 +253,7 @@ class RankGroup:
         self._sent_s.append(time.monotonic())
         self._num_steps += 1
         self._num_rows += len(step.segments.positions)
-        frame = self._orders.encode(message)
+        frame = messages.encode(message)
         self._step_bytes += len(frame) * len(self._ranks)
         self._send_frame(frame)
 
@@ -270,7 +267,7 @@ class RankGroup:
     def carry_out(self, work: CacheWork) -> None:
         """Let every rank do some work on its cache without a step."""
         message = self._writer.work(work, [g.allocator.extent for g in self._groups])
-        self._send_frame(self._orders.encode(message))
+        self._send_frame(messages.encode(message))
 
     def resize(self, num_pages: Sequence[int]) -> None:
         """Every rank may have so many pages of each layer group from now on."""
@@ -320,7 +317,7 @@ class RankGroup:
 
     def _tell(self, name: str, *arguments: object) -> None:
         """Let all others call a method, see `messages.Orders`."""
-        self._send_frame(self._orders.encode(messages.Call(name, list(arguments))))
+        self._send_frame(messages.encode(messages.Call(name, list(arguments))))
 
     def _send_frame(self, frame: bytes) -> None:
         try:
@@ -386,7 +383,7 @@ class RankGroup:
     def _hear(self, rank: int) -> None:
         """Take a reply of a rank."""
         try:
-            reply = self._replies.decode(self._ranks[rank].receive())
+            reply = messages.REPLIES.decode(self._ranks[rank].receive())
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             if self._closed:
                 return

@@ -25,14 +25,10 @@ JOIN_S = 60.0  # that MLX may take to join them: it tries a connection for half 
 log = logging.getLogger("mlxinfer.ranks")
 
 
-def version() -> str:
-    """Of what all ranks must have the same."""
-    return f"mlxinfer {installed('mlxinfer')}, MLX {installed('mlx')}"
-
-
 def hello_of(place: Place) -> Hello:
     """The introduction of this process to other ranks."""
-    return Hello(place.rank, place.size, version(), os.getpid(), place.ring)
+    version = f"mlxinfer {installed('mlxinfer')}, MLX {installed('mlx')}"
+    return Hello(place.rank, place.size, version, os.getpid(), place.ring)
 
 
 def gather_others(

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, get_type_hints
@@ -9,8 +10,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from ..cache.kv import KVCache
+from ..errors import RanksFailedError
 from ..models.weights.files import read_headers
-from .control import Messages
 from .wire import StepMessage, WorkMessage
 
 
@@ -100,7 +101,28 @@ class Pong(msgspec.Struct, array_like=True, tag="pong"):
     """It lives."""
 
 
-REPLIES = (Loaded, Ready, Checked, Failed, Pong, AdapterDone, DiskDone)
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The way of rank 0 to the other ranks.
+
+    Attributes:
+        count: how many there are.
+        tell: sends an order to all of them: its name and arguments.
+        hear: takes the next answer of a kind; None: none came within so many seconds.
+        fail: ends the group, and returns the error to raise.
+        step_s: seconds that a step may take.
+    """
+
+    count: int
+    tell: Callable[..., None]
+    hear: Callable[[type, float], Any]
+    fail: Callable[[BaseException], RanksFailedError]
+    step_s: float
+
+
+ORDERS = msgspec.msgpack.Decoder(Call | StepMessage | WorkMessage)  # of rank 0
+REPLIES = msgspec.msgpack.Decoder(Loaded | Ready | AdapterDone | DiskDone | Checked | Failed | Pong)
+encode = msgspec.msgpack.Encoder().encode
 
 
 def ready(cache: KVCache) -> Ready:
@@ -109,16 +131,6 @@ def ready(cache: KVCache) -> Ready:
     pages = [group.allocator.num_pages for group in cache.groups]
     costs = [group.page_bytes for group in cache.groups]
     return Ready(cache.max_batch, pages, costs, 0 if states is None else states.max_snapshots)
-
-
-def orders() -> Messages:
-    """The messages of rank 0."""
-    return Messages((Call, StepMessage, WorkMessage))
-
-
-def replies() -> Messages:
-    """The messages of the others."""
-    return Messages(REPLIES)
 
 
 def digest_of(folder: Path) -> int:

@@ -16,12 +16,12 @@ from mlxinfer.errors import CheckpointError, InvalidRequestError, RanksFailedErr
 from mlxinfer.memory import default_kv_bytes
 from mlxinfer.ranks import control, messages
 from mlxinfer.ranks import group as group_module
-from mlxinfer.ranks.control import Connection, Hello, connect
+from mlxinfer.ranks.control import Connection, connect
 from mlxinfer.ranks.follower import Follower
 from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
-from mlxinfer.ranks.join import shut_ring, version
-from mlxinfer.ranks.messages import Checked, Loaded, replies
+from mlxinfer.ranks.join import hello_of, shut_ring
+from mlxinfer.ranks.messages import Checked, Loaded
 from mlxinfer.ranks.wire import Writer, checksum
 
 Group = tuple[RankGroup, dict[int, Connection]]
@@ -70,7 +70,7 @@ def test_the_checksum_of_every_rank_is_compared(three: Group) -> None:
     group._writer, group._groups = Writer(), []
     step = step_of([[PageTable(PAGE, pages=[1])]], None, 3)
     group.send(step)
-    say = replies().encode
+    say = messages.encode
     theirs[1].send(say(Checked(1, checksum(step))))
     theirs[2].send(say(Checked(1, checksum(step) ^ 1)))
     group._watcher.join(10)
@@ -81,7 +81,7 @@ def test_a_rank_that_cannot_load_says_so_and_the_group_lives_on(
     three: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, theirs = three
-    say, orders = replies().encode, messages.orders()
+    say = messages.encode
     monkeypatch.setattr(messages, "digest_of", lambda folder: 7)
 
     def load(*_: object, watch: Callable[[int, int], None], **__: object) -> object:
@@ -98,7 +98,7 @@ def test_a_rank_that_cannot_load_says_so_and_the_group_lives_on(
             group.load("tiny", Path(), dtype="auto", watch=None)
         theirs[1].send(say(Loaded(1, group._num_loads, None, 1, 1, 1)))
     assert group.failure is None
-    received = [orders.decode(theirs[1].receive()).name for _ in range(4)]
+    received = [messages.ORDERS.decode(theirs[1].receive()).name for _ in range(4)]
     assert [name for name in received if name != "ping"][:2] == ["load", "release"]
 
 
@@ -130,7 +130,7 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
     thread.start()
 
     def come(rank: int) -> Connection:
-        own = Hello(rank, 3, version(), 40 + rank, place.ring)
+        own = msgspec.structs.replace(hello_of(place), rank=rank, pid=40 + rank)
         return connect(place.control, secret, own, time.monotonic() + 10)
 
     come(1).close()
@@ -191,7 +191,7 @@ def test_an_adapter_that_is_loaded_beside_a_step_is_not_the_step_s_time(three: G
     group._check_time(time.monotonic() + 1e6)
     assert group.failure is None
     done = messages.AdapterDone(1, 1, 1, None, 0, True)
-    theirs[1].send(replies().encode(done))
+    theirs[1].send(messages.encode(done))
     waiting.join(10)
     assert sent_s < group._answered_s < time.monotonic()
     group._heard_s = {}
@@ -232,9 +232,9 @@ def test_an_order_with_arguments_of_other_types_is_refused() -> None:
     def resize(num_pages: list[int], kv: KVOptions) -> None:
         came.append((num_pages, kv))
 
-    orders, codec = messages.Orders(resize=resize), messages.orders()
+    orders = messages.Orders(resize=resize)
     call = messages.Call("resize", [[3, 4], KVOptions(window=8, sinks=2)])
-    orders.obey(codec.decode(codec.encode(call)))
+    orders.obey(messages.ORDERS.decode(messages.encode(call)))
     assert came == [([3, 4], KVOptions(window=8, sinks=2))]
     with pytest.raises(msgspec.ValidationError):
         orders.obey(messages.Call("resize", [["3"], {}]))

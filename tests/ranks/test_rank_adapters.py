@@ -138,7 +138,8 @@ def test_a_look_for_answers_holds_no_step_up() -> None:
         waits.append(timeout_s)
         return came.pop() if len(waits) > 3 and came else None
 
-    others, most = OtherAdapters(2, lambda *_: None, hear, AssertionError, piece_s=1.0), []
+    way = messages.Others(2, lambda *_: None, hear, AssertionError, step_s=1.0)
+    others, most = OtherAdapters(way), []
 
     def checking() -> Iterator[float]:
         most.append((yield from others.check(7, adapter)))
@@ -174,7 +175,8 @@ def test_a_file_that_changes_behind_the_check_ends_no_rank(tmp_path: Path, chang
     shutil.copytree(next(iter(folders("qwen2-v5").values())), folder)
     adapter = read_adapter(folder)
     answers: Queue[messages.AdapterDone] = Queue()
-    own = OwnAdapters(1, 1, load(checkpoint("qwen2-v5")), answers.put)
+    own = OwnAdapters(1, answers.put)
+    own.begin(1, load(checkpoint("qwen2-v5")))
     own.check(7, str(folder), adapter.identity)
     assert answers.get(timeout=60).problem is None
     if change == "deleted":

@@ -288,7 +288,7 @@ def test_eight_requests_at_once_draw_the_tokens_of_one_rank(group: RankGroup) ->
     row_bytes = 4 * (SIZE - 1) * -(-model.config.vocab_size // SIZE)
     assert num_tokens * row_bytes <= received["logits"] <= (num_tokens + 8) * row_bytes
     assert sent.get("logits", 0) == 0
-    assert sent["steps"] < 300 * (SIZE - 1) * (after["steps"] - before["steps"])
+    assert sent["steps"] < 400 * (SIZE - 1) * (after["steps"] - before["steps"])
     harness.loop.close()
     for name, (ids, params) in asked.items():
         plain = Harness(whole(case), launch_ahead=False)

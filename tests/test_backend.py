@@ -1,11 +1,12 @@
 """The advice where MLX cannot be loaded, for each kind of machine."""
 
+import os
 import sys
 from types import ModuleType
 
 import pytest
 
-from mlxinfer.backend import advice, require_mlx
+from mlxinfer.backend import BUFFER_VARIABLE, _limit_cache, advice, command_buffer_mb, require_mlx
 from mlxinfer.errors import BackendMissingError
 
 
@@ -22,10 +23,48 @@ def test_advice_fits_the_machine(system: str, machine: str, words: str) -> None:
     assert words in advice(system, machine)
 
 
-def test_nothing_is_said_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+class FakeMLX(ModuleType):
+    """MLX with a limit of its cache, and nothing else."""
+
+    def __init__(self, cache_limit: int) -> None:
+        super().__init__("mlx.core")
+        self.cache_limit = cache_limit
+
+    def set_cache_limit(self, limit: int) -> int:
+        before, self.cache_limit = self.cache_limit, limit
+        return before
+
+
+@pytest.mark.parametrize(("before", "after"), [(24 << 30, 1 << 30), (5 << 20, 5 << 20)])
+def test_mlx_keeps_few_freed_buffers(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sixteenth of the memory at most; a lower limit of the program's own stays."""
+    fake = FakeMLX(before)
     monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
-    monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
+    monkeypatch.setitem(sys.modules, "mlx.core", fake)
+    monkeypatch.setattr("mlxinfer.backend.total_memory_bytes", lambda: 16 << 30)
+    _limit_cache.cache_clear()
     require_mlx()
+    require_mlx()
+    assert fake.cache_limit == after
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "512"), ("40", "40")])
+def test_command_buffers_on_a_mac_take_a_layer_of_the_kv_cache(
+    given: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
+    monkeypatch.setitem(sys.modules, "mlx.core", FakeMLX(0))
+    monkeypatch.setattr("mlxinfer.backend.total_memory_bytes", lambda: 32 << 30)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv(BUFFER_VARIABLE, given or "")
+    if given is None:
+        monkeypatch.delenv(BUFFER_VARIABLE)
+    _limit_cache.cache_clear()
+    require_mlx()
+    assert os.environ[BUFFER_VARIABLE] == found
+    assert command_buffer_mb(1 << 30) == 50
 
 
 def test_the_reason_is_part_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "app": {"errors", "history", "http_json", "memory"},  # HTTP, and the folder of the user's data
     "threads": set(),
     "killable": {"errors", "threads"},
-    "backend": LEAVES,
+    "backend": LEAVES | {"memory"},
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES

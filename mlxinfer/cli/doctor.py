@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .. import __version__, hub
-from ..backend import require_mlx
+from ..backend import BUFFER_VARIABLE, require_mlx
 from ..errors import MlxinferError
 from ..memory import human_bytes
 from ._options import json_option
@@ -81,7 +81,8 @@ def metal() -> Check:
     import mlx.core as mx
 
     if mx.metal.is_available():
-        return Check("metal", OK, f"{mx.device_info().get('device_name', 'GPU')}")
+        buffers = f"command buffers of {os.environ.get(BUFFER_VARIABLE, 'some')} Mi elements"
+        return Check("metal", OK, f"{mx.device_info().get('device_name', 'GPU')}, {buffers}")
     if MACOS:
         return Check("metal", FAIL, "not available", "use a Mac with Apple silicon, not a VM")
     return Check("metal", WARN, "not available: everything runs on the CPU, slowly")

@@ -1,8 +1,8 @@
 """Runs a model one layer at a time with the library's own layers, and observes their inputs.
 
 Hidden states of all texts go through layer after layer; a layer's weights are read, used for all of
-them, and dropped. Attention sees whole sequences, so there is no KV cache. Where MLX runs on the
-CPU layers are computed in float32, which its matrix products are fastest in.
+them, and dropped. Sequences are whole, as rows of a pass without a KV cache are (pooling/segments).
+Where MLX runs on the CPU layers are computed in float32, which its matrix products are fastest in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,20 +12,23 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...errors import UnsupportedModelError
+from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
+from ...errors import ConversionError, UnsupportedModelError
+from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import Choose, ExpertProjection, MoE, Routed
 from ...layers.step import Step
+from ...metal_kernels.paged_attention import Softmax
 from ...metal_kernels.variants import KernelUse, ModelForm
 from ...models.config import ModelConfig
 from ...models.decoder import Model
 from ...models.registry import family
 from ...models.weights.source import Checkpoint
 from ...models.weights.weights import Weights
+from ...pooling.segments import Masks, RowGroup, SegmentAttention, SegmentStates
 from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import mx_dtype
-from .caches import whole_sequences
 
 See = Callable[[Sequence[str], mx.array, mx.array | None], None]
 """Is shown what flows into matrices: their paths, the inputs x (..., in_dims) that they share, and
@@ -91,6 +94,47 @@ class WithoutGradients:
         return mx.stop_gradient(weights), mx.stop_gradient(experts)
 
 
+class WholeLatents:
+    """Latent attention over whole sequences, expanded."""
+
+    def __init__(self, expanded: SegmentAttention) -> None:
+        self._expanded = expanded
+
+    def attend(
+        self,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        latent: mx.array,
+        k_rope: mx.array,
+        *,
+        projection: LatentProjection,
+        scale: float,
+        index: object = None,
+    ) -> mx.array:
+        """As of LatentCache: -> (T, H, dv); no `index` leaves any of so few tokens out."""
+        k_nope, values = projection.expand(latent)
+        k_rope = mx.broadcast_to(k_rope[:, None], q_rope.shape)
+        keys = mx.concatenate([k_nope, k_rope], axis=-1)
+        queries = mx.concatenate([q_nope, q_rope], axis=-1)
+        return self._expanded.attend(queries, keys, values, Softmax(scale)).reshape(values.shape)
+
+
+def _cache(spec: CacheSpec, group: RowGroup, masks: Masks) -> Any:
+    """What stands for the cache of a layer that keeps `spec`."""
+    if isinstance(spec, StateSpec):
+        return SegmentStates([group], spec)
+    assert not isinstance(spec, OwnCacheSpec), "convert knows native families only"
+    attention = SegmentAttention([group], masks, spec.window)
+    if not isinstance(spec, LatentSpec):
+        return attention
+    if spec.index_dim and group.length > spec.num_ranked:
+        raise ConversionError(
+            f"This model sees {spec.num_ranked} tokens of a text, and measuring it takes texts of "
+            f"{group.length}, of which all are seen; convert it without calibration."
+        )
+    return WholeLatents(attention)
+
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_ROWS = 2048  # tokens that go through a layer at once
 _NOT_BY_LAYER = "eos_token_ids"
@@ -104,7 +148,8 @@ class LayerRun:
 
     def __call__(self, x: mx.array, length: int) -> mx.array:
         """x (N * length, hidden): N sequences -> the same after the layer, not evaluated."""
-        caches = {mixer: whole_sequences(mixer.spec, length) for mixer in self.model.mixers}
+        group, masks = RowGroup(0, x.shape[0] // length, length), Masks(bidirectional=False)
+        caches = {mixer: _cache(mixer.spec, group, masks) for mixer in self.model.mixers}
         positions = mx.arange(x.shape[0]) % length
         return self.model.layers[0](x, None, Step(positions.astype(mx.int32), caches))[0]
 

@@ -46,10 +46,6 @@ class ErrorFeedback:
 
     ROWS: ClassVar = 256  # of a matrix at a time, always: results depend on no number of rows
 
-    def begin(self, values: Floats) -> "Unsettled":
-        """values (R, in_dims), R <= ROWS; nothing is rounded yet."""
-        return Unsettled(self, values)
-
 
 def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback | None:
     """Feedback from second moments.
@@ -71,69 +67,6 @@ def make_feedback(moments: Sequence[Floats], num_tokens: int) -> ErrorFeedback |
         inverse = np.linalg.inv(damped)
         factors.append(np.linalg.cholesky(inverse).T.astype(np.float32))
     return ErrorFeedback(tuple(factors))
-
-
-class Unsettled:
-    """Rows of a matrix while their columns are rounded, from the first to the last.
-
-    Columns lie behind each other in memory. Rows are filled up with zeros to `ErrorFeedback.ROWS`,
-    so that a product is always of one shape, and a row's result the same wherever it stands.
-    """
-
-    def __init__(self, feedback: ErrorFeedback, values: Floats) -> None:
-        self._num_rows, in_dims = values.shape
-        self._columns = np.zeros((in_dims, feedback.ROWS), np.float32)
-        self._columns[:, : self._num_rows] = values.T
-        self._factors, self._size = feedback.factors, len(feedback.factors[0])
-
-    def group(self, start: int, stop: int) -> "UnsettledGroup":
-        """Columns start to stop, the next ones; the groups before it are spread."""
-        block = start // self._size
-        first = block * self._size
-        factor = self._factors[block]
-        own, behind = slice(start - first, stop - first), slice(stop - first, None)
-        return UnsettledGroup(
-            self._columns[start:stop],
-            self._num_rows,
-            factor[own, own],
-            factor[own, behind],
-            self._columns[stop : first + len(factor)],
-        )
-
-
-class UnsettledGroup:
-    """The columns of one group of inputs."""
-
-    def __init__(
-        self, columns: Floats, num_rows: int, factor: Floats, shares: Floats, behind: Floats
-    ) -> None:
-        self._columns = columns  # (group_size, ROWS), as all below
-        self._num_rows = num_rows
-        self._factor, self._shares, self._behind = factor, shares, behind
-        self._errors = np.zeros_like(columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-    def values(self) -> Floats:
-        """As they are now, (R, 1, group_size)."""
-        return np.ascontiguousarray(self._columns[:, : self._num_rows].T)[:, None]
-
-    def column(self, index: int) -> Floats:
-        """One of them as it is now, (R, 1)."""
-        return self._columns[index, : self._num_rows, None]
-
-    def settle(self, index: int, found: Floats) -> None:
-        """This column became `found` (R, 1); those behind it in the group change."""
-        error = self._errors[index]
-        error[: self._num_rows] = self._columns[index, : self._num_rows] - found[:, 0]
-        error /= self._factor[index, index]
-        self._columns[index + 1 :] -= self._factor[index, index + 1 :, None] * error
-
-    def spread(self) -> None:
-        """All are settled: what is behind the group changes."""
-        if len(self._behind):
-            self._behind -= self._shares.T @ self._errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,21 +214,32 @@ def _tile(
 def _fed_back(
     groups: Floats, rounding: _Rounding, feedback: ErrorFeedback, importance: Floats | None
 ) -> tuple[NDArray[Any], Scales]:
-    """Codes (R, G, group_size) and scales (R, G, 1) each, group by group."""
+    """Codes (R, G, group_size) and scales (R, G, 1) each, group by group; R <= ErrorFeedback.ROWS.
+
+    Columns lie behind each other in memory. Rows are filled up with zeros, so that a product is
+    always of one shape, and a row's result the same wherever it stands.
+    """
     rows, count, size = groups.shape
+    columns = np.zeros((count * size, feedback.ROWS), np.float32)
+    columns[:, :rows] = groups.reshape(rows, -1).T
     codes: list[NDArray[Any]] = []
     scales: list[Scales] = []
-    left = feedback.begin(groups.reshape(rows, -1))
     for number in range(count):
-        group = left.group(number * size, (number + 1) * size)
+        block, start = divmod(number * size, len(feedback.factors[0]))
+        factor, group = feedback.factors[block][start:, start:], columns[number * size :][:size]
         own = None if importance is None else importance[number, None]
-        scales.append(rounding.scales(group.values(), own))
+        values = np.ascontiguousarray(group[:, :rows].T)[:, None]
+        scales.append(rounding.scales(values, own))
         one = tuple(part[:, 0] for part in scales[-1])  # (R, 1) each
-        for index in range(size):
-            code = rounding.codes(group.column(index), one)
-            group.settle(index, rounding.decode(code, one))
-            codes.append(code)
-        group.spread()
+        errors = np.zeros_like(group)
+        for index, error in enumerate(errors):
+            codes.append(rounding.codes(group[index, :rows, None], one))
+            error[:rows] = group[index, :rows] - rounding.decode(codes[-1], one)[:, 0]
+            error /= factor[index, index]
+            group[index + 1 :] -= factor[index, index + 1 : size, None] * error
+        behind = columns[number * size + size :][: len(factor) - size]
+        if len(behind):
+            behind -= factor[:size, size:].T @ errors
     joined = np.concatenate(codes, axis=-1).reshape(groups.shape)
     return joined, tuple(np.concatenate(parts, axis=1) for parts in zip(*scales, strict=True))
 
@@ -316,11 +260,6 @@ def round_trip(matrix: mx.array, method: QuantisationMethod) -> mx.array:
     flat = np.asarray(as_numpy(matrix.astype(mx.float32)), dtype=np.float32)
     rows, _ = quantise(flat.reshape(-1, flat.shape[-1]), method)
     return unpacked(rows, method).reshape(matrix.shape).astype(matrix.dtype)
-
-
-def sampled_error(sample: Floats, method: QuantisationMethod) -> ErrorStats:
-    """Of rows (R, in_dims) that stand for the whole matrix."""
-    return quantise(sample, method)[1]
 
 
 def unpacked(rows: QuantisedRows, method: QuantisationMethod) -> mx.array:

@@ -92,7 +92,6 @@ class ArrangedSource:
     source: Source
     config: ModelConfig
     outputs: tuple[OutputTensor, ...]
-    dropped: tuple[str, ...]  # names in the source
 
     def blocks(self, output: OutputTensor, max_weights: int) -> Iterator[mx.array]:
         """The values (R, in_dims) in order, about `max_weights` numbers at a time.
@@ -140,14 +139,12 @@ def arrange(source: Source) -> ArrangedSource:
     groups = expert_groups(source.tensors)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
     outputs: dict[str, OutputTensor] = {}
-    dropped: list[str] = []
     for name in source.tensors:
         target = stacked_as.get(name, name)
         ours = rename(target)
         ahead = _ahead(target) if ours is None else None
         ours = ahead or ours
         if ours is None or _unused(ours, config):
-            dropped.append(name)
             continue
         if name in stacked_as and groups[target][0] != name:
             continue
@@ -166,7 +163,7 @@ def arrange(source: Source) -> ArrangedSource:
     if all(output.ahead for output in outputs.values()):
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
-    return ArrangedSource(source, config, tuple(outputs.values()), tuple(dropped))
+    return ArrangedSource(source, config, tuple(outputs.values()))
 
 
 def _check_classifier(source: Source) -> None:

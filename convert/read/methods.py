@@ -15,7 +15,7 @@ from ...models.quantization import read_quantization
 from .schemes.experts import GPT_OSS, StackedExperts
 from .schemes.floats import BLOCK, FP8, fp4_modules, read_block
 from .schemes.gptq import AWQ, GPTQ
-from .schemes.integers import Integers
+from .schemes.integers import Integers, groups_of
 from .schemes.mlx import MLXModules
 from .source import Claim, Leaves, Reader, dense_reader
 from .stored import FLOATS, StoredArray
@@ -222,13 +222,9 @@ def _named(name: str, stated: Fields) -> StorageScheme:
 
 
 def _block_structure(stated: Fields) -> tuple[int, int]:
-    groups = stated.fields("config_groups")
-    for name in groups.values if groups else ():
-        group = groups.fields(name) if groups else None
-        weights = group.fields("weights") if group else None
-        if weights is not None and weights.get("block_structure") is not None:
-            return read_block(weights, "block_structure")
-    return BLOCK
+    every = [weights for group in groups_of(stated) if (weights := group.fields("weights"))]
+    blocks = [each for each in every if each.get("block_structure") is not None]
+    return read_block(blocks[0], "block_structure") if blocks else BLOCK
 
 
 def _modelopt(stated: Fields) -> StorageScheme:

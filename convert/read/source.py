@@ -44,7 +44,6 @@ class TensorInfo:
     stored: str  # for people: "bf16", "AWQ int4 g128", "Q4_K", "fp8 128x128"
     stored_bytes: int  # with scales, zero points and the like
     lossless: MLXFormat | None = None  # of its codes; None: there are values only
-    scales_exact: bool = True  # False: codes are kept, but the scales need float32 to be exact
     scales_dtype: str = "float16"  # of affine ones in Packed, unless they need float32
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from ....errors import UnsupportedModelError
 from ...arrays import pack
-from ..affine import AffineMatrix, Triple, affine_format
-from ..schemes.floats import MXFP4, fp4_values
-from ..source import Packed, Reader, TensorInfo
+from ..codes import AffineMatrix, Octets, Triple, affine_format, float_reader
+from ..schemes.floats import MXFP4
+from ..source import Reader, TensorInfo
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
 from .blocks import AFFINE, AffineBlocks, nibbles, values_of
 from .header import BlockType
@@ -122,7 +122,6 @@ def _affine(place: GGUFTensor, blocks: AffineBlocks) -> Reader:
 
     info = place.info(
         lossless=affine_format(blocks.bits, 32),
-        scales_exact=blocks.half_scales,
         scales_dtype="float16" if blocks.half_scales else "float32",
     )
     return AffineMatrix(info, (place.array,), blocks.bits, 32, triple).reader()
@@ -131,24 +130,16 @@ def _affine(place: GGUFTensor, blocks: AffineBlocks) -> Reader:
 def _mxfp4(place: GGUFTensor) -> Reader:
     """An exponent and 16 bytes: the low halves are the first 16 values, the high ones the rest."""
 
-    def apart(rows: slice) -> tuple[Array, Array]:
-        """Octets in MLX's order, in which neighbours share a byte, and exponents."""
+    def octets(rows: slice) -> Octets:
+        """In MLX's order, in which neighbours share a byte, and exponents."""
         blocks = place.blocks(rows)
         codes = nibbles(blocks[:, 1:], 16)
-        octets = codes[:, ::2] | (codes[:, 1::2] << 4)
+        packed = codes[:, ::2] | (codes[:, 1::2] << 4)
         *middle, in_dims = place.shape[1:]
         lead = (rows.stop - rows.start, *middle)
         order = place.groups(32)
         exponents = np.ascontiguousarray(blocks[:, 0]).reshape(*lead, in_dims // 32)[..., order]
-        octets = octets.reshape(*lead, in_dims // 32, 16)[..., order, :]
-        return np.ascontiguousarray(octets.reshape(*lead, in_dims // 2)), exponents
+        packed = packed.reshape(*lead, in_dims // 32, 16)[..., order, :]
+        return packed.reshape(*lead, in_dims // 2), exponents
 
-    def values(rows: slice) -> mx.array:
-        octets, exponents = apart(rows)
-        return mx.array(fp4_values(octets, to_float32(exponents, "F8_E8M0")))
-
-    def codes() -> Packed:
-        octets, exponents = apart(slice(0, place.shape[0]))
-        return Packed(mx.array(octets.view(np.uint32)), mx.array(exponents), None)
-
-    return Reader(place.info(lossless=MXFP4), (place.array,), values, codes)
+    return float_reader(place.info(lossless=MXFP4), (place.array,), MXFP4, octets)

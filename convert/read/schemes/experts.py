@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from ..source import Leaves, Packed, Reader, TensorInfo
-from ..stored import FLOATS, StoredArray, to_float32, to_mlx
-from .floats import MXFP4, fp4_values
+from ..codes import Octets, float_reader
+from ..source import Leaves, Reader, TensorInfo
+from ..stored import FLOATS, StoredArray, to_mlx
+from .floats import MXFP4
 
 _PIECES = {  # stored -> what it becomes, which of how many parts
     "gate_up_proj": (("gate_proj", (0, 2)), ("up_proj", (1, 2))),
@@ -87,8 +88,7 @@ class StackedExperts:
                 found = found.swapaxes(1, 2)
             return to_mlx(found[:, own], stored.dtype)
 
-        shape, size = (count, out_dims // part[1], in_dims), stored.num_bytes // part[1]
-        return _plain(name, shape, stored, size, values)
+        return _plain(name, (count, out_dims // part[1], in_dims), stored, part, values)
 
 
 GPT_OSS = StackedExperts("experts", inputs_first=True, interleaved=True)
@@ -98,13 +98,11 @@ def _plain(
     name: str,
     shape: tuple[int, ...],
     stored: StoredArray,
-    num_bytes: int,
+    part: tuple[int, int],
     values: Callable[[slice], mx.array],
 ) -> Reader:
-    dtype = FLOATS[stored.dtype]
-    return Reader(
-        TensorInfo(name, shape, dtype, stored.dtype.lower(), num_bytes), (stored,), values
-    )
+    dtype, size = FLOATS[stored.dtype], stored.num_bytes // part[1]
+    return Reader(TensorInfo(name, shape, dtype, stored.dtype.lower(), size), (stored,), values)
 
 
 def _rows(
@@ -128,22 +126,14 @@ def _mxfp4(name: str, blocks: StoredArray, scales: StoredArray, part: tuple[int,
     count, out_dims, groups, _ = blocks.shape
     own = _rows(blocks, out_dims, part)
 
-    def apart(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+    def octets(rows: slice) -> Octets:
         codes, powers = (np.ascontiguousarray(p.view(rows)[:, own]) for p in (blocks, scales))
         return codes.reshape(*codes.shape[:2], -1), powers
-
-    def values(rows: slice) -> mx.array:
-        octets, powers = apart(rows)
-        return mx.array(fp4_values(octets, to_float32(powers, "F8_E8M0"))).astype(mx.bfloat16)
-
-    def codes() -> Packed:
-        octets, powers = apart(slice(None))
-        return Packed(mx.array(octets.view(np.uint32)), mx.array(powers), None)
 
     shape = (count, out_dims // part[1], groups * 32)
     size = shape[0] * shape[1] * groups * 17
     info = TensorInfo(name, shape, "bfloat16", "mxfp4 g32", size, lossless=MXFP4)
-    return Reader(info, (blocks, scales), values, codes)
+    return float_reader(info, (blocks, scales), MXFP4, octets)
 
 
 def _bias(name: str, bias: StoredArray, part: tuple[int, int]) -> Reader:
@@ -152,11 +142,8 @@ def _bias(name: str, bias: StoredArray, part: tuple[int, int]) -> Reader:
         raise bias.fail(f"has shape {bias.shape}; expected (experts, out)")
     count, both = bias.shape
     own = _rows(bias, both, part)
-    size = bias.num_bytes // part[1]
-    return _plain(
-        name,
-        (count, both // part[1]),
-        bias,
-        size,
-        lambda rows: to_mlx(bias.view(rows)[:, own], bias.dtype),
-    )
+
+    def values(rows: slice) -> mx.array:
+        return to_mlx(bias.view(rows)[:, own], bias.dtype)
+
+    return _plain(name, (count, both // part[1]), bias, part, values)

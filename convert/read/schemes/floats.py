@@ -5,8 +5,8 @@ Eight bits: `weight` (out, in) F8_E4M3 times `weight_scale` or, in spite of its 
 weight_block_size), compressed-tensors (float-quantized and mxfp8), ModelOpt, FBGEMM. Scales that
 are powers of two are those of MLX's mxfp8, repeated for each 32 inputs.
 
-Four bits (E2M1), two to a byte, the first in the low half, which is MLX's order too, with a scale
-for 16 or 32 inputs. compressed-tensors: weight_packed, weight_scale, and for nvfp4
+Four bits with a scale for 16 or 32 inputs. compressed-tensors: weight_packed, weight_scale, and for
+nvfp4
 weight_global_scale, which divides. ModelOpt: weight, weight_scale, and weight_scale_2, which
 multiplies. MLX's nvfp4 has no such third scale, so where there is one, there are only values.
 """
@@ -19,8 +19,9 @@ import numpy as np
 
 from ....errors import CheckpointError
 from ....models.jsonfields import Fields
+from ..codes import float_reader
 from ..source import Leaves, MLXFormat, Packed, Reader, TensorInfo
-from ..stored import E2M1, E4M3, FLOATS, Array, StoredArray, to_float32
+from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
 
 MXFP8, NVFP4, MXFP4 = (
     MLXFormat(32, 8, "mxfp8"),
@@ -213,14 +214,11 @@ def _fp4_matrix(
         raise third.fail(f"has shape {third.shape}; expected one number")
     parts = (codes, scale, third) if third else (codes, scale)
 
-    def values(rows: slice) -> mx.array:
-        """Code times scale times the third scale."""
-        steps = to_float32(scale.view(rows), "F8_E4M3" if form is NVFP4 else "F8_E8M0")
-        if third is not None:
-            whole = np.float32(np.asarray(third.view()).reshape(()))
-            steps = steps * whole if divisor is None else steps / whole
-        found = mx.array(fp4_values(codes.view(rows), steps))
-        return found if third is not None else found.astype(mx.bfloat16)
+    def rescaled(steps: Array) -> Array:
+        if third is None:
+            return steps
+        whole = np.float32(np.asarray(third.view()).reshape(()))
+        return steps * whole if divisor is None else steps / whole
 
     info = TensorInfo(
         name=name,
@@ -230,20 +228,6 @@ def _fp4_matrix(
         stored_bytes=sum(part.num_bytes for part in parts),
         lossless=None if third else form,
     )
-    return Reader(info, parts, values, None if third else lambda: as_stored(codes, scale))
-
-
-def as_stored(codes: StoredArray, scale: StoredArray) -> Packed:
-    """Codes and scales as they are."""
-    words = np.ascontiguousarray(codes.view()).view(np.uint32)
-    return Packed(mx.array(words), mx.array(np.ascontiguousarray(scale.view())), None)
-
-
-def fp4_values(octets: Array, scales: Array) -> Array:
-    """(..., in / 2) uint8 and (..., groups) float32 -> (..., in) float32."""
-    values = np.empty((*octets.shape, 2), np.float32)
-    values[..., 0] = E2M1[octets & 0xF]
-    values[..., 1] = E2M1[octets >> 4]
-    grouped = values.reshape(*scales.shape, -1)
-    grouped *= scales[..., None]
-    return grouped.reshape(*octets.shape[:-1], -1)
+    return float_reader(
+        info, parts, form, lambda rows: (codes.view(rows), scale.view(rows)), rescaled
+    )

@@ -20,8 +20,8 @@ import numpy as np
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
 from ...arrays import pack, unpack
-from ..affine import AffineMatrix, Triple, affine_format, affine_info
-from ..source import Leaves, Reader
+from ..codes import AffineMatrix, Triple, affine_matrix
+from ..source import Leaves, MLXFormat, Reader
 from ..stored import FLOATS, Array, StoredArray
 
 Arrays = tuple[StoredArray, StoredArray, StoredArray]  # qweight, qzeros, scales
@@ -84,17 +84,16 @@ class GPTQ:
             raise qweight.fail(f"has {out_dims} outputs, whose {bits} bits fill no words")
         qzeros.expect(["I32"], (in_dims // size, out_dims * bits // 32))
         scales.expect([*FLOATS], (in_dims // size, out_dims))
-        info = affine_info(
+        return affine_matrix(
             path,
             (out_dims, in_dims),
             arrays,
-            stored=f"GPTQ int{bits} g{size}",
-            lossless=affine_format(bits, size),
-            scale_dtype=FLOATS[scales.dtype],
-            exact=self._symmetric and scales.dtype != "F32",
+            partial(self._triple, arrays),
+            MLXFormat(size, bits),
+            stored=f"GPTQ int{bits}",
+            scales=scales,
+            exact=self._symmetric,
         )
-        triple = partial(self._triple, arrays)
-        return AffineMatrix(info, arrays, bits, size, triple)
 
     def _triple(self, arrays: Arrays, rows: slice) -> Triple:
         """The transposed words are MLX's; bias = -zero * scale. Zero less one is the top code."""
@@ -165,17 +164,11 @@ class AWQ:
         else:
             qzeros.expect(["I32"], (groups, second))
             scales.expect(["F16", "BF16"], (groups, second * _PER_WORD))
-        info = affine_info(
-            path,
-            shape,
-            arrays,
-            stored=f"AWQ int4 g{size}",
-            lossless=affine_format(4, size),
-            scale_dtype="float32",
-            exact=False,
-        )
         triple = partial(_gemv, arrays, groups) if self._gemv else partial(_gemm, arrays)
-        return AffineMatrix(info, arrays, 4, size, triple)
+        form = MLXFormat(size, 4)
+        return affine_matrix(
+            path, shape, arrays, triple, form, stored="AWQ int4", scales=scales, exact=False
+        )
 
 
 def _gemm(arrays: Arrays, rows: slice) -> Triple:

@@ -15,8 +15,8 @@ import numpy as np
 from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
 from ...arrays import Codes, Words, pack, unpack
-from ..affine import AffineMatrix, Triple, affine_format, affine_info
-from ..source import Leaves, Reader
+from ..codes import AffineMatrix, Triple, affine_matrix
+from ..source import Leaves, MLXFormat, Reader
 from ..stored import FLOATS, Array, StoredArray
 
 _FORMATS = (
@@ -29,13 +29,10 @@ class Integers:
     """The modules of a compressed-tensors checkpoint that hold integers."""
 
     def __init__(self, config: Fields) -> None:
-        groups = config.fields("config_groups")
-        names = list(groups.values) if groups else []
-        self._weights = [w for name in names if groups and (w := _weights_of(groups, name))]
+        groups = groups_of(config)
+        self._weights = [weights for group in groups if (weights := _weights_of(group))]
         self._where = config.where
-        stated = [config.text("format", default="dense")]
-        stated += [_format_of(groups, name) for name in names if groups]
-        for form in stated:
+        for form in [each.text("format", default="dense") for each in (config, *groups)]:
             if form not in _FORMATS:
                 raise UnsupportedModelError(
                     f"format in {config.where} is {form[:40]!r}; expected one of "
@@ -139,34 +136,33 @@ class _Packing:
         return codes.astype(np.uint8).reshape(*words.shape[:-1], -1)[..., :count]
 
 
+def groups_of(config: Fields | None) -> list[Fields]:
+    """The objects in `config_groups`."""
+    groups = config.fields("config_groups") if config else None
+    found = [groups.fields(name) for name in groups.values] if groups else []
+    return [group for group in found if group]
+
+
 def _check_transforms(stated: Fields | None) -> None:
     """Refuse transforms of activations; those of weights are in the stored values already."""
-    schemes = stated.fields("config_groups") if stated else None
-    for name in schemes.values if schemes else ():
-        scheme = schemes.fields(name) if schemes else None
-        for applied in (scheme.items("apply") or []) if scheme else []:
+    for scheme in groups_of(stated):
+        for applied in scheme.items("apply") or []:
             where = applied.get("location") if isinstance(applied, dict) else applied
             if where not in ("weight_input", "weight_output"):
                 raise UnsupportedModelError(
-                    f"{name} in transform_config transforms at {str(where)[:40]!r} while the model "
-                    "runs; not supported. Use the checkpoint that it was made from."
+                    f"{scheme.where} transforms at {str(where)[:40]!r} while the model runs; not "
+                    "supported. Use the checkpoint that it was made from."
                 )
 
 
-def _weights_of(groups: Fields, name: str) -> _Stated | None:
+def _weights_of(group: Fields) -> _Stated | None:
     """The weights of a config group; None where they are no integers."""
-    group = groups.fields(name)
-    weights = group.fields("weights") if group else None
+    weights = group.fields("weights")
     if weights is None or weights.text("type", default="int") != "int":
         return None
     size = weights.integer("group_size", low=-1, default=0)
     symmetric = weights.boolean("symmetric", default=True)
     return _Stated(weights.integer("num_bits", high=8), max(size, 0), symmetric)
-
-
-def _format_of(groups: Fields, name: str) -> str:
-    group = groups.fields(name)
-    return group.text("format", default="dense") if group else "dense"
 
 
 def _words(
@@ -201,16 +197,16 @@ def _words(
         return found, steps, -np.ascontiguousarray(points.T).astype(np.float32) * steps
 
     parts = [part for part in (words, scale, zeros, shape) if part is not None]
-    info = affine_info(
+    return affine_matrix(
         path,
         (out_dims, in_dims),
         parts,
-        stored=f"compressed-tensors int{bits} g{group_size}",
-        lossless=affine_format(bits, group_size),
-        scale_dtype=FLOATS[scale.dtype],
-        exact=zeros is None and scale.dtype != "F32",
+        triple,
+        MLXFormat(group_size, bits),
+        stored=f"compressed-tensors int{bits}",
+        scales=scale,
+        exact=zeros is None,
     )
-    return AffineMatrix(info, parts, bits, group_size, triple)
 
 
 def _bytes(
@@ -239,17 +235,16 @@ def _bytes(
         return _as_words(octets, 8), steps, -zero * steps
 
     parts = [part for part in (codes, scale, zeros) if part is not None]
-    group_size = in_dims // groups
-    info = affine_info(
+    return affine_matrix(
         path,
         (out_dims, in_dims),
         parts,
-        stored=f"compressed-tensors int8 g{group_size}",
-        lossless=affine_format(8, group_size),
-        scale_dtype=FLOATS[scale.dtype],
-        exact=zeros is None and scale.dtype != "F32",
+        triple,
+        MLXFormat(in_dims // groups, 8),
+        stored="compressed-tensors int8",
+        scales=scale,
+        exact=zeros is None,
     )
-    return AffineMatrix(info, parts, 8, group_size, triple)
 
 
 def _groups_of(scale: StoredArray, out_dims: int) -> int:

@@ -7,14 +7,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 
 from ....models.quantization import QuantFormat, Quantization
-from ..affine import AffineMatrix, Triple, affine_info
+from ..codes import AffineMatrix, Octets, Triple, affine_matrix, float_reader
 from ..source import Leaves, Reader, TensorInfo
-from ..stored import E4M3, FLOATS, StoredArray, to_float32
-from .floats import as_stored, fp4_values
+from ..stored import FLOATS, StoredArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +61,20 @@ def _affine(
         """As stored."""
         return np.ascontiguousarray(weight.view(rows)), scales.floats(rows), biases.floats(rows)
 
-    info = affine_info(
-        path,
-        shape,
-        arrays,
-        stored=_described(form),
-        lossless=form,
-        scale_dtype=FLOATS[scales.dtype],
-        exact=scales.dtype != "F32",
+    stored = f"MLX affine {form.bits}-bit"
+    return affine_matrix(
+        path, shape, arrays, triple, form, stored=stored, scales=scales, exact=True
     )
-    return AffineMatrix(info, arrays, form.bits, form.group_size, triple)
 
 
 def _floats(path: str, weight: StoredArray, scales: StoredArray, form: QuantFormat) -> Reader:
     """mxfp4, mxfp8 and nvfp4; bfloat16 holds every value that is not too small for it."""
     shape = _shape(weight, scales, form)
-
-    def values(rows: slice) -> mx.array:
-        """Code times scale."""
-        steps = to_float32(scales.view(rows), "F8_E4M3" if form.mode == "nvfp4" else "F8_E8M0")
-        octets = np.ascontiguousarray(weight.view(rows)).view(np.uint8)
-        if form.bits == 4:
-            return mx.array(fp4_values(octets, steps)).astype(mx.bfloat16)
-        found = E4M3[octets].reshape(*steps.shape, -1)
-        found *= steps[..., None]
-        return mx.array(found.reshape(octets.shape)).astype(mx.bfloat16)
-
+    stored = f"MLX {form.mode} {form.bits}-bit g{form.group_size}"
     size = weight.num_bytes + scales.num_bytes
-    info = TensorInfo(f"{path}.weight", shape, "bfloat16", _described(form), size, form)
-    return Reader(info, (weight, scales), values, lambda: as_stored(weight, scales))
 
+    def octets(rows: slice) -> Octets:
+        return np.ascontiguousarray(weight.view(rows)).view(np.uint8), scales.view(rows)
 
-def _described(form: QuantFormat) -> str:
-    return f"MLX {form.mode} {form.bits}-bit g{form.group_size}"
+    info = TensorInfo(f"{path}.weight", shape, "bfloat16", stored, size, form)
+    return float_reader(info, (weight, scales), form, octets)

@@ -1,7 +1,10 @@
-"""Integer codes with a scale and a bias for each group: values and MLX's layout of them.
+"""Codes in groups along the last axis: their values, and MLX's layout of them.
 
-value = code * scale + bias, all products exact in float32 for codes of at most 8 bits and scales of
-at most 17 significant bits.
+Integers have a scale and a bias for each group. value = code * scale + bias, all products exact in
+float32 for codes of at most 8 bits and scales of at most 17 significant bits.
+
+Floats of four bits (E2M1, two to a byte, the first in the low half) or eight (E4M3) have a scale of
+eight bits: a power of two (E8M0), or E4M3 for nvfp4.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +16,7 @@ import numpy as np
 from ...errors import CheckpointError
 from ..arrays import Words, mx_dtype, unpack
 from .source import MLXFormat, Packed, Reader, TensorInfo
-from .stored import Array, StoredArray
+from .stored import E2M1, E4M3, FLOATS, Array, StoredArray, to_float32
 
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _GROUPS = (128, 64, 32)
@@ -54,7 +57,6 @@ class AffineMatrix:
             stored=f"{self.info.stored} act-order",
             stored_bytes=self.info.stored_bytes + group_of.num_bytes,
             lossless=None,
-            scales_exact=True,
         )
 
         def values(rows: slice) -> mx.array:
@@ -102,31 +104,75 @@ class AffineMatrix:
         return words, scales, biases
 
 
-def affine_info(
+def affine_matrix(
     path: str,
     shape: tuple[int, ...],
     parts: Sequence[StoredArray],
+    triple: Callable[[slice], Triple],
+    form: MLXFormat,
     *,
     stored: str,
-    lossless: MLXFormat | None,
-    scale_dtype: str,
+    scales: StoredArray,
     exact: bool,
-) -> TensorInfo:
-    """The description of the weight of the module at a path.
+) -> AffineMatrix:
+    """The weight of the module at a path.
 
     Args:
-        scale_dtype: of scales and biases where MLX's format has them, as far as it holds them.
-        exact: whether it holds them all.
+        form: bits and group size, as the source has them.
+        stored: kind of the source, for people.
+        scales: of `parts`.
+        exact: whether the dtype of the scales holds the biases, too.
     """
-    if scale_dtype == "bfloat16" and not exact:
-        scale_dtype = "float16"  # as many bytes, and an eighth of the error in -zero * scale
-    return TensorInfo(
+    exact = exact and scales.dtype != "F32"
+    dtype = FLOATS[scales.dtype]
+    if dtype == "bfloat16" and not exact:
+        dtype = "float16"  # as many bytes, and an eighth of the error in -zero * scale
+    info = TensorInfo(
         name=f"{path}.weight",
         shape=shape,
         dtype="float32",
-        stored=stored,
+        stored=f"{stored} g{form.group_size}",
         stored_bytes=sum(part.num_bytes for part in parts),
-        lossless=lossless,
-        scales_exact=exact,
-        scales_dtype=scale_dtype,
+        lossless=affine_format(form.bits, form.group_size),
+        scales_dtype=dtype,
     )
+    return AffineMatrix(info, parts, form.bits, form.group_size, triple)
+
+
+Octets = tuple[Array, Array]
+"""Codes (n, ..., bytes) uint8 and the bytes of scales (n, ..., groups)."""
+
+
+def float_reader(
+    info: TensorInfo,
+    parts: Sequence[StoredArray],
+    form: MLXFormat,
+    octets: Callable[[slice], Octets],
+    rescaled: Callable[[Array], Array] = lambda scales: scales,
+) -> Reader:
+    """The reader of floats in groups.
+
+    Args:
+        info: values in this dtype; codes where it says that they are lossless.
+        form: of the codes.
+        octets: of a range of the first axis.
+        rescaled: scales (float32) times what the source multiplies all of them with.
+    """
+
+    def values(rows: slice) -> mx.array:
+        """Code times scale."""
+        codes, scales = octets(rows)
+        steps = rescaled(to_float32(scales, "F8_E4M3" if form.mode == "nvfp4" else "F8_E8M0"))
+        found = E4M3[codes]
+        if form.bits == 4:
+            found = E2M1[np.stack([codes & 0xF, codes >> 4], axis=-1)]
+        grouped = found.reshape(*steps.shape, -1)
+        grouped *= steps[..., None]
+        return mx.array(grouped.reshape(*steps.shape[:-1], -1)).astype(mx_dtype(info.dtype))
+
+    def packed() -> Packed:
+        """Codes and scales as they are."""
+        codes, scales = map(np.ascontiguousarray, octets(slice(0, info.shape[0])))
+        return Packed(mx.array(codes.view(np.uint32)), mx.array(scales), None)
+
+    return Reader(info, parts, values, None if info.lossless is None else packed)

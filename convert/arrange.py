@@ -238,11 +238,6 @@ def _output(name: str, infos: list[TensorInfo], target: str) -> OutputTensor:
     )
 
 
-def by_name(outputs: tuple[OutputTensor, ...]) -> Mapping[str, OutputTensor]:
-    """The outputs by their names."""
-    return {output.name: output for output in outputs}
-
-
 def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
     """Raise CheckpointError unless a model of `config` has just these tensors. None is read."""
     module = family(config.model_type)

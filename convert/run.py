@@ -21,12 +21,12 @@ from ..models.config import load_config, normalise
 from ..models.jsonfields import read_json
 from ..text import Tokenizer
 from .arrange import ArrangedSource, arrange, check_complete
-from .calibration.allocation import MeasuredUnit, choose_formats, least_bytes
+from .calibration.allocation import choose_formats, least_bytes
 from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
 from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limit_for, top1_for
-from .calibration.measure import load_units, measure_units, save_units
+from .calibration.measure import load_formats, measure_units, save_formats
 from .calibration.texts import Texts, make_texts
 from .files import partial_path
 from .plan import (
@@ -191,8 +191,7 @@ class Conversion:
         write_side_files(place.model, self.source)
         unloadable = self._check_side_files(place)
         texts = self._texts(place.model) if self._needs_texts else None
-        units = self._units(place, texts)
-        plan = self.plan(self._formats(units))
+        plan = self.plan(self._formats(place, texts))
         journal.planned(digest_of(plan))
         write_json(
             place.model / "config.json", config_json(self.source, self.arranged.config, plan)
@@ -281,12 +280,14 @@ class Conversion:
             max_context=self.arranged.config.max_context,
         )
 
-    def _units(self, place: Workplace, texts: Texts | None) -> list[MeasuredUnit]:
-        """The cost of each unit, where a target needs it; an earlier run may have measured it."""
-        if not self.options.targeted or texts is None:
-            return []
+    def _formats(self, place: Workplace, texts: Texts | None) -> dict[str, MLXFormat | None]:
+        """The formats of a plan with a target size; an earlier run may have measured them."""
+        base = self.plan()
+        limit = self.options.limit_bytes(base.num_weights)
+        if limit is None or texts is None:
+            return {}
         if place.measured.exists():
-            return load_units(place.measured, self.arranged)
+            return load_formats(place.measured)
         units = measure_units(
             self.arranged,
             texts.calibration,
@@ -294,14 +295,9 @@ class Conversion:
             self.budget.probes,
             lambda done, count: self.progress("measure", done, count),
         )
-        save_units(place.measured, units)
-        return units
-
-    def _formats(self, units: list[MeasuredUnit]) -> dict[str, MLXFormat | None]:
-        """The formats of a plan with a target size."""
-        base = self.plan()
-        limit = self.options.limit_bytes(base.num_weights)
-        return {} if limit is None else choose_formats(self.arranged, units, base, limit)
+        formats = choose_formats(self.arranged, units, base, limit)
+        save_formats(place.measured, formats)
+        return formats
 
     def _rounding(self) -> str:
         """How weights are rounded, which memory decides in part; a resumed run must do the same."""

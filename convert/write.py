@@ -56,7 +56,7 @@ Wrote = Callable[[int], None]  # called with the number of weights written
 
 SPARE_BYTES = 64 << 20  # left free on the disk
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_MADE = ("model", "measured.json", "learned", "short.npy", "long.npy")
+_MADE = ("model", "measured.json", "learned", "short.logits", "long.logits")
 _OURS = (*_MADE, *(f"{name}.partial" for name in _MADE), "journal.jsonl", "lock")  # lock goes last
 _MARKS = tuple(
     name for name in _OURS if not name.startswith("model")
@@ -95,7 +95,7 @@ class Workplace:
 
     @property
     def measured(self) -> Path:
-        """The measured cost of each unit."""
+        """The formats that follow from measuring."""
         return self.root / "measured.json"
 
     @property
@@ -106,7 +106,7 @@ class Workplace:
     @property
     def references(self) -> tuple[Path, Path]:
         """Logits of the source, of short and of long contexts."""
-        return self.root / "short.npy", self.root / "long.npy"
+        return self.root / "short.logits", self.root / "long.logits"
 
     def publish(self) -> None:
         """Make the finished folder the output."""
@@ -262,7 +262,7 @@ def _clear(place: Workplace) -> None:
             _delete(place.root / name)
 
 
-VERSION = 2
+VERSION = 3
 
 
 class Journal:

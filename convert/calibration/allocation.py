@@ -34,17 +34,9 @@ class FormatChoice:
     cost: float
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationUnit:
-    """Tensors that share one format, and what they may be stored as."""
-
-    names: tuple[str, ...]
-    choices: tuple[FormatChoice, ...]
-
-
-def allocate(units: Sequence[AllocationUnit], max_bytes: int) -> list[FormatChoice]:
-    """One choice for each unit, together at most `max_bytes`, which the smallest meet."""
-    hulls = [lower_hull(unit.choices) for unit in units]
+def allocate(units: Sequence[Sequence[FormatChoice]], max_bytes: int) -> list[FormatChoice]:
+    """One of the choices of each unit, together at most `max_bytes`, which the smallest meet."""
+    hulls = [lower_hull(choices) for choices in units]
     taken = [0] * len(units)
     left = max_bytes - sum(hull[0].num_bytes for hull in hulls)
     assert left >= 0, "a target that nothing meets is refused before measuring"
@@ -135,11 +127,9 @@ def least_bytes(arranged: ArrangedSource, recipe: Recipe, plan: ConversionPlan) 
     planned = {tensor.output.name: tensor.num_bytes for tensor in plan.tensors}
     for unit in units_of(arranged, recipe):
         forms = candidates_of(unit.outputs[0], unit)
-        priced = choices(
-            replace(unit, errors=dict.fromkeys(forms, 0.0)), recipe, arranged.source.dtype
-        )
-        size += min(choice.num_bytes for choice in priced.choices)
-        size -= sum(planned[name] for name in priced.names)
+        priced = replace(unit, errors=dict.fromkeys(forms, 0.0))
+        size += min(c.num_bytes for c in choices_of(priced, recipe, arranged.source.dtype))
+        size -= sum(planned[output.name] for output in unit.outputs)
     return size
 
 
@@ -154,31 +144,24 @@ def choose_formats(
         base: a plan of the whole; what belongs to no unit keeps its format.
         max_bytes: of all tensors of `base`; what least_bytes() says, or more.
     """
-    priced = [choices(unit, base.recipe, arranged.source.dtype) for unit in units]
-    free = {name for unit in priced for name in unit.names}
+    priced = [choices_of(unit, base.recipe, arranged.source.dtype) for unit in units]
+    free = {output.name for unit in units for output in unit.outputs}
     fixed = sum(t.num_bytes for t in base.tensors if t.output.name not in free)
-    chosen = allocate(priced, max_bytes - fixed)
-    pairs = zip(priced, chosen, strict=True)
-    return {name: choice.form for unit, choice in pairs for name in unit.names}
+    pairs = zip(units, allocate(priced, max_bytes - fixed), strict=True)
+    return {output.name: choice.form for unit, choice in pairs for output in unit.outputs}
 
 
-def choices(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> AllocationUnit:
-    """The choices of a unit with their bytes and costs, for allocate()."""
+def choices_of(unit: MeasuredUnit, recipe: Recipe, model_dtype: str) -> list[FormatChoice]:
+    """The choices of a unit with their bytes and costs."""
     found = []
     least = max(floor_bits(output.path) for output in unit.outputs)
     for form in [*unit.errors, None]:
         if form is not None and form.bits < least:
             continue
-        planned = [
-            PlannedTensor(
-                output,
-                form,
-                dense_dtype(output, recipe, model_dtype)
-                if form is None
-                else recipe.dtype or model_dtype,
-            )
-            for output in unit.outputs
-        ]
-        size = sum(tensor.num_bytes for tensor in planned)
+        size = 0
+        for output in unit.outputs:
+            dense = dense_dtype(output, recipe, model_dtype)
+            dtype = dense if form is None else recipe.dtype or model_dtype
+            size += PlannedTensor(output, form, dtype).num_bytes
         found.append(FormatChoice(form, size, unit.cost(form)))
-    return AllocationUnit(tuple(output.name for output in unit.outputs), tuple(found))
+    return found

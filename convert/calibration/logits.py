@@ -50,19 +50,16 @@ def _logits_of(arranged: ArrangedSource, hidden: mx.array, matrix: mx.array) -> 
 
 
 def write(path: Path, arranged: ArrangedSource, streamed: StreamedModel, hidden: mx.array) -> None:
-    """All logits of hidden (T, hidden) into a .npy file, (T, vocab_size) float32.
+    """All logits of hidden (T, hidden) into a file: (T, vocab_size) float32 and nothing else.
 
     Raises:
         OSError: the disk is full; then there is no file of this name.
     """
     partial, vocab = partial_path(path), arranged.config.vocab_size
-    header = {"descr": "<f4", "fortran_order": False, "shape": (hidden.shape[0], vocab)}
     with partial.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-        front = file.tell()
         for columns, logits in blocks(arranged, streamed, hidden):
             for row, part in enumerate(logits):
-                file.seek(front + (row * vocab + columns.start) * 4)
+                file.seek((row * vocab + columns.start) * 4)
                 file.write(part.data)
     os.replace(partial, path)
 
@@ -172,13 +169,12 @@ def compare_logits(
     max_kl: float,
     min_top1: float = 0.0,
 ) -> LogitCheck:
-    """Run sequences of one length and compare with the .npy file of the source's logits.
+    """Run sequences of one length and compare with the file of the source's logits.
 
     Raises:
         ConversionError: the file is damaged.
     """
-    kept = _logits(reference, sum(len(ids) for ids in sequences))
-    parts = zip(*_compared(sequences, kept, logits_of), strict=True)
+    parts = zip(*_compared(sequences, reference, logits_of), strict=True)
     divergence, same, clear, losses = (np.concatenate(part, axis=-1) for part in parts)
     source_loss, loss = losses.mean(axis=-1)
     return LogitCheck(
@@ -196,19 +192,26 @@ def compare_logits(
 
 
 def _compared(
-    sequences: Sequence[list[int]], kept: np.memmap, logits_of: LogitsOf
+    sequences: Sequence[list[int]], reference: Path, logits_of: LogitsOf
 ) -> Iterator[tuple[Doubles, Doubles, Doubles, Doubles]]:
     """Divergence, same best token, clear best token (T,) each, and losses of source and output.
 
     Losses are (2, T), less one position where a sequence ends: nothing follows the last token.
     """
-    for number, ids in enumerate(sequences):
+    first = 0
+    for ids in sequences:
         found = logits_of(ids)
-        first = number * len(ids)
-        step = max(1, MAX_LOGITS // found.shape[1])
+        vocab = found.shape[1]
+        if not reference.exists() or reference.stat().st_size != 4 * vocab * len(ids) * len(
+            sequences
+        ):
+            raise damaged(reference)
+        step = max(1, MAX_LOGITS // vocab)
         for start in range(0, len(ids), step):
             rows = slice(start, min(start + step, len(ids)))
-            plain = log_softmax(_rows(kept, first + rows.start, first + rows.stop))
+            size, at = len(found[rows]) * vocab, (first + start) * vocab * 4
+            kept = np.fromfile(reference, np.float32, size, offset=at)
+            plain = log_softmax(kept.reshape(-1, vocab))
             other = log_softmax(found[rows])
             second, best = np.partition(plain, -2, axis=-1)[:, -2:].T
             following = np.array(ids[rows.start + 1 : rows.stop + 1])
@@ -217,26 +220,7 @@ def _compared(
             kl = (np.exp(plain) * (plain - other)).sum(axis=-1)
             same = (plain.argmax(-1) == other.argmax(-1)).astype(float)
             yield kl, same, (best - second >= CLEAR).astype(float), losses
-
-
-def _rows(kept: np.memmap, start: int, stop: int) -> Floats:
-    """Rows of the file behind a map, without its pages."""
-    vocab = kept.shape[1]
-    at = kept.offset + start * vocab * 4
-    return np.fromfile(str(kept.filename), np.float32, (stop - start) * vocab, offset=at).reshape(
-        -1, vocab
-    )
-
-
-def _logits(path: Path, count: int) -> np.memmap:
-    """A map of `count` rows of them."""
-    try:
-        kept: np.memmap = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError, FileNotFoundError) as error:
-        raise damaged(path) from error
-    if kept.ndim != 2 or len(kept) != count or kept.dtype != np.float32:
-        raise damaged(path)
-    return kept
+        first += len(ids)
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

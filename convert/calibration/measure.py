@@ -2,8 +2,8 @@
 
 Each unit (one matrix, or gate with up) is quantised alone in a probe format, and hidden states of a
 few short sequences with that change are carried to the end beside the plain ones: so a unit's
-damage is measured at the logits, with one layer of the model in memory. The results are kept in a
-file, so that an interrupted conversion does not measure again.
+damage is measured at the logits, with one layer of the model in memory. The formats that follow are
+kept in a file, so that an interrupted conversion does not measure again.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..arrange import ArrangedSource, OutputTensor, by_name
+from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats, as_numpy
 from ..files import damaged, write_file
 from ..plan import MAX_WORKERS, PROBE_LENGTH
@@ -188,47 +188,19 @@ def sample(array: mx.array, size: int = SAMPLE) -> Floats:
     return np.asarray(as_numpy(rows[mx.array(places)].astype(mx.float32)), dtype=np.float32)
 
 
-def save_units(path: Path, units: Sequence[MeasuredUnit]) -> None:
-    """Write the results into a file, atomically."""
-    rows = [
-        {
-            "names": [output.name for output in unit.outputs],
-            "layer": unit.layer,
-            "probe": name_of(unit.probe),
-            "kl": unit.kl,
-            "errors": {name_of(form): error for form, error in unit.errors.items()},
-        }
-        for unit in units
-    ]
-    write_file(path, json.dumps(rows).encode())
+def save_formats(path: Path, formats: Mapping[str, MLXFormat | None]) -> None:
+    """Write the formats that were chosen, by the names of the tensors."""
+    write_file(path, json.dumps({name: name_of(form) for name, form in formats.items()}).encode())
 
 
-def load_units(path: Path, arranged: ArrangedSource) -> list[MeasuredUnit]:
-    """Read what `save_units` wrote.
+def load_formats(path: Path) -> dict[str, MLXFormat | None]:
+    """Read what `save_formats` wrote.
 
     Raises:
         ConversionError: the file is damaged.
     """
     try:
-        rows = json.loads(path.read_bytes())
-        return [_unit(row, by_name(arranged.outputs)) for row in rows]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        formats = json.loads(path.read_bytes())
+        return {name: parse_format(form) for name, form in formats.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path) from error
-
-
-def _unit(row: Mapping[str, object], outputs: Mapping[str, OutputTensor]) -> MeasuredUnit:
-    names, layer, probe, kl, errors = (row[k] for k in ("names", "layer", "probe", "kl", "errors"))
-    return MeasuredUnit(
-        tuple(outputs[name] for name in names),  # type: ignore[attr-defined]
-        layer,  # type: ignore[arg-type]
-        _form(probe),
-        float(kl),  # type: ignore[arg-type]
-        {_form(name): float(error) for name, error in errors.items()},  # type: ignore[attr-defined]
-    )
-
-
-def _form(name: object) -> MLXFormat:
-    form = parse_format(str(name))
-    if form is None:
-        raise ValueError(f"{name} is no format of MLX")
-    return form

@@ -207,10 +207,10 @@ def test_logits_do_not_fit_on_the_disk(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(np.lib.format, "write_array_header_1_0", full)
+        patch.setattr("mlxinfer.convert.calibration.logits.blocks", full)
         with pytest.raises(ConversionError, match=r"disk is full.*--resume"):
             convert(source, tmp_path / "out", check_text=TEXT, open_model=no_model)
-    assert not list((tmp_path / "out.partial").glob("*.npy"))
+    assert not list((tmp_path / "out.partial").glob("*.logits"))
 
 
 def interrupted(source: Path, out: Path, monkeypatch) -> None:
@@ -244,7 +244,7 @@ def test_beginning_anew_is_free_to_choose_other_options(
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
-STARTED = b'{"version": 2}\n'
+STARTED = b'{"version": 3}\n'
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_a_damaged_entry_of_the_journal(
         convert(source, tmp_path / "out", run={"resume": True})
 
 
-@pytest.mark.parametrize("name", ["measured.json", "short.npy", "long.npy"])
+@pytest.mark.parametrize("name", ["measured.json", "short.logits", "long.logits"])
 @pytest.mark.parametrize("data", [b"", b"PK broken", bytes(5000), None])
 def test_what_was_measured_is_damaged(
     source: Path, tmp_path: Path, name: str, data: bytes | None

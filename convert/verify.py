@@ -22,10 +22,12 @@ from .arrays import as_numpy, mx_dtype, widen
 from .plan import PlannedTensor, single_name
 from .quantise import ErrorStats, compare, dequantised, total
 from .read import Packed
-from .read.stored import FLOATS, NUMPY
+from .read.folder import arrays_of
+from .read.stored import FLOATS
 
 Progress = Callable[[str, int, int], None]  # step, how far, of how much
 TOLERANCE = 1e-3  # between the error that writing found and the one that reading finds
+SCALE_LOSS = 2.0**-8  # relative: what bfloat16 would lose of the scale of copied codes
 EXACT, SCALES, REQUANTISED, CAST = "exact", "scales rounded", "requantised", "rounded"
 
 
@@ -59,71 +61,51 @@ class ShardReader:
     """
 
     def __init__(self, path: Path, stacks: Iterable[str] = ()) -> None:
-        self.path = path
-        self._stored = read_header(path)
-        self.tensors, self._parts = with_stacks(self._stored, stacks)
-        with path.open("rb") as file:
-            self._start = 8 + int.from_bytes(file.read(8), "little")
+        stored = read_header(path)
+        self.tensors, parts = with_stacks(stored, stacks)
+        arrays = {array.name: array for array in arrays_of(path, stored)}
+        self._parts = {n: [arrays[part] for part in parts.get(n, [n])] for n in self.tensors}
 
-    def rows(self, name: str, rows: slice | None = None) -> NDArray[np.generic]:
+    def rows(self, name: str, rows: slice = slice(None)) -> NDArray[np.generic]:
         """(R, …) rows of a tensor, its leading axes flattened; bfloat16 as uint16."""
-        info = self._info(name)
-        width = info.shape[-1] if info.shape else 1
-        dtype = np.dtype(NUMPY[info.dtype])
-        count = prod(info.shape[:-1])
-        first, last = (rows.start, min(rows.stop, count)) if rows else (0, count)
-        if parts := self._parts.get(name):
-            each = count // len(parts)
-            spans = [slice(max(first - i * each, 0), last - i * each) for i in range(len(parts))]
-            joined = [
-                self.rows(part, span)
-                for part, span in zip(parts, spans, strict=True)
-                if span.start < min(span.stop, each)
-            ]
-            return np.concatenate(joined)
-        offset = self._start + info.start + first * width * dtype.itemsize
-        found = np.fromfile(self.path, dtype, (last - first) * width, offset=offset)
-        return found.reshape(-1, width)
+        shape, parts = self.tensors[name].shape, self._parts[name]
+        width, count = shape[-1] if shape else 1, prod(shape[:-1])
+        first, last, _ = rows.indices(count)
+        each, found = count // len(parts), []
+        for number, part in enumerate(parts):
+            inside = slice(max(first - number * each, 0), min(last - number * each, each))
+            if inside.start < inside.stop:
+                found.append(np.asarray(part.view()).reshape(-1, width)[inside])
+        return np.concatenate(found)
 
     def values(self, tensor: PlannedTensor, rows: slice) -> NDArray[np.float32]:
         """(R, in_dims) float32, as MLX unpacks them."""
-        output, form = tensor.output, tensor.form
-        if form is None:
-            info = self._info(output.name)
-            return widen(self.rows(output.name, rows), FLOATS[info.dtype])
-        weight, scales, *biases = (self._array(array.name, rows) for array in tensor.arrays)
-        plain = dequantised(weight, scales, biases[0] if biases else None, form)
+        found = [self.rows(array.name, rows) for array in tensor.arrays]
+        wide = [
+            widen(part, FLOATS[array.dtype]) if array.dtype in FLOATS else part
+            for array, part in zip(tensor.arrays, found, strict=True)
+        ]
+        if tensor.form is None:
+            return np.asarray(wide[0], dtype=np.float32)
+        weight, scales, *biases = map(mx.array, wide)
+        plain = dequantised(weight, scales, biases[0] if biases else None, tensor.form)
         return np.asarray(as_numpy(plain), dtype=np.float32)
 
     def places(self, name: str) -> list[int]:
         """Where the parts of a tensor begin in the file, in bytes; they have equal sizes."""
-        parts = self._parts.get(name, [name])
-        return [self._start + self._stored[part].start for part in parts]
+        return [part.offset for part in self._parts[name]]
 
     def checksums(self, tensor: PlannedTensor, block: int) -> list[int]:
         """CRC-32 of each array of a tensor, read `block` numbers at a time."""
         return [self._checksum(array.name, block) for array in tensor.arrays]
 
     def _checksum(self, name: str, block: int) -> int:
-        found, shape = 0, self._info(name).shape
-        count, width = prod(shape[:-1]), shape[-1] if shape else 1
-        step = max(1, block // max(1, width))
-        for start in range(0, count, step):
+        found, shape = 0, self.tensors[name].shape
+        step = max(1, block // max(1, shape[-1] if shape else 1))
+        for start in range(0, prod(shape[:-1]), step):
             rows = self.rows(name, slice(start, start + step))
             found = crc32(rows.reshape(-1).view(np.uint8).data, found)
         return found
-
-    def _array(self, name: str, rows: slice) -> mx.array:
-        info, raw = self._info(name), self.rows(name, rows)
-        if info.dtype in FLOATS:
-            return mx.array(widen(raw, FLOATS[info.dtype]))
-        return mx.array(raw)
-
-    def _info(self, name: str) -> TensorInfo:
-        info = self.tensors.get(name) or self._stored.get(name)
-        if info is None:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}.")
-        return info
 
 
 def with_stacks(
@@ -222,41 +204,46 @@ def _check_copy(
         packed = arranged.source.read_packed(name)
         rows = slice(row, row + per_source)
         row = rows.stop
-        weight = reader.rows(tensor.arrays[0].name, rows)
-        if not np.array_equal(weight, as_numpy(packed.weight).reshape(weight.shape)):
-            raise ConversionError(f"{tensor.output.name} is not what the source holds.")
-        if _same_scales(reader, tensor, rows, [packed.scales, packed.biases]):
+        kept = as_kept(packed, tensor)
+        for array, part in zip(tensor.arrays, kept, strict=True):
+            found = reader.rows(array.name, rows)
+            if not np.array_equal(found, as_numpy(part).reshape(found.shape)):
+                raise ConversionError(f"{array.name} is not what the source holds.")
+        if packed.biases is None or all(
+            mx.array_equal(one.astype(mx.float32), other.astype(mx.float32))
+            for one, other in zip(kept[1:], (packed.scales, packed.biases), strict=True)
+        ):
             errors.append(ErrorStats(energy=1.0))
             continue
-        status = SCALES
-        values = reader.values(tensor, rows)
-        errors.append(compare(values, _unpacked(tensor, packed).reshape(values.shape)))
+        status, values = SCALES, reader.values(tensor, rows)
+        assert tensor.form is not None
+        wide = [part.astype(mx.float32) for part in (packed.scales, packed.biases)]
+        plain = as_numpy(dequantised(packed.weight, wide[0], wide[1], tensor.form))
+        errors.append(compare(values, np.asarray(plain, np.float32).reshape(values.shape)))
     return status, total(errors)
 
 
-def _same_scales(
-    reader: ShardReader, tensor: PlannedTensor, rows: slice, parts: Sequence[mx.array | None]
-) -> bool:
-    """Raises ConversionError where they are neither the same nor the same rounded."""
-    same = True
-    for array, part in zip(tensor.arrays[1:], parts, strict=False):
-        assert part is not None
-        found = reader.rows(array.name, rows)
-        affine = array.dtype in FLOATS
-        as_kept = part.astype(mx_dtype(tensor.dtype)) if affine else part
-        if not np.array_equal(found, as_numpy(as_kept).reshape(found.shape)):
-            raise ConversionError(f"{array.name} is not what the source holds.")
-        same = same and not (affine and mx.any(as_kept.astype(mx.float32) != part).item())
-    return same
+def as_kept(packed: Packed, tensor: PlannedTensor) -> list[mx.array]:
+    """The source's own codes, and its scales and biases in the dtype of the plan.
 
-
-def _unpacked(tensor: PlannedTensor, packed: Packed) -> NDArray[np.float32]:
-    form = tensor.form
-    assert form is not None
-    assert packed.biases is not None  # floating-point scales are kept as they are
-    scales, biases = (a.astype(mx.float32) for a in (packed.scales, packed.biases))
-    plain = dequantised(packed.weight, scales, biases, form)
-    return np.asarray(as_numpy(plain), dtype=np.float32)
+    Raises:
+        CheckpointError: that dtype does not hold them: they overflow, or are too small for it.
+    """
+    if packed.biases is None:  # floating-point scales are kept as they are
+        return [packed.weight, packed.scales]
+    largest = mx.abs(packed.scales).max()
+    kept = [packed.weight]
+    for part in (packed.scales, packed.biases):
+        found = part.astype(mx_dtype(tensor.dtype))
+        lost = mx.abs(found.astype(mx.float32) - part.astype(mx.float32))
+        allowed = mx.maximum(mx.abs(part) * SCALE_LOSS, largest * SCALE_LOSS / 16)
+        if not mx.all(lost <= allowed).item():
+            raise CheckpointError(
+                f"{tensor.output.name} has scales that {tensor.dtype} does not hold; quantise it "
+                f"anew with --set {tensor.output.path}={tensor.format}."
+            )
+        kept.append(found)
+    return kept
 
 
 def confirm(checked: CheckedTensor, written: ErrorStats, checksums: list[int]) -> None:

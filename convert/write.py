@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, ConversionError, shown
 from ..memory import human_bytes
 from .arrange import ArrangedSource, OutputTensor
-from .arrays import Floats, as_numpy, dtype_name, mx_dtype, narrow, widen
+from .arrays import Floats, as_numpy, dtype_name, narrow, widen
 from .calibration.feedback import Feedbacks, Statistics
 from .files import ShardFile, damaged, sync_folder
 from .plan import CACHED_BYTES, ConversionPlan, MemoryBudget, PlannedTensor
@@ -49,7 +49,7 @@ from .quantise import (
     squares_of,
     total,
 )
-from .verify import Progress, as_written, check_shard, confirm
+from .verify import Progress, as_kept, as_written, check_shard, confirm
 
 Arrays = list[NDArray[Any]]
 Wrote = Callable[[int], None]  # called with the number of weights written
@@ -467,11 +467,8 @@ class TensorWriter:
     def _copy(self, tensor: PlannedTensor, target: "_Target") -> None:
         """The source's own codes; scales are rounded where float32 alone holds them."""
         for name in tensor.output.sources:
-            packed = self.arranged.source.read_packed(name)
-            parts = [packed.weight, packed.scales]
-            if packed.biases is not None:
-                parts = [packed.weight, *_rounded_scales(packed.scales, packed.biases, tensor)]
-            target.take([as_numpy(part) for part in parts], ErrorStats())
+            kept = as_kept(self.arranged.source.read_packed(name), tensor)
+            target.take([as_numpy(part) for part in kept], ErrorStats())
             self.wrote(tensor.output.num_weights // len(tensor.output.sources))
 
 
@@ -508,27 +505,6 @@ def _quantised(
     for part in (rows.scales, rows.biases):
         _check_fits(widen(part, tensor.dtype), tensor)
     return [rows.weight, rows.scales, rows.biases], error
-
-
-def _rounded_scales(scales: mx.array, biases: mx.array, tensor: PlannedTensor) -> list[mx.array]:
-    """Scales and biases of copied codes in the dtype of the plan.
-
-    Raises:
-        CheckpointError: that dtype does not hold them: they overflow, or are too small for it.
-    """
-    largest = mx.abs(scales).max()
-    rounded = []
-    for part in (scales, biases):
-        found = part.astype(mx_dtype(tensor.dtype))
-        lost = mx.abs(found.astype(mx.float32) - part.astype(mx.float32))
-        allowed = mx.maximum(mx.abs(part) * SCALE_LOSS, largest * SCALE_LOSS / 16)
-        if not mx.all(lost <= allowed).item():
-            raise CheckpointError(
-                f"{tensor.output.name} has scales that {tensor.dtype} does not hold; quantise it "
-                f"anew with --set {tensor.output.path}={tensor.format}."
-            )
-        rounded.append(found)
-    return rounded
 
 
 def _check_fits(values: Floats, tensor: PlannedTensor) -> None:
@@ -583,7 +559,6 @@ def little_cached() -> Iterator[None]:
         mx.set_cache_limit(before)
 
 
-SCALE_LOSS = 2.0**-8  # relative: what bfloat16 would lose of the scale of copied codes
 CHECKPOINT_BYTES = 128 << 20  # written between two lines of the journal
 CHECKPOINT_S = 5.0
 

@@ -52,7 +52,7 @@ def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = Non
         digest.update(f"{path.name} {file_state(path)} {entries}".encode())
     digest.update(digest_of(side_files))
     method = choose_method(config, beside)
-    arrays = {array.name: array for path in headers for array in _arrays(path, headers[path])}
+    arrays = {array.name: array for path in headers for array in arrays_of(path, headers[path])}
     readers, notes = readers_of(arrays, method.claims)
     infos = [reader.info for reader in readers.values()]
     if method.label == "FP8" and not any(info.stored.startswith("fp8") for info in infos):
@@ -70,7 +70,7 @@ def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = Non
     )
 
 
-def _arrays(path: Path, entries: Mapping[str, Entry]) -> Iterator[StoredArray]:
+def arrays_of(path: Path, entries: Mapping[str, Entry]) -> Iterator[StoredArray]:
     """The arrays of a safetensors file; the header was checked before."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")

@@ -29,7 +29,7 @@ from ._options import (
 
 if TYPE_CHECKING:
     from ..progress import Watch
-    from ..server.models import Entry
+    from ..server.models import RegistryEntry
     from ..server.served import ServedModel
 
 
@@ -189,7 +189,9 @@ def requested_models(
     return found + [_of_table(name, config, preload=False) for name in rest]
 
 
-def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float | None) -> "Entry":
+def entry_of(
+    requested: RequestedModel, server: Mapping[str, Any], ttl_s: float | None
+) -> "RegistryEntry":
     """Return a model's entry for the registry. Downloads the model if it is not on this disk.
 
     Args:
@@ -200,7 +202,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
     from ..memory import parse_bytes
     from ..models import stoppable
     from ..models.weights.files import weights_bytes
-    from ..server.models import Entry
+    from ..server.models import RegistryEntry
 
     options, tool_format = checked_settings(requested, server)
     kv_bytes = None if options.max_memory is None else parse_bytes(options.max_memory)
@@ -209,7 +211,7 @@ def entry_of(requested: RequestedModel, server: Mapping[str, Any], ttl_s: float 
         kv_bytes = 0  # it keeps nothing between requests
     created_s = int(time.time())
     watch, stop = stoppable(None)
-    return Entry(
+    return RegistryEntry(
         name=requested.name,
         load=partial(
             open_model, requested.name, folder, options, created_s, tool_format, watch=watch

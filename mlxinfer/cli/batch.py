@@ -25,7 +25,7 @@ from .serve import registry
 
 if TYPE_CHECKING:
     from ..server.http import App, Message
-    from ..server.service import Service
+    from ..server.service import ServerState
 
 AT_ONCE = 128  # twice the sequences of a step: the next ones are ready when some end
 RETRY_S = 1.0  # between two tries of a request whose model finds no room beside the others
@@ -96,7 +96,7 @@ def command(
     skips the requests that have an answer. Delete the file of errors to try those again.
     """
     from ..server.config import ServerConfig
-    from ..server.service import Service
+    from ..server.service import ServerState
 
     if not input_path.is_file():
         raise click.UsageError(f"{input_path} is no file; it is read twice, so write it to one.")
@@ -106,7 +106,7 @@ def command(
     given = {**options, "ttl": None, "default_model": default, "aliases": ()}
     errors_path = errors_path or output_path.with_suffix(".errors.jsonl")
     answers = AnswerFiles(output_path, errors_path)
-    service = Service(registry(requested, given), ServerConfig(max_waiting_tokens=1 << 40))
+    service = ServerState(registry(requested, given), ServerConfig(max_waiting_tokens=1 << 40))
     try:
         with progress_bar("batch", unit="answers") as show:
             left = (line for line in lines_of(input_path) if line.custom_id not in answers.done)
@@ -333,7 +333,7 @@ def _repaired(path: Path, file: BinaryIO) -> set[str]:
 
 
 async def _answer_all(
-    service: "Service",
+    service: "ServerState",
     model: str | None,
     lines: Iterable[Line],
     answers: AnswerFiles,

@@ -38,7 +38,7 @@ from ._options import (
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
 
 if TYPE_CHECKING:
-    from ..server.models import Entry, Models
+    from ..server.models import ModelRegistry, RegistryEntry
     from ..server.page.library import Library
     from ..server.page.routes import PageRoutes
     from ..server.service import Fetch
@@ -242,7 +242,7 @@ def command(
     from ..server.app import ROUTES
     from ..server.log import set_up_logging
     from ..server.run import Server, bind, url_of
-    from ..server.service import Service
+    from ..server.service import ServerState
 
     keep_history = options.pop("history")
     config = server_config(options)
@@ -256,7 +256,7 @@ def command(
         raise_file_limit(config.max_connections)
         store = response_store(options)
         fetch = fetching(options) if options.pop("allow_pull") else None
-        service = Service(registry(requested, options), config, store, fetch)
+        service = ServerState(registry(requested, options), config, store, fetch)
         routes = page_routes(
             ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
         )
@@ -308,7 +308,7 @@ def fetching(options: dict[str, Any]) -> "Fetch":
 
     ttl_s = ttl_of(options)
 
-    def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> "Entry":
+    def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> "RegistryEntry":
         hub.pull(name, progress=lambda *seen: report(seen))
         entry = ModelEntry(source=name)
         requested = RequestedModel(name=name, place=name, entry=entry, preload=False)
@@ -348,9 +348,9 @@ def with_aliases(
     ]
 
 
-def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "Models":
+def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "ModelRegistry":
     """Return the models, none of them loaded yet; options that do not fit are wrong usage."""
-    from ..server.models import Models
+    from ..server.models import ModelRegistry
 
     try:
         ttl_s = ttl_of(options)
@@ -367,12 +367,12 @@ def registry(requested: Sequence[RequestedModel], options: dict[str, Any]) -> "M
         ]
         for entry in entries:
             _require_fit(entry, limit_bytes)
-        return Models(entries, limit_bytes=limit_bytes, default=default)
+        return ModelRegistry(entries, limit_bytes=limit_bytes, default=default)
     except InvalidRequestError as error:
         raise click.UsageError(str(error)) from error
 
 
-def _require_fit(entry: "Entry", limit_bytes: int) -> None:
+def _require_fit(entry: "RegistryEntry", limit_bytes: int) -> None:
     """Refuse a model that would not fit alone; the sum of several is the registry's."""
     from ..fit import require_fit
 
@@ -418,7 +418,7 @@ def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -
     from ..server.page.library import Library
     from ._inspect import fit_of_repository
 
-    def entry(name: str, source: str) -> "Entry":
+    def entry(name: str, source: str) -> "RegistryEntry":
         requested = RequestedModel(
             name=name, place=name, entry=ModelEntry(source=source), preload=False
         )

@@ -23,7 +23,7 @@ from .http import OPENAI, App, ErrorForm, Receive, Scope, Send
 from .openapi import documentation
 from .page import files
 from .routes import Route, RouteTable
-from .service import Service
+from .service import ServerState
 
 ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/chat/completions", chat.chat),
@@ -83,7 +83,7 @@ def form_of(path: str, headers: Set[bytes]) -> ErrorForm:
     return next((form for start, form in FORMS.items() if path.startswith(start)), OPENAI)
 
 
-def build_app(service: Service, routes: Iterable[Route] = ROUTES) -> App:
+def build_app(service: ServerState, routes: Iterable[Route] = ROUTES) -> App:
     """The ASGI app of a service."""
     listed = tuple(routes)
     table = RouteTable((*listed, *documentation(listed), *files.ROUTES))

@@ -37,7 +37,7 @@ from .http import (
 from .protocol import ABORT
 from .routes import Route
 from .served import ServedModel
-from .service import BODY_BYTES, LARGE_BODY, Meter, Service
+from .service import BODY_BYTES, LARGE_BODY, Meter, ServerState
 
 if TYPE_CHECKING:
     from ..session.pooling_session import Pooled, Vectors
@@ -67,7 +67,7 @@ class Call:
         answers: that it has begun, each group with its meter.
     """
 
-    def __init__(self, service: Service, scope: Scope) -> None:
+    def __init__(self, service: ServerState, scope: Scope) -> None:
         self.service = service
         self.scope = scope
         self.id = secrets.token_hex(12)
@@ -320,7 +320,7 @@ def deadline_s(given: bytes | None, configured: float | None) -> float | None:
 
 
 async def answer_call(
-    service: Service, route: Route, scope: Scope, receive: Receive, send: Send
+    service: ServerState, route: Route, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Answer one request by its route. Errors before the reply has begun are the caller's."""
     body: list[Any] = []
@@ -330,7 +330,7 @@ async def answer_call(
         await unless_gone(_reply(call, route.handler(call, *body), send), receive)
 
 
-async def _read(service: Service, kind: type, scope: Scope, receive: Receive) -> Any:
+async def _read(service: ServerState, kind: type, scope: Scope, receive: Receive) -> Any:
     config = service.config
     raw = await read_body(
         scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,7 @@ MAX_CHARS = 500  # of the message of each
 
 def set_up_logging(format: str, level: str) -> None:
     """Send the server's loggers to stderr, in `format` "text" or "json", from `level` up."""
-    handler = _Stderr()
-    handler.setFormatter(JsonLines() if format == "json" else TextLines())
+    handler = StderrLines(json_line if format == "json" else text_line)
     for name in ("mlxinfer", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
@@ -43,50 +42,51 @@ def set_up_logging(format: str, level: str) -> None:
     uvicorn.addFilter(lambda record: record.getMessage() not in _NOISE)
 
 
-class _Stderr(logging.Handler):
-    """Writes to the current sys.stderr, which may be replaced at run time."""
+class StderrLines(logging.Handler):
+    """Writes each record as `line` gives it to the current sys.stderr, which may be replaced."""
+
+    def __init__(self, line: Callable[[logging.LogRecord], str]) -> None:
+        super().__init__()
+        self._line = line
 
     def emit(self, record: logging.LogRecord) -> None:
         """One line, at once."""
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(self._line(record), file=sys.stderr, flush=True)
         except (OSError, ValueError):  # stderr was closed: that must not end a request
             self.handleError(record)
 
 
-class JsonLines(logging.Formatter):
+def json_line(record: logging.LogRecord) -> str:
     """{"time": …, "level": …, "logger": …, "message": …, and what the record adds}."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line of JSON."""
-        line: dict[str, Any] = {
-            "time": _iso(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **extras(record),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+    line: dict[str, Any] = {
+        "time": _iso(record.created),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": record.getMessage(),
+        **extras(record),
+    }
+    if record.exc_info:
+        line["traceback"] = logging.Formatter().formatException(record.exc_info)
+    return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class TextLines(logging.Formatter):
-    """`12:00:00 info POST /v1/messages 200 83.1 ms model=demo …`: what people look for first."""
+def text_line(record: logging.LogRecord) -> str:
+    """`12:00:00 info POST /v1/messages 200 83.1 ms model=demo …`, and a traceback if there is one.
 
-    def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback where there is one."""
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        said = extras(record)
-        message = record.getMessage()
-        if record.name == ACCESS:
-            message = " ".join([*(_quoted(said.pop(name)) for name in _FIRST), "ms"])
-        last = {name: said.pop(name) for name in _LAST if name in said}
-        pairs = [f"{key}={_quoted(value)}" for key, value in (said | last).items()]
-        line = " ".join([clock, record.levelname.lower(), message, *pairs])
-        if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
-        return line
+    What people look for first comes first.
+    """
+    clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+    said = extras(record)
+    message = record.getMessage()
+    if record.name == ACCESS:
+        message = " ".join([*(_quoted(said.pop(name)) for name in _FIRST), "ms"])
+    last = {name: said.pop(name) for name in _LAST if name in said}
+    pairs = [f"{key}={_quoted(value)}" for key, value in (said | last).items()]
+    line = " ".join([clock, record.levelname.lower(), message, *pairs])
+    if record.exc_info:
+        line += "\n" + logging.Formatter().formatException(record.exc_info)
+    return line
 
 
 def extras(record: logging.LogRecord) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from ..errors import EngineClosedError
 from ..outputs import Result
-from .models import Models, Slot, State
+from .models import ModelRegistry, ModelSlot, State
 from .served import ServedModel
 from .workers import in_background
 
@@ -102,12 +102,12 @@ DISK_COUNTERS = {
     f"mlxinfer:disk_cache_{key}": (key, "Pages.")
     for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
 }
-SLOT_GAUGES: dict[str, tuple[Callable[[Slot], float], str]] = {
+SLOT_GAUGES: dict[str, tuple[Callable[[ModelSlot], float], str]] = {
     "mlxinfer:model_loaded": (lambda slot: slot.state is State.LOADED, "1: it is in memory."),
     "mlxinfer:weights_bytes": (lambda slot: slot.weights_bytes, "When loaded."),
     "mlxinfer:kv_budget_bytes": (lambda slot: slot.kv_bytes, "When loaded."),
 }
-SLOT_COUNTERS: dict[str, tuple[Callable[[Slot], float], str]] = {
+SLOT_COUNTERS: dict[str, tuple[Callable[[ModelSlot], float], str]] = {
     "mlxinfer:model_loads": (lambda slot: slot.num_loads, "Loads that worked."),
     "mlxinfer:model_load_failures": (lambda slot: slot.num_failures, "Loads that failed."),
 }
@@ -224,7 +224,7 @@ class EngineStats:
         except (TimeoutError, EngineClosedError):
             return None
 
-    async def all(self, models: Models) -> dict[str, dict[str, Any]]:
+    async def all(self, models: ModelRegistry) -> dict[str, dict[str, Any]]:
         """The stats of the loaded models that answer in time, by name."""
         running = models.running()
         found = await asyncio.gather(*map(self.soon, running))
@@ -242,7 +242,7 @@ class ServerMetrics(Collector):
         limit_bytes: memory budget of all models.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[ModelSlot]
     request_metrics: Mapping[str, RequestMetrics]
     engine_stats: Mapping[str, Mapping[str, Any]]
     limit_bytes: int

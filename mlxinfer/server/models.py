@@ -42,7 +42,7 @@ log = logging.getLogger("mlxinfer.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RegistryEntry:
     """One model that a server may load.
 
     Attributes:
@@ -120,7 +120,7 @@ class State(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class ModelSlot:
     """One model of the server: its entry, its state and its users.
 
     Attributes:
@@ -132,7 +132,7 @@ class Slot:
         adapter_failures: why some of these are missing although the model is loaded.
     """
 
-    entry: Entry
+    entry: RegistryEntry
     kv_bytes: int
     weights_bytes: int
     state: State = State.UNLOADED
@@ -205,7 +205,7 @@ class Slot:
         )
 
 
-class Models:
+class ModelRegistry:
     """Models by name; the first one answers requests that name none.
 
     Lives on one event loop, `close` apart.
@@ -227,7 +227,7 @@ class Models:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[RegistryEntry],
         *,
         limit_bytes: int,
         clock: Callable[[], float] = time.monotonic,
@@ -238,9 +238,9 @@ class Models:
         self.started = False
         self._clock = clock
         self._changing = asyncio.Lock()  # held during a load or an unload
-        self._slots: list[Slot] = []
-        self._by_name: dict[str, Slot] = {}
-        slots = [Slot(entry, 0, entry.weights_bytes) for entry in entries]
+        self._slots: list[ModelSlot] = []
+        self._by_name: dict[str, ModelSlot] = {}
+        slots = [ModelSlot(entry, 0, entry.weights_bytes) for entry in entries]
         budgets = kv_budgets(slots, limit_bytes)
         for slot in slots:
             slot.kv_bytes = budgets.get(slot.entry.name, 0)
@@ -258,7 +258,7 @@ class Models:
         """In the order in which they were given, without aliases."""
         return [slot.entry.name for slot in self._slots]
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ModelSlot]:
         """All of them, to be looked at."""
         return list(self._slots)
 
@@ -271,11 +271,11 @@ class Models:
         """Bytes of the models that are loaded, being loaded or being unloaded."""
         return sum(slot.held_bytes for slot in self._slots)
 
-    def find(self, name: str | None) -> Slot:
+    def find(self, name: str | None) -> ModelSlot:
         """The model of a name, see `resolve`."""
         return self.resolve(name)[0]
 
-    def resolve(self, name: str | None) -> tuple[Slot, str | None]:
+    def resolve(self, name: str | None) -> tuple[ModelSlot, str | None]:
         """The model of a name, an alias or a pattern such as `claude-*`, or the default one.
 
         Without a name it is the default one, or the first. `model:adapter`, or the adapter's name
@@ -305,18 +305,18 @@ class Models:
             there = f"the adapters of {slot.entry.name} are: {adapters}"
         raise ModelNotFoundError(f"There is no model {name[:100]!r} here; {there}.")
 
-    def _called(self, name: str) -> Slot | None:
+    def _called(self, name: str) -> ModelSlot | None:
         """The model of a name or an alias, or of the first alias with a `*` that matches."""
         if name in self._by_name:
             return self._by_name[name]
         patterns = (alias for alias in self._by_name if "*" in alias)
         return next((self._by_name[a] for a in patterns if fnmatchcase(name, a)), None)
 
-    def ttl_left_s(self, slot: Slot) -> float | None:
+    def ttl_left_s(self, slot: ModelSlot) -> float | None:
         """Seconds until a model may be unloaded for idleness; None: that does not happen."""
         return slot.ttl_left_s(self._clock())
 
-    def retry_left_s(self, slot: Slot) -> float:
+    def retry_left_s(self, slot: ModelSlot) -> float:
         """Seconds until a model that failed to load may be tried again; 0: it may be loaded."""
         return slot.brake.left_s(self._clock())
 
@@ -344,7 +344,7 @@ class Models:
             slot.users -= 1
             slot.used_s = self._clock()
 
-    async def _loaded(self, slot: Slot) -> ServedModel:
+    async def _loaded(self, slot: ModelSlot) -> ServedModel:
         """Load a model once for all calls that wait; the load goes on if all of them leave."""
         if slot.loading is None:
             if left_s := self.retry_left_s(slot):
@@ -391,7 +391,7 @@ class Models:
             # a client that leaves does not leave the model half unloaded
             await asyncio.shield(_task(self._put_out_asked(slot)))
 
-    async def _put_out_asked(self, slot: Slot) -> None:
+    async def _put_out_asked(self, slot: ModelSlot) -> None:
         with _leaving(slot):
             async with self._changing:
                 if slot.users:
@@ -422,7 +422,7 @@ class Models:
 
     # -- which models there are -----------------------------------------------------------------
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: RegistryEntry) -> None:
         """Take in one more model, to be loaded when a request names it.
 
         Models that are not loaded get new KV budgets; the others keep theirs while they are loaded.
@@ -431,7 +431,7 @@ class Models:
             InvalidRequestError: a name is taken, or it does not fit beside the pinned models.
         """
         self._check_free(entry)
-        slot = Slot(entry, 0, entry.weights_bytes)
+        slot = ModelSlot(entry, 0, entry.weights_bytes)
         self._share_kv([*self._slots, slot])
         self._append(slot)
 
@@ -450,18 +450,18 @@ class Models:
         self._by_name = {name: each for name, each in self._by_name.items() if each is not slot}
         self._share_kv(self._slots)
 
-    def _append(self, slot: Slot) -> None:
+    def _append(self, slot: ModelSlot) -> None:
         self._check_free(slot.entry)
         self._slots.append(slot)
         self._by_name |= dict.fromkeys((slot.entry.name, *slot.entry.aliases), slot)
 
-    def _check_free(self, entry: Entry) -> None:
+    def _check_free(self, entry: RegistryEntry) -> None:
         names = (entry.name, *entry.aliases)
         for at, name in enumerate(names):
             if name in self._by_name or name in names[:at]:
                 raise InvalidRequestError(f"Two models are called {name}; rename one of them.")
 
-    def _share_kv(self, slots: Sequence[Slot]) -> None:
+    def _share_kv(self, slots: Sequence[ModelSlot]) -> None:
         """Give models that are not loaded their KV budgets; raises InvalidRequestError."""
         budgets = kv_budgets(slots, self.limit_bytes)
         for slot in slots:
@@ -479,7 +479,7 @@ class Models:
         slot = self.find(model)  # a client that leaves does not leave the adapter half loaded
         await asyncio.shield(_task(self._load_adapter(slot, name, folder)))
 
-    async def _load_adapter(self, slot: Slot, name: str, folder: Path) -> None:
+    async def _load_adapter(self, slot: ModelSlot, name: str, folder: Path) -> None:
         async with self.use(slot.entry.name) as served:
             await _give_adapter(served, name, folder)
             slot.adapters[name] = folder
@@ -502,7 +502,7 @@ class Models:
 
     # -- loads and unloads, one at a time -------------------------------------------------------
 
-    async def _bring_in(self, slot: Slot) -> ServedModel:
+    async def _bring_in(self, slot: ModelSlot) -> ServedModel:
         """Load a model.
 
         Raises:
@@ -523,7 +523,7 @@ class Models:
         finally:
             slot.loading = None
 
-    async def _open(self, slot: Slot) -> ServedModel:
+    async def _open(self, slot: ModelSlot) -> ServedModel:
         """Load the model of a slot into memory that is free."""
         slot.state = State.LOADING
         served: ServedModel | None = None
@@ -550,7 +550,7 @@ class Models:
         return served
 
     async def _give_own_adapter(
-        self, slot: Slot, served: ServedModel, name: str, folder: Path
+        self, slot: ModelSlot, served: ServedModel, name: str, folder: Path
     ) -> None:
         """Load one adapter of a model; with a broken one the model is loaded without it.
 
@@ -568,7 +568,7 @@ class Models:
             known = isinstance(error, MlxinferError)
             log.error("adapter not loaded: %s", error, exc_info=not known, extra=extra)
 
-    def _take_in(self, slot: Slot, served: ServedModel) -> None:
+    def _take_in(self, slot: ModelSlot, served: ServedModel) -> None:
         """Record that the model of a slot is loaded."""
         slot.weights_bytes = served.info.weights_bytes
         slot.max_context, slot.capabilities = served.max_context, served.capabilities
@@ -579,7 +579,7 @@ class Models:
         slot.brake.release()
         slot.num_loads += 1
 
-    def _failed(self, slot: Slot, error: Exception) -> ModelLoadError:
+    def _failed(self, slot: ModelSlot, error: Exception) -> ModelLoadError:
         """The error of the waiting requests; its reason is only logged, as it may name paths."""
         slot.failure = error
         slot.num_failures += 1
@@ -595,7 +595,7 @@ class Models:
             )
         return slot.not_loaded(pause_s)
 
-    async def _make_room(self, slot: Slot, num_bytes: int) -> None:
+    async def _make_room(self, slot: ModelSlot, num_bytes: int) -> None:
         """Unload idle models, the longest unused first, until so many bytes more fit.
 
         Raises:
@@ -611,7 +611,7 @@ class Models:
                 )
             await self._put_out(idle[0], "memory")
 
-    async def _put_out(self, slot: Slot, reason: str) -> None:
+    async def _put_out(self, slot: ModelSlot, reason: str) -> None:
         """Unload an idle model; the caller holds `_changing`.
 
         Raises:
@@ -627,7 +627,7 @@ class Models:
         if not closing.done():
             raise slot.stuck()
 
-    def _notice_end(self, slot: Slot) -> None:
+    def _notice_end(self, slot: ModelSlot) -> None:
         """Forget a model after its engine ended in a fault: it gave back its memory.
 
         It is not loaded again at once: it may have been too large for this machine.
@@ -655,7 +655,7 @@ async def _give_adapter(served: ServedModel, name: str, folder: Path) -> None:
 
 
 @contextmanager
-def _leaving(slot: Slot) -> Iterator[None]:
+def _leaving(slot: ModelSlot) -> Iterator[None]:
     slot.leaving += 1
     try:
         yield
@@ -663,14 +663,14 @@ def _leaving(slot: Slot) -> Iterator[None]:
         slot.leaving -= 1
 
 
-def _gone(slot: Slot, reason: str, error: BaseException | None) -> None:
+def _gone(slot: ModelSlot, reason: str, error: BaseException | None) -> None:
     slot.state = State.UNLOADED
     log.info("model unloaded", extra={"model": slot.entry.name, "reason": reason})
     if error is not None:
         log.error("model ended badly", exc_info=error, extra={"model": slot.entry.name})
 
 
-def _end(slot: Slot) -> None:
+def _end(slot: ModelSlot) -> None:
     """Close a model; one that is being loaded is awaited first."""
     served = slot.served
     if slot.opening is not None:
@@ -697,7 +697,7 @@ ENOUGH_SHARE = 1 / 16  # of what a model could have alone: to have less is worse
 MIN_KV_BYTES = 8 * 10**6
 
 
-def kv_budgets(slots: Sequence[Slot], limit_bytes: int) -> dict[str, int]:
+def kv_budgets(slots: Sequence[ModelSlot], limit_bytes: int) -> dict[str, int]:
     """Bytes of KV cache for each model, by name.
 
     Raises:
@@ -712,7 +712,7 @@ def kv_budgets(slots: Sequence[Slot], limit_bytes: int) -> dict[str, int]:
     return budgets
 
 
-def _common_share(slots: Sequence[Slot], limit_bytes: int) -> int:
+def _common_share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
     """Bytes of KV cache for each model without a budget of its own."""
     together = _share(slots, limit_bytes)
     crowds = [_beside(slots, slot) for slot in slots]
@@ -722,19 +722,21 @@ def _common_share(slots: Sequence[Slot], limit_bytes: int) -> int:
     return together if together >= enough else int(alone * KV_SHARE)
 
 
-def _beside(slots: Sequence[Slot], one: Slot) -> list[Slot]:
+def _beside(slots: Sequence[ModelSlot], one: ModelSlot) -> list[ModelSlot]:
     """The pinned models and this one, which have to fit into memory together."""
     return [slot for slot in slots if slot.pinned or slot is one]
 
 
-def _share(slots: Sequence[Slot], limit_bytes: int) -> int:
+def _share(slots: Sequence[ModelSlot], limit_bytes: int) -> int:
     """An equal share of the memory that these models leave; at least 0."""
     sharing = sum(slot.entry.kv_bytes is None for slot in slots)
     left = limit_bytes - sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in slots)
     return max(left // max(sharing, 1), 0)
 
 
-def _does_not_fit(one: Slot, slots: Sequence[Slot], limit_bytes: int) -> InvalidRequestError:
+def _does_not_fit(
+    one: ModelSlot, slots: Sequence[ModelSlot], limit_bytes: int
+) -> InvalidRequestError:
     others = [slot for slot in slots if slot.pinned and slot is not one]
     beside = f" beside the pinned {', '.join(n.entry.name for n in others)}" if others else ""
     taken = sum(slot.weights_bytes + (slot.entry.kv_bytes or 0) for slot in [one, *others])

@@ -14,8 +14,8 @@ from ..memory import total_memory_bytes
 from .call import Call
 from .http import Body, RequestBody, encode
 from .metrics import ServerMetrics
-from .models import Slot
-from .service import Health, Service
+from .models import ModelSlot
+from .service import Health, ServerState
 
 Plain = dict[str, Any]
 MAX_DRAIN_S = 3600.0
@@ -143,7 +143,7 @@ def _state_of(call: Call, name: str) -> Plain:
     return model_state(call.service, call.service.models.find(name))
 
 
-def model_state(service: Service, slot: Slot) -> Plain:
+def model_state(service: ServerState, slot: ModelSlot) -> Plain:
     """One model. Bytes are those that it takes when it is loaded."""
     metrics = service.request_metrics[slot.entry.name]
     return {
@@ -182,7 +182,7 @@ async def dashboard(call: Call) -> Plain:
     }
 
 
-def _shown(service: Service, slot: Slot, stats: Mapping[str, Any] | None) -> Plain:
+def _shown(service: ServerState, slot: ModelSlot, stats: Mapping[str, Any] | None) -> Plain:
     """A model of the dashboard; `engine` is null where it is not loaded, or does not answer."""
     metrics = service.request_metrics[slot.entry.name]
     counters = ("prompt_tokens", "cached_tokens", "generation_tokens", "finished")
@@ -195,7 +195,7 @@ def _shown(service: Service, slot: Slot, stats: Mapping[str, Any] | None) -> Pla
     }
 
 
-def _engine(slot: Slot, stats: Mapping[str, Any]) -> Plain:
+def _engine(slot: ModelSlot, stats: Mapping[str, Any]) -> Plain:
     """Memory and counters of a loaded model's engine. Counters grow from the load on."""
     kept = ("running", "waiting", "steps", "tokens_computed", "preemptions")
     sources = stats.get("speculation", {}).get("sources", {})

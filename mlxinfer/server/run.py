@@ -23,7 +23,7 @@ from .config import ServerConfig
 from .http import App
 from .protocol import TimedProtocol
 from .routes import Route
-from .service import Service
+from .service import ServerState
 
 log = logging.getLogger("mlxinfer.server")
 
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        service: Service,
+        service: ServerState,
         listeners: Sequence[socket.socket],
         on_ready: Callable[[], None] = lambda: None,
         routes: Iterable[Route] = ROUTES,

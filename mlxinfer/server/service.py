@@ -22,7 +22,7 @@ from .errors import ShuttingDownError
 from .http import Scope
 from .log import RecentProblems
 from .metrics import EngineStats, RequestMetrics, ServerMetrics
-from .models import Entry, Models
+from .models import ModelRegistry, RegistryEntry
 from .served import ServedModel
 from .store import ResponseStore
 from .workers import Workers
@@ -207,7 +207,7 @@ class Readiness:
         deadline_s: seconds in which a model must generate a token or finish steps.
     """
 
-    def __init__(self, models: Models, engine_stats: EngineStats, deadline_s: float) -> None:
+    def __init__(self, models: ModelRegistry, engine_stats: EngineStats, deadline_s: float) -> None:
         self._models = models
         self._engine_stats = engine_stats
         self._deadline_s = deadline_s
@@ -273,7 +273,7 @@ LARGE_BODY = 256 << 10  # bytes
 ENDING_S = 2.0  # that interrupted calls get to say so
 
 # a name -> its entry, downloaded; reports (bytes done, bytes in all)
-Fetch = Callable[[str, Callable[[tuple[int, int]], None]], Entry]
+Fetch = Callable[[str, Callable[[tuple[int, int]], None]], RegistryEntry]
 
 
 class Running(Protocol):
@@ -287,10 +287,10 @@ class Running(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Service:
+class ServerState:
     """Models, limits and running calls. Lives on one event loop."""
 
-    models: Models
+    models: ModelRegistry
     config: ServerConfig
     store: ResponseStore | None = None  # None: responses are not stored
     fetch: Fetch | None = None  # None: requests download no models
@@ -312,7 +312,7 @@ class Service:
         self.request_metrics = {name: RequestMetrics() for name in self.models.names()}
         self.readiness = Readiness(self.models, self.engine_stats, self.config.ready_deadline_s)
 
-    def add_model(self, entry: Entry) -> None:
+    def add_model(self, entry: RegistryEntry) -> None:
         """Serve one more model; raises as `Models.add`."""
         self.models.add(entry)
         self.request_metrics.setdefault(entry.name, RequestMetrics())  # it may have been here

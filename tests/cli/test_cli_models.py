@@ -12,7 +12,7 @@ from mlxinfer.cli.serve import registry
 from mlxinfer.configfile import read_config_file
 from mlxinfer.models import ExpertOptions
 from mlxinfer.models.weights.files import expert_bytes, weights_bytes
-from mlxinfer.server.models import Entry
+from mlxinfer.server.models import RegistryEntry
 from mlxinfer.session.options import EngineOptions
 from tests.bench.experts import SMALL as MIXTURE
 
@@ -48,13 +48,13 @@ def wanted(path: Path, *given: str) -> list[RequestedModel]:
     return requested_models(given or ("demo",), read_config_file(path), by_default=not given)
 
 
-def entries(path: Path, *given: str) -> tuple[list[Entry], int]:
+def entries(path: Path, *given: str) -> tuple[list[RegistryEntry], int]:
     params = serve_context(["--config", str(path)]).params
     models = registry(wanted(path, *given), dict(params))
     return [slot.entry for slot in models.slots()], models.limit_bytes
 
 
-def engine(entry: Entry) -> tuple[EngineOptions, str]:
+def engine(entry: RegistryEntry) -> tuple[EngineOptions, str]:
     """Return the options that a model would be opened with."""
     _, _, options, _, tool_format = entry.load.args  # type: ignore[attr-defined]  # a partial
     return options, tool_format

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxinfer.errors import CheckpointError
-from mlxinfer.server.models import Entry, Models
+from mlxinfer.server.models import ModelRegistry, RegistryEntry
 
 MB = 10**6
 
@@ -95,11 +95,13 @@ class Machine:
         with self.lock:
             del self.there[model.name]
 
-    def entry(self, name: str, num_bytes: int, kv_bytes: int = MB, **fields: Any) -> Entry:
+    def entry(self, name: str, num_bytes: int, kv_bytes: int = MB, **fields: Any) -> RegistryEntry:
         def load(_: int) -> Any:
             return self.load(name, num_bytes, kv_bytes)
 
-        return Entry(name=name, load=load, weights_bytes=num_bytes, kv_bytes=kv_bytes, **fields)
+        return RegistryEntry(
+            name=name, load=load, weights_bytes=num_bytes, kv_bytes=kv_bytes, **fields
+        )
 
-    def registry(self, entries: Iterable[Entry]) -> Models:
-        return Models(list(entries), limit_bytes=self.limit_bytes, clock=lambda: self.clock)
+    def registry(self, entries: Iterable[RegistryEntry]) -> ModelRegistry:
+        return ModelRegistry(list(entries), limit_bytes=self.limit_bytes, clock=lambda: self.clock)

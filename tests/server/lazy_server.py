@@ -7,7 +7,7 @@ from live_server import LiveServer, in_no_hurry
 
 from mlxinfer import hub
 from mlxinfer.models.weights.files import weights_bytes
-from mlxinfer.server.models import Entry, Models
+from mlxinfer.server.models import ModelRegistry, RegistryEntry
 from mlxinfer.server.served import ServedModel
 from mlxinfer.session.options import EngineOptions
 
@@ -42,10 +42,10 @@ class LazyServer(LiveServer):
             self.entry("big", "demo", given.get("big", {})),
             self.entry("small", "demo-draft", given.get("small", {})),
         ]
-        models = Models(entries, limit_bytes=limit_bytes, clock=lambda: self.clock_s)
+        models = ModelRegistry(entries, limit_bytes=limit_bytes, clock=lambda: self.clock_s)
         self.listen(models, **config)
 
-    def entry(self, name: str, source: str, fields: dict[str, Any]) -> Entry:
+    def entry(self, name: str, source: str, fields: dict[str, Any]) -> RegistryEntry:
         folder = hub.resolve(source)
 
         def load(room_bytes: int) -> ServedModel:
@@ -56,7 +56,7 @@ class LazyServer(LiveServer):
             )
             return in_no_hurry(ServedModel.open(name, folder, options, created_s=1))
 
-        return Entry(
+        return RegistryEntry(
             **{"name": name, "load": load, "weights_bytes": weights_bytes(folder), **fields}
         )
 

@@ -15,11 +15,11 @@ from mlxinfer import hub
 from mlxinfer.core import TokenEvent
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.config import ServerConfig
-from mlxinfer.server.models import Entry, Models
+from mlxinfer.server.models import ModelRegistry, RegistryEntry
 from mlxinfer.server.routes import Route
 from mlxinfer.server.run import Server, bind, url_of
 from mlxinfer.server.served import ServedModel
-from mlxinfer.server.service import Service
+from mlxinfer.server.service import ServerState
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.options import EngineOptions
 
@@ -39,10 +39,10 @@ def long_chat(**fields: Any) -> dict[str, Any]:
     return chat("Count", ignore_eos=True, max_tokens=LONG_TOKENS, **fields)
 
 
-def models_of(served: Sequence[ServedModel]) -> Models:
+def models_of(served: Sequence[ServedModel]) -> ModelRegistry:
     """Models that are loaded already, and stay."""
     entries = [
-        Entry(
+        RegistryEntry(
             name=model.name,
             load=lambda _, model=model: model,  # type: ignore[misc]  # bound in its round
             kv_bytes=0,
@@ -51,7 +51,7 @@ def models_of(served: Sequence[ServedModel]) -> Models:
         )
         for model in served
     ]
-    models = Models(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
+    models = ModelRegistry(entries, limit_bytes=sum(model.info.weights_bytes for model in served))
     for slot, model in zip(models.slots(), served, strict=True):
         models._take_in(slot, model)
     models.started = True
@@ -100,14 +100,14 @@ class LiveServer:
 
     def listen(
         self,
-        models: Models,
+        models: ModelRegistry,
         send_buffer: int | None = None,
         store: ResponseStore | None = None,
         **config: Any,
     ) -> None:
         """Put a socket before these models."""
         self.config = ServerConfig(port=0, **config)
-        self.service = Service(models, self.config, store)
+        self.service = ServerState(models, self.config, store)
         listeners = bind(self.config)
         if send_buffer is not None:  # connections inherit it
             listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

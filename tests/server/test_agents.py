@@ -16,7 +16,7 @@ import pytest
 from live_server import CHAT
 from scripted import ScriptedServer
 
-from mlxinfer.server.models import Models
+from mlxinfer.server.models import ModelRegistry
 from mlxinfer.server.store import ResponseStore
 
 SHELL: Any = {
@@ -199,7 +199,7 @@ OPEN_WEBUI: Any = {
 def server() -> Iterator[ScriptedServer]:
     """As `mlxinfer serve --default-model demo` has it."""
     with ScriptedServer(store=ResponseStore(None)) as server:
-        models: Models = server.service.models
+        models: ModelRegistry = server.service.models
         models._default = models.find("demo")
         yield server
 

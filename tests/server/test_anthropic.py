@@ -1,6 +1,5 @@
-"""Anthropic's own client library against the server, with its types checked strictly."""
+"""Anthropic's API, as its own client library sees it."""
 
-# answers of the SDK are unions of a dozen types:
 # mypy: disable-error-code="union-attr"
 
 import json
@@ -8,11 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import openai
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from live_server import LiveServer, chat, wait_until
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 from sdk_clients import CALLS, HELLO, NOW, WEATHER, anthropic_client, strictly
+
+from mlxinfer.server.keys import ApiKeys
+from mlxinfer.server.models import ModelRegistry, RegistryEntry
+from mlxinfer.server.served import ServedModel
 
 TOOLS: Any = [
     {
@@ -262,36 +266,6 @@ def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
     assert set(json.loads(answer.content[0].text)) == {"age"}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": []},
-        {"max_tokens": 0},
-        {"temperature": 1.5},
-        {"top_k": -2},
-        {"messages": [{"role": "tool", "content": "x"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-        {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use"}]}]},
-        {"tools": [{"input_schema": {}}]},
-        {"tools": TOOLS, "tool_choice": {"type": "tool"}},
-        {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}},
-        {"tool_choice": {"type": "any"}},
-        {"thinking": {"type": "enabled", "budget_tokens": 5}},
-        {"thinking": {"type": "enabled", "budget_tokens": 2000}},
-        {"container": "c"},
-        {"mcp_servers": [{}]},
-        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-        {"output_config": {"format": {"type": "yaml"}}},
-    ],
-)
-def test_what_cannot_be_is_refused(scripted: ScriptedServer, fields: Any) -> None:
-    answer = scripted.post("/v1/messages", {"messages": HELLO, "max_tokens": 5, **fields})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
 SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
 SEARCHED: Any = [
     {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
@@ -384,3 +358,100 @@ def test_an_interrupted_stream_ends_with_an_error_event() -> None:
         with pytest.raises(anthropic.APIStatusError) as caught:
             list(events)
     assert "overloaded_error" in str(caught.value.body)
+
+
+NAMES = ["one", "two", "three"]
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+class ThreeModels(LiveServer):
+    """None of them can be loaded, and none is asked to be."""
+
+    def __init__(self) -> None:
+        entries = [RegistryEntry(name=name, load=self.refuse) for name in NAMES]
+        self.listen(ModelRegistry(entries, limit_bytes=10**9))
+
+    def refuse(self, room_bytes: int) -> ServedModel:
+        raise AssertionError("no answer was asked for")
+
+
+@pytest.fixture(scope="module")
+def lazy() -> Iterator[LiveServer]:
+    with ThreeModels() as server:
+        yield server
+
+
+@pytest.fixture
+def models_client(lazy: LiveServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic_client(lazy) as client:
+        yield client
+
+
+def test_models_are_listed(models_client: anthropic.Anthropic) -> None:
+    page = models_client.models.list()
+    assert [model.id for model in page.data] == NAMES
+    assert (page.first_id, page.last_id, page.has_more) == ("one", "three", False)
+    assert {model.lifecycle for model in page.data} == {"active"}
+    assert {model.type for model in page.data} == {"model"}
+    assert [model.display_name for model in page.data] == NAMES
+
+
+def test_a_model_is_shown(live: LiveServer) -> None:
+    with anthropic_client(live) as models_client:
+        model = models_client.models.retrieve("demo")
+    assert model.created_at.timestamp() == 1
+    assert (model.max_input_tokens, model.max_tokens) == (live.model.max_context,) * 2
+
+
+def test_beta_clients_are_answered_too(models_client: anthropic.Anthropic) -> None:
+    assert [model.id for model in models_client.beta.models.list().data] == NAMES
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_pages_add_up(models_client: anthropic.Anthropic, limit: int) -> None:
+    assert [model.id for model in models_client.models.list(limit=limit)] == NAMES
+
+
+def test_pages_before(models_client: anthropic.Anthropic) -> None:
+    page = models_client.models.list(before_id="three", limit=1)
+    assert ([model.id for model in page.data], page.has_more) == (["two"], True)
+    assert [model.id for model in page.get_next_page().data] == ["one"]
+    assert models_client.models.list(before_id="one").data == []
+
+
+def test_none_is_retired(models_client: anthropic.Anthropic) -> None:
+    assert models_client.models.list(lifecycle=["retired"]).data == []
+    assert len(models_client.models.list(lifecycle=["active", "retired"]).data) == len(NAMES)
+
+
+def test_an_unknown_model_is_an_error_of_theirs(
+    models_client: anthropic.Anthropic,
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        models_client.models.retrieve("no/such")
+    assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=1001", "limit=x", "after_id=x", "after_id=one&before_id=two"]
+)
+def test_pages_that_are_none(lazy: LiveServer, query: str) -> None:
+    answer = lazy.get(f"/v1/models?{query}", headers=VERSION)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert lazy.get(f"/v1/models?{query}").status_code == 200  # OpenAI's has no pages
+
+
+def test_openai_clients_are_answered_as_ever(live: LiveServer) -> None:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none") as models_client:
+        assert [model.object for model in models_client.models.list()] == ["model"]
+        assert models_client.models.retrieve("demo").owned_by == "mlxinfer"
+
+
+def test_without_a_key_the_error_is_theirs_too() -> None:
+    with LiveServer(keys=ApiKeys.from_plain(["sk-test-1"])) as server:
+        answer = server.get("/v1/models", headers=VERSION)
+        assert (answer.status_code, answer.json()["type"]) == (401, "error")
+        assert "type" not in server.get("/v1/models").json()
+        with anthropic_client(server).with_options(api_key="sk-test-1") as models_client:
+            assert models_client.models.retrieve("demo").id == "demo"

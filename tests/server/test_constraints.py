@@ -87,52 +87,6 @@ def test_the_library_parses_into_its_own_types(server: LiveServer) -> None:
     assert found.choices[0].message.parsed == Person(name="Grace", age=47)
 
 
-HOLE: Any = {"$ref": "#/$defs/none"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": HOLE}}},
-            "response_format.json_schema.schema",
-        ),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_json": 5}, "guided_json"),
-        ({"guided_json": {"$ref": "http://evil.example/x"}}, "guided_json"),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_regex": "(?=x)y"}, "guided_regex"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
-        ({"structured_outputs": {"json": PERSON, "regex": "x"}}, "structured_outputs"),
-        ({"structured_outputs": {"tag": "x"}}, "structured_outputs.tag"),
-        ({"structured_outputs": []}, "structured_outputs"),
-        ({"guided_regex": "x", "guided_choice": ["y"]}, "guided_choice"),
-        ({"grammar": "root ::= x"}, "grammar"),
-        ({"ebnf": "root ::= x"}, "ebnf"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_kept_is_refused(
-    server: LiveServer, fields: dict[str, Any], param: str, stream: bool
-) -> None:
-    refused = server.post(CHAT, chat(stream=stream, **fields))
-    assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"] == param
-
-
-def test_a_schema_may_not_nest_forever(server: LiveServer) -> None:
-    schema: Any = {"type": "string"}
-    for _ in range(400):
-        schema = {"type": "array", "items": schema}
-    refused = server.post(CHAT, chat(guided_json=schema))
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "guided_json"
-
-
 AMBIGUOUS = "start: s\ns: s s s | s s | /./ |"
 
 

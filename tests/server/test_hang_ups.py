@@ -1,13 +1,10 @@
 """Clients that leave, wait too long, do not read, or come too many at once."""
 
-import asyncio
-import contextlib
 import json
 import socket
 import time
 from collections.abc import Iterator
 
-import httpx2 as httpx
 import pytest
 from live_server import CHAT, LiveServer, chat, events_of, long_chat, wait_until
 from raw_http import post, status_of
@@ -40,22 +37,6 @@ def test_a_client_that_leaves_while_it_sends_is_forgotten(server: LiveServer) ->
         connection.sendall(post(CHAT, b'{"messages": [', length=1000))
         time.sleep(0.05)
     wait_until(server.is_idle)
-
-
-def test_a_storm_of_hang_ups_leaves_nothing_behind(server: LiveServer) -> None:
-    """Forty clients leave at forty moments: in the queue, in prefill, in decode, at the end."""
-
-    async def one(client: httpx.AsyncClient, number: int) -> None:
-        request = chat(f"{number} " * 150, max_tokens=30, stream=number % 2 == 0, ignore_eos=True)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(client.post(CHAT, json=request), 0.01 * number)
-
-    async def storm() -> None:
-        limits = httpx.Limits(max_connections=50)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits) as client:
-            await asyncio.gather(*(one(client, number) for number in range(1, 41)))
-
-    asyncio.run(storm())
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,16 @@
-"""What the server writes about itself."""
+"""Lines of the log, and traces."""
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
 
-from mlxinfer.server.log import JsonLines, TextLines, set_up_logging
+from mlxinfer.server.http import Receive, Scope, Send
+from mlxinfer.server.log import json_line, set_up_logging, text_line
+from mlxinfer.server.run import traced
 
 SECRET = "swordfish"
 
@@ -22,7 +25,7 @@ def lines(server: LiveServer) -> Iterator[list[logging.LogRecord]]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     server.get("/first")
-    wait_until(lambda: any("/first" in TextLines().format(record) for record in found))
+    wait_until(lambda: any("/first" in text_line(record) for record in found))
     found.clear()  # with it came the lines of requests before the test
     yield found
     logger.removeHandler(handler)
@@ -36,15 +39,15 @@ def test_a_request_is_a_line_without_its_text(
     wait_until(lambda: lines)  # a line is written after its answer
     server.post(CHAT, chat(SECRET, n=0), headers={"x-request-id": "abc"})
     wait_until(lambda: len(lines) == 2)
-    good, bad = (json.loads(JsonLines().format(record)) for record in lines)
+    good, bad = (json.loads(json_line(record)) for record in lines)
     assert (good["status"], good["stream"], good["answer_tokens"]) == (200, True, 3)
     assert (bad["status"], bad["request_id"]) == (400, "abc")
     assert (bad["error"], bad["param"]) == ("InvalidRequestError", "n")
     assert good["duration_ms"] > 0
-    assert " info POST /v1/chat/completions 200 " in TextLines().format(lines[0])
-    assert TextLines().format(lines[1]).endswith(" request_id=abc")
+    assert " info POST /v1/chat/completions 200 " in text_line(lines[0])
+    assert text_line(lines[1]).endswith(" request_id=abc")
     for record in lines:
-        for text in (JsonLines().format(record), TextLines().format(record)):
+        for text in (json_line(record), text_line(record)):
             assert SECRET not in text
             assert "\n" not in text
 
@@ -52,7 +55,7 @@ def test_a_request_is_a_line_without_its_text(
 def test_a_path_cannot_forge_a_line(server: LiveServer, lines: list[logging.LogRecord]) -> None:
     server.get("/x%0a12:00:00%20info%20request%20status=200")
     wait_until(lambda: lines)
-    assert "\n" not in TextLines().format(lines[0])
+    assert "\n" not in text_line(lines[0])
 
 
 def test_a_failure_has_a_traceback_and_its_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,10 +64,10 @@ def test_a_failure_has_a_traceback_and_its_request(capsys: pytest.CaptureFixture
         raise ValueError("inside")
     except ValueError as error:
         record.exc_info = (ValueError, error, error.__traceback__)
-    line = json.loads(JsonLines().format(record))
+    line = json.loads(json_line(record))
     assert line["request_id"] == "r1"
     assert "ValueError: inside" in line["traceback"]
-    assert "ValueError: inside" in TextLines().format(record)
+    assert "ValueError: inside" in text_line(record)
 
 
 def test_levels_and_formats_are_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,3 +85,29 @@ def test_levels_and_formats_are_set(capsys: pytest.CaptureFixture[str]) -> None:
             logger.filters.clear()
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["message"] == "loud"
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers nothing."""
+
+
+def test_without_a_collector_the_app_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert traced(app) is app
+
+
+def test_a_missing_extra_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.asgi", None)
+    with caplog.at_level(logging.WARNING):
+        assert traced(app) is app
+    assert "mlxinfer[otel]" in caplog.text
+
+
+def test_with_a_collector_the_app_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    assert exporter
+    assert type(traced(app)).__name__ == "OpenTelemetryMiddleware"

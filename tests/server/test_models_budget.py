@@ -1,4 +1,4 @@
-"""How memory is divided: sums that people can do themselves."""
+"""How memory is divided, in sums that people can do themselves; pauses after loads that failed."""
 
 from typing import Any
 
@@ -7,16 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.server.models import MIN_KV_BYTES, Entry, Slot, kv_budgets
+from mlxinfer.server.models import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    MIN_KV_BYTES,
+    Brake,
+    ModelSlot,
+    RegistryEntry,
+    kv_budgets,
+)
 
 GB = 10**9
 
 
-def need(name: str, weights: int, kv_bytes: int | None = None, pinned: bool = False) -> Slot:
+def need(name: str, weights: int, kv_bytes: int | None = None, pinned: bool = False) -> ModelSlot:
     def load(num_bytes: int) -> Any:
         raise AssertionError
 
-    return Slot(Entry(name=name, load=load, kv_bytes=kv_bytes, pinned=pinned), 0, weights)
+    return ModelSlot(
+        RegistryEntry(name=name, load=load, kv_bytes=kv_bytes, pinned=pinned), 0, weights
+    )
 
 
 def test_one_model_gets_what_its_weights_leave() -> None:
@@ -52,7 +62,7 @@ def test_pinned_models_count_beside_each() -> None:
         [need("x", 10 * GB - 10**6)],
     ],
 )
-def test_a_model_that_can_never_fit_is_named(needs: list[Slot]) -> None:
+def test_a_model_that_can_never_fit_is_named(needs: list[ModelSlot]) -> None:
     with pytest.raises(InvalidRequestError, match="model x does not fit"):
         kv_budgets(needs, 10 * GB)
 
@@ -79,3 +89,32 @@ def test_budgets_together_stay_within_the_limit(
     free = [budgets[n.entry.name] for n in needs if n.entry.kv_bytes is None]
     assert len(set(free)) <= 1
     assert all(share >= MIN_KV_BYTES for share in free)
+
+
+def test_a_model_that_did_not_fail_has_no_pause() -> None:
+    assert Brake().left_s(-5.0) == 0.0
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    brake = Brake()
+    pauses = [brake.fail(100.0) for _ in range(100)]
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == MAX_PAUSE_S
+
+
+@given(st.lists(st.tuples(st.sampled_from(["fail", "release"]), st.floats(0, 1000))))
+def test_a_pause_ends_after_its_announced_length(events: list[tuple[str, float]]) -> None:
+    brake, now_s, in_a_row = Brake(), 0.0, 0
+    for what, later_s in events:
+        now_s += later_s
+        if what == "release":
+            brake.release()
+            in_a_row = 0
+            assert brake.left_s(now_s) == 0.0
+            continue
+        pause_s = brake.fail(now_s)
+        in_a_row += 1
+        assert brake.num_failures == in_a_row
+        assert brake.left_s(now_s + pause_s) == 0.0
+        assert 0 < brake.left_s(now_s + pause_s / 2) <= MAX_PAUSE_S

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
 from lazy_server import MB, LazyServer
 from live_server import CHAT, chat, long_chat, wait_until
@@ -55,13 +54,6 @@ def test_a_request_loads_its_model_and_unloads_an_idle_one_for_room(two: LazySer
     assert two.get("/v1/models/small").json()["capabilities"] is not None  # as it was when loaded
 
 
-def test_concurrent_requests_load_a_model_once(two: LazyServer) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: two.post(CHAT, chat(model="small")), range(8)))
-    assert {answer.status_code for answer in answers} == {200}
-    assert two.loads == ["small"]
-
-
 def test_a_model_that_answers_is_not_unloaded(two: LazyServer) -> None:
     with two.stream(CHAT, long_chat(model="big")) as response:
         lines = response.iter_lines()
@@ -96,44 +88,6 @@ def test_explicit_loads_and_unloads(two: LazyServer) -> None:
     assert two.post("/admin/models/load", {"model": "./elsewhere"}).status_code == 404
     wrong = two.post("/admin/models/unload", {"model": "big", "drain_s": -1})
     assert wrong.json()["error"]["param"] == "drain_s"
-
-
-def test_an_unload_goes_on_where_its_client_leaves(two: LazyServer) -> None:
-    with two.stream(CHAT, long_chat(model="big")) as response:
-        lines = response.iter_lines()
-        next(lines)
-        body = {"model": "big", "drain_s": 3600}
-        with pytest.raises(httpx.ReadTimeout):
-            two.client.post("/admin/models/unload", json=body, timeout=0.3)
-        wait_until(lambda: two.post(CHAT, chat(model="big")).status_code == 200)
-        (big, _) = two.get("/admin/models").json()["models"]
-        assert big["requests_running"] == 1, "that one ended first"
-
-
-def test_an_idle_model_is_unloaded_after_its_ttl() -> None:
-    with LazyServer(fields={"small": {"ttl_s": 60.0}}) as server:
-        assert server.post(CHAT, chat(model="small")).status_code == 200
-        (state,) = [m for m in server.get("/admin/models").json()["models"] if m["name"] == "small"]
-        assert state["ttl_left_s"] == 60.0
-        server.clock_s = 60.0
-        wait_until(lambda: server.states()["small"] == "unloaded")
-        assert server.post(CHAT, chat(model="small")).status_code == 200
-    assert server.loads == ["small", "small"]
-
-
-def test_admin_needs_the_key_and_json() -> None:
-    from mlxinfer.server.keys import ApiKeys
-
-    with LazyServer(keys=ApiKeys.from_plain(["right"])) as server:
-        key = {"authorization": "Bearer right"}
-        body = {"model": "small"}
-        assert server.get("/admin/models").status_code == 401
-        assert server.post("/admin/models/load", body).status_code == 401
-        assert server.get("/admin/models", headers=key).status_code == 200
-        plain = {**key, "content-type": "text/plain"}
-        refused = server.client.post("/admin/models/load", content=b"{}", headers=plain)
-        assert refused.status_code == 415
-    assert server.loads == []
 
 
 def test_a_model_is_loaded_again_a_while_after_its_engine_ended_in_a_fault() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxinfer.errors import MlxinferError
-from mlxinfer.server.models import Models, State
+from mlxinfer.server.models import ModelRegistry, State
 
 NAMES = "abcd"
 names = st.sampled_from(NAMES)
@@ -36,7 +36,7 @@ class Scene:
         rock = sizes[pinned] if pinned < len(sizes) else 0
         limit = max(sizes) + rock + spare + 4  # one, beside the pinned one, and seldom a second
         self.machine = Machine(limit_bytes=limit * MB)
-        self.models: Models = self.machine.registry(
+        self.models: ModelRegistry = self.machine.registry(
             self.machine.entry(n, s * MB, pinned=i == pinned, ttl_s=t)
             for i, (n, s, t) in enumerate(zip(NAMES, sizes, ttl, strict=True))
         )

@@ -1,9 +1,15 @@
-"""Chat completions over a real socket: fields, streams, errors."""
+"""OpenAI's chat: bodies, streams, choices; and OpenAI's own client library."""
 
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from live_server import CHAT, LiveServer, chat
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from sdk_clients import HELLO, openai_client, strictly
 
 from mlxinfer.session import session
 from mlxinfer.text.fim import FimTokens
@@ -12,23 +18,6 @@ from mlxinfer.text.fim import FimTokens
 def content(answer: Any) -> str:
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text
-
-
-def test_an_answer_has_openais_shape(server: LiveServer) -> None:
-    answer = server.post(CHAT, chat("What is 47 + 38", max_tokens=40))
-    assert answer.status_code == 200
-    body = answer.json()
-    assert body["object"] == "chat.completion"
-    assert body["model"] == "demo"
-    choice = body["choices"][0]
-    assert choice["message"] == {
-        "role": "assistant",
-        "content": "47 + 38 = 85",
-        "refusal": None,
-    }
-    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "stop", None)
-    usage = body["usage"]
-    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 def test_a_stream_says_role_content_reason_counts_done(server: LiveServer) -> None:
@@ -101,12 +90,6 @@ def test_logprobs_spell_the_content(server: LiveServer) -> None:
     assert [e["token"] for e in streamed] == [e["token"] for e in entries]
 
 
-def test_max_tokens_is_a_length(server: LiveServer) -> None:
-    answer = server.post(CHAT, chat(max_tokens=None, max_completion_tokens=3)).json()
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 3
-
-
 def test_parts_roles_and_nulls_are_read(server: LiveServer) -> None:
     plain = [
         {"role": "system", "content": "Be brief."},
@@ -144,75 +127,6 @@ def test_the_last_message_can_be_continued(server: LiveServer) -> None:
     ]
     request = chat(messages=messages, continue_final_message=True, max_tokens=20)
     assert content(server.post(CHAT, request)) == " 85"
-
-
-TEXT_OF_A_PART = "messages[0].content[0].text"
-BAD: list[tuple[dict[str, Any], str | None]] = [
-    ({"logit_bias": {"5": 500}}, "logit_bias[...]"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"min_tokens": 20}, "min_tokens"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"logprobs": 3}, "logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"messages": []}, "messages"),
-    ({"messages": None}, "messages"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, TEXT_OF_A_PART),
-    ({"audio": {}}, "audio"),
-    ({"best_of": 2}, "best_of"),
-    ({"chat_template": "x"}, "chat_template"),
-    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ({"modalities": ["audio"]}, "modalities"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param"), BAD)
-def test_a_bad_field_is_named(live: LiveServer, fields: dict[str, Any], param: str | None) -> None:
-    answer = live.post(CHAT, chat(**fields))
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert set(error) == {"message", "type", "param", "code"}
-
-
-def test_images_are_refused(live: LiveServer) -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:,"}}
-    answer = live.post(CHAT, chat(messages=[{"role": "user", "content": [part]}]))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[0].content[0].type"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_fit_the_context_is_said_before_a_stream(
-    server: LiveServer, stream: bool
-) -> None:
-    for request in (chat("word " * 5000), chat("word " * 100_000)):
-        answer = server.post(CHAT, {**request, "stream": stream})
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert "2048" in error["message"]
-
-
-def test_an_unknown_model_is_not_found(server: LiveServer) -> None:
-    for name in ("gpt-9", "/etc/passwd", "../demo", "a" * 10_000):
-        answer = server.post(CHAT, chat(model=name))
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "model_not_found"
-        assert len(answer.text) < 1000
-
-
-def test_models_are_listed(server: LiveServer) -> None:
-    (card,) = server.get("/v1/models").json()["data"]
-    assert (card["id"], card["max_model_len"]) == ("demo", 2048)
-    assert server.get("/v1/models/demo").json() == card
-    assert server.get("/v1/models/none").status_code == 404
 
 
 def test_timings_are_there_on_request(server: LiveServer) -> None:
@@ -256,3 +170,118 @@ def test_a_stream_says_how_far_its_prompt_is(
         assert (last["cache"] > 400) is cached
         assert all(each["cache"] == last["cache"] <= each["processed"] for each in found)
     assert not any("prompt_progress" in e for e in server.events(CHAT, chat("Hi"))[:-1])
+
+
+GREETING = "Hello! I am the demo model of mlxinfer."
+LONG = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai_client(server) as client:
+        yield client
+
+
+def ask(client: Any, **fields: Any) -> Any:
+    given = {"model": "demo", "messages": HELLO, "temperature": 0, "max_tokens": 12, **fields}
+    return client.chat.completions.create(**given)
+
+
+def test_an_answer(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    strictly(ChatCompletion, answer)
+    assert (answer.choices[0].message.content or "").startswith(GREETING)
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+def test_a_stream(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    for chunk in chunks:
+        strictly(ChatCompletionChunk, chunk)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text.startswith(GREETING)
+    assert chunks[-1].usage.total_tokens > 12
+
+
+def test_the_stream_helper_accumulates(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="demo", messages=HELLO, temperature=0, max_tokens=60, logprobs=True, n=2
+    ) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    contents = [choice.message.content for choice in final.choices]
+    assert len(contents) == 2
+    assert contents[0] == contents[1]
+    assert (contents[0] or "").startswith(GREETING)
+
+
+def test_logprobs_n_and_seed(client: openai.OpenAI) -> None:
+    fields = {"n": 2, "seed": 7, "temperature": 2.0, "logprobs": True, "top_logprobs": 5}
+    one, two = ask(client, **fields), ask(client, **fields)
+    strictly(ChatCompletion, one)
+    assert [c.message for c in one.choices] == [c.message for c in two.choices]
+    assert one.choices[0].message != one.choices[1].message
+    assert len(one.choices[0].logprobs.content[0].top_logprobs) == 5
+    for chunk in ask(client, stream=True, **fields):
+        strictly(ChatCompletionChunk, chunk)
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    """Strict but for nulls that OpenAI sends in echoes and chunks and its library does not know."""
+    fields: Any = {"model": "demo", "prompt": ["A page", "A token"], "max_tokens": 5}
+    answer = client.completions.create(**fields, logprobs=2, temperature=0)
+    strictly(Completion, answer)
+    with openai.OpenAI(base_url=client.base_url, api_key="none") as loose:
+        chunks = list(loose.completions.create(**fields, temperature=0, stream=True))
+        echoed = loose.completions.create(**fields, echo=True, logprobs=1)
+    for index in (0, 1):
+        pieces = [c.choices[0].text for c in chunks if c.choices[0].index == index]
+        assert "".join(pieces) == answer.choices[index].text
+    assert [c.text.split()[0] for c in echoed.choices] == ["A", "A"]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    strictly(Model, model)
+    assert client.models.retrieve("demo") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("none")
+
+
+def test_what_is_not_there_is_a_clean_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.images.generate(model="demo", prompt="x")
+    assert caught.value.code == "not_found"
+
+
+def test_errors_have_the_librarys_classes(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, messages=[{"role": "user", "content": "word " * 5000}])
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, top_p=3)
+    assert caught.value.param == "top_p"
+
+
+def test_sixteen_at_once_get_what_each_gets_alone(server: LiveServer) -> None:
+    questions = [f"What is {a} + {a + 7}" for a in range(16)]
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(one(client, i) for i in range(16)))
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        messages = [{"role": "user", "content": questions[number]}]
+        if number % 2:
+            answer = await ask(client, messages=messages)
+            return answer.choices[0].message.content or ""
+        stream = await ask(client, messages=messages, stream=True)
+        return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    together = asyncio.run(all_at_once())
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        for question, found in list(zip(questions, together, strict=True))[::3]:  # of both kinds
+            alone = ask(client, messages=[{"role": "user", "content": question}])
+            assert found == alone.choices[0].message.content

@@ -1,12 +1,16 @@
-"""Fields of llama.cpp, Ollama, vLLM, Hugging Face and OpenRouter: they count, or are named."""
+"""Fields and spellings of other servers' clients."""
 
 import threading
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, with_fields
 from live_server import CHAT, LiveServer, chat
 from scripted import TEMPLATE, ScriptedServer, teach
+
+from mlxinfer.server.keys import ApiKeys
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
@@ -37,60 +41,22 @@ def test_texts_of_a_bias_and_of_dry_are_encoded_off_the_event_loop(
     assert scripted.loop_thread not in threads
 
 
-def test_a_window_of_the_repetition_penalty_is_kept(server: LiveServer) -> None:
-    """Of all names of it; a window of no token is no penalty."""
-    fields = {"max_tokens": 10, "temperature": 0, "repeat_penalty": 50}
-    plain = said(server, max_tokens=10, temperature=0)
-    everywhere, recent = said(server, **fields), said(server, **fields, repetition_window=4)
-    assert len({plain, everywhere, recent}) == 3
-    for window in ("repeat_last_n", "penalty_last_n", "repetition_context_size"):
-        for tokens, expected in ((0, plain), (-1, everywhere), (4, recent)):
-            assert said(server, **fields, **{window: tokens}) == expected, (window, tokens)
-        answer = server.post(CHAT, chat("Hello", **{window: 4, "repetition_window": 5}))
-        assert answer.json()["error"]["param"] == window
-
-
-def said(server: LiveServer, **fields: Any) -> str:
-    """The text that a model gives."""
-    answer = server.post(CHAT, chat("Tell me about a page", **fields)).json()
-    return str(answer["choices"][0]["message"]["content"])
-
-
-BUDGETS: list[dict[str, Any]] = [
-    {"thinking": {"type": "enabled", "budget_tokens": 6}},
-    {"reasoning": {"max_tokens": 6}},
-    {"reasoning_budget": 6},
-    {"thinking_budget_tokens": 6},
-    {"thinking_token_budget": 6, "reasoning_budget": 6},
-]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_closed_at_its_budget(stream: bool) -> None:
     with LiveServer() as server:
         teach(server.model, TEMPLATE + "<think>\n")
-        for fields in BUDGETS:
-            body = chat(max_tokens=20, ignore_eos=True, stream=stream, **fields)
-            if stream:
-                deltas = [e["choices"][0]["delta"] for e in server.events(CHAT, body)[:-1]]
-                said = {
-                    key: "".join(delta.get(key) or "" for delta in deltas)
-                    for key in ("content", "reasoning_content")
-                }
-            else:
-                said = server.post(CHAT, body).json()["choices"][0]["message"]
-            ids = server.model.tokenizer.encode(said["reasoning_content"], add_special_tokens=False)
-            assert 1 <= len(ids) <= 6
-            assert said["content"], fields
-
-
-def test_the_budget_of_messages_reaches_the_request(scripted: ScriptedServer) -> None:
-    thinking = {"type": "enabled", "budget_tokens": 1024}
-    with scripted.says("x"):
-        body = with_fields(MESSAGES, thinking=thinking, max_tokens=1500)
-        assert scripted.post(MESSAGES, body).status_code == 200
-        assert scripted.script.requests[-1].params.max_reasoning_tokens == 1024
-        assert scripted.script.requests[-1].grammar is not None
+        body = chat(max_tokens=20, ignore_eos=True, stream=stream, reasoning_budget=6)
+        if stream:
+            deltas = [e["choices"][0]["delta"] for e in server.events(CHAT, body)[:-1]]
+            said = {
+                key: "".join(delta.get(key) or "" for delta in deltas)
+                for key in ("content", "reasoning_content")
+            }
+        else:
+            said = server.post(CHAT, body).json()["choices"][0]["message"]
+        ids = server.model.tokenizer.encode(said["reasoning_content"], add_special_tokens=False)
+        assert 1 <= len(ids) <= 6
+        assert said["content"]
 
 
 @pytest.mark.parametrize("form", ["json", {"type": "object", "required": ["a"]}])
@@ -100,18 +66,11 @@ def test_ollamas_format_is_a_constraint(server: LiveServer, form: Any) -> None:
     assert answer.json()["choices"][0]["message"]["content"].startswith("{")
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
-def test_prompts_with_different_salts_share_no_cache(server: LiveServer, path: str) -> None:
+def test_prompts_with_different_salts_share_no_cache(server: LiveServer) -> None:
     def cached(salt: str | None) -> int:
-        words = "pages of keys and values " * 20
-        body = with_fields(path, cache_salt=salt)
-        text = f"{path} {words}"
-        body |= {"input": text} if path == RESPONSES else {}
-        body |= {"prompt": text} if path == COMPLETIONS else {}
-        body |= {"messages": [{"role": "user", "content": text}]} if path == CHAT else {}
-        usage = server.post(path, body).json()["usage"]
-        details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
-        return int(details["cached_tokens"])
+        body = chat("salted pages of keys and values " * 20, cache_salt=salt)
+        usage = server.post(CHAT, body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     cold = cached("a")
     assert cached("a") > cold + 50
@@ -158,3 +117,70 @@ def test_max_tokens_beyond_the_context_is_the_context(
         assert answer.status_code == 200, answer.text
         (request,) = scripted.script.requests
     assert request.params.max_tokens == 2048 - len(request.prompt_ids)
+
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_a_base_url_may_end_as_it_likes(server: LiveServer, path: str) -> None:
+    given: Any = {"base_url": server.url + path, "api_key": "none", "max_retries": 0}
+    with openai.OpenAI(**given) as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.models.retrieve("demo").id == "demo"
+        answer = client.chat.completions.create(model="demo", messages=HI, max_tokens=2)
+        assert answer.choices[0].message.content
+        assert client.responses.create(model="demo", input="Hi", max_output_tokens=2).output_text
+    with anthropic.Anthropic(**given) as client_:
+        assert client_.messages.create(model="demo", messages=HI, max_tokens=2).content
+
+
+@pytest.mark.parametrize("path", [f"{CHAT}/", "/chat/completions", "/v1/v1/chat/completions"])
+def test_a_path_may_be_written_otherwise(server: LiveServer, path: str) -> None:
+    assert server.post(path, chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/none", "/chat", "/v1", "/v2/models", "/docs/"])
+def test_other_paths_are_not_found(server: LiveServer, path: str) -> None:
+    assert server.get(path).status_code == 404
+
+
+def test_a_path_written_otherwise_needs_the_key_all_the_same() -> None:
+    with LiveServer(keys=ApiKeys.from_plain(["secret"])) as server:
+        for path in ("/models", "/v1/models/", "/v1/v1/models", "/health/", "/v1//models"):
+            assert server.get(path).status_code == 401, path
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_counts_in_every_event(server: LiveServer, path: str) -> None:
+    fields = {"include_usage": True, "continuous_usage_stats": True}
+    body: Any = {"max_tokens": 6, "ignore_eos": True, "stream_options": fields}
+    body |= {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    *events, done = server.events(path, body)
+    assert done == "[DONE]"
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert len(set(counts)) > 2
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+def test_redacted_thoughts_of_others_are_left_out(scripted: ScriptedServer) -> None:
+    blocks = [{"type": "redacted_thinking", "data": "c2VjcmV0"}, {"type": "text", "text": "Hello"}]
+    history = [*HI, {"role": "assistant", "content": blocks}, *HI]
+    with scripted.says("x"):
+        answer = scripted.post("/v1/messages", {"messages": history, "max_tokens": 5})
+        assert answer.status_code == 200, answer.text
+        assert "Hello" in scripted.prompt
+        assert "c2VjcmV0" not in scripted.prompt
+
+
+def test_a_tool_may_say_nothing(scripted: ScriptedServer) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [
+        *HI,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    ]
+    with scripted.says("x"):
+        assert scripted.post(CHAT, {"messages": history}).status_code == 200

@@ -48,14 +48,6 @@ def test_a_chat_completion(spaced: ScriptedServer) -> None:
         assert chat(spaced, [ASKED, BEGUN], continue_final_message=True) == " sleeps"
 
 
-def test_a_message_of_anthropics(spaced: ScriptedServer) -> None:
-    with spaced.says("sleeps"):
-        for messages, expected in (([ASKED], "sleeps"), ([ASKED, BEGUN], " sleeps")):
-            body = {"messages": messages, "max_tokens": 20, "model": "demo"}
-            answer = spaced.post("/v1/messages", body).json()
-            assert answer["content"] == [{"type": "text", "text": expected}]
-
-
 def test_the_library(spaced: ScriptedServer) -> None:
     session = spaced.model.generator
     ids = spaced.model.tokenizer.encode("sleeps", add_special_tokens=False)

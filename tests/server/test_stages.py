@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
-from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, wait_until
+from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, long_chat, wait_until
 
 from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.grammar_masks import GrammarMasks
@@ -295,3 +295,29 @@ def test_a_panic_on_the_engines_thread_costs_a_step(single: LiveServer) -> None:
 def test_a_panic_of_a_library_costs_one_request(live: LiveServer, stage: Stage) -> None:
     with neighbours(live), fault(stage.owner, stage.name, stage.hits, Panic):
         fail_whole(live)
+
+
+def test_a_closed_engine_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveServer() as server:
+        with server.stream(CHAT, long_chat()) as response:
+            events = events_of(response)
+            next(events)
+            next(events)
+            server.model.session.engine.close()
+            *_, last = events
+        assert last["error"]["code"] == "engine_closed"
+        answer = server.post(CHAT, chat())
+        assert answer.status_code == 503
+        assert not server.service.admission.num_waiting
+
+
+def test_a_refusing_template_is_a_400(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = server.model.tokenizer.template
+    assert template is not None
+    refusing = {"default": "{{ raise_exception('roles must alternate') }}"}
+    monkeypatch.setattr(template, "sources", refusing)
+    answer = server.post(CHAT, chat())
+    monkeypatch.undo()
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "template_error"
+    assert "roles must alternate" in answer.json()["error"]["message"]

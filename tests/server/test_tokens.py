@@ -47,10 +47,6 @@ def test_the_template_and_the_named_tokens_are_told(server: LiveServer) -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [99999999]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
     ],
 )
 def test_a_bad_field_is_named(live: LiveServer, path: str, body: Any, param: str) -> None:

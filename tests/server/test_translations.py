@@ -130,6 +130,11 @@ def test_sampling_fields_count_under_any_of_their_names(read: Read) -> None:
 
 
 @pytest.mark.parametrize("read", READS)
+def test_a_salt_reaches_the_input(read: Read) -> None:
+    assert read(cache_salt="a").cache_salt == "a"
+
+
+@pytest.mark.parametrize("read", READS)
 def test_two_names_of_one_field_must_agree(read: Read) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         read(repeat_penalty=1.3, repetition_penalty=1.1)
@@ -225,6 +230,7 @@ def test_budgets_of_reasoning() -> None:
         {"thinking": {"type": "enabled", "budget_tokens": 6}},
         {"reasoning": {"max_tokens": 6}},
         {"thinking_token_budget": 6, "reasoning_budget": 6},
+        {"thinking_budget_tokens": 6},
     ]
     for fields in budgets:
         params = read_chat(**fields).params

@@ -16,7 +16,7 @@ from mlxinfer.core import FinishReason, Request, TokenEvent
 from mlxinfer.history import History
 from mlxinfer.models.weights.files import weights_bytes
 from mlxinfer.server.app import ROUTES
-from mlxinfer.server.models import Entry
+from mlxinfer.server.models import RegistryEntry
 from mlxinfer.server.page.library import Library
 from mlxinfer.server.page.routes import PageRoutes, Setting
 from mlxinfer.server.served import ServedModel
@@ -34,14 +34,14 @@ SETTINGS = [
 def routes_of(folder: Path, *, history: bool = True) -> PageRoutes:
     """Return the page's routes as `mlxinfer serve` makes them, with all data below `folder`."""
 
-    def entry_of(name: str, source: str) -> Entry:
+    def entry_of(name: str, source: str) -> RegistryEntry:
         where = hub.resolve(source)
 
         def load(room_bytes: int) -> ServedModel:
             options = EngineOptions(max_batch=4, max_memory=KV_BYTES, room_bytes=room_bytes)
             return ServedModel.open(name, where, options, created_s=1)
 
-        return Entry(
+        return RegistryEntry(
             name=name,
             load=load,
             weights_bytes=weights_bytes(where),

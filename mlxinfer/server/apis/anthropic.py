@@ -49,16 +49,16 @@ PING = named("ping", {"type": "ping"})
 # -- the request --------------------------------------------------------------------------------
 
 
-class Source(msgspec.Struct, kw_only=True):
+class DocumentSource(msgspec.Struct, kw_only=True):
     """The content of a document."""
 
     type: str
     media_type: str = "text/plain"
     data: str | None = None
-    content: "str | list[Block] | None" = None
+    content: "str | list[ContentBlock] | None" = None
 
 
-class Block(msgspec.Struct, kw_only=True):
+class ContentBlock(msgspec.Struct, kw_only=True):
     """A content block of any type: of a message, a system prompt or a tool result."""
 
     type: str
@@ -68,9 +68,9 @@ class Block(msgspec.Struct, kw_only=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
+    content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
-    source: "Source | str | None" = None  # of a document; of a search result its URL
+    source: "DocumentSource | str | None" = None  # of a document; of a search result its URL
     title: str | None = None
 
 
@@ -78,7 +78,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     """One turn; system messages may be among them."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
@@ -131,7 +131,7 @@ class CountRequest(SamplerFields, kw_only=True):
 
     messages: Annotated[list[AnthropicMessage], Meta(max_length=100_000)]
     model: str | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -330,7 +330,7 @@ def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plai
     if isinstance(message.content, str) or message.role == "system":
         return [{"role": message.role, "content": _text(message.content, f"{path}.content")}]
     found: list[Plain] = []
-    rest: list[Block] = []
+    rest: list[ContentBlock] = []
     for number, block in enumerate(message.content):
         if block.type == "tool_result":
             found.append(_tool_result(block, f"{path}.content[{number}]"))
@@ -341,11 +341,11 @@ def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plai
     return found
 
 
-def _earlier_answer(content: str | list[Block], path: str, skipped: list[str]) -> Plain:
+def _earlier_answer(content: str | list[ContentBlock], path: str, skipped: list[str]) -> Plain:
     """An earlier answer: its text, reasoning and calls."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
-    of_type: dict[str, list[Block]] = {"text": [], "thinking": [], "tool_use": []}
+    of_type: dict[str, list[ContentBlock]] = {"text": [], "thinking": [], "tool_use": []}
     for number, block in enumerate(content):
         if block.type == "redacted_thinking":  # encrypted by another server
             continue
@@ -364,14 +364,14 @@ def _earlier_answer(content: str | list[Block], path: str, skipped: list[str]) -
     return plain
 
 
-def _earlier_call(block: Block, path: str) -> Plain:
+def _earlier_call(block: ContentBlock, path: str) -> Plain:
     if block.name is None or block.id is None:
         raise InvalidRequestError(f"{path}: a tool_use has neither name nor id.", param=path)
     function = {"name": block.name, "arguments": block.input or {}}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _tool_result(block: Block, path: str) -> Plain:
+def _tool_result(block: ContentBlock, path: str) -> Plain:
     if block.tool_use_id is None:
         raise InvalidRequestError(f"{path}.tool_use_id is missing.", param=f"{path}.tool_use_id")
     text = _text(block.content or "", f"{path}.content")
@@ -380,22 +380,22 @@ def _tool_result(block: Block, path: str) -> Plain:
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
-def _text(content: str | Sequence[Block], path: str) -> str:
+def _text(content: str | Sequence[ContentBlock], path: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join([_block_text(block, f"{path}[{i}]") for i, block in enumerate(content)])
 
 
-def _block_text(block: Block, path: str) -> str:
+def _block_text(block: ContentBlock, path: str) -> str:
     if block.type == "search_result" and isinstance(block.source, str):
         text = _text(block.content or "", f"{path}.content")
         return shown_file(text, block.title or block.source)
-    if block.type == "document" and isinstance(block.source, Source):
+    if block.type == "document" and isinstance(block.source, DocumentSource):
         return shown_file(_document(block, block.source, path), block.title)
     return part_text(block.type, block.text, path, ("text",))
 
 
-def _document(block: Block, source: Source, path: str) -> str:
+def _document(block: ContentBlock, source: DocumentSource, path: str) -> str:
     """The text of a document."""
     if source.type == "content" and source.content is not None:
         return _text(source.content, f"{path}.source.content")

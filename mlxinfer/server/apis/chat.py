@@ -54,7 +54,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 # -- the request --------------------------------------------------------------------------------
 
 
-class Part(msgspec.Struct, kw_only=True):
+class MessagePart(msgspec.Struct, kw_only=True):
     """A part of a message's content."""
 
     type: str
@@ -89,7 +89,7 @@ class Message(msgspec.Struct, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name of the same

@@ -6,7 +6,7 @@ from urllib.parse import parse_qsl
 
 from ...errors import InvalidRequestError
 from ..call import Call
-from ..models import Slot
+from ..models import ModelSlot
 
 Plain = dict[str, Any]
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
@@ -33,17 +33,17 @@ async def show_model(call: Call) -> Plain:
     return _card(slot) if adapter is None else _adapter_card(slot, adapter)
 
 
-def _adapter_cards(slot: Slot) -> list[Plain]:
+def _adapter_cards(slot: ModelSlot) -> list[Plain]:
     return [_adapter_card(slot, adapter) for adapter in slot.adapters]
 
 
-def _adapter_card(slot: Slot, adapter: str) -> Plain:
+def _adapter_card(slot: ModelSlot, adapter: str) -> Plain:
     card = _card(slot)
     card |= {"id": f"{card['id']}:{adapter}", "parent": card["id"], "aliases": [adapter]}
     return {**card, "state": "failed"} if adapter in slot.adapter_failures else card
 
 
-def _card(slot: Slot) -> Plain:
+def _card(slot: ModelSlot) -> Plain:
     """A model; its context length and capabilities are null before its first load."""
     return {
         "id": slot.entry.name,
@@ -59,7 +59,7 @@ def _card(slot: Slot) -> Plain:
     }
 
 
-def _anthropic_card(slot: Slot) -> Plain:
+def _anthropic_card(slot: ModelSlot) -> Plain:
     return {
         "id": slot.entry.name,
         "type": "model",

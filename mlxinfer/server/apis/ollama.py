@@ -19,7 +19,7 @@ from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
 from ..call import Call
 from ..errors import ForbiddenError
 from ..http import ErrorForm, Events, RequestBody, clipped_message, decode, encode
-from ..models import Slot, State
+from ..models import ModelSlot, State
 from ..served import ServedModel
 from ..workers import in_background
 from .chat import Effort
@@ -389,7 +389,7 @@ class NamedModel(RequestBody, kw_only=True):
         return self.model or self.name or ""
 
 
-def slot_of(call: Call, name: str) -> Slot:
+def slot_of(call: Call, name: str) -> ModelSlot:
     """The model of a name, with Ollama's tag or without; raises ModelNotFoundError."""
     models = call.service.models
     plain = name.removesuffix(LATEST)
@@ -489,7 +489,7 @@ async def _pulling(call: Call, name: str) -> AsyncIterator[bytes]:
     yield _line({"status": "success"})
 
 
-def _tag(slot: Slot) -> Plain:
+def _tag(slot: ModelSlot) -> Plain:
     entry = slot.entry
     name = entry.name if ":" in entry.name else f"{entry.name}{LATEST}"
     return {
@@ -502,7 +502,7 @@ def _tag(slot: Slot) -> Plain:
     }
 
 
-def _details(slot: Slot) -> Plain:
+def _details(slot: ModelSlot) -> Plain:
     """The known facts of a model: more once it is loaded."""
     info = None if slot.served is None else slot.served.info
     family = "" if info is None else info.architecture

@@ -18,10 +18,10 @@ from ...hub.cache import parse_repo_name
 from ...hub.remote import search_models
 from ..call import Call
 from ..http import RequestBody
-from ..models import Entry
+from ..models import RegistryEntry
 from ..ops import LoadRequest
 from ..routes import Route
-from ..service import Service
+from ..service import ServerState
 from ..workers import Workers
 from .jobs import Job, Jobs
 
@@ -63,7 +63,7 @@ class Library:
     command: Sequence[str]
     converted: Path
     added: Path
-    entry_of: Callable[[str, str], Entry]
+    entry_of: Callable[[str, str], RegistryEntry]
     fit_of: Callable[[str], dict[str, Any]]
 
 
@@ -81,7 +81,7 @@ class LibraryRoutes:
         self._jobs.close()
         self._workers.close()
 
-    def restore(self, service: Service) -> None:
+    def restore(self, service: ServerState) -> None:
         """Serve again what was added before the server ended, as far as it is still here."""
         for name in self._added():
             if name in service.models.names():

@@ -16,7 +16,7 @@ from ...history import History
 from ..call import Call
 from ..http import RequestBody
 from ..routes import Route
-from ..service import Service
+from ..service import ServerState
 from ..workers import Workers
 from .conversations import ConversationRoutes
 from .library import RECIPES, Library, LibraryRoutes
@@ -136,7 +136,7 @@ class PageRoutes:
             found += self._library.routes()
         return (*found, Route("POST", "/page/pdf", self.read_pdf)) if self._pdf else found
 
-    def restore(self, service: Service) -> None:
+    def restore(self, service: ServerState) -> None:
         """Serve the models that were added on the page before."""
         if self._library is not None:
             self._library.restore(service)

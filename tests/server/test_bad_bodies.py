@@ -1,0 +1,769 @@
+"""Bad input: no JSON, values out of range, forms that cannot be compiled, and what is too large."""
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+from bad_input import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    GOOD,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    TOKENIZE,
+    expect_refusal,
+    unharmed,
+    with_fields,
+)
+from live_server import LiveServer, chat
+from scripted import ScriptedServer
+
+from mlxinfer.errors import InvalidRequestError
+from mlxinfer.grammar import response_format, schema, spec
+from mlxinfer.grammar.compiler import CheckProcess
+from mlxinfer.server import http
+from mlxinfer.server.apis import anthropic, completions, responses
+from mlxinfer.server.apis import chat as chats
+from mlxinfer.text.tokenizer import PIECE_CHARS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole(live: LiveServer) -> Iterator[None]:
+    yield from unharmed(live)
+
+
+def with_raw(path: str, raw: bytes) -> bytes:
+    """A good body with one more member, spelled by hand."""
+    return json.dumps(GOOD[path]).encode()[:-1] + b", " + raw + b"}"
+
+
+NO_JSON: dict[str, bytes] = {
+    "nothing": b"",
+    "spaces": b"  \n ",
+    "half": b'{"messages": [',
+    "an array": b"[]",
+    "null": b"null",
+    "a text": b'"text"',
+    "a number": b"17",
+    "no UTF-8": b'{"a": "\xff\xfe"}',
+    "overlong UTF-8": b'{"a": "\xc0\x80"}',
+    "a surrogate in UTF-8": b'{"a": "\xed\xa0\x80"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "a byte-order mark": b"\xef\xbb\xbf{}",
+    "NUL": b"\0",
+    "a NUL in it": b'{"a": \x00 1}',
+    "a raw newline in a text": b'{"a": "x\ny"}',
+    "single quotes": b"{'a': 1}",
+    "a comment": b"{} // that was it",
+    "two values": b"{}{}",
+    "a comma too many": b'{"a": 1,}',
+    "a form": b"messages=x&model=demo",
+    "XML": b"<messages/>",
+    "deep arrays": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "deep and open": b"[" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("name", NO_JSON)
+@pytest.mark.parametrize("path", GOOD)
+def test_what_is_no_object(live: LiveServer, path: str, name: str) -> None:
+    expect_refusal(live, path, NO_JSON[name])
+
+
+TOKENS = {
+    "NaN": b'"x": NaN',
+    "Infinity": b'"x": -Infinity',
+    "a bare word": b'"x": yes',
+    "hexadecimal": b'"x": 0x10',
+    "a leading zero": b'"x": 01',
+    "a plus": b'"x": +1',
+    "half a surrogate pair": b'"x": "\\ud800"',
+    "half a pair in a name": b'"\\udc00": 1',
+    "an unknown escape": b'"x": "\\q"',
+    "a cut escape": b'"x": "\\u12"',
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_wrong_token_in_a_field_that_is_not_read(live: LiveServer, name: str) -> None:
+    expect_refusal(live, CHAT, with_raw(CHAT, TOKENS[name]))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', r"surrogate pair, \ud83d:"),
+        (b'{"x": "\\ud83d\\ude00 \\uDE00"}', r"surrogate pair, \uDE00:"),
+        (b'{"x": "\\ud83d\\ude00', "truncated"),
+    ],
+)
+def test_the_problem_is_named(live: LiveServer, body: bytes, problem: str) -> None:
+    headers = {"content-type": "application/json"}
+    answer = live.client.post(CHAT, content=body, headers=headers)
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
+HUGE: dict[str, tuple[bytes, str]] = {
+    "a count": (b'"max_tokens": ' + b"9" * 5000, "max_tokens"),
+    "a float": (b'"temperature": 1e999', "temperature"),
+    "a seed": (b'"seed": ' + b"-" + b"9" * 400, "seed"),
+    "in a schema": (b'"guided_json": {"minimum": ' + b"9" * 5000 + b"}", "guided_json[...]"),
+    "a refused field": (b'"best_of": ' + b"9" * 5000, "best_of"),
+    "a token id": (b'"logit_bias": {"' + b"9" * 5000 + b'": 1}', "logit_bias"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_huge_numbers(live: LiveServer, name: str) -> None:
+    raw, param = HUGE[name]
+    expect_refusal(live, CHAT, with_raw(CHAT, raw), param=param)
+
+
+@pytest.mark.parametrize("raw", [b'"x": ' + b"9" * 5000, b'"x": 1e999', b'"x": "' + b"y" * 10**6])
+def test_unknown_fields_are_skipped_whatever_they_hold(live: LiveServer, raw: bytes) -> None:
+    body = with_raw(CHAT, raw + (b'"' if b"y" in raw else b""))
+    headers = {"content-type": "application/json"}
+    assert live.client.post(CHAT, content=body, headers=headers).status_code == 200
+
+
+def test_of_two_equal_names_both_are_checked_and_the_last_one_counts(live: LiveServer) -> None:
+    good = json.dumps(GOOD[CHAT]).encode()
+    expect_refusal(live, CHAT, with_raw(CHAT, b'"temperature": 7e5'), param="temperature")
+    expect_refusal(live, CHAT, b'{"temperature": 7e5, ' + good[1:], param="temperature")
+    headers = {"content-type": "application/json"}
+    answer = live.client.post(CHAT, content=with_raw(CHAT, b'"max_tokens": 1'), headers=headers)
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+WRONG_TYPES: list[Any] = [True, 1.5, "1", [], {}]
+
+
+@pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT, "max_tokens"),
+        ("/v1/completions", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+        (CHAT, "seed"),
+        (CHAT, "n"),
+    ],
+)
+def test_what_is_no_integer(live: LiveServer, path: str, field: str, value: Any) -> None:
+    expect_refusal(live, path, with_fields(path, **{field: value}), param=field)
+
+
+@pytest.mark.parametrize("value", [5, True, [], {}, 1.5], ids=repr)
+@pytest.mark.parametrize("path", [path for path in GOOD if path != "/detokenize"])
+def test_what_is_no_model_name(live: LiveServer, path: str, value: Any) -> None:
+    expect_refusal(live, path, with_fields(path, model=value), param="model")
+
+
+@pytest.mark.parametrize("name", ["nobody", "", "../../etc/passwd", "/etc/passwd", "x" * 10**6])
+@pytest.mark.parametrize("path", GOOD)
+def test_models_that_are_not_there(live: LiveServer, path: str, name: str) -> None:
+    expect_refusal(live, path, with_fields(path, model=name), status=404)
+
+
+@pytest.mark.parametrize("path", [path for path in GOOD if path != "/tokenize"])
+def test_an_empty_object_lacks_something(live: LiveServer, path: str) -> None:
+    assert "missing" in expect_refusal(live, path, {})["message"]
+
+
+FIELDS: dict[str, list[Any]] = {  # of chat and plain completions
+    "temperature": [-0.1, 101, 1e308, True, "1", [1]],
+    "top_p": [0, -1, 1.0001, False, "0.5"],
+    "top_k": [-2, 10**9, 2**64, 1.5, True],
+    "min_p": [-0.1, 1.1, True],
+    "presence_penalty": [-2.1, 2.1, "0"],
+    "frequency_penalty": [-2.1, 2.1, {}],
+    "repetition_penalty": [0, -1, 101, False],
+    "seed": [2**63, -(2**63) - 1, 1.5, True, "7"],
+    "n": [0, -1, 17, 2**40, 1.5],
+    "min_tokens": [-1, 10**9, True],
+    "logit_bias": [
+        *({"2048": 1}, {"-1": 1}, {"x": 1}, {"05": 1}, {"1.5": 1}, {"5": True}),
+        *([[5]], [["", 1]], [["a", True]], [[2048, 1]], [["a", 500]]),
+    ],
+    "top_n_sigma": [101, "1", True],
+    "typical_p": [0, -0.1, 1.1, "1"],
+    "xtc_probability": [-0.1, 1.1],
+    "xtc_threshold": [-0.1, 1.1],
+    "dry_multiplier": [-1, 101],
+    "dry_base": [0.9, 101],
+    "dry_allowed_length": [0, 1.5],
+    "dry_penalty_last_n": [-2, 2**40],
+    "dry_sequence_breakers": [[""], ["a"] * 33, "a", [5]],
+    "stop": ["", [""], ["a"] * 65, "x" * 1001, 5, [5], [None], {}],
+    "stop_token_ids": [[2048], [-1], [True], ["5"], [1.0], [5] * 129, 5],
+    "ignore_eos": [1, "true", []],
+    "stream": [1, "false", []],
+    "stream_options": [{"include_usage": True}, [], "all"],
+    "prompt_logprobs": [1, 0, True],
+    "best_of": [2, 0, True],
+    "use_beam_search": [True],
+    "bad_words": [["x"]],
+    "logits_processors": [["os.system"]],
+    "prompt_embeds": ["AAAA"],
+    "truncate_prompt_tokens": [-1, 5],
+}
+CASES = [(field, value) for field, values in FIELDS.items() for value in values]
+
+
+@pytest.mark.parametrize(("field", "value"), CASES, ids=[f"{f}={v!r:.20}" for f, v in CASES])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_values_out_of_range(live: LiveServer, path: str, field: str, value: Any) -> None:
+    error = expect_refusal(live, path, with_fields(path, **{field: value}))
+    assert error["param"].partition("[")[0] == field
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_begins_with_a_refusal_too(live: LiveServer, stream: bool) -> None:
+    """No 200 before what can be known beforehand."""
+    for fields in ({"top_p": 2}, {"logit_bias": {"9999": 1}}):
+        expect_refusal(live, CHAT, chat(stream=stream, **fields))
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "biases": {"logit_bias": {str(i): 1 for i in range(10_001)}},
+    "stops": {"stop": ["x"] * 100_000},
+    "ends": {"stop_token_ids": [5] * 100_000},
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_too_many_of_them(live: LiveServer, name: str) -> None:
+    expect_refusal(live, CHAT, chat(**MANY[name]))
+
+
+OTHERS: list[tuple[str, str, Any]] = [
+    (CHAT, "max_tokens", 0),
+    (CHAT, "max_tokens", -2),
+    (CHAT, "max_completion_tokens", 0),
+    (CHAT, "top_logprobs", -1),
+    (CHAT, "top_logprobs", 21),
+    (CHAT, "logprobs", 5),
+    (COMPLETIONS, "max_tokens", -2),
+    (COMPLETIONS, "logprobs", -1),
+    (COMPLETIONS, "logprobs", 21),
+    (COMPLETIONS, "logprobs", True),
+    (COMPLETIONS, "echo", 1),
+    (RESPONSES, "max_output_tokens", 0),
+    (RESPONSES, "temperature", 2.1),
+    (RESPONSES, "temperature", True),
+    (RESPONSES, "top_p", 0),
+    (RESPONSES, "top_logprobs", 21),
+    (RESPONSES, "stream", "yes"),
+    (CHAT, "min_tokens", 20),
+    (CHAT, "top_logprobs", 3),
+    (COMPLETIONS, "max_tokens", 0),
+    (COMPLETIONS, "prompt", ["a"] * 1025),
+    (COMPLETIONS, "suffix", "x"),
+    (RESPONSES, "previous_response_id", "resp_1"),
+    (RESPONSES, "include", ["file_search_call.results"]),
+    (RESPONSES, "conversation", "c"),
+    (RESPONSES, "truncation", "sometimes"),
+    (RESPONSES, "prompt", {"id": "p"}),
+    (RESPONSES, "stop", ["x"]),
+    (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 5}),
+    (MESSAGES, "thinking", {"type": "enabled", "budget_tokens": 2000}),
+    (MESSAGES, "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    (MESSAGES, "output_config", {"format": {"type": "yaml"}}),
+    (MESSAGES, "max_tokens", 0),
+    (MESSAGES, "max_tokens", None),
+    (MESSAGES, "temperature", 1.1),
+    (MESSAGES, "temperature", -0.1),
+    (MESSAGES, "top_p", 0),
+    (MESSAGES, "top_k", -2),
+    (MESSAGES, "stop_sequences", [""]),
+    (MESSAGES, "stop_sequences", ["x"] * 65),
+    (MESSAGES, "stop_sequences", "x"),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), OTHERS)
+def test_values_of_other_names(live: LiveServer, path: str, field: str, value: Any) -> None:
+    expect_refusal(live, path, with_fields(path, **{field: value}), param=field)
+
+
+def test_prompts_times_choices_are_bounded(live: LiveServer) -> None:
+    body = with_fields(COMPLETIONS, prompt=["a"] * 1000, n=2)
+    expect_refusal(live, COMPLETIONS, body, param="prompt")
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 5e-324},
+    {"temperature": 1e-40},
+    {"temperature": 1e-7},
+    {"temperature": 100},
+    {"temperature": 1, "top_p": 5e-324},
+    {"temperature": 1, "top_p": 1e-40},
+    {"temperature": 1, "min_p": 1},
+    {"temperature": 1, "top_k": 1},
+    {"temperature": 1, "top_k": 2048},
+    {"repetition_penalty": 5e-324},
+    {"temperature": 1, "repetition_penalty": 1e-40},
+    {"temperature": 1, "repetition_penalty": 100},
+    {"temperature": 100, "repetition_penalty": 1e-3, "top_p": 1e-3, "min_p": 1, "top_k": 1},
+    {"presence_penalty": -2, "frequency_penalty": 2},
+    {"logit_bias": {str(i): -100 for i in range(2048)}},
+    {"logit_bias": {str(i): 100 for i in range(2048)}, "temperature": 5e-324},
+    {"seed": 2**63 - 1, "temperature": 1, "n": 2},
+    {"seed": -(2**63), "temperature": 1},
+    {"min_tokens": 6},
+    {"stop": "\0"},
+    {"stop_token_ids": list(range(128))},
+]
+
+
+@pytest.mark.parametrize("fields", EXTREMES, ids=lambda f: f"{f}"[:40])
+def test_extremes_that_are_allowed_stay_numbers(live: LiveServer, fields: dict[str, Any]) -> None:
+    """There are tokens, and their log-probabilities are finite and none above 0."""
+    request = chat(max_tokens=6, ignore_eos=True, logprobs=True, top_logprobs=2, **fields)
+    answer = live.post(CHAT, request)
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        entries = choice["logprobs"]["content"]
+        assert entries
+        for entry in [*entries, *(top for e in entries for top in e["top_logprobs"])]:
+            assert -math.inf < entry["logprob"] <= 1e-6
+
+
+def test_extremes_do_not_reach_their_neighbours(live: LiveServer) -> None:
+    """In one batch with the strangest parameters a request gets the tokens that it gets alone."""
+    alone = live.post(CHAT, chat("What is 47 + 38", max_tokens=12)).json()
+    prompts = {"prompt": "What is 47 + 38", "max_tokens": 60, "ignore_eos": True}
+    with live.stream(
+        COMPLETIONS, {**prompts, "n": 8, "temperature": 5e-324, "logit_bias": {}}
+    ) as r:
+        next(r.iter_lines())
+        for fields in EXTREMES[:3]:
+            with live.stream(CHAT, chat(max_tokens=60, ignore_eos=True, **fields)):
+                together = live.post(CHAT, chat("What is 47 + 38", max_tokens=12)).json()
+                assert together["choices"] == alone["choices"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def ring(length: int) -> dict[str, Any]:
+    """Definitions that are only each other."""
+    defs = {f"d{i}": {"$ref": f"#/$defs/d{(i + 1) % length}"} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": defs}
+
+
+SCHEMAS: dict[str, Any] = {
+    "no schema": 5,
+    "a list": [{"type": "string"}],
+    "false": False,
+    "an unknown type": {"type": "text"},
+    "types that are none": {"type": ["string", 1]},
+    "two types at once": {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    "a range of nothing": {"type": "integer", "minimum": 5, "maximum": 1},
+    "a length of nothing": {"type": "string", "minLength": 5, "maxLength": 1},
+    "a choice of nothing": {"enum": []},
+    "a property of nothing": {
+        "type": "object",
+        "properties": {"a": False},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "itself": {"$ref": "#"},
+    "a ring": ring(2),
+    "a long ring": ring(50),
+    "another document": {"$ref": "https://evil.example/schema.json"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "a relative document": {"$ref": "other.json#/x"},
+    "a hole": {"$ref": "#/$defs/none"},
+    "deep": nested(200),
+    "a megabyte": {"enum": ["x" * 4000 + str(i) for i in range(270)]},
+    "a long pattern": {"type": "string", "pattern": "a" * 5000},
+    "a long name": {"type": "object", "properties": {"a" * 5000: {}}},
+    "many properties": {"type": "object", "properties": {f"p{i}": {} for i in range(1001)}},
+    "a pattern that is none": {"type": "string", "pattern": "("},
+    "a pattern that looks ahead": {"type": "string", "pattern": "(?=x)y"},
+    "a pattern that refers back": {"type": "string", "pattern": r"(a)\1"},
+    "a negation": {"not": {"type": "string"}},
+    "unique items": {"type": "array", "uniqueItems": True},
+    "a condition": {"if": {"type": "string"}, "then": {"minLength": 1}},
+    "options that allow anything": {"x-guidance": {"lenient": True}, "type": "string"},
+    "an option of another kind": {"x-guidance": {"item_separator": 1}, "type": "string"},
+    "properties that are a list": {"type": "object", "properties": []},
+    "required that is a text": {"type": "object", "required": "a"},
+}
+
+
+BEYOND_MASKS = (  # complete answers are checked for these, unless they are strict
+    *("a pattern that looks ahead", "a pattern that refers back", "a negation"),
+    *("unique items", "a condition"),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMAS if name not in BEYOND_MASKS])
+def test_schemas(live: LiveServer, name: str) -> None:
+    expect_refusal(live, CHAT, chat(guided_json=SCHEMAS[name]), param="guided_json")
+
+
+@pytest.mark.parametrize("name", BEYOND_MASKS)
+def test_strict_schemas(live: LiveServer, name: str) -> None:
+    inner = {"name": "x", "schema": SCHEMAS[name], "strict": True}
+    form = {"type": "json_schema", "json_schema": inner}
+    param = "response_format.json_schema.schema"
+    expect_refusal(live, CHAT, chat(response_format=form), param=param)
+
+
+@pytest.mark.parametrize("name", ["a ring", "another document", "deep", "two types at once"])
+def test_schemas_in_other_places(live: LiveServer, name: str) -> None:
+    schema = SCHEMAS[name]
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    openai = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    expect_refusal(live, CHAT, chat(response_format=openai, stream=True))
+    expect_refusal(live, COMPLETIONS, with_fields(COMPLETIONS, structured_outputs={"json": schema}))
+    expect_refusal(live, RESPONSES, with_fields(RESPONSES, text={"format": form}))
+    expect_refusal(live, MESSAGES, with_fields(MESSAGES, output_config={"format": form}))
+
+
+FORM_FIELDS: list[tuple[str, Any]] = [
+    ("response_format", {"type": "xml"}),
+    ("response_format", {"type": ["json_object"]}),
+    ("response_format", {}),
+    ("response_format", []),
+    ("response_format", {"type": "json_schema", "json_schema": None}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": "{"}}),
+    ("response_format", {"type": "structural_tag", "structures": []}),
+    ("guided_json", "{"),
+    ("guided_json", "null"),
+    ("guided_json", "[" * 100_000),
+    ("guided_regex", ""),
+    ("guided_regex", 5),
+    ("guided_regex", "("),
+    ("guided_regex", "(?<=a)b"),
+    ("guided_regex", "(?=x)y"),
+    ("guided_json", {"$ref": "http://evil.example/x"}),
+    ("guided_regex", r"(a)\1"),
+    ("guided_regex", "[^\\s\\S]"),
+    ("guided_regex", "a" * 4097),
+    ("guided_regex", "(a{1000}){1000}"),
+    ("guided_regex", "(?P<x"),
+    ("guided_regex", "[z-a]"),
+    ("guided_choice", []),
+    ("guided_choice", "yes"),
+    ("guided_choice", [""]),
+    ("guided_choice", [1]),
+    ("guided_choice", ["x" * 4097]),
+    ("guided_choice", ["x"] * 10_001),
+    ("guided_grammar", ""),
+    ("guided_grammar", 5),
+    ("guided_grammar", "start: ("),
+    ("guided_grammar", "start: nothing"),
+    ("guided_grammar", "start: start"),
+    ("guided_grammar", "root ::= 'x'"),
+    ("guided_grammar", '%import "/etc/passwd"\nstart: "x"'),
+    ("guided_grammar", "start: <|no_such_token|>"),
+    ("guided_grammar", "start: <[99999999]>"),
+    ("guided_grammar", "x" * 65_537),
+    ("guided_grammar", 'start: "a"\n' + "".join(f'r{i}: "b"\n' for i in range(7000))),
+    ("structured_outputs", {"json": {}, "regex": "x"}),
+    ("structured_outputs", {}),
+    ("structured_outputs", {"tag": "x"}),
+    ("structured_outputs", 5),
+    ("grammar", "root ::= x"),
+    ("ebnf", "root ::= x"),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), FORM_FIELDS, ids=[f"{f}={v!r:.30}" for f, v in FORM_FIELDS]
+)
+def test_fields(live: LiveServer, field: str, value: Any) -> None:
+    error = expect_refusal(live, CHAT, chat(**{field: value}))
+    assert error["param"].startswith(field)
+
+
+def test_two_forms_exclude_each_other(live: LiveServer) -> None:
+    both = chat(guided_regex="x", guided_choice=["y"])
+    expect_refusal(live, CHAT, both, param="guided_choice")
+
+
+def test_a_grammar_that_ends_in_nothing_fails_alone(live: LiveServer) -> None:
+    """Not to be seen beforehand: a form that cannot be finished within max_tokens is cut off."""
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 10**9}
+    answer = live.post(CHAT, chat(guided_json=schema, max_tokens=5))
+    assert answer.status_code in (200, 400)
+
+
+def test_unknown_keywords_that_only_describe_are_taken(live: LiveServer) -> None:
+    schema = {"type": "boolean", "title": "x" * 5000, "examples": [1], "$comment": "y"}
+    answer = live.post(CHAT, chat(guided_json=schema))
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) in (True, False)
+
+
+def test_grammars_compile_in_a_server_that_is_larger_than_their_limit() -> None:
+    """The peak of the parent, which Linux hands down, is not the checking process's own."""
+    limit = 300 << 20
+    filled = bytearray(b"x") * limit  # touched, so that it counts
+    checker = CheckProcess(max_bytes=limit)
+    checker.check(spec.json_schema({"type": "string"}))
+    checker.close()
+    assert len(filled) == limit
+
+
+NUMBERS = [0] * 600_000  # of which a request may have two bytes each, and a field has too many
+SCHEMA = {"enum": NUMBERS}
+NAMED = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+CALLS = '{"a":' + str([1000] * 30_000) + "}"  # fits nowhere, and is soon sent
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+LARGE: list[tuple[str, str, Any]] = [
+    (CHAT, "response_format", {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    (CHAT, "structured_outputs", {"choice": NUMBERS}),
+    (CHAT, "guided_json", SCHEMA),
+    (CHAT, "tools", [tool(a=NUMBERS)]),
+    (CHAT, "tool_choice", {"a": NUMBERS}),
+    (CHAT, "chat_template_kwargs", {"enable_thinking": NUMBERS}),
+    (COMPLETIONS, "guided_json", SCHEMA),
+    (COMPLETIONS, "guided_choice", ["x" * 4000] * 400),
+    (
+        RESPONSES,
+        "tools",
+        [{"type": "function", "name": "f", "parameters": {"a": NUMBERS}}],
+    ),
+    (MESSAGES, "tools", [{"name": "f", "input_schema": {"a": NUMBERS}}]),
+    (COUNT, "tools", [{"name": "f", "input_schema": {"a": NUMBERS}}]),
+    (TOKENIZE, "chat_template_kwargs", {"enable_thinking": NUMBERS}),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), LARGE, ids=[f"{p} {f}" for p, f, _ in LARGE])
+def test_what_is_large_is_refused_before_it_is_walked(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str, value: Any
+) -> None:
+    monkeypatch.setattr(schema, "walk", not_so_large(schema.walk))
+    given = {"messages": HELLO} if path == TOKENIZE else with_fields(path)
+    error = expect_refusal(live, path, {**given, field: value}, param=field)
+    assert "bytes of JSON; at most 1048576 are accepted" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "param"),
+    [(RESPONSES, "text", "text.format"), (MESSAGES, "output_config", "output_config.format")],
+)
+def test_so_is_a_large_form_under_another_name(
+    live: LiveServer, path: str, field: str, param: str
+) -> None:
+    error = expect_refusal(live, path, with_fields(path, **{field: {"format": NAMED}}), param=param)
+    assert error["message"].startswith(f"{param} has 12000")
+
+
+def not_so_large(walk: Any) -> Any:
+    """The same, where it is not given what takes it long."""
+
+    def checked(value: Any, **kwargs: Any) -> Any:
+        assert len(msgspec.json.encode(value)) <= schema.MAX_BYTES
+        return walk(value, **kwargs)
+
+    return checked
+
+
+READS: list[tuple[str, ModuleType, tuple[str, ...]]] = [
+    (CHAT, chats, ("constraint", "read_chat_tools")),
+    (COMPLETIONS, completions, ("constraint",)),
+    (RESPONSES, responses, ("conversation", "read_tools")),
+    (MESSAGES, anthropic, ("sampling_params", "openai_tools")),
+    (COUNT, anthropic, ("conversation", "openai_tools")),
+]
+
+
+@pytest.mark.parametrize(("path", "api", "names"), READS, ids=[path for path, _, _ in READS])
+def test_what_takes_long_is_read_off_the_loop(
+    live: LiveServer,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    api: ModuleType,
+    names: tuple[str, ...],
+) -> None:
+    found: dict[str, str] = {}
+
+    def noting(name: str) -> Any:
+        function = getattr(api, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found[name] = threading.current_thread().name
+            return function(*args, **kwargs)
+
+        return noted
+
+    for name in names:
+        monkeypatch.setattr(api, name, noting(name))
+    assert live.post(path, with_fields(path)).status_code == 200
+    assert set(found) == set(names)
+    assert all(thread.startswith("mlxinfer-text") for thread in found.values()), found
+
+
+def test_a_schema_is_measured_before_it_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "walk", not_so_large(schema.walk))
+    with pytest.raises(InvalidRequestError, match="bytes; at most 1048576"):
+        spec.json_schema(SCHEMA)
+
+
+def test_where_a_schema_is_too_deep_to_be_measured_is_told() -> None:
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(InvalidRequestError, match=r"/items.*more than 100 levels deep"):
+        spec.json_schema(deep)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "x", "y": NUMBERS},
+        NUMBERS,
+        {"type": NUMBERS},
+    ],
+)
+def test_a_wrong_form_is_not_quoted_whole(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="expected") as error:
+        response_format(value)
+    assert len(str(error.value)) < 300
+
+
+WRONG: list[dict[str, Any]] = [
+    {"tools": [tool()], "tool_choice": {"a": "x" * 5000}},
+    {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x" * 5000}}},
+    {"tools": [{"type": "x" * 5000}]},
+    {"tools": [{"type": "function", "function": {"name": "x" * 5000}}]},
+]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=["a choice", "a name in it", "a type", "a name"])
+def test_a_wrong_tool_is_not_quoted_whole(scripted: ScriptedServer, fields: dict[str, Any]) -> None:
+    error = expect_refusal(scripted, CHAT, {"messages": HELLO, **fields})
+    assert len(error["message"]) < 300
+
+
+@pytest.mark.parametrize("pair", [b"[]", b"{}"])
+def test_a_body_of_millions_of_lists_is_not_decoded(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, pair: bytes
+) -> None:
+    request = b'{"messages":[{"role":"user","content":"x"}],"documents":[' + pair
+    large = request + (b"," + pair) * 1_000_000 + b"]}"
+    monkeypatch.setattr(http, "msgspec", None)  # decoding it fails
+    error = expect_refusal(live, CHAT, large)
+    assert error["message"].startswith("The body holds 100000")
+
+
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tools": (CHAT, {"messages": HELLO, "tools": [tool(a=[1000] * 30_000)]}),
+    "tools of responses": (
+        RESPONSES,
+        {
+            "input": "x",
+            "tools": [{"type": "function", "name": "f", "parameters": {"a": [1000] * 30_000}}],
+        },
+    ),
+    "tools of messages": (
+        MESSAGES,
+        {
+            "messages": HELLO,
+            "max_tokens": 2,
+            "tools": [{"name": "f", "input_schema": {"a": [1000] * 30_000}}],
+        },
+    ),
+    "a call": (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": CALLS}}],
+                },
+                *HELLO,
+            ]
+        },
+    ),
+    "a call in responses": (
+        RESPONSES,
+        {
+            "input": [
+                {"type": "function_call", "name": "f", "call_id": "a", "arguments": CALLS},
+                {"role": "user", "content": "x"},
+            ]
+        },
+    ),
+    "a call in messages": (
+        MESSAGES,
+        {
+            "max_tokens": 2,
+            "messages": [
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {
+                            "type": "tool_use",
+                            "id": "a",
+                            "name": "f",
+                            "input": {"a": [1000] * 30_000},
+                        }
+                    ],
+                },
+                *HELLO,
+            ],
+        },
+    ),
+    "thoughts": (
+        CHAT,
+        {"messages": [{"role": "assistant", "reasoning_content": CALLS, "content": ""}, *HELLO]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_what_is_far_longer_than_the_context_is_not_encoded(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path, given = PROMPTS[name]
+    tokenizer, lengths = scripted.model.tokenizer, []
+    encode = tokenizer.encode
+
+    def noted(text: str, **kwargs: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    error = expect_refusal(
+        scripted, path, given, param="input" if path == RESPONSES else "messages"
+    )
+    words = ("more than 2048 tokens", "prompt is too long: 2048 tokens > 2047 maximum")
+    assert any(each in error["message"] for each in words)
+    assert max(lengths, default=0) <= PIECE_CHARS
+
+
+@pytest.mark.parametrize("name", ["a call", "a call in responses", "a call in messages"])
+def test_calls_are_measured_before_their_text_is_made(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path, given = PROMPTS[name]
+    monkeypatch.setattr(scripted.model.tokenizer.template, "render", None)
+    expect_refusal(scripted, path, given)

@@ -139,31 +139,39 @@ def arrange(source: Source) -> ArrangedSource:
     groups = expert_groups(source.tensors)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
     outputs: dict[str, OutputTensor] = {}
-    for name in source.tensors:
-        target = stacked_as.get(name, name)
-        ours = rename(target)
-        ahead = _ahead(target) if ours is None else None
-        ours = ahead or ours
-        if ours is None or _unused(ours, config):
-            continue
-        if name in stacked_as and groups[target][0] != name:
-            continue
-        experts = groups.get(target, [name])
-        front = "" if ahead else prefix
-        for own, theirs in _AS_MLX.get(config.model_type, {}).items():
-            ours = ours.replace(own, theirs)
-        made = _output(front + ours, [source.tensors[expert] for expert in experts], target)
-        if ahead or (made.layer is not None and made.layer >= config.num_layers):
-            made = replace(made, ahead=True)
-        if made.path.endswith(builder.dense_matrices):
-            made = replace(made, dense=True, lossless=None)
-        if made.name in outputs:
+    for target in dict.fromkeys(stacked_as.get(name, name) for name in source.tensors):
+        infos = [source.tensors[name] for name in groups.get(target, [target])]
+        made = _arranged(infos, target, config, prefix)
+        if made is not None and made.name in outputs:
             raise CheckpointError(f"Two tensors of {source.label} become {made.name!r}.")
-        outputs[made.name] = made
+        if made is not None:
+            outputs[made.name] = made
     if all(output.ahead for output in outputs.values()):
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
     check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
     return ArrangedSource(source, config, tuple(outputs.values()))
+
+
+def _arranged(
+    infos: list[TensorInfo], target: str, config: ModelConfig, prefix: str
+) -> OutputTensor | None:
+    """The output of a tensor, or of the experts of a stack; None: it is left out."""
+    builder = family(config.model_type)
+    ours = builder.tensor_name(target)
+    ahead = _ahead(target) if ours is None else None
+    name = ahead or ours
+    if name is None or _unused(name, config):
+        return None
+    for own, theirs in _AS_MLX.get(config.model_type, {}).items():
+        name = name.replace(own, theirs)
+    made = _output(name if ahead else prefix + name, infos, target)
+    if ahead or (made.layer is not None and made.layer >= config.num_layers):
+        made = replace(made, ahead=True)
+    return (
+        replace(made, dense=True, lossless=None)
+        if made.path.endswith(builder.dense_matrices)
+        else made
+    )
 
 
 def _check_classifier(source: Source) -> None:

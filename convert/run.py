@@ -87,14 +87,18 @@ class Conversion:
     options: ConversionOptions
     open_model: OpenModel | None = None  # None: logits are not checked
     progress: Progress = lambda *_: None
-    look_again: Callable[[], str] | None = None  # the source's fingerprint as it is now
     arranged: ArrangedSource = field(init=False)
     budget: MemoryBudget = field(init=False)
     _learned: list[LearnedLayer] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        """Raise InvalidRequestError for a target that no formats meet, or experts that are not."""
+        """Raise InvalidRequestError for a target that no formats meet, or what is not there."""
         self.arranged = arrange(self.source)
+        if self._comparing and not (self.options.calibration or self.options.check_text):
+            raise InvalidRequestError(
+                "Comparing logits needs a text: leave calibration in, or do without the check.",
+                param="calibration",
+            )
         plan = self.plan()
         self.budget = make_budget(self.arranged, plan, self.options, comparing=self._comparing)
         limit = self.options.limit_bytes(plan.num_weights)
@@ -207,8 +211,6 @@ class Conversion:
             report = replace(report, logits=self._compare(place, plan, texts))
         write_json(place.model / "report.json", report.as_dict())
         write_card(place.model, report, self.source, draw=self.options.figures)
-        if self.look_again is not None and self.look_again() != self.source.fingerprint:
-            raise ConversionError("The source changed while it was converted; use --restart.")
         place.publish()
         return report
 
@@ -269,11 +271,8 @@ class Conversion:
         """The texts of the options, as ids of the tokenizer in `folder`."""
         encode = Tokenizer.from_folder(folder).encode
         options = self.options
-        calibration = options.calibration or options.check_text
-        if calibration is None:
-            raise InvalidRequestError("Comparing logits needs a text.")
         return make_texts(
-            calibration,
+            options.calibration or options.check_text or "",
             options.check_text,
             lambda text: encode(text, parse_special=True),
             sequences=self.budget.sequences,

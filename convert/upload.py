@@ -49,10 +49,13 @@ def upload(folder: Path, repo: str, *, private: bool = False, bars: bool = False
     if not (folder / "report.json").is_file():
         raise ConversionError(f"{folder} has no report.json: it was not converted by mlxinfer.")
     from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not bars:
+        disable_progress_bars()
     api = HfApi(endpoint=endpoint(), library_name="mlxinfer")
     name_in_card(folder, repo)
-    with _failures(folder, repo), _bars(bars):
+    with _failures(folder, repo):
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Converted by mlxinfer")
     return str(url)
@@ -79,21 +82,3 @@ def _failures(folder: Path, repo: str) -> Iterator[None]:
 
 def _again(what: str, folder: Path) -> str:
     return f"{what.rstrip('.')}; {folder} is complete, so try again with --upload-only."
-
-
-@contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if shown or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub
 from .backend import require_mlx
-from .errors import InvalidRequestError
 from .memory import human_bytes, parse_bytes
 from .progress import progress_bar, progress_bars
 
 if TYPE_CHECKING:
+    from .convert.recipes import ConversionOptions
     from .convert.report import ConversionReport
 
 
@@ -68,6 +68,8 @@ def convert_model(
 ) -> "ConversionReport":
     """Convert a checkpoint to MLX: quantised, and compared with its source.
 
+    The report that it returns is that in report.json; `passed` says whether the checks did.
+
     Args:
         source: a folder, a GGUF file, or a repository of the hub as org/name.
         out: the folder, which appears when it is complete.
@@ -80,36 +82,41 @@ def convert_model(
         resume: go on with a conversion that was interrupted.
         progress: whether bars show it; None: in a notebook and where stderr is a terminal.
 
-    Returns:
-        The report, as in report.json; `passed` says whether the checks did.
-
     Raises:
-        ConversionError: the target, the disk or what is written is not as it should be.
-        ModelError: the source is not there, broken, or not supported.
-        InvalidRequestError: an unknown recipe, or options that do not go together.
+        ConversionError, ModelError: the target, the disk or the source is not as it should be.
+        InvalidRequestError: options that do not go together.
     """
     require_mlx()
-    from .convert.calibration.texts import read_text
     from .convert.read import open_source
-    from .convert.recipes import ConversionOptions, make_recipe
     from .convert.run import Conversion
 
-    if check and calibration is None:
-        raise InvalidRequestError("check needs a text: leave calibration in, or say check=False.")
-    options = ConversionOptions(
+    options = _conversion_options(recipe, target_bpw, group_size, calibration, max_memory)
+    opens = open_logits if check else None
+    with progress_bars(unit="it", wanted=progress) as show:
+        opened = open_source(str(source), progress=partial(show, "download"))
+        return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
+
+
+def _conversion_options(
+    recipe: str,
+    target_bpw: float | None,
+    group_size: int | None,
+    calibration: str | None,
+    max_memory: str | int | None,
+) -> "ConversionOptions":
+    from .convert.calibration.texts import read_text
+    from .convert.recipes import ConversionOptions, make_recipe
+
+    return ConversionOptions(
         recipe=make_recipe(recipe, group_size=group_size),
         target_bpw=target_bpw,
         calibration=read_text(None) if calibration == "default" else calibration,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
     )
-    with progress_bars(unit="it", wanted=progress) as show:
-        opened = open_source(str(source), progress=partial(show, "download"))
-        opens = _logits_of if check else None
-        return Conversion(opened, Path(out), options, opens, show).run(resume=resume)
 
 
 @contextmanager
-def _logits_of(folder: Path) -> Iterator[Any]:
+def open_logits(folder: Path) -> Iterator[Any]:
     """Load the converted model like any other."""
     from .llm import LLM
 

@@ -40,5 +40,5 @@ def test_a_model_is_converted(tmp_path: Path) -> None:
     assert report.bits_per_weight > 4
     with LLM(out) as llm:
         assert llm.generate("A page", max_tokens=2).text
-    with pytest.raises(InvalidRequestError, match="check needs a text"):
+    with pytest.raises(InvalidRequestError, match="logits needs a text"):
         mlxinfer.convert_model(source, tmp_path / "two", calibration=None)

@@ -3,18 +3,19 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from .. import hub
 from ..backend import require_mlx
 from ..errors import ConversionError, InvalidRequestError
 from ..hub import is_bundled
+from ..library import open_logits
 from ..memory import human_bytes, parse_bytes
-from ..progress import progress_bars
+from ..progress import StepWatch, progress_bars
 from ._options import Size, json_option
 from ._output import counted, emit_json, human_count, note, table
 
@@ -42,7 +43,7 @@ class Above(click.FloatRange):
         return super().convert(value, param, ctx)
 
 
-FORMAT_OPTIONS = (
+OPTIONS = (
     click.option("--recipe", metavar="NAME", help="4bit, 8bit, 6bit-g32, mixed, mxfp4, mxfp8, "
                  "nvfp4, bf16, fp16, keep.  [default: 4bit]"),
     click.option("--bits", type=click.Choice(BITS), help="Short for --recipe Nbit."),
@@ -71,8 +72,6 @@ FORMAT_OPTIONS = (
     click.option("--calibration", metavar="FILE",
                  help="Text by which the importance of weights is measured; 'none': all count the "
                  "same.  [default: a bundled text]"),
-)  # fmt: skip
-CHECK_OPTIONS = (
     click.option("--check", type=click.Choice(["full", "tensors", "none"]),
                  help="Compare tensors, or also logits (full), with the source.  [default: full]"),
     click.option("--check-text", type=click.Path(path_type=Path), metavar="FILE",
@@ -81,58 +80,34 @@ CHECK_OPTIONS = (
                  help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
                  help="Same as --scales minmax --calibration none --check none; no figure."),
-)  # fmt: skip
-RUN_OPTIONS = (
-    click.option(
-        "--tokenizer",
-        type=click.Path(path_type=Path),
-        metavar="FOLDER",
-        help="Folder with a tokenizer to take instead of the source's own.",
-    ),
-    click.option(
-        "--max-memory",
-        type=Size(),
-        metavar="SIZE",
-        help="Memory that the conversion may take, such as 2GB.  [default: as much as helps]",
-    ),
-    click.option(
-        "--shard-size",
-        type=Size(),
-        default="5GB",
-        show_default=True,
-        metavar="SIZE",
-        help="Largest size of one file of weights.",
-    ),
-    click.option(
-        "--split-experts",
-        is_flag=True,
-        help="Store the parts of each expert side by side, for --expert-memory.",
-    ),
+    click.option("--tokenizer", type=click.Path(path_type=Path), metavar="FOLDER",
+                 help="Folder with a tokenizer to take instead of the source's own."),
+    click.option("--max-memory", type=Size(), metavar="SIZE",
+                 help="Memory that the conversion may take, such as 2GB.  [default: as much as "
+                 "helps]"),
+    click.option("--shard-size", type=Size(), default="5GB", show_default=True, metavar="SIZE",
+                 help="Largest size of one file of weights."),
+    click.option("--split-experts", is_flag=True,
+                 help="Store the parts of each expert side by side, for --expert-memory."),
     click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
-    click.option(
-        "--restart", is_flag=True, help="Delete an interrupted conversion and begin again."
-    ),
+    click.option("--restart", is_flag=True,
+                 help="Delete an interrupted conversion and begin again."),
     click.option("--dry-run", is_flag=True, help="Show the plan; convert nothing."),
     click.option("--upload", metavar="REPO", help="Upload the result to the hub as org/name."),
     click.option("--upload-only", is_flag=True, help="Upload OUT, which exists."),
     click.option("--private", is_flag=True, help="With --upload: make the repository private."),
-)
+)  # fmt: skip
 
 
 def convert_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add all options."""
-    for option in reversed((*FORMAT_OPTIONS, *CHECK_OPTIONS, *RUN_OPTIONS)):
+    for option in reversed(OPTIONS):
         function = option(function)
     return function
 
 
-def shape(given: dict[str, Any]) -> "ConversionOptions":
-    """Return what was given on the command line; an invalid combination is wrong usage."""
-    with wrong_usage():
-        return _shape(given)
-
-
-def _shape(given: dict[str, Any]) -> "ConversionOptions":
+def options_of(given: dict[str, Any]) -> "ConversionOptions":
+    """Return what was given on the command line."""
     from ..convert.recipes import ConversionOptions, make_recipe
 
     text, check_text = _texts(given)
@@ -199,9 +174,7 @@ _EXCLUSIVE = (
     ("target_bpw", "target_size"),
     ("resume", "restart"),
 )
-_ENOUGH = {  # what these go with
-    "upload_only": {"upload", "private", "as_json"},
-}
+_FOR_UPLOADS = {"upload", "upload_only", "private", "as_json"}
 
 
 def check_usage(given: dict[str, Any]) -> None:
@@ -209,19 +182,16 @@ def check_usage(given: dict[str, Any]) -> None:
     for one, other in _EXCLUSIVE:
         if given[one] and given[other]:
             raise click.UsageError(f"{_flag(one)} and {_flag(other)} exclude each other.")
-    for alone, company in _ENOUGH.items():
-        for name in sorted(_stated(given) - company - {alone}) if given[alone] else ():
-            raise click.UsageError(f"{_flag(alone)} converts nothing: leave out {_flag(name)}.")
+    for name in sorted(_stated(given) - _FOR_UPLOADS) if given["upload_only"] else ():
+        raise click.UsageError(f"--upload-only converts nothing: leave out {_flag(name)}.")
     targeted = given["target_bpw"] is not None or given["target_size"] is not None
-    if targeted and (given["fast"] or given["calibration"] == "none"):
-        raise click.UsageError("A target needs calibration: leave out --fast, --calibration none.")
-    uncalibrated = given["fast"] or given["calibration"] == "none"
-    if given["learn"] and uncalibrated:
-        raise click.UsageError("--learn needs calibration: leave out --fast, --calibration none.")
-    if given["rounding"] == "gptq" and uncalibrated:
-        raise click.UsageError(
-            "--rounding gptq needs calibration: leave out --fast, --calibration none."
-        )
+    calibrated = {"A target": targeted, "--learn": given["learn"],
+                  "--rounding gptq": given["rounding"] == "gptq"}  # fmt: skip
+    for what in (each for each, wanted in calibrated.items() if wanted):
+        if given["fast"] or given["calibration"] == "none":
+            raise click.UsageError(
+                f"{what} needs calibration: leave out --fast, --calibration none."
+            )
     for name in ("recipe", "bits", "group_size") if targeted else ():
         if given[name]:
             raise click.UsageError(f"A target chooses the formats: leave out {_flag(name)}.")
@@ -370,41 +340,36 @@ def command(source: str, out: Path, as_json: bool, **given: Any) -> int:
     if given["upload_only"]:
         return _upload(out, given, as_json)
     require_mlx()
-    from ..convert.read import open_source
-    from ..convert.run import Conversion
-
-    options, tokenizer = shape(given), given["tokenizer"]
-    if hub.is_bundled(source):
-        source = str(hub.resolve(source))
-    is_local = Path(source).expanduser().exists()
+    with wrong_usage():
+        options = options_of(given)
     with progress_bars(unit="it") as progress:
-        opened = open_source(
-            source,
-            tokenizer=tokenizer,
-            progress=lambda done, total: progress("download", done, total),
-        )
-        conversion = Conversion(
-            opened,
-            out,
-            options,
-            open_logits if checks(given) == "full" else None,
-            progress,
-            (lambda: open_source(source, tokenizer=tokenizer).fingerprint) if is_local else None,
-        )
+        conversion = _opened(source, out, options, given, progress)
         if given["dry_run"]:
             _dry_run(conversion, as_json)
             return 0
         report = _run(conversion, given)
-    if as_json:
-        emit_json(report.as_dict())
-    else:
-        show_report(report, str(out))
+    emit_json(report.as_dict()) if as_json else show_report(report, str(out))
     if not report.passed:
         raise ConversionError(
             f"{out} is further from the source than it should be: see the divergence in "
             f"{out / 'report.json'}."
         )
     return _upload(out, given, as_json) if given["upload"] else 0
+
+
+def _opened(
+    source: str, out: Path, options: "ConversionOptions", given: dict[str, Any], progress: StepWatch
+) -> "Conversion":
+    from ..convert.read import open_source
+    from ..convert.run import Conversion
+
+    opened = open_source(
+        source,
+        tokenizer=given["tokenizer"],
+        progress=partial(progress, "download"),
+    )
+    opens = open_logits if checks(given) == "full" else None
+    return Conversion(opened, out, options, opens, progress)
 
 
 def _run(conversion: "Conversion", given: dict[str, Any]) -> "ConversionReport":
@@ -436,12 +401,3 @@ def _upload(out: Path, given: dict[str, Any], as_json: bool) -> int:
     if not as_json:
         click.echo(f"{out} is at {url}")
     return 0
-
-
-@contextmanager
-def open_logits(folder: Path) -> Iterator[Callable[[list[int]], Any]]:
-    """Load the converted model like any other."""
-    from ..llm import LLM
-
-    with LLM(str(folder), max_batch=1, progress=False) as llm:
-        yield llm.logits

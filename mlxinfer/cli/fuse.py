@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from .. import hub
 from ..backend import require_mlx
 from ..progress import progress_bars
 from ._options import json_option
@@ -43,11 +42,10 @@ def command(
     from ..models.adapters.loaded import read_adapter
 
     found = read_adapter(adapter)
-    place = str(hub.resolve(model)) if hub.is_bundled(model) else model
     options = ConversionOptions(recipe=make_recipe("dense" if dequantize else "keep"))
     try:
         with progress_bars() as progress:
-            source = fused(open_source(place), found, dense=dequantize)
+            source = fused(open_source(model), found, dense=dequantize)
             conversion = Conversion(source, out, options, None, progress)
             report = conversion.run(resume=resume, restart=restart)
     except KeyboardInterrupt:

@@ -318,16 +318,6 @@ def test_a_source_that_changed_does_not_go_on(source: Path, tmp_path: Path, monk
         convert(source, tmp_path / "out", run={"resume": True})
 
 
-def test_a_source_that_changes_meanwhile(source: Path, tmp_path: Path) -> None:
-    options = ConversionOptions(recipe=make_recipe("4bit-g32"))
-    conversion = Conversion(
-        open_source(source), tmp_path / "out", options, look_again=lambda: "another"
-    )
-    with pytest.raises(ConversionError, match="changed while it was converted"):
-        conversion.run()
-    assert not (tmp_path / "out").exists()
-
-
 def test_two_at_once(source: Path, tmp_path: Path) -> None:
     place = Workplace(tmp_path / "out")
     with working(place, resume=False, restart=False):

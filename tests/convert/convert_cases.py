@@ -1,20 +1,23 @@
 """Tiny sources with a tokenizer, and conversions of them. Knows no test."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from models.cases import CASES
+from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlxinfer.convert.read import open_source
+from mlxinfer.convert.read import Packed, TensorInfo, open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
+from mlxinfer.models import load
 
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 5
 NAMES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}
@@ -83,3 +86,28 @@ def contents(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def write_arrays(folder: Path, config: dict[str, Any], arrays: dict[str, mx.array]) -> Path:
+    """A checkpoint of these tensors."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    return folder
+
+
+def logits(folder: Path, ids: Iterable[int] = range(3, 33)) -> np.ndarray:
+    """(T, vocab) float32, of a model that is held whole."""
+    model = load(folder, dtype="float32")
+    return np.array(DenseCache(model).run(model, [("a", list(ids))]).astype(mx.float32))
+
+
+def dequantised(packed: Packed, info: TensorInfo) -> np.ndarray:
+    """Codes as MLX reads them, scales in float32."""
+    form = info.lossless
+    assert form is not None
+    parts = [packed.weight, packed.scales]
+    if packed.biases is not None:
+        parts = [packed.weight, *(p.astype(mx.float32) for p in (packed.scales, packed.biases))]
+    how = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
+    return np.array(mx.dequantize(*parts, **how, dtype=mx.float32))

@@ -5,11 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
-import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import TEXT, convert, write_source
-from models.dense_kv import DenseCache
+from convert_cases import TEXT, convert, logits, write_source
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.gguf_files import as_llama_cpp, write_model
@@ -22,15 +20,8 @@ from mlxinfer.convert.recipes import ConversionOptions, affine, make_recipe, nam
 from mlxinfer.convert.run import Conversion, judged_bits
 from mlxinfer.convert.verify import ShardReader
 from mlxinfer.errors import CheckpointError, ConversionError
-from mlxinfer.models import load
 
 Kind = gguf.GGMLQuantizationType
-IDS = [5, 17, 3, 80, 41, 9]
-
-
-def logits(folder: Path) -> np.ndarray:
-    model = load(folder, dtype="float32")
-    return np.array(DenseCache(model).run(model, [("a", IDS)]).astype(mx.float32))
 
 
 def write_gguf(path: Path, kinds: dict[str, Kind]) -> Path:

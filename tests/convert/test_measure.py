@@ -5,8 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import TEXT, contents, convert, write_source
-from models.dense_kv import DenseCache
+from convert_cases import TEXT, contents, convert, logits, write_source
 
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.calibration import measure
@@ -19,7 +18,6 @@ from mlxinfer.convert.quantise import QuantisationMethod, round_trip
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import affine, make_recipe
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.models import load
 
 RNG = np.random.default_rng(0)
 IDS = [RNG.integers(3, 90, 24).tolist() for _ in range(3)]
@@ -53,8 +51,7 @@ def test_logits_are_the_models_own(tmp_path: Path, case: str) -> None:
     folder = write_source(tmp_path / "m", case)
     calibrated(folder)
     found = np.fromfile(folder / "short", np.float32)
-    model = load(folder, dtype="float32")
-    expected = np.array(DenseCache(model).run(model, [("a", IDS[0])]))
+    expected = logits(folder, IDS[0])
     assert np.abs(found.reshape(expected.shape) - expected).max() <= 1e-4 * max(1.0, expected.std())
 
 
@@ -71,6 +68,10 @@ def test_moments_are_those_of_what_flows_in(tmp_path: Path) -> None:
     squares = (flowing**2).sum(axis=0)
     expected = squares / squares.mean()
     assert found["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
+
+
+def whole(folder: Path) -> np.ndarray:
+    return np.concatenate([logits(folder, ids) for ids in IDS]).astype(np.float64)
 
 
 def kl(reference: np.ndarray, other: np.ndarray) -> float:
@@ -92,15 +93,9 @@ def test_costs_are_what_quantising_one_unit_does(
     if "embed" not in name:
         importance = calibrated(folder)[unit.outputs[0].path]
     changed = round_trip(tensors[path], QuantisationMethod(unit.probe, "float32", True, importance))
-    reference = logits(folder)
+    reference = whole(folder)
     mx.save_safetensors(str(folder / "model.safetensors"), {**tensors, path: changed})
-    assert unit.kl == pytest.approx(kl(reference, logits(folder)), rel=0.02)
-
-
-def logits(folder: Path) -> np.ndarray:
-    model = load(folder, dtype="float32")
-    rows = [np.array(DenseCache(model).run(model, [("a", ids)])) for ids in IDS]
-    return np.concatenate(rows).astype(np.float64)
+    assert unit.kl == pytest.approx(kl(reference, whole(folder)), rel=0.02)
 
 
 def test_errors_fall_with_bits_and_smaller_groups(

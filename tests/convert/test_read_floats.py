@@ -6,12 +6,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from convert_cases import dequantised
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_folder
 from oracles.floats import E2M1_VALUES, E4M3_VALUES, finite_e4m3, fp4_rows
 
-from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
+from mlxinfer.convert.read import Source, open_source
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 
 PATH = "model.layers.0.mlp.up_proj"
@@ -23,15 +24,6 @@ RNG = np.random.default_rng(0)
 def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any] | None) -> Source:
     tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
     return open_source(write_folder(folder, tensors, quantization))
-
-
-def dequantised(packed: Packed, info: TensorInfo) -> np.ndarray:
-    form = info.lossless
-    assert form is not None
-    values = mx.dequantize(
-        packed.weight, packed.scales, group_size=form.group_size, bits=form.bits, mode=form.mode
-    )
-    return np.array(values.astype(mx.float32))
 
 
 def spread(scale: np.ndarray, rows: int, columns: int) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Whole models as GGUF: tensors, config and logits are those of the checkpoints they came from."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +7,26 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
+from convert_cases import dequantised, logits, write_arrays
 from gguf import GGMLQuantizationType as Kind
-from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.gguf_files import llama3_factors, write_model
 
+from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.read import Source, open_source
 from mlxinfer.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
-from mlxinfer.models import load
 
-IDS = list(range(3, 33))
-FILES = {  # what a GGUF file can say, which is less than a config can
+YARN = {
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 0.6,
+        "mscale_all_dim": 0.6,
+    }
+}
+FILES: dict[str, dict[str, Any]] = {  # what a GGUF file can say, which is less than a config can
     "llama-v4": {},
     "llama-v4 with biases": {"attention_bias": True},
     "mistral-v4": {},
@@ -33,6 +40,20 @@ FILES = {  # what a GGUF file can say, which is less than a config can
         "num_hidden_layers": 7,
     },
     "gpt_oss-v4": {},
+    "qwen3_5_text-v4": {},
+    "qwen3_5_moe_text-v4": {},
+    "qwen3_next-v4": {"mlp_only_layers": []},
+    "gemma4_text-v4": {},
+    "gemma4_e-v4": {},
+    "lfm2-v4": {},
+    "lfm2_moe-v4": {},
+    "glm4-v4": {},
+    "glm4_moe-v4": {},
+    "glm4_moe-v5": {},
+    "deepseek_v2-v5": {"attention_bias": False},
+    "deepseek_v2-v5 with kv_b": {"attention_bias": False},
+    "deepseek_v3-v4": YARN,
+    "deepseek_v3-v4 with kv_b": YARN,
 }
 
 
@@ -48,30 +69,19 @@ def opened(folder: Path, case: str, **more: Any) -> Source:
     return open_source(path)
 
 
-def logits(folder: Path) -> np.ndarray:
-    model = load(folder)
-    return np.array(DenseCache(model).run(model, [("a", IDS)]).astype(mx.float32))
-
-
-def write_folder(folder: Path, config: dict[str, Any], arrays: dict[str, mx.array]) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    return folder
+def read(source: Source) -> dict[str, mx.array]:
+    arranged = arrange(source)
+    return {output.name: arranged.whole(output) for output in arranged.outputs}
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_model_gives_the_logits_that_it_had(tmp_path: Path, case: str) -> None:
     config, tensors = make(case)
-    original = write_folder(
-        tmp_path / "hf", config, {name: mx.array(value) for name, value in tensors.items()}
-    )
-    source = opened(tmp_path, case)
-    arrays = {name: source.read(name) for name in source.tensors}
-    assert all(arrays[name].shape == info.shape for name, info in source.tensors.items())
-    back = write_folder(tmp_path / "back", dict(source.config), arrays)
-    expected = logits(original)
-    assert np.abs(logits(back) - expected).max() <= 2e-5 * max(1.0, expected.std())
+    arrays = {name: mx.array(value) for name, value in tensors.items()}
+    expected = logits(write_arrays(tmp_path / "hf", config, arrays))
+    source = opened(tmp_path, case, split_kv="kv_b" not in case)
+    found = logits(write_arrays(tmp_path / "back", dict(source.config), read(source)))
+    assert np.abs(found - expected).max() <= 2e-5 * max(1.0, expected.std())
     assert expected.std() > 0.5
 
 
@@ -101,11 +111,9 @@ def test_quantised_rows_are_put_in_order_too(tmp_path: Path) -> None:
         name = f"model.layers.0.self_attn.{part}_proj.weight"
         error = np.abs(np.array(source.read(name)) - tensors[name]).max()
         assert 0 < error < 0.3 * np.abs(tensors[name]).max() / (1 if bits == 4 else 16)
-        packed = source.read_packed(name)
-        wide = (packed.scales.astype(mx.float32), packed.biases.astype(mx.float32))
-        values = mx.dequantize(packed.weight, *wide, group_size=32, bits=bits)
-        assert mx.array_equal(values, source.read(name))
-        assert mx.array_equal(values[7:21], source.read(name, slice(7, 21)))
+        values = dequantised(source.read_packed(name), source.tensors[name])
+        assert np.array_equal(values, np.array(source.read(name)))
+        assert np.array_equal(values[7:21], np.array(source.read(name, slice(7, 21))))
 
 
 def test_stacked_experts_have_codes(tmp_path: Path) -> None:
@@ -116,9 +124,59 @@ def test_stacked_experts_have_codes(tmp_path: Path) -> None:
     packed = source.read_packed(name)
     assert packed.weight.shape == (4, 48, 8)
     assert packed.scales.shape == (4, 48, 2)
-    values = mx.dequantize(packed.weight, packed.scales, group_size=32, bits=4, mode="mxfp4")
-    assert mx.array_equal(values.astype(mx.float32), source.read(name))
-    assert mx.array_equal(values[1:3].astype(mx.float32), source.read(name, slice(1, 3)))
+    values = dequantised(packed, source.tensors[name])
+    assert np.array_equal(values, np.array(source.read(name)))
+    assert np.array_equal(values[1:3], np.array(source.read(name, slice(1, 3))))
+
+
+def test_what_predicts_further_ahead_is_kept(tmp_path: Path) -> None:
+    config, tensors = make("qwen3_5_text-v4")
+    layer = next(n.partition(".self_attn")[0] for n in tensors if n.endswith("q_norm.weight"))
+    ahead = {
+        name.replace(layer, "mtp.layers.0"): values
+        for name, values in tensors.items()
+        if name.startswith(f"{layer}.")
+    }
+    hidden = config["hidden_size"]
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    ahead |= {f"mtp.{name}.weight": np.full(hidden, 0.25, np.float32) for name in norms}
+    ahead["mtp.fc.weight"] = np.ones((hidden, 2 * hidden), np.float32)
+    config["mtp_num_hidden_layers"] = 1
+    write_model(tmp_path / "model.gguf", config, {**tensors, **ahead})
+    found = {n: a for n, a in read(open_source(tmp_path / "model.gguf")).items() if "mtp." in n}
+    assert set(found) == set(ahead)
+    for name, array in found.items():
+        np.testing.assert_allclose(np.array(array), ahead[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q6_K, Kind.MXFP4])
+def test_quantised_columns_are_put_in_order(tmp_path: Path, kind: Kind) -> None:
+    """Inputs of a recurrent layer's output, a value head of 64 or of 32 at a time."""
+    config, _ = make("qwen3_5_text-v4")
+    config |= {"linear_value_head_dim": 64, "linear_num_value_heads": 8}
+    tensors = tiny_tensors(config)
+    (name, *_) = (name for name in tensors if name.endswith("linear_attn.out_proj.weight"))
+    kinds = {f"blk.{name.split('.')[2]}.ssm_out.weight": kind}
+    write_model(tmp_path / "model.gguf", config, tensors, kinds=kinds)
+    source = open_source(tmp_path / "model.gguf")
+    found = np.array(source.read(name))
+    error = np.abs(found - tensors[name]).max()
+    assert 0 < error < 0.2 * np.abs(tensors[name]).max()
+    assert np.array_equal(np.array(source.read(name, slice(5, 9))), found[5:9])
+    if kind == Kind.Q6_K:
+        return
+    assert np.array_equal(dequantised(source.read_packed(name), source.tensors[name]), found)
+
+
+def test_columns_with_divided_blocks_are_refused(tmp_path: Path) -> None:
+    config, _ = make("qwen3_5_text-v4")
+    config |= {"linear_value_head_dim": 16, "linear_num_value_heads": 4}
+    tensors = tiny_tensors(config)
+    (name, *_) = (name for name in tensors if name.endswith("linear_attn.out_proj.weight"))
+    kinds = {f"blk.{name.split('.')[2]}.ssm_out.weight": Kind.Q8_0}
+    write_model(tmp_path / "m.gguf", config, tensors, kinds=kinds)
+    with pytest.raises(UnsupportedModelError, match="divides its blocks of 32"):
+        open_source(tmp_path / "m.gguf")
 
 
 def test_split_files_are_one_source(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from convert_cases import dequantised
 from oracles.checkpoints import bf16, f16, from_bf16, i32, write_folder
 from oracles.integers import (
     awq_gemm,
@@ -21,7 +22,7 @@ from oracles.integers import (
 from mlxinfer.convert.arrange import OutputTensor
 from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.plan import MemoryBudget, PlannedTensor
-from mlxinfer.convert.read import Packed, Source, TensorInfo, open_source
+from mlxinfer.convert.read import Source, open_source
 from mlxinfer.convert.verify import ShardReader
 from mlxinfer.convert.write import TensorWriter
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
@@ -44,15 +45,6 @@ def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any]) -
     tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
     tensors["model.norm.weight"] = bf16(np.ones(8))
     return open_source(write_folder(folder, tensors, quantization))
-
-
-def dequantised(packed: Packed, info: TensorInfo) -> np.ndarray:
-    form = info.lossless
-    assert form is not None
-    assert packed.biases is not None
-    wide = (packed.scales.astype(mx.float32), packed.biases.astype(mx.float32))
-    values = mx.dequantize(packed.weight, *wide, group_size=form.group_size, bits=form.bits)
-    return np.array(values)
 
 
 def awq_config(**more: Any) -> dict[str, Any]:

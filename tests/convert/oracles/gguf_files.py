@@ -1,9 +1,10 @@
-"""GGUF files written with the `gguf` package: random blocks, tiny models, tokenizers. No mlxinfer.
+"""GGUF files as llama.cpp's converter would write them: random blocks, tiny models. No mlxinfer.
 
-Weights go in as llama.cpp's converter puts them: Q and K of the llama architecture permuted for its
-rotary embedding, Gemma's norms plus one, experts stacked.
+Names are those of the `gguf` package's own map. What is done to values is as in llama.cpp's
+converter (conversion/llama.py, qwen.py, gemma.py, gpt_oss.py, lfm2.py, glm.py, deepseek.py).
 """
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
+Tensors = dict[str, np.ndarray]
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -20,24 +22,19 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "gemma4_text": "gemma4",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)(\..+)")
+_BARE = ("layer_scalar", "experts.gate_up_proj", "experts.down_proj", "sinks")  # without ".weight"
 
 
 _HALVES = {  # where the scales of a block lie, in bytes
@@ -68,39 +65,57 @@ def random_blocks(kind: Kind, num_rows: int, num_values: int, seed: int) -> np.n
 def write_model(
     path: Path,
     config: dict[str, Any],
-    tensors: dict[str, np.ndarray],
+    tensors: Tensors,
     *,
     kinds: dict[str, Kind] | None = None,
     rope_factors: np.ndarray | None = None,
     tokenizer: dict[str, Any] | None = None,
     split: int = 0,
+    split_kv: bool = True,
 ) -> None:
-    """A checkpoint as llama.cpp's converter would write it.
+    """Write a float32 checkpoint.
 
     Args:
-        tensors: float32 by the names of transformers.
+        tensors: by the names of transformers; `mtp.*` among them perhaps.
         kinds: store those with their GGUF names here so; K- and IQ-quants as random codes.
         split: the most tensors in one file; 0: one file.
+        split_kv: K and V of latent attention as two tensors, as all but old files have them.
     """
-    arch = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, arch, split_max_tensors=split)
-    _add_metadata(writer, config)
-    _add_tokenizer(writer, tokenizer)
+    kind, ahead = config["model_type"], config.get("mtp_num_hidden_layers", 0)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=split)
+    if kind == "gemma4_text":
+        rope_factors = _gemma4_factors(config)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
-    for name, values in as_llama_cpp(config, tensors).items():
-        kind = (kinds or {}).get(name)
-        if kind is None:
-            writer.add_tensor(name, np.ascontiguousarray(values))
+    for name, values in as_llama_cpp(config, tensors, split_kv=split_kv).items():
+        values = np.ascontiguousarray(values, np.float32)
+        if stored := (kinds or {}).get(name):
+            writer.add_tensor(name, _blocks(values, stored), raw_dtype=stored)
         else:
-            writer.add_tensor(name, _blocks(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, values)
+    _METADATA.get(kind, _plain_metadata)(writer, config)
+    _common(writer, config, ahead)
+    _add_tokenizer(writer, tokenizer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def as_llama_cpp(config: dict[str, Any], tensors: Tensors, *, split_kv: bool = True) -> Tensors:
+    """Names and values as in a GGUF file."""
+    arch, ahead = ARCHITECTURES[config["model_type"]], config.get("mtp_num_hidden_layers", 0)
+    (number,) = (index for index, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"] + ahead)
+    return {
+        names.get_name(name, try_suffixes=(".weight", ".bias")) or _special(name): values
+        for name, values in _changed(config, _stacked(tensors), split_kv).items()
+    }
+
+
 def _blocks(values: np.ndarray, kind: Kind) -> np.ndarray:
+    if kind == Kind.Q6_K:
+        return _q6_k(values)
     try:
         return gguf.quantize(values, kind)
     except NotImplementedError:
@@ -112,6 +127,19 @@ def _blocks(values: np.ndarray, kind: Kind) -> np.ndarray:
         scales = rng.uniform(1e-4, 2e-4, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(len(values), -1)
+
+
+def _q6_k(values: np.ndarray) -> np.ndarray:
+    """Blocks of Q6_K, which the package does not write, with one scale for all."""
+    step = np.float32(np.float16(np.abs(values).max() / 31))
+    codes = np.clip(np.rint(values / step) + 32, 0, 63).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low, high = codes & 15, codes >> 4
+    lows = np.stack([low[:, :, 0] | low[:, :, 2] << 4, low[:, :, 1] | low[:, :, 3] << 4], axis=2)
+    highs = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
+    count = len(codes)
+    parts = [lows.reshape(count, 128), highs.reshape(count, 64), np.ones((count, 16), np.uint8)]
+    scales = np.full((count, 1), step, np.float16).view(np.uint8).reshape(count, 2)
+    return np.concatenate([*parts, scales], axis=1).reshape(len(values), -1)
 
 
 def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
@@ -133,46 +161,62 @@ def llama3_factors(config: dict[str, Any]) -> np.ndarray | None:
     return np.array(factors)
 
 
-def as_llama_cpp(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Names and values as in a GGUF file."""
-    result: dict[str, np.ndarray] = {}
+def _special(name: str) -> str:
+    """What the map leaves to the converter."""
+    layer = name.split(".")[2]
+    ends = {
+        "router.scale": "ffn_gate_inp.scale",
+        "router.per_expert_scale": "ffn_down_exps.scale",
+        "e_score_correction_bias": "exp_probs_b.bias",
+        "eh_proj.weight": "nextn.eh_proj.weight",
+        "enorm.weight": "nextn.enorm.weight",
+        "hnorm.weight": "nextn.hnorm.weight",
+        "shared_head.norm.weight": "nextn.shared_head_norm.weight",
+    }
+    (found,) = (own for end, own in ends.items() if name.endswith(end))
+    return f"blk.{layer}.{found}"
+
+
+def _stacked(tensors: Tensors) -> Tensors:
+    found: Tensors = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in tensors.items():
-        if ".experts." in name and config["model_type"] != "gpt_oss":
-            block, _, rest = name.partition(".mlp.experts.")
-            index, part, _ = rest.split(".")
-            stem = f"blk.{block.split('.')[2]}.{_LAYER[f'mlp.{part}']}_exps.weight"
-            experts.setdefault(stem, {})[int(index)] = values
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(match[1] + match[3], {})[int(match[2])] = values
         else:
-            result |= _renamed(config, name, values)
-    stacked = {
-        stem: np.stack([parts[i] for i in range(len(parts))]) for stem, parts in experts.items()
-    }
-    return result | stacked
+            found[name + (".weight" if name.endswith(_BARE) else "")] = values
+    for name, parts in experts.items():
+        # LFM2's map knows its stacks by a shorter name alone.
+        short = name.removeprefix("model.") if ".feed_forward." in name else name
+        found[short] = np.stack([parts[i] for i in range(len(parts))])
+    return found
 
 
-def _renamed(config: dict[str, Any], name: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    family = config["model_type"]
-    if family == "gemma3_text" and name.endswith("norm.weight"):
-        values = values + np.float32(1.0)
-    module, _, leaf = name.rpartition(".")
-    if module in top:
-        return {f"{top[module]}.{leaf}": values}
-    _, _, layer, rest = name.split(".", 3)
-    prefix = f"blk.{layer}."
-    if rest == "self_attn.sinks":
-        return {f"{prefix}attn_sinks.weight": values}
-    if family == "gpt_oss" and ".experts." in name:
-        return {f"{prefix}{stem}": part for stem, part in _gpt_oss(rest, values).items()}
-    module = rest.rpartition(".")[0]
-    stem = _LAYER[module]
-    if module == "post_attention_layernorm" and family in ("gemma3_text", "gpt_oss"):
-        stem = "post_attention_norm"
-    if family in ("llama", "mistral") and stem in ("attn_q", "attn_k"):
-        key = "num_attention_heads" if stem == "attn_q" else "num_key_value_heads"
-        values = _permuted(values, config[key])
-    return {f"{prefix}{stem}.{leaf}": values}
+def _changed(config: dict[str, Any], tensors: Tensors, split_kv: bool) -> Tensors:
+    found: Tensors = {}
+    for name, values in tensors.items():
+        kind = config["model_type"]
+        if kind.startswith(("qwen3_next", "qwen3_5")):
+            found |= _qwen(config, name, values)
+        elif kind == "gpt_oss" and ".experts." in name:
+            found |= _gpt_oss(name.removesuffix(".weight"), values)
+        elif kind == "gemma3_text" and name.endswith("norm.weight"):
+            found[name] = values + np.float32(1.0)
+        elif kind in ("llama", "mistral") and (part := re.search(r"\.([qk])_proj\.", name)):
+            heads = "num_attention_heads" if part[1] == "q" else "num_key_value_heads"
+            found[name] = _permuted(values, config[heads])
+        elif name.endswith("conv.conv.weight"):
+            found[name] = values.squeeze(1)
+        elif name.endswith("expert_bias"):
+            found[f"{name}.bias"] = values
+        elif name.endswith("kv_b_proj.weight") and split_kv:
+            heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+            both = values.reshape(heads, nope + config["v_head_dim"], -1)
+            found[name.replace("kv_b", "k_b")] = both[:, :nope].swapaxes(1, 2)
+            found[name.replace("kv_b", "v_b")] = both[:, nope:]
+        else:
+            found[name] = values
+    return found
 
 
 def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
@@ -181,45 +225,231 @@ def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(values.shape)
 
 
-def _gpt_oss(rest: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    part = rest.removeprefix("mlp.experts.")
+def _gpt_oss(name: str, values: np.ndarray) -> Tensors:
+    path, _, part = name.rpartition(".")
     leaf = "bias" if part.endswith("_bias") else "weight"
     if leaf == "weight":
         values = values.swapaxes(1, 2)
     if part.startswith("down_proj"):
-        return {f"ffn_down_exps.{leaf}": values}
-    return {f"ffn_gate_exps.{leaf}": values[:, ::2], f"ffn_up_exps.{leaf}": values[:, 1::2]}
+        return {f"{path}.down_proj.{leaf}": values}
+    halves = {"gate": values[:, ::2], "up": values[:, 1::2]}
+    return {f"{path}.{half}_proj.{leaf}": part for half, part in halves.items()}
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    family = config["model_type"]
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim", config["hidden_size"] // heads)
-    writer.add_block_count(config["num_hidden_layers"])
+def _qwen(config: dict[str, Any], name: str, values: np.ndarray) -> Tensors:
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if name.startswith("mtp."):
+        name = _ahead(name, config["num_hidden_layers"])
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        values = values + np.float32(1.0)
+    if "in_proj_qkvz" in name:
+        served = heads // keys * dim
+        parts = np.split(
+            values.reshape(keys, -1, values.shape[-1]),
+            np.cumsum([key_dim, key_dim, served]),
+            axis=1,
+        )
+        q, k, v, z = (part.reshape(-1, values.shape[-1]) for part in parts)
+        path = name.partition("in_proj")[0]
+        return {
+            f"{path}in_proj_qkv.weight": np.concatenate([q, k, v]),
+            f"{path}in_proj_z.weight": z,
+        }
+
+    def tiled(part: np.ndarray, size: int) -> np.ndarray:
+        if config["model_type"] == "qwen3_next":
+            return part
+        by_head = part.reshape(keys, heads // keys, size, *part.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(part.shape)
+
+    if "conv1d" in name:
+        values = values.squeeze(1)
+    if "in_proj_qkv." in name or "conv1d" in name:
+        values = np.concatenate([values[: -heads * dim], tiled(values[-heads * dim :], dim)])
+    elif "in_proj_z" in name:
+        values = tiled(values, dim)
+    elif "in_proj_a." in name or "in_proj_b." in name:
+        values = tiled(values, 1)
+    elif name.endswith("dt_bias"):
+        name, values = name.replace("dt_bias", "dt_proj.bias"), tiled(values, 1)
+    elif name.endswith("A_log"):
+        values = -np.exp(tiled(values, 1))
+    elif "linear_attn.out_proj" in name:
+        values = tiled(values.T, dim).T
+    return {name: values}
+
+
+def _ahead(name: str, num_layers: int) -> str:
+    if name.startswith("mtp.layers."):
+        _, _, index, rest = name.split(".", 3)
+        return f"model.layers.{int(index) + num_layers}.{rest}"
+    own = {
+        "mtp.fc.weight": "eh_proj",
+        "mtp.pre_fc_norm_embedding.weight": "enorm",
+        "mtp.pre_fc_norm_hidden.weight": "hnorm",
+        "mtp.norm.weight": "shared_head.norm",
+    }
+    return f"model.layers.{num_layers}.{own[name]}.weight"
+
+
+def _ropes(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **(config.get("rope_parameters") or {})}
+
+
+def _common(writer: gguf.GGUFWriter, config: dict[str, Any], ahead: int) -> None:
+    writer.add_block_count(config["num_hidden_layers"] + ahead)
+    if ahead:
+        writer.add_nextn_predict_layers(ahead)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
+    if config["model_type"] == "gemma4_text":
+        return
+    inner = config.get("intermediate_size")
+    if config.get("block_auto_adjust_ff_dim"):
+        inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["block_ff_dim"] / 3))
+        inner = config["block_multiple_of"] * -(-inner // config["block_multiple_of"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(inner)
+    ropes = _ropes(config)
+    writer.add_rope_freq_base(ropes["rope_theta"])
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stretched = scaling.get("rope_type", scaling.get("type"))
+    if stretched in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(stretched))
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if stretched == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if "mscale_all_dim" in scaling:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def _experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    writer.add_expert_count(next(config[name] for name in names if config.get(name)))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    inner = config.get("moe_intermediate_size", config.get("intermediate_size"))
+    writer.add_expert_feed_forward_length(inner)
+
+
+def _plain_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
     if "num_experts_per_tok" in config:
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        length = config.get("moe_intermediate_size", config["intermediate_size"])
-        writer.add_expert_feed_forward_length(length)
-    if family in ("mistral", "gemma3_text", "gpt_oss") and config.get("sliding_window"):
+        _experts(writer, config)
+    windowed = config["model_type"] in ("mistral", "gemma3_text", "gpt_oss")
+    if windowed and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(scaling["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+
+
+def _partial(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    default = 0.25 if config["model_type"].startswith("qwen") else 0.5
+    share = _ropes(config).get("partial_rotary_factor", default)
+    writer.add_rope_dimension_count(int(config["head_dim"] * share))
+
+
+def _qwen_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _partial(writer, config)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _lfm2_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads, count = config["num_key_value_heads"], config["num_hidden_layers"]
+    attending = config.get("full_attn_idxs", range(count))
+    kinds = config.get(
+        "layer_types", ["attends" if i in attending else "conv" for i in range(count)]
+    )
+    writer.add_head_count_kv([heads if kind != "conv" else 0 for kind in kinds])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "num_experts" in config:
+        _experts(writer, config)
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _routed(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _experts(writer, config)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["model_type"] != "deepseek_v2":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _glm4_moe_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _partial(writer, config)
+    _routed(writer, config)
+
+
+def _deepseek_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _routed(writer, config)
+    writer.add_head_count_kv(1)
+    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rope)
+
+
+def _gemma4_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    count, shared = len(slides), config.get("num_kv_shared_layers", 0)
+    inner = config["intermediate_size"]
+    wide = config.get("use_double_wide_mlp", False)
+    writer.add_feed_forward_length(
+        [inner * (1 + (wide and i >= count - shared)) for i in range(count)]
+    )
+    heads = config["num_key_value_heads"]
+    full = config.get("num_global_key_value_heads") or heads
+    writer.add_head_count_kv([heads if flag else full for flag in slides])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_key_length(config["global_head_dim"])
+    writer.add_value_length(config["global_head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(config["global_head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config.get("enable_moe_block"):
+        used = {"num_experts_per_tok": config["top_k_experts"]}
+        _experts(writer, {**config, **used})
+
+
+def _gemma4_factors(config: dict[str, Any]) -> np.ndarray:
+    """Which pairs turn in layers that see everything; the others' frequencies vanish."""
+    dim = config["global_head_dim"]
+    share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+    turned = int(dim * share / 2)
+    return np.array([1.0] * turned + [1e30] * (dim // 2 - turned), np.float32)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any] | None) -> None:
@@ -240,3 +470,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any] | None) ->
         writer.add_bool(f"tokenizer.ggml.{name}", flag)
     if "template" in tokenizer:
         writer.add_chat_template(tokenizer["template"])
+
+
+_METADATA = {
+    "qwen3_next": _qwen_metadata,
+    "qwen3_5_text": _qwen_metadata,
+    "qwen3_5_moe_text": _qwen_metadata,
+    "gemma4_text": _gemma4_metadata,
+    "lfm2": _lfm2_metadata,
+    "lfm2_moe": _lfm2_metadata,
+    "glm4": _partial,
+    "glm4_moe": _glm4_moe_metadata,
+    "deepseek_v2": _deepseek_metadata,
+    "deepseek_v3": _deepseek_metadata,
+}

@@ -139,3 +139,4 @@ def test_another_token_where_the_sources_is_clear_does_not_pass(
     assert clear.clear_top1 == 0.625
     assert not clear.passed
     assert not replace(same, clear_top1=float("nan")).passed
+    assert not replace(same, kl_mean=float("nan")).passed

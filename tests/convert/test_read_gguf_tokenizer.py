@@ -242,27 +242,7 @@ def test_a_vocabulary_that_makes_no_tokenizer(tmp_path: Path, trained: Any) -> N
 
 def sentence_pieces(prefix: bool) -> dict[str, Any]:
     """A vocabulary with control tokens, all bytes, letters, and pieces with scores as trained."""
-    words = [
-        "▁",
-        "e",
-        "t",
-        "a",
-        "h",
-        "s",
-        "n",
-        "i",
-        "o",
-        "r",
-        "d",
-        "l",
-        "w",
-        "u",
-        "c",
-        ".",
-        ",",
-        "1",
-        "2",
-    ]
+    words = [*"▁etahsniordlwuc.,12"]
     pieces = ["he", "▁t", "in", "▁a", "er", "▁the", "the", "on", "re", "▁w", "or", "▁wor", "ld"]
     pieces += ["▁world", "and", "▁and", "ll", "ell", "ello", "hello", "▁hello", "▁▁", "12", "an"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *words]

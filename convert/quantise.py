@@ -101,9 +101,13 @@ class ErrorStats:
         return float(np.sqrt(self.squares / self.energy)) if self.energy else 0.0
 
 
+Scales = tuple[NDArray[Any], ...]
+"""Of groups, (..., 1) each: scale and bias, or the byte of a floating-point scale."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisationMethod:
-    """How scales are chosen."""
+    """How scales are chosen, and numbers become codes."""
 
     form: MLXFormat
     dtype: str  # of affine scales and biases
@@ -111,6 +115,32 @@ class QuantisationMethod:
     importance: Floats | None = None  # (in_dims,), mean 1: weights of squared errors
     feedback: ErrorFeedback | None = None  # None: to the nearest code
     sampled: bool = False  # the error of one tile in SAMPLED stands for all
+
+    def scales(self, groups: Floats, importance: Floats | None) -> Scales:
+        """The scales of groups (R, G, group_size), (R, G, 1) each."""
+        if self.form.mode != "affine":
+            return (floats.search(groups, self.form, importance, usual_only=not self.searched),)
+        if self.searched:
+            # error feedback takes so much longer that a better scale costs nothing beside it
+            refinements = 0 if self.feedback is None else 1
+            return affine.search(groups, self.form.bits, self.dtype, importance, refinements)
+        return affine.by_extremes(groups, self.form.bits, self.dtype)
+
+    def codes(self, values: Floats, scales: Scales) -> NDArray[Any]:
+        """The nearest code of each number: float32 where affine, else bytes."""
+        if self.form.mode != "affine":
+            return floats.encode(values, scales[0], self.form)
+        scale, bias = scales
+        return affine.encode(values, scale, bias, self.form.bits)
+
+    def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
+        """The numbers that codes stand for."""
+        if self.form.mode != "affine":
+            return floats.decode(codes, scales[0], self.form)
+        scale, bias = scales
+        found: Floats = codes * scale
+        found += bias
+        return found
 
 
 def quantise(values: Floats, method: QuantisationMethod) -> tuple[QuantisedRows, ErrorStats]:
@@ -150,55 +180,16 @@ def squares_of(values: Floats) -> float:
     return float(np.einsum("rk,rk->r", values, values).sum(dtype=np.float64))
 
 
-Scales = tuple[NDArray[Any], ...]
-"""Of groups, (..., 1) each: scale and bias, or the byte of a floating-point scale."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Rounding:
-    """How numbers become codes."""
-
-    method: QuantisationMethod
-
-    def scales(self, groups: Floats, importance: Floats | None) -> Scales:
-        """The scales of groups (R, G, group_size), (R, G, 1) each."""
-        method, form = self.method, self.method.form
-        if form.mode != "affine":
-            return (floats.search(groups, form, importance, usual_only=not method.searched),)
-        if method.searched:
-            # error feedback takes so much longer that a better scale costs nothing beside it
-            refinements = 0 if method.feedback is None else 1
-            return affine.search(groups, form.bits, method.dtype, importance, refinements)
-        return affine.by_extremes(groups, form.bits, method.dtype)
-
-    def codes(self, values: Floats, scales: Scales) -> NDArray[Any]:
-        """The nearest code of each number: float32 where affine, else bytes."""
-        if self.method.form.mode != "affine":
-            return floats.encode(values, scales[0], self.method.form)
-        scale, bias = scales
-        return affine.encode(values, scale, bias, self.method.form.bits)
-
-    def decode(self, codes: NDArray[Any], scales: Scales) -> Floats:
-        """The numbers that codes stand for."""
-        if self.method.form.mode != "affine":
-            return floats.decode(codes, scales[0], self.method.form)
-        scale, bias = scales
-        found: Floats = codes * scale
-        found += bias
-        return found
-
-
 def _tile(
     values: Floats, method: QuantisationMethod, importance: Floats | None, measured: bool
 ) -> tuple[QuantisedRows, ErrorStats]:
     form = method.form
     groups = np.ascontiguousarray(values).reshape(len(values), -1, form.group_size)
-    rounding = _Rounding(method)
     if method.feedback is None:
-        scales = rounding.scales(groups, importance)
-        codes = rounding.codes(groups, scales)
+        scales = method.scales(groups, importance)
+        codes = method.codes(groups, scales)
     else:
-        codes, scales = _fed_back(groups, rounding, method.feedback, importance)
+        codes, scales = _fed_back(groups, method, method.feedback, importance)
     packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
     if form.mode == "affine":
         scale, bias = (narrow(part[..., 0], method.dtype) for part in scales)
@@ -207,12 +198,12 @@ def _tile(
         rows = QuantisedRows(packed, scales[0][..., 0], None)
     if not measured:
         return rows, ErrorStats()
-    found = rounding.decode(codes, scales)
+    found = method.decode(codes, scales)
     return rows, compare(found.reshape(values.shape), values, method.importance)
 
 
 def _fed_back(
-    groups: Floats, rounding: _Rounding, feedback: ErrorFeedback, importance: Floats | None
+    groups: Floats, method: QuantisationMethod, feedback: ErrorFeedback, importance: Floats | None
 ) -> tuple[NDArray[Any], Scales]:
     """Codes (R, G, group_size) and scales (R, G, 1) each, group by group; R <= ErrorFeedback.ROWS.
 
@@ -229,12 +220,12 @@ def _fed_back(
         factor, group = feedback.factors[block][start:, start:], columns[number * size :][:size]
         own = None if importance is None else importance[number, None]
         values = np.ascontiguousarray(group[:, :rows].T)[:, None]
-        scales.append(rounding.scales(values, own))
+        scales.append(method.scales(values, own))
         one = tuple(part[:, 0] for part in scales[-1])  # (R, 1) each
         errors = np.zeros_like(group)
         for index, error in enumerate(errors):
-            codes.append(rounding.codes(group[index, :rows, None], one))
-            error[:rows] = group[index, :rows] - rounding.decode(codes[-1], one)[:, 0]
+            codes.append(method.codes(group[index, :rows, None], one))
+            error[:rows] = group[index, :rows] - method.decode(codes[-1], one)[:, 0]
             error /= factor[index, index]
             group[index + 1 :] -= factor[index, index + 1 : size, None] * error
         behind = columns[number * size + size :][: len(factor) - size]

@@ -31,7 +31,7 @@ class ConversionReport:
     num_weights: int
     tensors: list[dict[str, Any]]  # CheckedTensor.as_dict()
     by_source: list[dict[str, Any]]  # what each storage type of the source became
-    compared: bool = True  # False: errors are those of a sample, as writing found them
+    tensors_compared: bool = True  # False: errors are those of a sample, as writing found them
     notes: list[str] = field(default_factory=list)
     logits: list[LogitCheck] = field(default_factory=list)
     loads: bool = True  # False: it has a tokenizer that cannot be loaded here
@@ -53,21 +53,11 @@ class ConversionReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For report.json."""
-        return {
-            "source": self.source,
-            "source_format": self.source_format,
-            "recipe": self.recipe,
-            "bits_per_weight": round(self.bits_per_weight, 4),
-            "num_bytes": self.num_bytes,
-            "num_weights": self.num_weights,
-            "passed": self.passed,
-            "tensors_compared": self.compared,
-            "counts": self.counts,
-            "by_source": self.by_source,
-            "notes": self.notes,
-            "logits": [asdict(check) | {"passed": check.passed} for check in self.logits],
-            "tensors": self.tensors,
-        }
+        found = asdict(self) | {"passed": self.passed, "counts": self.counts}
+        found["bits_per_weight"] = round(self.bits_per_weight, 4)
+        found["logits"] = [asdict(check) | {"passed": check.passed} for check in self.logits]
+        del found["loads"]
+        return found
 
 
 def make_report(
@@ -83,7 +73,7 @@ def make_report(
         num_weights=plan.num_weights,
         tensors=tensors,
         by_source=by_source(plan, tensors),
-        compared=compared,
+        tensors_compared=compared,
         notes=list(source.notes),
     )
 

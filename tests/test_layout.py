@@ -53,7 +53,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"backend", "display", "engine", "fit", "grammar", "memory", "models", "speculation"}
     | {"pooling", "text"}
     | {"ranks"},
-    "convert": LEAVES | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"}
+    "convert": LEAVES
+    | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"}
     | {"pooling"},  # segments: whole sequences without a cache
     "server": LEAVES
     | {"backend", "database", "grammar", "history", "hub", "memory", "pooling", "session", "text"},

@@ -23,7 +23,7 @@ Config = dict[str, Any]
 
 def _llama(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     """Mistral's files call themselves llama; only a window sets them apart."""
-    if facts.has("expert_count") and facts.all.integer("llama.expert_count", low=0):
+    if facts.count("expert_count"):
         raise UnsupportedModelError(
             f"{facts.all.where} is a mixture of experts of the llama architecture (Mixtral); "
             "not supported."
@@ -46,9 +46,7 @@ def _qwen3(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
 
 def _qwen3_moe(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     return _family("qwen3_moe", "Qwen3MoeForCausalLM", facts) | {
-        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
-        "num_experts": facts.integer("expert_count"),
-        "num_experts_per_tok": facts.integer("expert_used_count"),
+        **_experts(facts),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -86,13 +84,10 @@ def _gemma3_layers(facts: ArchitectureFields, num_layers: int) -> Config:
 
 
 def _gpt_oss(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
-    per_token = facts.integer("expert_used_count")
     scaling = config["rope_scaling"]
     return _family("gpt_oss", "GptOssForCausalLM", facts) | {
-        "intermediate_size": facts.integer("expert_feed_forward_length"),
-        "num_local_experts": facts.integer("expert_count"),
-        "num_experts_per_tok": per_token,
-        "experts_per_token": per_token,
+        **_experts(facts, count="num_local_experts", size="intermediate_size"),
+        "experts_per_token": facts.integer("expert_used_count"),
         "attention_bias": True,
         "sliding_window": facts.integer("attention.sliding_window"),
         "layer_types": [_KINDS[index % 2] for index in range(config["num_hidden_layers"])],
@@ -133,9 +128,7 @@ def _gemma4(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config
         "enable_moe_block": facts.count("expert_count") > 0,
     }
     if found["enable_moe_block"]:
-        found["num_experts"] = facts.integer("expert_count")
-        found["top_k_experts"] = facts.integer("expert_used_count")
-        found["moe_intermediate_size"] = facts.integer("expert_feed_forward_length")
+        found |= _experts(facts, per_token="top_k_experts")
     return found
 
 
@@ -185,10 +178,8 @@ def _delta_net(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     return found | {
         "model_type": "qwen3_5_moe_text",
         "architectures": ["Qwen3_5MoeForCausalLM"],
-        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        **_experts(facts),
         "shared_expert_intermediate_size": shared,
-        "num_experts": facts.integer("expert_count"),
-        "num_experts_per_tok": facts.integer("expert_used_count"),
         "norm_topk_prob": True,
     }
 
@@ -213,9 +204,7 @@ def _lfm2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Config:
     return found | {
         "model_type": "lfm2_moe",
         "architectures": ["Lfm2MoeForCausalLM"],
-        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
-        "num_experts": facts.integer("expert_count"),
-        "num_experts_per_tok": facts.integer("expert_used_count"),
+        **_experts(facts),
         "num_dense_layers": facts.count("leading_dense_block_count"),
         "use_expert_bias": any(name.endswith(".expert_bias") for name in shapes),
         "norm_topk_prob": True,
@@ -263,13 +252,26 @@ def _deepseek2(facts: ArchitectureFields, shapes: Shapes, config: Config) -> Con
     }
 
 
+def _experts(
+    facts: ArchitectureFields,
+    *,
+    count: str = "num_experts",
+    per_token: str = "num_experts_per_tok",
+    size: str = "moe_intermediate_size",
+) -> Config:
+    """A mixture of experts under a family's keys."""
+    return {
+        count: facts.integer("expert_count"),
+        per_token: facts.integer("expert_used_count"),
+        size: facts.integer("expert_feed_forward_length"),
+    }
+
+
 def _routing(facts: ArchitectureFields) -> Config:
     """Experts as DeepSeek's configs state them."""
     return {
-        "n_routed_experts": facts.integer("expert_count"),
+        **_experts(facts, count="n_routed_experts"),
         "n_shared_experts": facts.integer("expert_shared_count"),
-        "num_experts_per_tok": facts.integer("expert_used_count"),
-        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
         "first_k_dense_replace": facts.count("leading_dense_block_count"),
         "n_group": facts.integer("expert_group_count", 1),
         "topk_group": facts.integer("expert_group_used_count", 1),

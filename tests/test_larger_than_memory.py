@@ -28,7 +28,7 @@ from mlxinfer.models import ExpertOptions, load
 from mlxinfer.models.weights import placing
 from mlxinfer.models.weights.files import expert_bytes
 from tests.bench.experts import SMALL, run
-from tests.bench.servers import free_port
+from tests.bench.processes import free_port
 
 PAGE = (Path(__file__).parents[1] / "docs" / "larger_than_memory.md").read_text()
 
@@ -211,7 +211,7 @@ def test_adapters_of_experts_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_bench_counts() -> None:
-    found = run(small=True, runs=1).data["settings"]
+    found = run(small=True, runs=1, disk=None, cpu_time=False).data["settings"]
     half, quarter = found["half"], found["quarter"]
     assert half["bytes_per_token"] < quarter["bytes_per_token"]
     assert half["hit_rate"] > quarter["hit_rate"]

@@ -17,7 +17,7 @@ from mlxinfer import LLM
 from mlxinfer.cli._commands import cli
 from mlxinfer.models.registry import SUPPORTED
 from tests.bench.__main__ import bench
-from tests.bench.servers import serving
+from tests.bench.processes import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

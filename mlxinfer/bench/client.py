@@ -21,7 +21,7 @@ MAX_ERROR_BYTES = 2000
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """One answer, while it comes and after; times are monotonic seconds."""
 
     sent_s: float = 0.0
@@ -50,13 +50,16 @@ class Answer:
         return (self.ended_s - self.pieces_s[0]) / (self.num_tokens - 1)
 
 
-class Client:
+class ChatClient:
     """Requests to one server; may be used by many threads at once.
 
     Args:
         url: with or without /v1, such as "http://127.0.0.1:8080/v1".
         key: sent as a bearer token.
         timeout_s: of silence.
+
+    Attributes:
+        base: the URL without /v1.
 
     Raises:
         InvalidRequestError: the URL names no server.
@@ -72,7 +75,8 @@ class Client:
         secure = parts.scheme == "https"
         self._connection = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._address, self._timeout_s = parts.netloc.rpartition("@")[2], timeout_s
-        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self.base = url.rstrip("/").removesuffix("/v1")
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -84,33 +88,14 @@ class Client:
             with contextlib.suppress(OSError):  # it ended meanwhile
                 opened.shutdown(socket.SHUT_RDWR)
 
-    def models(self) -> list[str]:
-        """Names of the models that the server lists.
-
-        Raises:
-            OSError, http.client.HTTPException, ValueError: it did not answer as such a server does.
-        """
-        connection = self._connection(self._address, timeout=self._timeout_s)
-        try:
-            connection.request("GET", f"{self._path}/models", headers=self._headers)
-            response = connection.getresponse()
-            body = response.read()
-            if response.status != 200:
-                raise ValueError(f"status {response.status}: {_said(body)}")
-            return [str(model["id"]) for model in json.loads(body)["data"]]
-        except (KeyError, TypeError) as error:
-            raise ValueError("it lists no models") from error
-        finally:
-            connection.close()
-
-    def chat(self, body: Mapping[str, Any], answer: Answer | None = None) -> Answer:
+    def chat(self, body: Mapping[str, Any], answer: TimedAnswer | None = None) -> TimedAnswer:
         """Ask for a streamed answer, and read it to its end.
 
         Args:
             body: of the request; that it is streamed, and with usage, is added.
             answer: is filled while the answer comes, for others to watch.
         """
-        answer = answer or Answer()
+        answer = answer or TimedAnswer()
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         connection = self._connection(self._address, timeout=self._timeout_s)
         answer.sent_s = time.monotonic()
@@ -119,8 +104,7 @@ class Client:
             connection.connect()
             opened = connection.sock  # later the response has it, and the connection none
             self._open.add(opened)
-            path = f"{self._path}/chat/completions"
-            connection.request("POST", path, json.dumps(streamed).encode(), self._headers)
+            connection.request("POST", self._path, json.dumps(streamed).encode(), self._headers)
             self._read(connection.getresponse(), answer)
         except TimeoutError:
             answer.error = f"silent for {self._timeout_s:g} s"
@@ -132,7 +116,7 @@ class Client:
             answer.ended_s = time.monotonic()
         return answer
 
-    def _read(self, response: http.client.HTTPResponse, answer: Answer) -> None:
+    def _read(self, response: http.client.HTTPResponse, answer: TimedAnswer) -> None:
         if response.status != 200:
             answer.error = f"status {response.status}: {_said(response.read(MAX_ERROR_BYTES))}"
             return
@@ -144,7 +128,7 @@ class Client:
         answer.error = answer.error or "the stream ended before it was done"
 
 
-def _take(event: Mapping[str, Any], answer: Answer) -> None:
+def _take(event: Mapping[str, Any], answer: TimedAnswer) -> None:
     """Add one event of the stream to the answer."""
     if "error" in event:
         answer.error = _message(event)

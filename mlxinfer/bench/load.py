@@ -6,27 +6,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from http.client import HTTPException
 from typing import Any
 
 import numpy as np
 
-from ..errors import MlxinferError
-from .client import Answer, Client
+from ..http_json import ServerError, exchange
+from .client import ChatClient, TimedAnswer
 from .report import Report, Table
 from .speed import WORDS
 
 PERCENTILES = (50, 90, 99)
 
 
-class NoServerError(MlxinferError):
-    """Nothing at the URL answers as a server with OpenAI's API does."""
-
-    code = "server_error"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServerLoad:
     """The requests that a server gets.
 
     Attributes:
@@ -63,15 +56,15 @@ class Load:
         return self.concurrency or (self.requests if self.rate else 8)
 
 
-def run(load: Load) -> Report:
+def run(load: ServerLoad) -> Report:
     """Put the load on the server and sum up the answers.
 
     Raises:
-        NoServerError: nothing answers at the URL.
+        ServerError: no server answers at the URL, or it lists no models.
         InvalidRequestError: the URL is none.
     """
-    client = Client(load.url, key=load.key, timeout_s=load.timeout_s)
-    load = replace(load, model=load.model or _first_model(client, load.url))
+    client = ChatClient(load.url, key=load.key, timeout_s=load.timeout_s)
+    load = replace(load, model=load.model or _first_model(client, load))
     started = time.monotonic()
     answers = _play(client, load)
     seconds = time.monotonic() - started
@@ -80,17 +73,17 @@ def run(load: Load) -> Report:
     return Report("serve", _tables(found, load), {"load": settings, **found})
 
 
-def _first_model(client: Client, url: str) -> str:
+def _first_model(client: ChatClient, load: ServerLoad) -> str:
+    found = exchange(client.base, "/v1/models", None, key=load.key, timeout_s=load.timeout_s)
     try:
-        names = client.models()
-    except (OSError, HTTPException, ValueError) as error:
-        raise NoServerError(f"No server with OpenAI's API answers at {url}: {error}.") from None
-    if not names:
-        raise NoServerError(f"The server at {url} lists no models; say which with --model.")
-    return names[0]
+        return str(found["data"][0]["id"])
+    except (KeyError, TypeError, IndexError):
+        raise ServerError(
+            f"The server at {load.url} lists no models; say which with --model."
+        ) from None
 
 
-def bodies(load: Load) -> Iterator[dict[str, Any]]:
+def bodies(load: ServerLoad) -> Iterator[dict[str, Any]]:
     """Requests of the load, the same for the same seed; no two prompts begin alike."""
     drawn = random.Random(load.seed)
     for _ in range(load.requests):
@@ -105,7 +98,7 @@ def bodies(load: Load) -> Iterator[dict[str, Any]]:
         }
 
 
-def arrivals(load: Load) -> Iterator[float]:
+def arrivals(load: ServerLoad) -> Iterator[float]:
     """Seconds from the start at which each request is due."""
     drawn = random.Random(f"{load.seed} arrivals")
     due = 0.0
@@ -114,10 +107,10 @@ def arrivals(load: Load) -> Iterator[float]:
         due += 0.0 if load.rate is None else drawn.expovariate(load.rate)
 
 
-def _play(client: Client, load: Load) -> list[Answer]:
+def _play(client: ChatClient, load: ServerLoad) -> list[TimedAnswer]:
     """Every request in a thread of its own for as long as it lasts."""
     started = time.monotonic()
-    running: list[Future[Answer]] = []
+    running: list[Future[TimedAnswer]] = []
     with ThreadPoolExecutor(load.most_in_flight, "client") as threads:
         try:
             for body, due in zip(bodies(load), arrivals(load), strict=True):
@@ -130,7 +123,7 @@ def _play(client: Client, load: Load) -> list[Answer]:
             raise
 
 
-def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+def summary(answers: Sequence[TimedAnswer], seconds: float) -> dict[str, Any]:
     """Counts, rates and percentiles; failed answers count as errors alone."""
     good = [answer for answer in answers if answer.error is None]
     errors = Counter(answer.error for answer in answers if answer.error is not None)
@@ -164,7 +157,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 # -- tables -----------------------------------------------------------------------------------
 
 
-def _tables(found: dict[str, Any], load: Load) -> list[Table]:
+def _tables(found: dict[str, Any], load: ServerLoad) -> list[Table]:
     rates = [
         ["requests completed / failed", f"{found['completed']:,} / {found['failed']:,}"],
         ["seconds", f"{found['seconds']:,.2f}"],

@@ -7,8 +7,9 @@ rates are measured. Every answer is compared with the one without proposals.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from .. import hub
 from ..core import SamplingParams
@@ -41,25 +42,8 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Answers to the same prompts, some of them at once."""
-
-    prompts: str
-    method: str
-    depth: int | str
-    batch: int  # requests at once
-    tokens_per_step: float
-    drafted: int
-    accepted: int
-    tokens_per_s: float  # of all answers together
-    same: int  # answers that are those without proposals
-    answers: int
-    switched_off: int = 0  # requests for which a source of proposals failed
-
-
 @dataclass(slots=True)
-class Answers:
+class CountedAnswers:
     """The answers of one way of proposing."""
 
     token_ids: list[tuple[int, ...]] = field(default_factory=list)
@@ -118,12 +102,13 @@ def run(
             for (name, batch), before in plain.items():
                 found = answers_of(folder, chosen, prompts[name], batch, tokens)
                 cells.append(_cell(name, method, depth or CONTROLLED, batch, found, before))
-    data = {"model": model, "draft": draft, "cells": [asdict(cell) for cell in cells]}
+    data = {"model": model, "draft": draft, "cells": cells}
     return Report("speculate", [_table(cells, name) for name in prompts], data)
 
 
 @contextmanager
-def _session(folder: Path, options: EngineOptions) -> Iterator[Session]:
+def open_session(folder: Path, options: EngineOptions) -> Iterator[Session]:
+    """A session of its own, without a prefix cache."""
     session = Session("bench", folder, replace(options, prefix_cache=False))
     try:
         yield session
@@ -137,12 +122,12 @@ def answers_of(
     texts: Sequence[str],
     batch: int,
     tokens: int,
-) -> Answers:
+) -> CountedAnswers:
     """Answer each text, `batch` of them at once, in an engine of its own."""
-    found = Answers()
+    found = CountedAnswers()
     given = [text for text in texts for _ in range(-(-batch // len(texts)))]
     params = SamplingParams(max_tokens=tokens)
-    with _session(folder, options) as session:
+    with open_session(folder, options) as session:
         for start in range(0, len(given), batch):
             some = given[start : start + batch]
             chats = session.tokenizer.template is not None
@@ -167,37 +152,43 @@ def answers_of(
 
 
 def _cell(
-    name: str, method: str, depth: int | str, batch: int, found: Answers, plain: Answers
-) -> Cell:
+    name: str,
+    method: str,
+    depth: int | str,
+    batch: int,
+    found: CountedAnswers,
+    plain: CountedAnswers,
+) -> dict[str, Any]:
+    """Figures of answers to the same prompts, `batch` of them at once."""
     pairs = zip(found.token_ids, plain.token_ids, strict=True)
-    return Cell(
-        prompts=name,
-        method=method,
-        depth=depth,
-        batch=batch,
-        tokens_per_step=found.num_tokens / max(found.num_steps, 1),
-        drafted=found.drafted,
-        accepted=found.accepted,
-        tokens_per_s=found.num_tokens / found.decode_s if found.decode_s else 0.0,
-        same=sum(ours == theirs for ours, theirs in pairs),
-        answers=len(plain.token_ids),
-        switched_off=found.switched_off,
-    )
+    return {
+        "prompts": name,
+        "method": method,
+        "depth": depth,
+        "batch": batch,
+        "tokens_per_step": found.num_tokens / max(found.num_steps, 1),
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "tokens_per_s": found.num_tokens / found.decode_s if found.decode_s else 0.0,
+        "same": sum(ours == theirs for ours, theirs in pairs),
+        "answers": len(plain.token_ids),
+        "switched_off": found.switched_off,  # requests for which a source of proposals failed
+    }
 
 
-def _table(cells: Sequence[Cell], name: str) -> Table:
-    some = [cell for cell in cells if cell.prompts == name]
-    off = {cell.batch: cell.tokens_per_s for cell in some if cell.method == "off"}
+def _table(cells: Sequence[dict[str, Any]], name: str) -> Table:
+    some = [cell for cell in cells if cell["prompts"] == name]
+    off = {cell["batch"]: cell["tokens_per_s"] for cell in some if cell["method"] == "off"}
     rows = [
         [
-            f"{cell.method} {cell.depth or ''}".strip(),
-            str(cell.batch),
-            f"{cell.tokens_per_step:.2f}",
-            f"{cell.accepted / cell.drafted:.0%}" if cell.drafted else "-",
-            f"{cell.tokens_per_s:.1f}",
-            ratio(cell.tokens_per_s, off[cell.batch]),
-            f"{cell.same} of {cell.answers}"
-            + (f", failed for {cell.switched_off}" if cell.switched_off else ""),
+            f"{cell['method']} {cell['depth'] or ''}".strip(),
+            str(cell["batch"]),
+            f"{cell['tokens_per_step']:.2f}",
+            f"{cell['accepted'] / cell['drafted']:.0%}" if cell["drafted"] else "-",
+            f"{cell['tokens_per_s']:.1f}",
+            ratio(cell["tokens_per_s"], off[cell["batch"]]),
+            f"{cell['same']} of {cell['answers']}"
+            + (f", failed for {cell['switched_off']}" if cell["switched_off"] else ""),
         ]
         for cell in some
     ]

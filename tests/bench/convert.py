@@ -1,68 +1,177 @@
-"""`bench convert`: what recipes cost in quality, and conversions in time and memory."""
+"""`bench convert`: what recipes cost in quality, and conversions in time and memory.
 
+All outputs of the recipes are run by mlxinfer, so what differs is the weights.
+"""
+
+import contextlib
+import importlib
+import io
 import os
 import shutil
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table, ratio
+from mlxinfer.convert.calibration.texts import read_text
+from mlxinfer.convert.read import open_source
+from mlxinfer.convert.recipes import ConversionOptions, make_recipe
+from mlxinfer.convert.run import Conversion
 from mlxinfer.errors import ModelNotFoundError
 from mlxinfer.memory import parse_bytes
-from tests.bench.convert_quality import Recipe, measure
-from tests.bench.processes import ROOT, Ran, run_python
+from mlxinfer.models.config import load_config
+from mlxinfer.models.weights.files import read_headers
+from tests.bench.processes import ROOT, run_python
+from tests.bench.quality import COLUMNS, HeldOut, cells
+from tests.bench.tables import Figures
+
+DEMO = ROOT / "tests" / "data" / "demo-bf16"
+
+# -- recipes by what they do to the answers -------------------------------------------------------
+
+Recipes = dict[str, dict[str, Any]]
+OURS: Recipes = {
+    "4bit --scales minmax": {"searched": False, "calibrated": False},
+    "4bit --calibration none": {"calibrated": False},
+    **{name: {"recipe": name} for name in ("4bit", "4bit-g32", "8bit", "mxfp4", "nvfp4")},
+    **{f"--target-bpw {bits:g}": {"target_bpw": bits} for bits in (3.5, 4.0, 4.5, 5.0, 6.0)},
+}
+MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
+THEIRS: Recipes = {
+    "4 bits, group 64": {"q_bits": 4, "q_group_size": 64},
+    "4 bits, group 32": {"q_bits": 4, "q_group_size": 32},
+    "8 bits, group 64": {"q_bits": 8, "q_group_size": 64},
+    **{name: {"quant_predicate": name, "q_group_size": 64} for name in MIXED},
+    **{name: {"q_mode": name} for name in ("mxfp4", "nvfp4")},
+}
+SMALL = ("4bit --scales minmax", "4bit", "--target-bpw 4.5", "4 bits, group 64")
+
+
+def converted(
+    model: Path, scratch: Path, *, peer: bool, small: bool
+) -> Iterator[tuple[str, str, Path]]:
+    """Converter, label and folder of every recipe."""
+    sides = {"mlxinfer": (OURS, _convert_ours), "mlx-lm": (THEIRS, _convert_theirs)}
+    for converter in sides if peer else ("mlxinfer",):
+        recipes, convert = sides[converter]
+        for number, (label, options) in enumerate(recipes.items()):
+            if not small or label in SMALL:
+                out = scratch / f"{converter}-{number}"
+                convert(model, out, **options)
+                yield converter, label, out
+
+
+def _convert_ours(
+    model: Path,
+    out: Path,
+    *,
+    recipe: str = "4bit",
+    searched: bool = True,
+    calibrated: bool = True,
+    target_bpw: float | None = None,
+) -> None:
+    options = ConversionOptions(
+        recipe=make_recipe(recipe),
+        searched=searched,
+        calibration=read_text(None) if calibrated else None,
+        target_bpw=target_bpw,
+    )
+    Conversion(open_source(model), out, options).run()
+
+
+def _convert_theirs(model: Path, out: Path, **options: Any) -> None:
+    convert = importlib.import_module("mlx_lm.convert").convert
+    with contextlib.redirect_stdout(io.StringIO()):
+        convert(str(model), str(out), quantize=True, **options)
+
+
+def bits_per_weight(folder: Path) -> float:
+    """Bits of all arrays over the weights that they stand for, counted from the files."""
+    bits = weights = 0
+    formats = load_config(folder).quantization
+    for header in read_headers(folder).values():
+        for name, info in header.items():
+            bits += (info.end - info.start) * 8
+            path = name.removesuffix(".weight")
+            if f"{path}.scales" in header:
+                assert formats is not None
+                weights += prod(info.shape) * 32 // formats.of(path).bits
+            elif not name.endswith((".scales", ".biases")):
+                weights += prod(info.shape)
+    return bits / weights
+
+
+def _quality(model: Path, scratch: Path, *, peer: bool, small: bool) -> Report:
+    held_out = HeldOut(model, 128 if small else 1024, 2 if small else None)
+    source = held_out.quality(model)["perplexity"]
+    recipes: list[dict[str, Any]] = []
+    for converter, label, folder in converted(model, scratch, peer=peer, small=small):
+        size = {"bits_per_weight": bits_per_weight(folder)}
+        recipes.append({"converter": converter, "label": label, **size, **held_out.quality(folder)})
+        print(recipes[-1], file=sys.stderr, flush=True)
+    rows = [
+        [
+            recipe["converter"],
+            recipe["label"],
+            f"{recipe['bits_per_weight']:.3f}",
+            *cells(recipe, 5),
+        ]
+        for recipe in sorted(recipes, key=lambda r: (r["bits_per_weight"], r["kl_mean"]))
+    ]
+    table = Table(
+        f"Recipes by size, {held_out.num_tokens:,} held-out tokens",
+        ["converter", "recipe", "bits/weight", *COLUMNS],
+        rows,
+        f"In windows of {len(held_out.windows[0]):,} tokens; perplexity of the source "
+        f"{source:.4f}. KL in nats, from the source to the recipe. mlxinfer calibrates on its own "
+        "text, which shares nothing with the held-out one; all are run by mlxinfer.",
+    )
+    data = {"tokens": held_out.num_tokens, "source_perplexity": source, "recipes": recipes}
+    return Report("convert", [table], data)
+
+
+# -- time and memory of whole processes ---------------------------------------------------------
 
 DISK_BYTES = 256 << 20
-SHAPES = ("dense", "mixture of experts")
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """One checkpoint, by both."""
-
-    label: str
-    num_bytes: int
-    fast: Ran  # mlxinfer, scales as mlx-lm
-    searched: Ran  # mlxinfer, scales by squared error
-    capped: Ran  # as fast, with --max-memory
-    theirs: Ran | None
-
-
 CAP = "300MB"
-VARIANTS = (
-    ("--fast",),
-    ("--calibration", "none", "--check", "none"),
-    ("--fast", "--max-memory", CAP),
-)
+PLAIN = ("--calibration", "none", "--check", "none")
+VARIANTS = {  # of mlxinfer's, by their name in the data: label, and options
+    "fast": ("--fast", ("--fast",)),  # scales as mlx-lm
+    "capped": (f"--fast --max-memory {CAP}", ("--fast", "--max-memory", CAP)),
+    "searched": ("searched scales", PLAIN),  # by squared error
+}
 
 
-def speeds(
+def conversions(
     scratch: Path, num_bytes: int, tokenizer: Path, *, runs: int, peer: bool
-) -> list[Converted]:
+) -> list[dict[str, Any]]:
     """Dense and mixture of experts, to 4 bits in groups of 64.
 
     Converters take turns; the run with the least wall time counts.
     """
     found = []
-    for label in SHAPES:
-        source = scratch / label.replace(" ", "-")
-        making = ["-m", "tests.bench.large_checkpoints", str(source), label]
-        subprocess.run([sys.executable, *making, str(num_bytes), str(tokenizer)], check=True)
+    for label in ("dense", "mixture of experts"):
+        source, out = scratch / label.replace(" ", "-"), scratch / "out"
+        making = ["tests.bench.checkpoints", str(source), label, str(num_bytes), str(tokenizer)]
+        run_python("-m", *making)
+        ours = ["mlxinfer.cli", "convert", str(source), str(out), "--bits", "4"]
+        commands = {name: [*ours, *options] for name, (_, options) in VARIANTS.items()}
+        if peer:
+            theirs = ["mlx_lm", "convert", "--hf-path", str(source), "--mlx-path", str(out)]
+            commands["theirs"] = [*theirs, "-q", "--q-bits", "4", "--q-group-size", "64"]
+        costs: dict[str, list[Figures]] = {name: [] for name in commands}
+        for _ in range(runs):
+            for name, command in commands.items():
+                costs[name].append(run_python("-m", *command).cost)
+                shutil.rmtree(out)
+        best = {name: min(each, key=lambda cost: cost["wall_s"]) for name, each in costs.items()}
         total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-        turns = [
-            (
-                *(_ours(source, scratch, *options) for options in VARIANTS),
-                *([_theirs(source, scratch)] if peer else []),
-            )
-            for _ in range(runs)
-        ]
-        best = [min(column, key=lambda ran: ran.wall_s) for column in zip(*turns, strict=True)]
-        fast, searched, capped, *theirs = best
-        found.append(Converted(label, total, fast, searched, capped, theirs[0] if theirs else None))
+        found.append({"label": label, "num_bytes": total, **best})
         shutil.rmtree(source)
     return found
 
@@ -86,35 +195,40 @@ def disk_speeds(scratch: Path) -> tuple[float, float]:
     return DISK_BYTES / written, DISK_BYTES / read
 
 
-def _ours(source: Path, scratch: Path, *options: str) -> Ran:
-    command = ["-m", "mlxinfer.cli", "convert", str(source), str(scratch / "out")]
-    return _run([*command, "--bits", "4", *options], scratch / "out")
+def _speed(scratch: Path, num_bytes: int, model: Path, *, runs: int, peer: bool) -> Report:
+    found = conversions(scratch, num_bytes, model, runs=runs, peer=peer)
+    written, read = disk_speeds(scratch)
+    rows = []
+    for each in found:
+        for name, (label, _) in VARIANTS.items():
+            both = [each[name], each["theirs"]] if peer else [each[name]]
+            rows.append([f"{each['label']}, {label}", *_speed_cells(*both)])
+    table = Table(
+        f"Whole processes, {found[0]['num_bytes'] / 1e9:.2f} GB of bf16 to 4 bits",
+        ["", "s", "mlx-lm s", "times as fast", "CPU s", "mlx-lm CPU s", "peak MB",
+         "mlx-lm peak MB", "share of its peak"],
+        rows,
+        f"The disk beside it: {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} MB/s read "
+        "(from memory, where it is cached). --fast: scales as mlx-lm's, nothing compared.",
+    )  # fmt: skip
+    disk = {"written": written, "read": read}
+    return Report("convert", [table], {"disk_bytes_per_s": disk, "conversions": found})
 
 
-def _theirs(source: Path, scratch: Path) -> Ran:
-    command = ["-m", "mlx_lm", "convert", "--hf-path", str(source), "-q", "--q-bits", "4"]
-    out = scratch / "out"
-    return _run([*command, "--q-group-size", "64", "--mlx-path", str(out)], out)
+def _speed_cells(ours: Figures, theirs: Figures | None = None) -> list[str]:
+    def both(name: str, form: str, unit: float = 1) -> list[str]:
+        other = "-" if theirs is None else format(theirs[name] / unit, form)
+        return [format(ours[name] / unit, form), other]
+
+    speed = share = "-"
+    if theirs is not None:
+        speed = ratio(theirs["wall_s"], ours["wall_s"])
+        share = f"{ours['peak_bytes'] / theirs['peak_bytes']:.2f}"
+    memory = both("peak_bytes", ",.0f", 1e6)
+    return [*both("wall_s", ".1f"), speed, *both("cpu_s", ".1f"), *memory, share]
 
 
-def _run(arguments: list[str], out: Path) -> Ran:
-    """Run Python with these arguments; `out` is deleted afterwards."""
-    ran = run_python(*arguments)
-    shutil.rmtree(out)
-    return ran
-
-
-DEMO = ROOT / "tests" / "data" / "demo-bf16"
-
-
-def run(
-    *,
-    model: Path | None = None,
-    synthetic: str | None = None,
-    runs: int = 1,
-    small: bool = False,
-    peer: bool = True,
-) -> Report:
+def run(*, model: Path | None, synthetic: str | None, runs: int, small: bool, peer: bool) -> Report:
     """Measure.
 
     Args:
@@ -130,88 +244,12 @@ def run(
     if peer:
         require_peer()
     folder = DEMO if model is None else model
-    check_model(folder)
-    with TemporaryDirectory() as scratch:
-        if synthetic is not None:
-            size = parse_bytes(synthetic, param="synthetic")
-            return _speed(speeds(Path(scratch), size, folder, runs=runs, peer=peer), Path(scratch))
-        length, limit = (128, 2) if small else (1024, None)
-        recipes, perplexity, num_tokens = measure(
-            folder, Path(scratch), length=length, limit=limit, peer=peer, small=small
-        )
-    table = quality_table(recipes, perplexity, num_tokens, length)
-    data = {"tokens": num_tokens, "source_perplexity": perplexity}
-    return Report("convert", [table], {**data, "recipes": [asdict(r) for r in recipes]})
-
-
-def check_model(folder: Path) -> None:
-    """Raise ModelNotFoundError where there is none."""
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"{folder} has no model; --model takes a folder of unquantised weights."
         )
-
-
-def quality_table(recipes: list[Recipe], perplexity: float, num_tokens: int, length: int) -> Table:
-    """Recipes by size."""
-    rows = [
-        [
-            r.converter,
-            r.label,
-            f"{r.bits_per_weight:.3f}",
-            f"{r.kl_mean:.5f}",
-            f"{r.kl_p99:.4f}",
-            f"{r.top1:.2%}",
-            f"{r.perplexity:.4f}",
-        ]
-        for r in sorted(recipes, key=lambda r: (r.bits_per_weight, r.kl_mean))
-    ]
-    return Table(
-        f"Recipes by size, {num_tokens:,} held-out tokens",
-        ["converter", "recipe", "bits/weight", "KL mean", "KL p99", "same top-1", "perplexity"],
-        rows,
-        f"In windows of {length:,} tokens; perplexity of the source {perplexity:.4f}. KL in nats, "
-        "from the source to the recipe. mlxinfer calibrates on its own text, which shares nothing "
-        "with the held-out one; all are run by mlxinfer.",
-    )
-
-
-def _speed(found: list[Converted], scratch: Path) -> Report:
-    written, read = disk_speeds(scratch)
-    rows = []
-    for each in found:
-        for label, ours in (
-            ("--fast", each.fast),
-            (f"--fast --max-memory {CAP}", each.capped),
-            ("searched scales", each.searched),
-        ):
-            rows.append(_speed_row(f"{each.label}, {label}", ours, each.theirs))
-    table = Table(
-        f"Whole processes, {found[0].num_bytes / 1e9:.2f} GB of bf16 to 4 bits",
-        ["", "s", "mlx-lm s", "times as fast", "CPU s", "mlx-lm CPU s", "peak MB",
-         "mlx-lm peak MB", "share of its peak"],
-        rows,
-        f"The disk beside it: {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} MB/s read "
-        "(from memory, where it is cached). --fast: scales as mlx-lm's, nothing compared.",
-    )  # fmt: skip
-    data = {
-        "disk_bytes_per_s": {"written": written, "read": read},
-        "conversions": [asdict(each) for each in found],
-    }
-    return Report("convert", [table], data)
-
-
-def _speed_row(label: str, ours: Ran, theirs: Ran | None) -> list[str]:
-    row = [label, f"{ours.wall_s:.1f}"]
-    if theirs is None:
-        return [*row, "-", "-", f"{ours.cpu_s:.1f}", "-", f"{ours.peak_bytes / 1e6:,.0f}", "-", "-"]
-    return [
-        *row,
-        f"{theirs.wall_s:.1f}",
-        ratio(theirs.wall_s, ours.wall_s),
-        f"{ours.cpu_s:.1f}",
-        f"{theirs.cpu_s:.1f}",
-        f"{ours.peak_bytes / 1e6:,.0f}",
-        f"{theirs.peak_bytes / 1e6:,.0f}",
-        f"{ours.peak_bytes / theirs.peak_bytes:.2f}",
-    ]
+    with TemporaryDirectory() as scratch:
+        if synthetic is None:
+            return _quality(folder, Path(scratch), peer=peer, small=small)
+        size = parse_bytes(synthetic, param="synthetic")
+        return _speed(Path(scratch), size, folder, runs=runs, peer=peer)

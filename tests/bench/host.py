@@ -7,10 +7,10 @@ but the host does for it what it does on a Mac, except for MLX's call of the ker
 """
 
 import gc
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,27 +18,34 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.core import SamplingParams
-from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.sample import KERNEL
 from mlxinfer.metal_kernels.variants import Variant
-from mlxinfer.models import load
 from tests.bench.checkpoints import TWO_LAYERS, random_prompt, write_checkpoint
-from tests.bench.engines import (
-    DISPATCH,
-    FORWARD,
-    PLAN,
-    Ask,
-    Engine,
-    OurEngine,
-    metered_evaluation,
-    until_decoding,
+from tests.bench.engines import DISPATCH, FORWARD, PLAN, Ask, Engine, Loaded, until_decoding
+from tests.bench.tables import SIDES, Figures, medians, named, sides
+
+PAGE = 16
+BLOCK = PAGE  # steps a block: as many as a page has, so that each block seals its share
+WARM_BLOCKS = 2  # after a ring of two pages pools and tails are grown, and every size was seen
+PROMPT = 20
+MIXED = (  # what different users ask for at once; round robin over the requests
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1),
+    SamplingParams(temperature=0.8, top_k=40),
+    SamplingParams(temperature=0.8, min_p=0.05, repetition_penalty=1.1),
+    SamplingParams(),
 )
-from tests.bench.peer import PeerEngine
-from tests.bench.tables import NAMES, SIDES, sides
+GREEDY = (SamplingParams(),)  # all the same, and next to nothing to sample: what is left is books
+# What is measured, and the figure of it: its name in the data, in the table.
+ROWS = (
+    ("without_model", "total_us", "beside the model"),
+    ("whole", "python_us", "Python alone"),
+    ("whole", "total_us", "with the model"),
+    ("in_kernel", "total_us", "sampling kernel"),
+    ("greedy", "total_us", "all greedy"),
+)
 
 
 class OneOperation:
@@ -56,195 +63,108 @@ def only_sampling(variants: Sequence[Variant]) -> frozenset[Variant]:
     return frozenset(variant for variant in variants if variant.kind == "sample")
 
 
-PAGE = 16
-BLOCK = PAGE  # steps a block: as many as a page has, so that each block seals its share
-WARM_BLOCKS = (
-    2  # pools and tails are grown, and every page size was seen, after a ring of two pages
-)
-PROMPT = 20
-MIXED = (  # what different users ask for at once; round robin over the requests
-    SamplingParams(temperature=0.8, top_p=0.9, seed=1),
-    SamplingParams(temperature=0.8, top_k=40),
-    SamplingParams(temperature=0.8, min_p=0.05, repetition_penalty=1.1),
-    SamplingParams(),
-)
-GREEDY = (SamplingParams(),)  # all the same, and next to nothing to sample: what is left is books
+def measure_block(engine: Engine) -> Figures:
+    """Main-thread CPU microseconds of a step, the mean over a block of steps.
 
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Main-thread CPU microseconds of one decode step, the mean over a block of steps."""
-
-    total: float
-    forward: float  # building the graph
-    plan: float  # of which page tables; mlx-lm's are part of `forward`
-    dispatch: float  # handing the graph to the backend
-
-    @property
-    def outside(self) -> float:
-        """Everything but graph and dispatch: scheduling, sampling, reading tokens, page tables."""
-        return self.total - self.forward - self.dispatch
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """Costs of ours and of mlx-lm with some requests decoding at once."""
-
-    requests: int
-    whole: list[StepCost]
-    without_model: list[StepCost]  # which returns stored logits: sampling and its dispatch are in
-    in_kernel: list[StepCost]  # ours alone, without the model, where a kernel samples
-    greedy: list[StepCost]  # as without_model, where all requests are greedy
-
-
-def measure_block(engine: Engine, count: int) -> StepCost:
-    """Take `count` steps."""
+    Of which `forward` builds the graph, `plan` makes page tables (mlx-lm's are part of `forward`),
+    and `dispatch` hands the graph to the backend. `python` is all but graph and dispatch.
+    """
     accounts = engine.meter.seconds
     before = dict(accounts)
-    with metered_evaluation(engine.meter):
+    with engine.meter.evaluation():
         started = time.thread_time()
-        for _ in range(count):
+        for _ in range(BLOCK):
             engine.step()
         total = time.thread_time() - started
 
-    def each(account: str) -> float:
-        return (accounts[account] - before.get(account, 0.0)) / count * 1e6
+    found = {name: accounts[name] - before.get(name, 0.0) for name in (FORWARD, PLAN, DISPATCH)}
+    found["python"] = total - found[FORWARD] - found[DISPATCH]
+    return {f"{name}_us": seconds / BLOCK * 1e6 for name, seconds in found.items()}
 
-    return StepCost(total / count * 1e6, each(FORWARD), each(PLAN), each(DISPATCH))
 
-
-def measure(sides: Sequence[Engine], *, blocks: int, block_steps: int = BLOCK) -> list[StepCost]:
+def measure(engines: Sequence[Engine], blocks: int) -> dict[str, Any]:
     """The median cost of each side over blocks that alternate, A B A B."""
-    costs: list[list[StepCost]] = [[] for _ in sides]
+    costs: list[list[Figures]] = [[] for _ in engines]
     for block in range(WARM_BLOCKS + blocks):
-        for side, found in zip(sides, costs, strict=True):
+        for engine, found in zip(engines, costs, strict=True):
             gc.collect()  # what the other side left is not this side's
-            cost = measure_block(side, block_steps)
+            cost = measure_block(engine)
             if block >= WARM_BLOCKS:
                 found.append(cost)
-    return [_median_of(found) for found in costs]
+    return named([_with_total(medians(found)) for found in costs])
 
 
-def _median_of(costs: Sequence[StepCost]) -> StepCost:
-    """The block with the median cost outside the forward pass, with the medians of the rest."""
-
-    def middle(field: Callable[[StepCost], float]) -> float:
-        return statistics.median(field(cost) for cost in costs)
-
-    forward, dispatch = middle(lambda c: c.forward), middle(lambda c: c.dispatch)
-    outside = middle(lambda c: c.outside)
-    return StepCost(outside + forward + dispatch, forward, middle(lambda c: c.plan), dispatch)
+def _with_total(cost: Figures) -> Figures:
+    total = cost["python_us"] + cost["forward_us"] + cost["dispatch_us"]
+    return {"total_us": total, **cost}
 
 
-def fill(
-    engine: Engine,
-    count: int,
-    length: int,
-    vocab: int,
-    settings: Sequence[SamplingParams] = MIXED,
-) -> None:
-    """Start `count` requests with these settings in turn and bring them to decoding."""
+def fill(engine: Engine, count: int, settings: Sequence[SamplingParams] = MIXED) -> None:
+    """Start `count` requests without an end, with these settings in turn, up to decoding."""
+    endless = [replace(each, max_tokens=None, ignore_eos=True) for each in settings]
     asks = []
     for index in range(count):
-        prompt = random_prompt(length + index % 8, vocab, seed=index)
-        asks.append(Ask(str(index), [("user", prompt)], endless(settings[index % len(settings)])))
+        prompt = random_prompt(PROMPT + index % 8, TWO_LAYERS.vocab, seed=index)
+        asks.append(Ask(str(index), [("user", prompt)], endless[index % len(endless)]))
     until_decoding(engine, asks)
 
 
-def endless(params: SamplingParams) -> SamplingParams:
-    """The same settings without an end."""
-    return replace(params, max_tokens=None, ignore_eos=True)
-
-
-def pages_for(count: int, length: int, blocks: int) -> int:
+def pages_for(count: int, blocks: int) -> int:
     """Pages that `count` requests never outgrow, so that no pool grows while it is measured."""
-    tokens = length + 8 + 2 * (WARM_BLOCKS + blocks + 4) * BLOCK
+    tokens = PROMPT + 8 + 2 * (WARM_BLOCKS + blocks + 4) * BLOCK
     return count * (tokens // PAGE + 10)
 
 
-def decode_costs(sizes: Sequence[int], *, blocks: int, peer: bool, folder: Path) -> "list[Decode]":
-    """Costs of decode steps over a model of two layers."""
-    write_checkpoint(folder, TWO_LAYERS)
-    model = load(folder)
-    peer_model = load_peer_model(folder) if peer else None
+def decode_cost(loaded: Loaded, count: int, blocks: int) -> dict[str, Any]:
+    """Costs of decode steps of `count` requests; all but `whole` are beside the model."""
 
-    def ours(count: int, kernels: Chooser = choose_none) -> Engine:
-        num_pages = pages_for(count, PROMPT, blocks)
-        return OurEngine(model, max_batch=count, num_pages=num_pages, kernels=kernels)
+    def decoding(settings: Sequence[SamplingParams], most: int, **ours: Any) -> list[Engine]:
+        pages = pages_for(count, blocks)
+        made: Iterator[Engine] = loaded.engines(
+            peer_batch=count, max_batch=count, num_pages=pages, **ours
+        )
+        engines = list(islice(made, most))
+        for engine in engines:
+            fill(engine, count, settings)
+        return engines
 
-    def both(count: int) -> list[Engine]:
-        return [ours(count), *([PeerEngine(peer_model, max_batch=count)] if peer else [])]
+    def without_model(engines: Sequence[Engine]) -> dict[str, Any]:
+        for engine in engines:
+            engine.store_model()
+        return measure(engines, blocks)
 
-    def decoding(sides: list[Engine], count: int, settings: Sequence[SamplingParams]) -> None:
-        for side in sides:
-            fill(side, count, PROMPT, TWO_LAYERS.vocab, settings)
-
-    def without_model(sides: list[Engine]) -> list[StepCost]:
-        for side in sides:
-            side.store_model()
-        return measure(sides, blocks=blocks)
-
-    found: list[Decode] = []
-    for count in sizes:
-        decoding(mixed := both(count), count, MIXED)
-        whole = measure(mixed, blocks=blocks)
-        beside = without_model(mixed)
-        with running_on(OneOperation()):
-            decoding(sampled := [ours(count, only_sampling)], count, MIXED)
-            in_kernel = without_model(sampled)
-        decoding(greedy := both(count), count, GREEDY)
-        found.append(Decode(count, whole, beside, in_kernel, without_model(greedy)))
-    return found
-
-
-def slope(points: Sequence[tuple[int, float]]) -> float:
-    """Microseconds per request, by a straight line through all points."""
-    counts, costs = zip(*points, strict=True)
-    return float(np.polyfit(counts, costs, 1)[0]) if len(points) > 1 else float("nan")
-
-
-def run(
-    *,
-    requests: Sequence[int] = (1, 8, 64, 256),
-    blocks: int = 8,
-    peer: bool = True,
-) -> Report:
-    """Measure every number of requests."""
-    with TemporaryDirectory() as scratch:
-        decode = decode_costs(requests, blocks=blocks, peer=peer, folder=Path(scratch) / "two")
-    data = {
-        "decode": [
-            {
-                "requests": d.requests,
-                "whole": _data(d.whole),
-                "without_model": _data(d.without_model),
-                "in_kernel": _data(d.in_kernel),
-                "greedy": _data(d.greedy),
-            }
-            for d in decode
-        ],
+    mixed = decoding(MIXED, 2)
+    whole, beside = measure(mixed, blocks), without_model(mixed)
+    with running_on(OneOperation()):
+        in_kernel = without_model(decoding(MIXED, 1, kernels=only_sampling))
+    return {
+        "requests": count,
+        "whole": whole,
+        "without_model": beside,
+        "in_kernel": in_kernel,
+        "greedy": without_model(decoding(GREEDY, 2)),
     }
-    return Report("host", [_decode_table(decode)], data)
 
 
-def _decode_table(found: list[Decode]) -> Table:
+def run(*, requests: Sequence[int], blocks: int, peer: bool) -> Report:
+    """Measure every number of requests on a model of two layers."""
+    with TemporaryDirectory() as scratch:
+        loaded = Loaded.of(write_checkpoint(Path(scratch) / "two", TWO_LAYERS), peer=peer)
+    found = [decode_cost(loaded, count, blocks) for count in requests]
+    return Report("host", [_decode_table(found)], {"decode": found})
+
+
+def _decode_table(found: list[dict[str, Any]]) -> Table:
     """Microseconds for each number of requests, and for each request more."""
-    kinds: list[tuple[str, Callable[[Decode], list[float]]]] = [
-        ("beside the model", lambda d: [c.total for c in d.without_model]),
-        ("Python alone", lambda d: [c.outside for c in d.whole]),
-        ("with the model", lambda d: [c.total for c in d.whole]),
-        ("sampling kernel", lambda d: [c.total for c in d.in_kernel]),
-        ("all greedy", lambda d: [c.total for c in d.greedy]),
-    ]
     rows = []
-    for label, field in kinds:
-        rows += [[label, str(decode.requests), *sides(field(decode))] for decode in found]
-        if len(found) > 1:
-            each = [
-                slope([(d.requests, field(d)[side]) for d in found])
-                for side in range(len(field(found[0])))
-            ]
-            rows.append([label, "each more", *sides(each, ",.1f")])
+    for what, figure, label in ROWS:
+        costs = [[side[figure] for side in entry[what].values()] for entry in found]
+        counts = [entry["requests"] for entry in found]
+        for count, cost in zip(counts, costs, strict=True):
+            rows.append([label, str(count), *sides(cost)])
+        if len(found) > 1:  # by a straight line through all points
+            slopes = np.polyfit(counts, costs, 1)[0].tolist()
+            rows.append([label, "each more", *sides(slopes, ",.1f")])
     return Table(
         "Main-thread CPU us of a decode step (two layers, mixed sampling settings)",
         ["", "requests", *SIDES],
@@ -253,14 +173,3 @@ def _decode_table(found: list[Decode]) -> Table:
         "mx.eval and mx.async_eval. The others are beside the model, too. Sampling kernel: one "
         "operation stands for it. All greedy: next to nothing to sample.",
     )
-
-
-def _data(costs: list[StepCost]) -> dict[str, Any]:
-    return {
-        name: {
-            "total_us": cost.total,
-            "python_us": cost.outside,
-            "dispatch_us": cost.dispatch,
-        }
-        for name, cost in zip(NAMES, costs, strict=False)
-    }

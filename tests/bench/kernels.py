@@ -4,9 +4,10 @@ The kernels are executed on the CPU by tests/metal_cpu, which sees every load: t
 and say nothing of a GPU's caches or speed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +18,7 @@ from mlxinfer.errors import BackendMissingError
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.mla_attention import mla_attention_on_metal
 from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
-from mlxinfer.metal_kernels.selfcheck import KINDS
 from tests.bench.kernel_scenes import Inputs, Scene, build, vector_bytes
-from tests.bench.launches import launch_size, launch_table
 
 TWO_PASS_BLOCKS = 32
 SHARED_HEADS = {(8, 64): 8, (8, 128): 4}  # (group, head dim) that MLX's sharing kernel has
@@ -166,84 +165,59 @@ def moved_unfused(scene: Scene) -> float:
 STORED: dict[int, int | None] = {16: None, 8: 8, 4: 4}
 BITS = tuple(STORED)
 ROWS = tuple((group, queries) for queries in (1, 4) for group in (1, 4, 8, 16))
-LAUNCHED = tuple(KINDS)
-LATENT_ROWS = ((16, 1), (20, 1), (128, 1))
+LATENT_HEADS = (16, 20, 128)
 MLX = ("sdpa_vector", "2pass", "2pass_gqa")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """`group` query heads and `queries` query tokens of a KV head, ours beside theirs."""
-
-    head_dim: int
-    group: int
-    queries: int
-    ours: dict[int, Moved]  # by bits
-    mlx: dict[str, Moved | None]  # of plain keys and values
-    unfused: dict[int, float]  # by bits
+def one_head(dim: int, bits: int, group: int, queries: int, tokens: int) -> Scene:
+    """`group` query heads and `queries` query tokens of one KV head of `dim` numbers."""
+    stored = (STORED[bits], STORED[bits])
+    return Scene([tokens], [queries], group=group, key_dim=dim, value_dim=dim, bits=stored)
 
 
-def run(*, head_dims: Sequence[int] = (64, 128, 256), tokens: int = 500) -> Report:
+def latents(bits: int, heads: int, tokens: int) -> Scene:
+    """One query token of a latent cache of 576 numbers."""
+    stored = (STORED[bits], None)
+    return Scene([tokens], [1], group=heads, key_dim=576, value_dim=8, bits=stored)
+
+
+def run(*, head_dims: Sequence[int], tokens: int) -> Report:
     """All settings.
 
     Args:
         head_dims: of keys and values.
         tokens: of the one sequence.
     """
-    found = [compare(dim, *rows, tokens) for dim in head_dims for rows in ROWS]
-    latents = [
-        (bits, rows, _latents(bits, rows, tokens)) for bits in BITS[:2] for rows in LATENT_ROWS
-    ]
-    samples = [variant for kind in LAUNCHED for variant in KINDS[kind].samples]
-    sizes = [launch_size(variant, machine().MetalCPU(checked=False)) for variant in samples]
-    data = {
-        "launches": [asdict(size) for size in sizes],
-        "attention": [asdict(one) for one in found],
-        "latent_attention": [
-            {"bits": bits, "heads": rows[0], "moved": asdict(ours)} for bits, rows, ours in latents
-        ],
-    }
-    tables = [_table(found, tokens), _latent_table(latents, tokens)]
-    return Report("kernels", [*tables, launch_table(sizes)], data)
-
-
-def compare(dim: int, group: int, queries: int, tokens: int) -> Found:
-    """One KV head of `dim` numbers, in all formats."""
-    scenes = {
-        bits: Scene(
-            [tokens], [queries], group=group, key_dim=dim, value_dim=dim, bits=(stored, stored)
+    attention, rows = [], []
+    for dim, (group, queries) in product(head_dims, ROWS):
+        scenes = {bits: one_head(dim, bits, group, queries, tokens) for bits in BITS}
+        ours = {bits: moved(scene) for bits, scene in scenes.items()}
+        mlx = moved_by_mlx(scenes[16])
+        unfused = {bits: moved_unfused(scenes[bits]) for bits in BITS[1:]}
+        data = {"ours": _data(ours), "mlx": _data(mlx), "unfused": unfused}
+        attention.append({"head_dim": dim, "group": group, "queries": queries, **data})
+        rows.append(
+            [
+                f"{dim}: {group} x {queries}",
+                *(_pair(ours[bits]) for bits in BITS),
+                f"{max(one.dequantised or 0 for one in ours.values()):.2f}",
+                *(_pair(mlx[name]) for name in MLX),
+                *(f"{share:.1f}" for share in unfused.values()),
+            ]
         )
-        for bits, stored in STORED.items()
-    }
-    return Found(
-        dim,
-        group,
-        queries,
-        {bits: moved(scene) for bits, scene in scenes.items()},
-        moved_by_mlx(scenes[16]),
-        {bits: moved_unfused(scene) for bits, scene in scenes.items() if STORED[bits]},
-    )
-
-
-def _latents(bits: int, rows: tuple[int, int], tokens: int) -> Moved:
-    heads, queries = rows
-    stored = (STORED[bits], None)
-    return moved_latents(
-        Scene([tokens], [queries], group=heads, key_dim=576, value_dim=8, bits=stored)
-    )
-
-
-def _table(found: list[Found], tokens: int) -> Table:
-    rows = [
-        [
-            f"{one.head_dim}: {one.group} x {one.queries}",
-            *(_pair(one.ours[bits]) for bits in BITS),
-            f"{max(ours.dequantised or 0 for ours in one.ours.values()):.2f}",
-            *(_pair(one.mlx[name]) for name in MLX),
-            *(f"{one.unfused[bits]:.1f}" for bits in BITS[1:]),
-        ]
-        for one in found
+    names = [
+        (f"{bits} bits, {heads}", (bits, heads)) for bits in BITS[:2] for heads in LATENT_HEADS
     ]
+    latent = {name: moved_latents(latents(*sizes, tokens)) for name, sizes in names}
+    tables = [_table(rows, tokens), _latent_table(latent, tokens)]
+    return Report("kernels", tables, {"attention": attention, "latent_attention": _data(latent)})
+
+
+def _data(found: Mapping[Any, Moved | None]) -> dict[Any, Any]:
+    return {name: None if one is None else asdict(one) for name, one in found.items()}
+
+
+def _table(rows: list[list[str]], tokens: int) -> Table:
     ours, unfused = ([f"{who}, {bits}" for bits in BITS] for who in ("ours", "unfused"))
     return Table(
         f"Bytes of keys and values that attention moves, {tokens:,} tokens",
@@ -258,11 +232,11 @@ def _table(found: list[Found], tokens: int) -> Table:
     )
 
 
-def _latent_table(found: list[tuple[int, tuple[int, int], Moved]], tokens: int) -> Table:
+def _latent_table(found: Mapping[str, Moved], tokens: int) -> Table:
     return Table(
         f"The same for a latent cache of 576 numbers, {tokens:,} tokens",
         ["bits, heads", "ours"],
-        [[f"{bits} bits, {rows[0]}", _pair(ours)] for bits, rows, ours in found],
+        [[name, _pair(ours)] for name, ours in found.items()],
         "Keys and values are the same bytes. A threadgroup has 16 heads at most; each reads them.",
     )
 

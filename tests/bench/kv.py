@@ -5,10 +5,8 @@ quantised arithmetic on MLX's CPU backend say nothing about a GPU. What carries 
 requests share a forward pass, and how many bytes are held.
 """
 
-import gc
-import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,85 +14,95 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxinfer.bench.peer import load_peer_model, require_peer
+from mlxinfer import hub
+from mlxinfer.bench.peer import peer_module, require_peer
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.config import KVOptions
-from mlxinfer.models import load
-from mlxinfer.models.decoder import Model
+from mlxinfer.llm import LLM
 from tests.bench.checkpoints import LAPTOP, TWO_LAYERS, Dense, random_prompt, write_checkpoint
-from tests.bench.engines import Ask, OurEngine, Served, serve
-from tests.bench.peer import PeerEngine, serve_one_by_one
-from tests.bench.quality import DTYPE, Quality, measure
-from tests.bench.tables import SIDES, sides
+from tests.bench.engines import Answered, Ask, Loaded, OurEngine, Served, serve
+from tests.bench.memory import peak_bytes
+from tests.bench.quality import COLUMNS, DTYPE, DTYPE_BYTES, HeldOut, cells
+from tests.bench.tables import SIDES, Figures, medians, named, sides
 
-EIGHT = KVOptions(bits=(8, 8))
-Kind = tuple[str, KVOptions, int | None]  # a name, ours, mlx-lm's kv_bits
-KINDS: tuple[Kind, ...] = (
-    ("plain", KVOptions(), None),
-    ("8", EIGHT, 8),
-)
+FORMATS: dict[str, dict[str, Any]] = {  # whose quality is measured
+    "plain": {},
+    "8": {"kv_bits": 8},
+    "8, 4": {"kv_bits": (8, 4)},
+    "4": {"kv_bits": 4},
+    "4, plain ends": {"kv_bits": 4, "kv_plain_ends": True},
+}
+KINDS = {"plain": None, "8": 8}  # bits, of which speed and memory are measured beside mlx-lm
 ROUNDS = 3
+REQUESTS = 8
+DEEP = Dense(hidden=64, inner=128, layers=8, heads=1, kv_heads=1, head_dim=64, vocab=256)
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Of some requests that arrive at once."""
-
-    tokens_per_s: float  # of answers, prompts included in the time
-    longest_first_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Ours and mlx-lm's; None where it was not asked."""
-
-    label: str
-    ours: Any
-    theirs: Any
-
-
-def speeds(
-    folder: Path, dense: Dense, *, requests: int, prompt: int, answer: int, peer: bool
-) -> list[Pair]:
-    """Plain and 8 bits, `requests` at once; the sides alternate."""
-    write_checkpoint(folder, dense)
-    asks = [Ask.of(str(i), random_prompt(prompt, dense.vocab, i), answer) for i in range(requests)]
-    model = load(folder)
-    peer_model = load_peer_model(folder) if peer else None
-    found = []
-    for label, options, bits in KINDS:
-        ours: list[Served] = []
-        theirs: list[Served] = []
-        for limit in (1, *[None] * ROUNDS):  # the first time warms up
-            ours.append(serve(OurEngine(model, kv=options), asks[:limit]))
-            if peer:
-                theirs.append(_peer_served(peer_model, asks[:limit], bits))
-        found.append(Pair(label, _median(ours[1:]), _median(theirs[1:]) if theirs else None))
+def qualities(model: str, held_out: HeldOut) -> dict[str, Figures]:
+    """Bytes of a token and quality of every format."""
+    found: dict[str, Figures] = {}
+    for label, options in FORMATS.items():
+        with LLM(model, dtype=DTYPE, progress=False, **options) as llm:
+            stats = llm.stats()
+        size = sum(group["page_bytes"] for group in stats["groups"]) / stats["page_size"]
+        plain = found["plain"]["bytes_per_token"] if found else size
+        of_bfloat16 = size / (plain / DTYPE_BYTES * 2)
+        sizes = {"bytes_per_token": size, "of_bfloat16": of_bfloat16}
+        found[label] = {**sizes, **held_out.quality(model, **options)}
     return found
 
 
-def _peer_served(model: Any, asks: list[Ask], bits: int | None) -> Served:
-    return serve(PeerEngine(model), asks) if bits is None else serve_one_by_one(model, asks)
+def speeds(folder: Path, dense: Dense, asks: Sequence[Ask], *, peer: bool) -> dict[str, Any]:
+    """Answer tokens a second, prompts in the time; the sides alternate."""
+    loaded = Loaded.of(write_checkpoint(folder, dense), peer=peer)
+    found = {}
+    for label, bits in KINDS.items():
+        rounds: list[list[Figures]] = [[], []]
+        for turn in range(ROUNDS + 1):
+            some = asks if turn else asks[:1]  # the first time warms up
+            for side, engine in enumerate(loaded.engines(kv=KVOptions(bits=(bits, bits)))):
+                if side and bits:
+                    served = serve_one_by_one(loaded.theirs, some, kv_bits=bits)
+                else:
+                    served = serve(engine, some)
+                rounds[side].append(_speed(served))
+        found[label] = named([medians(each[1:]) for each in rounds if each])
+    return found
 
 
-def _median(rounds: list[Served]) -> Speed:
-    return Speed(
-        statistics.median(served.num_tokens / served.seconds for served in rounds),
-        statistics.median(
-            max(answer.first_s for answer in served.answers.values()) for served in rounds
-        ),
-    )
+def _speed(served: Served) -> Figures:
+    longest = max(answer.first_s for answer in served.answers.values())
+    return {"tokens_per_s": served.num_tokens / served.seconds, "longest_first_s": longest}
 
 
-def peaks(
-    folder: Path,
-    dense: Dense,
-    *,
-    context: int,
-    chunk: int,
-    peer: bool,
-) -> list[Pair]:
-    """Peak memory beside the weights of one context of `context` tokens, bytes.
+def serve_one_by_one(
+    model: Any, asks: Sequence[Ask], *, kv_bits: int | None, prefill_step: int = 2048
+) -> Served:
+    """Answer asks as mlx-lm's server does where `--kv-bits` is given: one after the other."""
+    generate_step = peer_module("mlx_lm.generate").generate_step
+    make_cache = peer_module("mlx_lm.models.cache").make_prompt_cache
+    answers: dict[str, Answered] = {}
+    started, peak, prompt_tokens = time.perf_counter(), 0, 0
+    for ask in asks:
+        answer = answers[ask.name] = Answered()
+        prompt_ids, cache = ask.prompt_ids, make_cache(model)
+        prompt_tokens += len(prompt_ids)
+        for token_id, _ in generate_step(
+            mx.array(prompt_ids),
+            model,
+            max_tokens=ask.params.max_tokens,
+            prompt_cache=cache,
+            kv_bits=kv_bits,
+            prefill_step_size=prefill_step,
+        ):
+            answer.first_s = answer.first_s or time.perf_counter() - started
+            answer.token_ids.append(token_id)
+        peak = max(peak, sum(layer.nbytes for layer in cache))
+    return Served(answers, prompt_tokens, prompt_tokens, peak, time.perf_counter() - started)
+
+
+def peaks(folder: Path, dense: Dense, context: int, chunk: int, *, peer: bool) -> dict[str, Any]:
+    """Peak memory beside the weights of one context, in bytes.
 
     Args:
         folder: where the checkpoint goes.
@@ -104,43 +112,23 @@ def peaks(
             keeps them from hiding what the cache takes.
         peer: also mlx-lm.
     """
-    write_checkpoint(folder, dense)
-    ask = Ask.of("long", random_prompt(context - 4, dense.vocab, 0), 4)
-    model = load(folder)
-    peer_model = load_peer_model(folder) if peer else None
-    found = []
-    for label, options, bits in KINDS:
-        ours = peak_bytes(partial(_ours_long, model, ask, options, chunk))
-        theirs = None
+    loaded = Loaded.of(write_checkpoint(folder, dense), peer=peer)
+    asks = [Ask.of("long", random_prompt(context - 4, dense.vocab, 0), 4)]
+
+    def ours(kv: KVOptions) -> None:
+        serve(OurEngine(loaded.ours, kv=kv, prefill_chunk=chunk, max_batch=1), asks)
+
+    found = {}
+    for label, bits in KINDS.items():
+        both = [peak_bytes(partial(ours, KVOptions(bits=(bits, bits))))]
         if peer:
-            action = partial(serve_one_by_one, kv_bits=bits, prefill_step=chunk)
-            theirs = peak_bytes(partial(action, peer_model, [ask]))
-        found.append(Pair(label, ours, theirs))
+            theirs = partial(serve_one_by_one, kv_bits=bits, prefill_step=chunk)
+            both.append(peak_bytes(partial(theirs, loaded.theirs, asks)))
+        found[label] = named(both)
     return found
 
 
-def _ours_long(model: Model, ask: Ask, kv: KVOptions, chunk: int) -> None:
-    serve(OurEngine(model, kv=kv, prefill_chunk=chunk, max_batch=1), [ask])
-
-
-def peak_bytes(action: Callable[[], object]) -> int:
-    """The most memory that MLX held during `action`, above what it held before."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    action()
-    mx.synchronize()
-    return int(mx.get_peak_memory() - before)
-
-
-DEEP = Dense(hidden=64, inner=128, layers=8, heads=1, kv_heads=1, head_dim=64, vocab=256)
-
-
-def run(
-    *, model: str = "demo", long: int = 16_384, small: bool = False, peer: bool = True
-) -> Report:
+def run(*, model: str, long: int, small: bool, peer: bool) -> Report:
     """Quality, speed with 8 requests at once, and peak memory.
 
     Args:
@@ -151,67 +139,51 @@ def run(
     """
     if peer:
         require_peer()
-    length, limit = (128, 1) if small else (1024, None)
-    quality, num_tokens = measure(model, length=length, limit=limit)
+    held_out = HeldOut(hub.resolve(model), 128 if small else 1024, 1 if small else None)
+    quality = qualities(model, held_out)
+    dense, prompt, answer = (TWO_LAYERS, 20, 4) if small else (LAPTOP, 70, 32)
+    long, chunk = (min(long, 512), 16) if small else (long, 64)
+    prompts = [random_prompt(prompt, dense.vocab, i) for i in range(REQUESTS)]
+    asks = [Ask.of(str(i), ids, answer) for i, ids in enumerate(prompts)]
     with TemporaryDirectory() as scratch:
-        found = speeds(
-            Path(scratch) / "speed",
-            TWO_LAYERS if small else LAPTOP,
-            requests=8,
-            prompt=20 if small else 70,
-            answer=4 if small else 32,
-            peer=peer,
-        )
-        long = min(long, 512) if small else long
-        chunk = 16 if small else 64
-        folder = Path(scratch) / "peak"
-        peak = peaks(folder, DEEP, context=long, chunk=chunk, peer=peer)
+        speed = speeds(Path(scratch) / "speed", dense, asks, peer=peer)
+        peak = peaks(Path(scratch) / "peak", DEEP, long, chunk, peer=peer)
     data = {
-        "quality": {"tokens": num_tokens, "formats": [asdict(q) for q in quality]},
-        "speed": [asdict(pair) for pair in found],
-        "peak_bytes": {"context": long, "formats": [asdict(pair) for pair in peak]},
+        "quality": {"tokens": held_out.num_tokens, "formats": quality},
+        "speed": speed,
+        "peak_bytes": {"context": long, "formats": peak},
     }
     tables = [
-        quality_table(quality, num_tokens, length, model),
-        _speed_table(found),
+        _quality_table(quality, held_out, model),
+        _speed_table(speed),
         _peak_table(peak, long, chunk),
     ]
     return Report("kv", tables, data)
 
 
-def quality_table(found: list[Quality], num_tokens: int, length: int, model: str) -> Table:
-    """A row for each format."""
+def _quality_table(found: dict[str, Figures], held_out: HeldOut, model: str) -> Table:
     rows = [
-        [
-            q.label,
-            f"{q.bytes_per_token:,.0f}",
-            f"{q.of_bfloat16:.2f}x",
-            f"{q.kl_mean:.6f}",
-            f"{q.kl_p99:.6f}",
-            f"{q.top1:.2%}",
-            f"{q.perplexity:.4f}",
-        ]
-        for q in found
+        [label, f"{q['bytes_per_token']:,.0f}", f"{q['of_bfloat16']:.2f}x", *cells(q, 6)]
+        for label, q in found.items()
     ]
     return Table(
-        f"Quality of the KV cache, {model}, {num_tokens:,} held-out tokens",
-        ["kv_bits", "bytes/token", "of bfloat16", "KL mean", "KL p99", "same top-1", "perplexity"],
+        f"Quality of the KV cache, {model}, {held_out.num_tokens:,} held-out tokens",
+        ["kv_bits", "bytes/token", "of bfloat16", *COLUMNS],
         rows,
-        f"In windows of {length:,} tokens through pages and chunks. KL in nats, from the plain "
-        f"cache ({DTYPE}) to this one. 8, 4: keys in 8 bits, values in 4.",
+        f"In windows of {len(held_out.windows[0]):,} tokens through pages and chunks. KL in nats, "
+        f"from the plain cache ({DTYPE}) to this one. 8, 4: keys in 8 bits, values in 4.",
     )
 
 
-def _speed_table(found: list[Pair]) -> Table:
+def _speed_table(found: dict[str, Any]) -> Table:
     rows = []
-    for pair in found:
-        both = [speed for speed in (pair.ours, pair.theirs) if speed is not None]
-        rates = sides([speed.tokens_per_s for speed in both], ".2f", higher=True)
-        waits = sides([speed.longest_first_s for speed in both], ".2f")
-        rows.append([pair.label, "tokens/s", *rates])
-        rows.append([pair.label, "longest wait for a first token (s)", *waits])
+    for label, both in found.items():
+        rates = [speed["tokens_per_s"] for speed in both.values()]
+        waits = [speed["longest_first_s"] for speed in both.values()]
+        rows.append([label, "tokens/s", *sides(rates, ".2f", higher=True)])
+        rows.append([label, "longest wait for a first token (s)", *sides(waits, ".2f")])
     return Table(
-        "8 requests at once",
+        f"{REQUESTS} requests at once",
         ["kv_bits", "", *SIDES],
         rows,
         "Prompts of 70 tokens, answers of 32; prompts count in the time. mlx-lm's server answers "
@@ -220,10 +192,10 @@ def _speed_table(found: list[Pair]) -> Table:
     )
 
 
-def _peak_table(found: list[Pair], context: int, chunk: int) -> Table:
+def _peak_table(found: dict[str, Any], context: int, chunk: int) -> Table:
     rows = [
-        [pair.label, *sides([v / 1e6 for v in (pair.ours, pair.theirs) if v is not None], ",.1f")]
-        for pair in found
+        [label, *sides([peak / 1e6 for peak in both.values()], ",.1f")]
+        for label, both in found.items()
     ]
     return Table(
         f"Peak memory beside the weights (MB), one context of {context:,} tokens",

@@ -7,27 +7,34 @@ long one? Each engine runs its own defaults.
 
 import itertools
 import statistics
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from mlxinfer.bench.peer import load_peer_model
 from mlxinfer.bench.report import Report, Table
-from mlxinfer.models import load
 from mlxinfer.session.options import MOST_PREFILL, PREFILL_SLICE_MS
-from tests.bench.checkpoints import LAPTOP, SMALL, Dense, random_prompt, write_checkpoint
-from tests.bench.engines import ENDLESS, Ask, Engine, OurEngine, Work, engine_clock
-from tests.bench.peer import PeerEngine
-from tests.bench.tables import SIDES, sides
+from tests.bench.checkpoints import LAPTOP, SMALL, random_prompt, write_checkpoint
+from tests.bench.engines import CLOCKS, Ask, Clock, Engine, Loaded, Work, engine_clock
+from tests.bench.tables import NAMES, SIDES, Figures, medians, sides
 
 STREAM_PROMPT = 64
 STREAM_STARTED = 8  # tokens of the stream before anything else arrives
 SHORT_PROMPT = 25
 SHORTS = ("short 1", "short 2", "short 3")
 SHORT_ARRIVES_S = 0.05  # after the long prompt
+ROWS = {  # of the table: the figure's name in the data, and its form
+    "short requests: first token, median (s)": ("short_first_s", ",.3f"),
+    "short requests: first token, last (s)": ("short_last_s", ",.3f"),
+    "running stream: longest gap (s)": ("stream_gap_s", ",.3f"),
+    "long prompt: first token (s)": ("long_first_s", ",.3f"),
+    "long prompt alone (s)": ("long_alone_s", ",.3f"),
+    "long prompt: with others / alone": ("long_share", ",.3f"),
+    "rows computed before the short ones had a token": ("short_rows", ",.0f"),
+    "forward passes until then": ("short_passes", ",.0f"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +46,10 @@ class Arrival:
     prompt_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One scenario. Rows and passes: all that was not done yet when the short requests came."""
-
-    short_first_s: float  # first token of the short requests after they came, the median
-    short_last_s: float  # of the last of them
-    stream_gap_s: float  # longest time between two tokens of the stream
-    long_first_s: float
-    long_alone_s: float  # the same prompt with nothing else to do
-    short_rows: int  # tokens computed until all short requests had a token
-    short_passes: int
-
-
 class Timeline:
     """Plays arrivals against an engine and notes when each token came, and after how much work."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
         self.tokens_s: dict[str, list[float]] = defaultdict(list)
@@ -71,7 +65,7 @@ class Timeline:
             while coming and coming[0].at_s <= self._clock() - started:
                 arrival = coming.popleft()
                 before[arrival.name] = self._work_at(arrival.at_s)
-                self._engine.submit(Ask(arrival.name, [("user", arrival.prompt_ids)], ENDLESS))
+                self._engine.submit(Ask.of(arrival.name, arrival.prompt_ids))
             named = [token.name for token in self._engine.step()]
             now = self._clock() - started
             self._done_at.append((now, self._engine.done))
@@ -80,28 +74,28 @@ class Timeline:
                 if name in before:
                     self.work.setdefault(name, self._engine.done.since(before[name]))
 
+    def play_alone(self, name: str, prompt_ids: list[int], tokens: int) -> None:
+        """Step until one request that comes at once has so many tokens."""
+        arrivals = [Arrival(0.0, name, prompt_ids)]
+        self.play(arrivals, until=lambda: len(self.tokens_s[name]) >= tokens)
+
     def _work_at(self, when_s: float) -> Work:
         """Return the work that was done by then, without a turn that was under way."""
         return max((at, work.passes, work) for at, work in self._done_at if at <= when_s)[-1]
 
 
-def scenario(
-    make: Callable[[], Engine], vocab: int, long: int, clock: Callable[[], float]
-) -> Measured:
-    """The whole scene, and the long prompt alone on a fresh engine."""
-    alone = Timeline(make(), clock)
-    prompts = {name: random_prompt(SHORT_PROMPT, vocab, i) for i, name in enumerate(SHORTS)}
+def scenario(fresh: Engine, engine: Engine, vocab: int, long: int, clock: Clock) -> Figures:
+    """The long prompt alone on a fresh engine, and the whole scene on another."""
+    alone = Timeline(fresh, clock)
     long_ids = random_prompt(long, vocab, 99)
-    alone.play([Arrival(0.0, "long", long_ids)], until=lambda: bool(alone.tokens_s["long"]))
-
-    engine = make()
-    before = Timeline(engine, clock)
-    stream = Arrival(0.0, "stream", random_prompt(STREAM_PROMPT, vocab, 98))
-    before.play([stream], until=lambda: len(before.tokens_s["stream"]) >= STREAM_STARTED)
+    alone.play_alone("long", long_ids, 1)
+    stream_ids = random_prompt(STREAM_PROMPT, vocab, 98)
+    Timeline(engine, clock).play_alone("stream", stream_ids, STREAM_STARTED)
 
     line = Timeline(engine, clock)
     arrivals = [Arrival(0.0, "long", long_ids)]
-    arrivals += [Arrival(SHORT_ARRIVES_S, name, ids) for name, ids in prompts.items()]
+    for index, name in enumerate(SHORTS):
+        arrivals.append(Arrival(SHORT_ARRIVES_S, name, random_prompt(SHORT_PROMPT, vocab, index)))
 
     def done() -> bool:
         """All have a token, and the stream has one after that: its gap is over."""
@@ -112,112 +106,78 @@ def scenario(
     return _measured(line, alone.tokens_s["long"][0])
 
 
-def _measured(line: Timeline, long_alone_s: float) -> Measured:
+def _measured(line: Timeline, long_alone_s: float) -> Figures:
+    """Seconds and work; rows and passes are all that was not done when the short ones came."""
     firsts = [line.tokens_s[name][0] - SHORT_ARRIVES_S for name in SHORTS]
     stream = [0.0, *line.tokens_s["stream"]]
     works = [line.work[name] for name in SHORTS]
-    return Measured(
-        short_first_s=statistics.median(firsts),
-        short_last_s=max(firsts),
-        stream_gap_s=max(later - earlier for earlier, later in itertools.pairwise(stream)),
-        long_first_s=line.tokens_s["long"][0],
-        long_alone_s=long_alone_s,
-        short_rows=max(work.rows for work in works),
-        short_passes=max(work.passes for work in works),
-    )
+    return {
+        "short_first_s": statistics.median(firsts),
+        "short_last_s": max(firsts),
+        "stream_gap_s": max(later - earlier for earlier, later in itertools.pairwise(stream)),
+        "long_first_s": line.tokens_s["long"][0],
+        "long_alone_s": long_alone_s,
+        "short_rows": max(work.rows for work in works),
+        "short_passes": max(work.passes for work in works),
+    }
 
 
 def run(
     *,
-    long: int = 2048,
-    small: bool = False,
-    runs: int = 1,
-    prefill_chunk: int | None = None,
-    cpu_time: bool = False,
-    peer: bool = True,
+    long: int,
+    runs: int,
+    prefill_chunk: int | None,
+    small: bool,
+    cpu_time: bool,
+    peer: bool,
 ) -> Report:
     """`runs` scenarios of each side, alternating.
 
     Args:
         long: tokens of the long prompt.
-        small: a model of 1M weights instead of 55M.
-        runs: scenarios of each side.
+        runs: scenarios of each side; the median counts.
         prefill_chunk: of mlxinfer; None: by time, as it is by default.
+        small: a model of 1M weights instead of 55M.
         cpu_time: time is what the process computed, not what passed, also for the sizes of steps:
             for a machine that others use.
         peer: also mlx-lm.
     """
-    dense = SMALL if small else LAPTOP
+    dense, clock = SMALL if small else LAPTOP, CLOCKS[cpu_time]
     with TemporaryDirectory() as scratch:
-        folder = write_checkpoint(Path(scratch) / "model", dense)
-        makers = _makers(folder, prefill_chunk, peer=peer)
-    for make in makers.values():
-        _warm(make(), dense)
-    clock = time.process_time if cpu_time else time.perf_counter
-    found: dict[str, list[Measured]] = {name: [] for name in makers}
+        loaded = Loaded.of(write_checkpoint(Path(scratch) / "model", dense), peer=peer)
+    slice_s = PREFILL_SLICE_MS / 1000 if prefill_chunk is None else None
+    how: dict[str, Any] = {
+        "prefill_chunk": prefill_chunk or MOST_PREFILL,
+        "prefill_slice_s": slice_s,
+    }
+    warm = random_prompt(STREAM_PROMPT, dense.vocab, 97)
+    for engine in loaded.engines(**how):  # first calls load and allocate what later ones find
+        Timeline(engine, clock).play_alone("warm", warm, STREAM_STARTED)
+    found: dict[str, list[Figures]] = defaultdict(list)
     with engine_clock(clock):
         for _ in range(runs):
-            for name, make in makers.items():
-                found[name].append(scenario(make, dense.vocab, long, clock))
-    medians = {name: _median(each) for name, each in found.items()}
+            pairs = zip(loaded.engines(**how), loaded.engines(**how), strict=True)
+            for name, (fresh, engine) in zip(NAMES, pairs, strict=False):
+                found[name].append(scenario(fresh, engine, dense.vocab, long, clock))
+    middle = {name: medians(each) for name, each in found.items()}
     data = {
         "prompt_tokens": long,
         "weights": dense.num_weights,
-        "runs": {name: [asdict(m) for m in each] for name, each in found.items()},
-        "median": {name: asdict(m) for name, m in medians.items()},
+        "runs": dict(found),
+        "median": middle,
     }
-    how = "by time" if prefill_chunk is None else f"{prefill_chunk} tokens a step"
-    note = f"{dense.num_weights / 1e6:.0f}M float32 weights; mlxinfer prefills {how}."
+    sized = "by time" if prefill_chunk is None else f"{prefill_chunk} tokens a step"
+    note = f"{dense.num_weights / 1e6:.0f}M float32 weights; mlxinfer prefills {sized}."
     note += " Seconds of CPU time." if cpu_time else ""
-    return Report("latency", [_table(note, long, medians)], data)
+    return Report("latency", [_table(note, long, middle)], data)
 
 
-def _makers(
-    folder: Path, prefill_chunk: int | None, *, peer: bool
-) -> dict[str, Callable[[], Engine]]:
-    model = load(folder)
-    slice_s = PREFILL_SLICE_MS / 1000 if prefill_chunk is None else None
-    makers: dict[str, Callable[[], Engine]] = {
-        "mlxinfer": lambda: OurEngine(
-            model, prefill_chunk=prefill_chunk or MOST_PREFILL, prefill_slice_s=slice_s
-        )
-    }
-    if peer:
-        peer_model = load_peer_model(folder)
-        makers["mlx-lm"] = lambda: PeerEngine(peer_model)
-    return makers
-
-
-def _warm(engine: Engine, dense: Dense) -> None:
-    """First calls load and allocate what later ones find."""
-    line = Timeline(engine)
-    line.play(
-        [Arrival(0.0, "warm", random_prompt(STREAM_PROMPT, dense.vocab, 97))],
-        until=lambda: len(line.tokens_s["warm"]) >= STREAM_STARTED,
-    )
-
-
-def _median(each: Sequence[Measured]) -> Measured:
-    values = [asdict(measured) for measured in each]
-    return Measured(**{key: statistics.median(value[key] for value in values) for key in values[0]})
-
-
-def _table(note: str, long: int, medians: dict[str, Measured]) -> Table:
-    seconds = {
-        "short requests: first token, median (s)": lambda m: m.short_first_s,
-        "short requests: first token, last (s)": lambda m: m.short_last_s,
-        "running stream: longest gap (s)": lambda m: m.stream_gap_s,
-        "long prompt: first token (s)": lambda m: m.long_first_s,
-        "long prompt alone (s)": lambda m: m.long_alone_s,
-        "long prompt: with others / alone": lambda m: m.long_first_s / m.long_alone_s,
-    }
-    counts = {
-        "rows computed before the short ones had a token": lambda m: m.short_rows,
-        "forward passes until then": lambda m: m.short_passes,
-    }
-    found = list(medians.values())
-    rows = [[label, *sides([field(m) for m in found], ",.3f")] for label, field in seconds.items()]
-    rows += [[label, *sides([field(m) for m in found])] for label, field in counts.items()]
+def _table(note: str, long: int, middle: Mapping[str, Figures]) -> Table:
+    found = [{**m, "long_share": m["long_first_s"] / m["long_alone_s"]} for m in middle.values()]
+    rows = [
+        [label, *sides([each[name] for each in found], form)]
+        for label, (name, form) in ROWS.items()
+    ]
     title = (
         f"A prompt of {long:,} tokens, and {SHORT_ARRIVES_S * 1e3:.0f} ms later three of "
         f"{SHORT_PROMPT}, beside a running stream"

@@ -12,46 +12,31 @@ cache takes all cores' time, reading from a disk little: so one of a stated rate
 
 import gc
 import json
+import math
 import mmap
 import os
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from mlxinfer import hub
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table
-from mlxinfer.errors import MlxinferError
 from mlxinfer.memory import parse_bytes
+from tests.bench.processes import run_python
+from tests.bench.tables import Figures
 
 DTYPE = "bfloat16"  # as it is stored: nothing is converted
 THREADS, CHUNK_BYTES = 8, 4 << 20
 SMALL = 150_000_000  # bytes
 
 Work = Callable[[], tuple[object, int]]  # returns what it has loaded, and the peak in bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Of one load.
-
-    Attributes:
-        read_bytes: that the process asked of files (Linux); 0: not known.
-        peak_bytes: of MLX's memory, or of what was read to.
-    """
-
-    wall_s: float
-    cpu_s: float
-    read_bytes: int
-    peak_bytes: int
 
 
 def read(folder: Path) -> Work:
@@ -111,8 +96,12 @@ def theirs(folder: Path) -> Work:
 SIDES = {"read": read, "mlxinfer": ours, "mlx-lm": theirs}
 
 
-def simulate_disk(rate: float) -> None:
-    """Let `os.preadv` take as long as a disk of `rate` GB/s would, one read after another."""
+@contextmanager
+def simulated_disk(rate: float | None) -> Iterator[None]:
+    """Let `os.preadv` take as long as a disk of `rate` GB/s that answers in 0.1 ms would.
+
+    One read comes after another; None: they come from where they do.
+    """
     lock, free_at, plain = threading.Lock(), 0.0, os.preadv
 
     def slow(fd: int, views: Sequence[memoryview], start: int) -> int:
@@ -120,22 +109,28 @@ def simulate_disk(rate: float) -> None:
         began = time.monotonic()
         count = plain(fd, views, start)
         with lock:
-            free_at = ready = max(free_at, began) + count / (rate * 1e9)
+            free_at = max(free_at, began) + count / (rate * 1e9 if rate else math.inf)
+            ready = max(free_at, began + 1e-4)
         time.sleep(max(ready - time.monotonic(), 0.0))
         return count
 
-    os.preadv = slow  # type: ignore[assignment]  # no flags are used
+    with patch.object(os, "preadv", slow if rate else plain):  # no flags are used
+        yield
 
 
-def measure(side: str, folder: Path) -> Cost:
-    """One load in this process, which has made none."""
+def measure(side: str, folder: Path) -> Figures:
+    """One load in this process, which has made none.
+
+    `read_bytes` is what the process asked of files (Linux; 0: not known), `peak_bytes` that of
+    MLX's memory, or of what was read to.
+    """
     work = SIDES[side](folder)
     read_before, cpu_before, began = _read_bytes(), time.process_time(), time.perf_counter()
     held, peak = work()
     wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_before
     read_bytes = _read_bytes() - read_before
     del held
-    return Cost(wall_s, cpu_s, read_bytes, peak)
+    return {"wall_s": wall_s, "cpu_s": cpu_s, "read_bytes": read_bytes, "peak_bytes": peak}
 
 
 def _read_bytes() -> int:
@@ -149,65 +144,44 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def apart(side: str, folder: Path, disk: float | None = None) -> Cost:
+def apart(side: str, folder: Path, disk: float | None) -> Figures:
     """The same in a process of its own, from the system's cache or a simulated disk (GB/s)."""
-    command = [sys.executable, "-m", "tests.bench.load", side, str(folder), str(disk or "")]
-    quiet = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads spin after its import
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet)
-    if done.returncode:
-        raise MlxinferError(f"{side} failed: {done.stderr[-600:]}")
-    return Cost(**json.loads(done.stdout.splitlines()[-1]))
+    quiet = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads spin after its import
+    ran = run_python("-m", "tests.bench.load", side, str(folder), str(disk or ""), **quiet)
+    found: Figures = json.loads(ran.lines[-1])
+    return found
 
 
 def _write(folder: Path, kind: str, num_bytes: int) -> dict[str, Path]:
     """A random checkpoint in shards, at 16 bits and converted to 4."""
-    demo = hub.resolve("demo")
-    made = {"16 bits": folder / kind, "4 bits": folder / f"{kind}-4"}
-    for arguments in (
-        ["tests.bench.large_checkpoints", str(made["16 bits"]), kind, str(num_bytes), str(demo)],
-        [
-            *("mlxinfer.cli", "convert", str(made["16 bits"]), str(made["4 bits"])),
-            *("--fast", "--shard-size", str(max(num_bytes // 8, 1_000_000))),
-        ],
-    ):
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise MlxinferError(f"{' '.join(command)} failed: {done.stderr[-600:]}")
-    return made
+    made, small = folder / kind, folder / f"{kind}-4"
+    run_python("-m", "tests.bench.checkpoints", str(made), kind, str(num_bytes), "demo")
+    shard = str(max(num_bytes // 8, 1_000_000))
+    convert = ["mlxinfer.cli", "convert", str(made), str(small), "--fast", "--shard-size", shard]
+    run_python("-m", *convert)
+    return {"16 bits": made, "4 bits": small}
 
 
 def run(
-    *,
-    size: str = "1GB",
-    runs: int = 3,
-    small: bool,
-    peer: bool,
-    cpu_time: bool = False,
-    disk: float | None = None,
+    *, size: str, runs: int, small: bool, peer: bool, cpu_time: bool, disk: float | None
 ) -> Report:
     """Loads of a dense model and of a mixture of experts, at 16 and at 4 bits."""
     peer = peer and disk is None  # its reads are not Python's, and cannot be slowed down
     if peer:
         require_peer()
-    num_bytes = SMALL if small else parse_bytes(size)
+    num_bytes, runs = (SMALL, 1) if small else (parse_bytes(size), runs)
     sides = [side for side in SIDES if peer or side != "mlx-lm"]
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
     with TemporaryDirectory() as temporary:
         for kind in ("dense", "moe"):
             for label, folder in _write(Path(temporary), kind, num_bytes).items():
-                stored = sum(path.stat().st_size for path in _files(folder))
-                found: dict[str, list[Cost]] = {side: [] for side in sides}
-                for _ in range(1 if small else runs):
-                    for side in sides:
-                        found[side].append(apart(side, folder, disk))
-                rows += _rows(f"{kind}, {label}", stored, found, cpu_time)
-                data += [
-                    {"model": f"{kind}, {label}", "side": side, "stored": stored, **asdict(cost)}
-                    for side, costs in found.items()
-                    for cost in costs
-                ]
+                model, stored = f"{kind}, {label}", sum(p.stat().st_size for p in _files(folder))
+                turns = [{side: apart(side, folder, disk) for side in sides} for _ in range(runs)]
+                found = {side: [turn[side] for turn in turns] for side in sides}
+                rows += _rows(model, stored, found, "cpu_s" if cpu_time else "wall_s")
+                about = {"model": model, "stored": stored}
+                data += [{**about, "side": s, **cost} for s, each in found.items() for cost in each]
     time_of = "CPU" if cpu_time else "wall"
     where = "cached files" if disk is None else f"a simulated disk of {disk:g} GB/s"
     table = Table(
@@ -220,25 +194,19 @@ def run(
 
 
 def _rows(
-    model: str, stored: int, found: dict[str, list[Cost]], cpu_time: bool
-) -> Sequence[list[str]]:
-    def seconds(costs: list[Cost]) -> float:
-        return min(cost.cpu_s if cpu_time else cost.wall_s for cost in costs)
-
-    limit_s = seconds(found["read"])
-    return [
-        [
-            *(model, side, f"{stored / seconds(costs) / 1e9:.2f}"),
-            f"{limit_s / seconds(costs):.2f}",
-            f"{max(cost.read_bytes for cost in costs) / stored:.3f}",
-            f"{max(cost.peak_bytes for cost in costs) / stored:.3f}",
+    model: str, stored: int, found: dict[str, list[Figures]], clock: str
+) -> Iterator[list[str]]:
+    quickest = {side: min(cost[clock] for cost in costs) for side, costs in found.items()}
+    for side, costs in found.items():
+        yield [
+            *(model, side, f"{stored / quickest[side] / 1e9:.2f}"),
+            f"{quickest['read'] / quickest[side]:.2f}",
+            f"{max(cost['read_bytes'] for cost in costs) / stored:.3f}",
+            f"{max(cost['peak_bytes'] for cost in costs) / stored:.3f}",
         ]
-        for side, costs in found.items()
-    ]
 
 
 if __name__ == "__main__":
     gc.disable()
-    if sys.argv[3]:
-        simulate_disk(float(sys.argv[3]))
-    print(json.dumps(asdict(measure(sys.argv[1], Path(sys.argv[2])))))
+    with simulated_disk(float(sys.argv[3] or 0)):
+        print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

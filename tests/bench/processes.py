@@ -1,13 +1,21 @@
-"""Whole processes: their time, their processor time and their peak of memory."""
+"""Whole processes: run to their end, asked line by line, or serving HTTP. Knows command lines."""
 
+import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlxinfer.errors import MlxinferError
+from tests.bench.tables import Figures
 
 ROOT = Path(__file__).resolve().parents[2]
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
@@ -16,20 +24,23 @@ import os, sys, time
 started = time.perf_counter()
 null = os.open(os.devnull, os.O_RDWR)
 child = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ,
-                       file_actions=[(os.POSIX_SPAWN_DUP2, null, n) for n in (0, 1)])
+                       file_actions=[(os.POSIX_SPAWN_DUP2, null, 0)])
 _, status, usage = os.wait4(child, 0)
 print([time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss])
 sys.exit(os.waitstatus_to_exitcode(status))
 """
+START_S, STOP_S = 120.0, 20.0  # of servers
+_BLAS = "from tests.bench.blas import preload_openblas; preload_openblas(); "
+_OURS = _BLAS + "from mlxinfer.cli import main; main({arguments!r})"
+_PEER = _BLAS + "import sys; sys.argv[1:] = {arguments!r}; from mlx_lm.server import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The cost of one process."""
+    """The cost of one process, and the lines that it wrote to stdout."""
 
-    wall_s: float
-    cpu_s: float
-    peak_bytes: int
+    cost: Figures  # wall_s, cpu_s, peak_bytes
+    lines: list[str]
 
 
 def run_python(*arguments: str, **environment: str) -> Ran:
@@ -50,5 +61,114 @@ def run_python(*arguments: str, **environment: str) -> Ran:
     if done.returncode:
         tail = done.stderr.strip()[-600:]
         raise MlxinferError(f"{' '.join(arguments)} exited with {done.returncode}: {tail}")
-    wall_s, cpu_s, peak = json.loads(done.stdout.splitlines()[-1])
-    return Ran(wall_s, cpu_s, peak * RSS_UNIT)
+    *lines, last = done.stdout.splitlines()
+    wall_s, cpu_s, peak = json.loads(last)
+    return Ran({"wall_s": wall_s, "cpu_s": cpu_s, "peak_bytes": peak * RSS_UNIT}, lines)
+
+
+class Peer:
+    """A process that answers each line of JSON with one."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def tell(self, value: Any) -> None:
+        """Send a line."""
+        assert self.process.stdin is not None
+        print(json.dumps(value), file=self.process.stdin, flush=True)
+
+    def hear(self) -> Any:
+        """Read a line.
+
+        Raises:
+            MlxinferError: the process ended.
+        """
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise MlxinferError(f"{self.process.args!r} ended before it answered.")
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A server that answers."""
+
+    name: str
+    port: int
+    pid: int
+
+    def cpu_s(self) -> float:
+        """Processor seconds of the process so far (Linux)."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(name: str, folder: Path) -> Iterator[Side]:
+    """A server of the model in `folder`: "mlxinfer" or "mlx-lm".
+
+    Raises:
+        MlxinferError: it did not start.
+    """
+    port = free_port()
+    command = [sys.executable, "-c", _program(name, folder, port)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=ROOT
+        )
+        try:
+            if not _wait(process, port):
+                errors.seek(0)
+                tail = errors.read().decode(errors="replace")[-600:]
+                raise MlxinferError(f"The server of {name} did not start: {tail}")
+            yield Side(name, port, process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _program(name: str, folder: Path, port: int) -> str:
+    if name == "mlxinfer":
+        model = ["-m", f"default_model={folder}"]
+        return _OURS.format(arguments=["serve", *model, "--port", str(port)])
+    arguments = ["--model", str(folder), "--port", str(port), "--log-level", "WARNING"]
+    return _PEER.format(arguments=arguments)
+
+
+def _wait(process: "subprocess.Popen[bytes]", port: int) -> bool:
+    """Whether the server answers before it ends and before the time is over."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/v1/models")
+            if connection.getresponse().status == 200:
+                return True
+        except OSError:
+            time.sleep(0.1)
+        finally:
+            connection.close()
+    return False

@@ -4,19 +4,18 @@ A random dense model of some 50M float32 weights, in one process and in several.
 cores of one machine: what is compared is the cost of being several, not a gain. Bytes are counted
 as each side hands arrays to MLX's ring, by what they are, and compared with what the two sums of a
 layer take for each row that was computed: with proposals these are more than the tokens made.
+`python -m tests.bench.ranks FOLDER` is one rank of mlx-lm.
 """
 
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,12 +26,13 @@ from mlx.utils import tree_flatten
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.bench.peer import PeerGeneration, peer_module
 from mlxinfer.bench.report import Report, Table
-from mlxinfer.bench.speed import TokenTimes, _token_times, generation_rate
+from mlxinfer.bench.speed import TokenTimes, token_times
 from mlxinfer.ranks.group import RankGroup, open_group
 from mlxinfer.ranks.hosts import RankOptions, local_place
-from tests.bench.checkpoints import LAPTOP, SMALL, Dense, with_tokenizer, write_checkpoint
+from tests.bench.checkpoints import LAPTOP, SMALL, write_served
+from tests.bench.processes import Peer
+from tests.bench.rates import ALONE, EIGHT, PROMPT, VOCAB, rates
 
-ALONE, EIGHT, PROMPT = "alone", "8 at once", "prompt"
 WAYS = {"bytes_sent": "out", "bytes_received": "in"}
 KINDS = {  # of what is sent
     "layers": "sums of layers",
@@ -42,68 +42,62 @@ KINDS = {  # of what is sent
     "hidden": "hidden states",
     "steps": "what steps are",
 }
-VOCAB = 2048  # of the demo's tokenizer
-SIDE_S = 25.0  # for the runs of one side: where ranks outnumber cores, one may be all that there is
-ANSWER_S = 4.0  # for one answer; it has so many tokens, 48 at most
 Facts = dict[str, Any]
-Side = Callable[[TokenTimes], Facts]  # measures what it is given
 Answer = Callable[[list[int], int], int]  # answers a prompt with so many tokens, or some more
 
 
-def run(*, runs: int = 3, size: int = 2, small: bool = False, peer: bool = True) -> Report:
+def run(*, runs: int, size: int, small: bool, peer: bool) -> Report:
     """Both sides in one process, then in `size` of them."""
-    sizes = replace(SMALL if small else LAPTOP, vocab=VOCAB)
+    sizes = SMALL if small else LAPTOP
+    answer, length = (8, 128) if small else (24, 512)
     data: dict[str, Facts] = {}
 
     def measured(times: TokenTimes) -> Facts:
-        return _rates(times, runs, small)
+        found = rates({"": times}, runs, answer=answer, prompts=[32] * 9, length=length)
+        return dict(found[""])
 
     with TemporaryDirectory() as scratch:
-        folder = _checkpoint(Path(scratch) / "model", sizes)
-        data["mlxinfer, 1"] = _ours(folder, measured, {})
+        folder = write_served(Path(scratch) / "model", sizes)
+        ours = partial(_ours, folder, measured, answer)
+        data["mlxinfer, 1"] = ours({})
         if peer:
             data["mlx-lm, 1"] = measured(PeerGeneration(folder).token_times)
-        spread = data[f"mlxinfer, {size}"] = _ours(folder, measured, {"ranks": size})
-        answer = spread["answer"]
-        plain = {"ranks": size, "speculate": "off"}
-        data[f"mlxinfer, {size}, no proposals"] = _ours(folder, lambda _: {"answer": answer}, plain)
-        stages = {"ranks": size, "pipeline": True}
-        data[f"mlxinfer, {size}, stages"] = _ours(folder, measured, stages)
+        data[f"mlxinfer, {size}"] = ours({"ranks": size})
+        data[f"mlxinfer, {size}, no proposals"] = _ours(
+            folder, lambda _: {}, answer, {"ranks": size, "speculate": "off"}
+        )
+        data[f"mlxinfer, {size}, stages"] = ours({"ranks": size, "pipeline": True})
         if peer:
             with peer_ranks(folder, size) as ranks:
                 found = data[f"mlx-lm, {size}"] = measured(ranks.token_times)
                 found["weights"] = ranks.weights
-                found["bytes"] = _counted(ranks.answer, ranks.counters, found["answer"])
+                found["bytes"] = _counted(ranks.answer, ranks.counters, answer)
     two_sums = 2 * sizes.layers * sizes.hidden * 4 * 2 * (size - 1) / size
-    data["model"] = {"weights_bytes": 4 * sizes.num_weights, "size": size, "two_sums": two_sums}
+    weights_bytes = data["mlxinfer, 1"]["weights"][0]
+    data["model"] = {"weights_bytes": weights_bytes, "size": size, "two_sums": two_sums}
     return Report("ranks", [_table(data), _bytes_table(data)], data)
 
 
-def _checkpoint(folder: Path, sizes: Dense) -> Path:
-    return with_tokenizer(write_checkpoint(folder, sizes))
-
-
-def _ours(folder: Path, measured: Side, how: dict[str, Any]) -> Facts:
+def _ours(
+    folder: Path, measured: Callable[[TokenTimes], Facts], num_tokens: int, how: dict[str, Any]
+) -> Facts:
     how |= {"rank_deadline": 600.0} if how else {}  # the machine may be a busy one
     spread = {name: value for name, value in how.items() if name != "speculate"}
     group = open_group(RankOptions(**spread)) if how else None
     with ExitStack() as closing:
         sending = closing.enter_context(_timed_sends(group)) if group else []
-        llm = closing.enter_context(LLM(folder, prefix_cache=False, **how))
-
-        def times(prompts: list[list[int]], enough: int) -> list[list[float]]:
-            return _token_times(llm, prompts, enough)
+        llm = closing.enter_context(LLM(folder, prefix_cache=False, progress=False, **how))
 
         def answer(ids: list[int], num_tokens: int) -> int:
             params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
             return len(llm.generate([ids], params)[0].token_ids)
 
-        found = measured(times)
+        found = measured(partial(token_times, llm))
         found["kv_bytes"] = llm.model_info.kv_bytes_per_token
+        found["weights"] = [llm.model_info.weights_bytes]
         if group:
-            others = [one.weights_bytes for one in group.loaded]
-            found["weights"] = [llm.model_info.weights_bytes, *others]
-            found["bytes"] = _counted(answer, lambda: _counters(llm), found["answer"])
+            found["weights"] += [one.weights_bytes for one in group.loaded]
+            found["bytes"] = _counted(answer, partial(_counters, llm), num_tokens)
             found["send_ms"] = 1e3 * statistics.median(sending)
     return found
 
@@ -149,32 +143,6 @@ def _timed_sends(group: RankGroup) -> Iterator[list[float]]:
         group.send = send  # type: ignore[method-assign]
 
 
-def _rates(times: TokenTimes, runs: int, small: bool) -> Facts:
-    """Answer tokens a second, prompt tokens a second."""
-    drawn, length = random.Random(0), 128 if small else 512
-
-    def prompt(count: int) -> list[int]:
-        return [drawn.randrange(3, VOCAB) for _ in range(count)]
-
-    times([prompt(32)], 4)  # compiles
-    (first_tokens,) = times([prompt(32)], 4)
-    token_s = (first_tokens[-1] - first_tokens[0]) / (len(first_tokens) - 1)
-    answer = 8 if small else min(max(int(ANSWER_S / token_s), 8), 48)
-    began = time.monotonic()
-    found: dict[str, list[float]] = {ALONE: [], EIGHT: [], PROMPT: []}
-    for run in range(runs):
-        if run and time.monotonic() > began + SIDE_S:
-            break
-        one, eight = [prompt(32)], [prompt(32) for _ in range(8)]
-        found[ALONE].append(generation_rate(times(one, answer)))
-        found[EIGHT].append(generation_rate(times(eight, answer)))
-        found[PROMPT].append(length / times([prompt(length)], 1)[0][0])
-    return {what: statistics.median(values) for what, values in found.items()} | {
-        "runs": len(found[ALONE]),
-        "answer": answer,
-    }
-
-
 def _table(data: dict[str, Facts]) -> Table:
     total, size = data["model"]["weights_bytes"], data["model"]["size"]
     kv_bytes = data["mlxinfer, 1"]["kv_bytes"]
@@ -182,26 +150,21 @@ def _table(data: dict[str, Facts]) -> Table:
     for name, found in data.items():
         if ALONE not in found:
             continue
-        weights, send_ms = found.get("weights"), found.get("send_ms")
-        share = "" if weights is None else f"{max(weights) / (total / size):.3f}"
-        if "mlxinfer" in name and weights is not None and "stages" not in name:
-            share += f", {found['kv_bytes'] / (kv_bytes / size):.2f}"
-        rows.append(
-            [
-                name,
-                *(f"{found[what]:,.0f}" for what in (ALONE, EIGHT, PROMPT)),
-                share,
-                "" if send_ms is None else f"{send_ms:.2f}",
-                f"{found['runs']}",
-            ]
-        )
+        share = send_ms = ""
+        if "bytes" in found:
+            share = f"{max(found['weights']) / (total / size):.3f}"
+        if "send_ms" in found:
+            send_ms = f"{found['send_ms']:.2f}"
+            if "stages" not in name:
+                share += f", {found['kv_bytes'] / (kv_bytes / size):.2f}"
+        speed = (f"{found[what]:,.0f}" for what in (ALONE, EIGHT, PROMPT))
+        rows.append([name, *speed, share, send_ms])
     return Table(
         f"{total / 4e6:,.0f}M float32 weights over {size} processes of one machine",
-        ["", ALONE, EIGHT, PROMPT, "largest part, its KV", "send ms", "runs"],
+        ["", ALONE, EIGHT, PROMPT, "largest part, its KV", "send ms"],
         rows,
         "Tokens a second; weights of the largest rank, and KV of a token, over an equal share; "
-        "processor time to send a step; runs, of which the median counts: none begins after "
-        f"{SIDE_S:g} s of a side. mlx-lm: sharded_load.",
+        "processor time to send a step. mlx-lm: sharded_load.",
     )
 
 
@@ -240,18 +203,16 @@ def _bytes_table(data: dict[str, Facts]) -> Table:
 class PeerRanks:
     """Processes of mlx-lm that run the same batches; each draws all tokens by itself."""
 
-    def __init__(self, processes: list["subprocess.Popen[str]"]) -> None:
+    def __init__(self, processes: list[Peer]) -> None:
         self._processes = processes
         self._sent = 0  # by rank 0
-        self.weights = [int(self._read(process)["weights"]) for process in processes]
+        self.weights = [int(process.hear()["weights"]) for process in processes]
 
     def token_times(self, prompts: list[list[int]], enough: int) -> list[list[float]]:
         """As of `PeerGeneration`, of rank 0."""
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([prompts, enough]) + "\n")
-            process.stdin.flush()
-        found, *_ = [self._read(process) for process in self._processes]
+            process.tell([prompts, enough])
+        found, *_ = [process.hear() for process in self._processes]
         self._sent = found["sent"]
         times: list[list[float]] = found["times"]
         return times
@@ -264,40 +225,34 @@ class PeerRanks:
         """Return the bytes that rank 0 has sent and received so far: sums of layers alone."""
         return Counter({"out layers": self._sent, "in layers": self._sent})
 
-    @staticmethod
-    def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
-        assert process.stdout is not None
-        found: dict[str, Any] = json.loads(process.stdout.readline())
-        return found
-
 
 @contextmanager
 def peer_ranks(folder: Path, size: int) -> Iterator[PeerRanks]:
     """mlx-lm's `sharded_load` in `size` processes over MLX's ring."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps(local_place(size).ring))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.ranks", str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
-        )
-        for rank in range(size)
-    ]
+    command = [sys.executable, "-m", "tests.bench.ranks", str(folder)]
+    environment = {"MLX_HOSTFILE": str(hosts)}
+    processes = [Peer(*command, MLX_RANK=str(rank), **environment) for rank in range(size)]
     try:
         yield PeerRanks(processes)
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            process.close()
 
 
 def _be_a_peer(folder: Path) -> None:
     """One rank of mlx-lm: batches from standard input, times to standard output."""
     group = mx.distributed.init(strict=True, backend="ring")
-    sent = _counted_bytes(group.size())
+    sent, all_sum = 0, mx.distributed.all_sum
+
+    def counted(x: mx.array, **how: Any) -> mx.array:
+        """A sum of which the bytes are counted as `ranks.join.GroupLink` does."""
+        nonlocal sent
+        sent += 2 * (group.size() - 1) * x.nbytes // group.size()
+        return all_sum(x, **how)
+
+    mx.distributed.all_sum = counted
     generation = PeerGeneration.__new__(PeerGeneration)
     model, _ = peer_module("mlx_lm.utils").sharded_load(str(folder), tensor_group=group)
     model.set_dtype(mx.float32)
@@ -306,21 +261,8 @@ def _be_a_peer(folder: Path) -> None:
     num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     print(json.dumps({"weights": num_bytes}), flush=True)
     for line in sys.stdin:
-        prompts, enough = json.loads(line)
-        times = generation.token_times(prompts, enough)
-        print(json.dumps({"times": times, "sent": sent[0]}), flush=True)
-
-
-def _counted_bytes(size: int) -> list[int]:
-    """Count the bytes of sums, as `ranks.join.GroupLink` does."""
-    total, all_sum = [0], mx.distributed.all_sum
-
-    def counted(x: mx.array, **how: Any) -> mx.array:
-        total[0] += 2 * (size - 1) * x.nbytes // size
-        return all_sum(x, **how)
-
-    mx.distributed.all_sum = counted
-    return total
+        times = generation.token_times(*json.loads(line))
+        print(json.dumps({"times": times, "sent": sent}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,28 +3,25 @@
 Every scene starts from an idle server and ends with one.
 """
 
-import asyncio
-import json
 import random
 import statistics
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlxinfer import hub
-from mlxinfer.bench.client import Answer, Client
+from mlxinfer.bench.client import ChatClient, TimedAnswer
 from mlxinfer.bench.peer import require_peer
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.errors import MlxinferError
-from tests.bench.checkpoints import LAPTOP, SMALL, Dense, with_tokenizer, write_checkpoint
-from tests.bench.servers import Side, serving
+from tests.bench.checkpoints import LAPTOP, SMALL, write_served
+from tests.bench.processes import Side, serving
 from tests.bench.tables import NAMES, SIDES, sides
 
 WORDS = ("page", "token", "layer", "cache", "head", "step", "model", "batch", "query", "mask")
@@ -43,7 +40,7 @@ class Found:
     unit: str = "s"
 
 
-Scene = Callable[[int], Awaitable[list[Found]]]
+Scene = Callable[[int], list[Found]]  # of the server at a port
 
 
 def words(count: int, seed: int) -> str:
@@ -52,18 +49,18 @@ def words(count: int, seed: int) -> str:
     return " ".join([str(seed), *rng.choices(WORDS, k=count)])
 
 
-def user(text: str) -> dict[str, str]:
-    """A message."""
-    return {"role": "user", "content": text}
+def user(count: int, seed: int) -> dict[str, str]:
+    """A message of so many words."""
+    return {"role": "user", "content": words(count, seed)}
 
 
-async def chat(
+def chat(
     port: int,
     messages: Sequence[dict[str, str]],
     max_tokens: int,
-    answer: Answer | None = None,
+    answer: TimedAnswer | None = None,
     **fields: Any,
-) -> Answer:
+) -> TimedAnswer:
     """A streamed answer, read to its end; `answer` is filled while it comes.
 
     Raises:
@@ -76,27 +73,33 @@ async def chat(
         "temperature": 0,
         **fields,
     }
-    client, loop = Client(f"http://127.0.0.1:{port}"), asyncio.get_running_loop()
-    answer = await loop.run_in_executor(THREADS, client.chat, body, answer)
+    answer = ChatClient(f"http://127.0.0.1:{port}").chat(body, answer)
     if answer.error is not None:
         raise MlxinferError(f"The server on port {port} failed: {answer.error}")
     return answer
 
 
-async def gather(asks: Sequence[Awaitable[Answer]]) -> list[Answer]:
-    """Wait for all at once."""
-    return list(await asyncio.gather(*asks))
+def all_at_once(asks: Sequence[Callable[[], TimedAnswer]]) -> list[TimedAnswer]:
+    """Answers to requests that are sent by a thread each."""
+    return [running.result() for running in [THREADS.submit(ask) for ask in asks]]
 
 
-async def beside_a_stream(port: int, *, stream: int, shorts: int) -> list[Found]:
-    """First token of short requests, one after the other: idle, then while another streams."""
-    idle = [(await chat(port, [user(words(20, 100 + i))], 8)).first_s for i in range(shorts)]
-    heard = Answer()
-    running = asyncio.create_task(chat(port, [user(words(30, 1))], stream, heard))
+@contextmanager
+def a_stream(port: int, seed: int, tokens: int) -> Iterator[TimedAnswer]:
+    """A request that streams, has some text already, and is read to its end at last."""
+    heard = TimedAnswer()
+    running = THREADS.submit(chat, port, [user(30, seed)], tokens, heard)
     while not heard.pieces_s and not running.done():
-        await asyncio.sleep(0.01)
-    busy = [(await chat(port, [user(words(20, 200 + i))], 8)).first_s for i in range(shorts)]
-    await running
+        time.sleep(0.01)
+    yield heard
+    running.result()
+
+
+def beside_a_stream(port: int, *, stream: int, shorts: int) -> list[Found]:
+    """First token of short requests, one after the other: idle, then while another streams."""
+    idle = [chat(port, [user(20, 100 + i)], 8).first_s for i in range(shorts)]
+    with a_stream(port, 1, stream):
+        busy = [chat(port, [user(20, 200 + i)], 8).first_s for i in range(shorts)]
     return [
         Found("first token, idle: median", statistics.median(idle)),
         Found("first token while another streams: median", statistics.median(busy)),
@@ -104,24 +107,21 @@ async def beside_a_stream(port: int, *, stream: int, shorts: int) -> list[Found]
     ]
 
 
-async def behind_a_prefill(port: int, *, long: int, stream: int) -> list[Found]:
+def behind_a_prefill(port: int, *, long: int, stream: int) -> list[Found]:
     """Three short requests behind a long prompt, beside a running stream."""
-    heard = Answer()
-    running = asyncio.create_task(chat(port, [user(words(30, 2))], stream, heard))
-    while not heard.pieces_s and not running.done():
-        await asyncio.sleep(0.01)
-    prompt = asyncio.create_task(chat(port, [user(words(long, 3))], 4))
-    await asyncio.sleep(BEHIND_S)
-    shorts = await gather([chat(port, [user(words(20, 300 + i))], 8) for i in range(3)])
-    await prompt
-    await running
+    with a_stream(port, 2, stream) as heard:
+        prompt = THREADS.submit(chat, port, [user(long, 3)], 4)
+        time.sleep(BEHIND_S)
+        asks = [partial(chat, port, [user(20, 300 + i)], 8) for i in range(3)]
+        first_s = max(answer.first_s for answer in all_at_once(asks))
+        prompt.result()
     return [
-        Found(f"first token behind a {long}-word prompt", max(s.first_s for s in shorts)),
+        Found(f"first token behind a {long}-word prompt", first_s),
         Found("longest gap of a running stream meanwhile", max(heard.gaps_s, default=0.0)),
     ]
 
 
-async def together(
+def together(
     port: int, *, count: int, tokens: int, label: str, settings: Callable[[int], dict[str, Any]]
 ) -> list[Found]:
     """Tokens a second of `count` requests that come at once: the median of some rounds.
@@ -132,32 +132,31 @@ async def together(
     for number in range(ROUNDS + 1):
         began = time.monotonic()
         asks = [
-            chat(port, [user(words(30, seed + 100 * number + i))], tokens, **settings(i))
+            partial(chat, port, [user(30, seed + 100 * number + i)], tokens, **settings(i))
             for i in range(count)
         ]
-        heard = await gather(asks)
-        rates.append(sum(h.num_tokens for h in heard) / (time.monotonic() - began))
+        made = sum(answer.num_tokens for answer in all_at_once(asks))
+        rates.append(made / (time.monotonic() - began))
     rate = statistics.median(rates[1:])  # the first one warms up
     return [Found(f"{count} at once, {label}", rate, higher=True, unit="tokens/s")]
 
 
-async def shared_prefix(port: int, *, count: int, prefix: int) -> list[Found]:
+def shared_prefix(port: int, *, count: int, prefix: int) -> list[Found]:
     """Cold requests that begin with one text: the longest wait for a first token."""
     system = {"role": "system", "content": words(prefix, 4)}
-    asks = [chat(port, [system, user(words(16, 400 + i))], 4) for i in range(count)]
-    heard = await gather(asks)
+    asks = [partial(chat, port, [system, user(16, 400 + i)], 4) for i in range(count)]
     label = f"{count} cold requests with one prefix of {prefix} words: last first token"
-    return [Found(label, max(h.first_s for h in heard))]
+    return [Found(label, max(answer.first_s for answer in all_at_once(asks)))]
 
 
-async def conversations(port: int, *, count: int, turns: int) -> list[Found]:
+def conversations(port: int, *, count: int, turns: int) -> list[Found]:
     """Conversations in turn; the mean wait for a first token from the second turn on."""
     histories: list[list[dict[str, str]]] = [[] for _ in range(count)]
     waits: list[float] = []
     for turn in range(turns):
         for i, history in enumerate(histories):
-            history.append(user(words(100, 5000 + 100 * turn + i)))
-            heard = await chat(port, history, 24)
+            history.append(user(100, 5000 + 100 * turn + i))
+            heard = chat(port, history, 24)
             history.append({"role": "assistant", "content": heard.text})
             if turn:
                 waits.append(heard.first_s)
@@ -165,36 +164,29 @@ async def conversations(port: int, *, count: int, turns: int) -> list[Found]:
     return [Found(label, statistics.mean(waits))]
 
 
-def run(*, small: bool = False, peer: bool = True) -> Report:
+def processor_time(side: Side, tokens: int) -> Found:
+    """Processor time of the whole process for one streamed token, 8 streams at once."""
+    before = side.cpu_s()
+    together(side.port, count=8, tokens=tokens, label="streams", settings=_greedy)
+    spent_ms = (side.cpu_s() - before) * 1e3
+    label = "8 streams: processor time a token, model included"
+    return Found(label, spent_ms / (8 * tokens * (ROUNDS + 1)), unit="ms")
+
+
+def run(*, small: bool, peer: bool) -> Report:
     """Every scene on both servers, one after the other."""
     if peer:
         require_peer()
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = write_served(Path(scratch) / "model", SMALL if small else LAPTOP)
-        with ExitStack() as stack:
-            names = NAMES if peer else NAMES[:1]
-            sides = [stack.enter_context(serving(name, folder)) for name in names]
-            found = [asyncio.run(_measured(scene, sides)) for scene in scenes(small)]
-            costs = [asyncio.run(_cpu_per_token(side, 32 if small else 64)) for side in sides]
-    rows = [[list(figures) for figures in zip(*scene, strict=True)] for scene in found]
-    figures = [row for scene in rows for row in scene] + [costs]
+        names = NAMES if peer else NAMES[:1]
+        sides = [stack.enter_context(serving(name, folder)) for name in names]
+        figures: list[list[Found]] = []
+        for scene in scenes(small):
+            figures += map(list, zip(*(scene(side.port) for side in sides), strict=True))
+        figures.append([processor_time(side, 32 if small else 64) for side in sides])
     data = {"figures": [[asdict(side) for side in row] for row in figures]}
     return Report("serve", [_table(figures, small)], data)
-
-
-def write_served(folder: Path, dense: Dense, *, marks: Sequence[str] = ()) -> Path:
-    """A random checkpoint that speaks the demo model's tokens, and these special ones."""
-    demo = hub.resolve("demo")
-    config = json.loads((demo / "config.json").read_text())
-    write_checkpoint(folder, replace(dense, vocab=config["vocab_size"] + len(marks)))
-    with_tokenizer(folder)
-    if marks:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_special_tokens(list(marks))
-        tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def scenes(small: bool) -> list[Scene]:
@@ -228,22 +220,6 @@ def _top_p(index: int) -> dict[str, Any]:
 
 def _seeded(index: int) -> dict[str, Any]:
     return {"temperature": 0.8, "seed": index}
-
-
-async def _measured(scene: Scene, sides: Sequence[Side]) -> list[list[Found]]:
-    return [await scene(side.port) for side in sides]
-
-
-async def _cpu_per_token(side: Side, tokens: int) -> Found:
-    """Processor time of the whole process for one streamed token, 8 streams at once."""
-    before = side.cpu_s()
-    await together(side.port, count=8, tokens=tokens, label="streams", settings=_greedy)
-    spent = side.cpu_s() - before
-    return Found(
-        "8 streams: processor time a token, model included",
-        spent / (8 * tokens * (ROUNDS + 1)) * 1e3,
-        unit="ms",
-    )
 
 
 def _table(figures: Sequence[Sequence[Found]], small: bool) -> Table:

@@ -9,25 +9,25 @@ and take time: the answers are the demo's, and the acceptance is that of its dra
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlxinfer import hub
 from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.bench.report import Report, Table, ratio
-from mlxinfer.bench.speculate import PROMPTS, answers_of
+from mlxinfer.bench.speculate import PROMPTS, answers_of, open_session
 from mlxinfer.bench.speculate import run as run_own
 from mlxinfer.core import SamplingParams
+from mlxinfer.outputs import Result
 from mlxinfer.session.inputs import TextInput
 from mlxinfer.session.options import EngineOptions
-from mlxinfer.session.session import Session
 from tests.bench.checkpoints import TINY_WINDOWED, random_prompt, with_tokenizer, write_checkpoint
+from tests.bench.tables import Figures
 
 LAYERS = 60  # that are added: the model is some 150 times as large as its draft
 ADVERSARIAL = 200  # tokens
@@ -36,7 +36,7 @@ RUNS = 10
 SLIDING = replace(TINY_WINDOWED, vocab=2048, window=16)
 
 
-def run(*, small: bool = False, peer: bool = True) -> Report:
+def run(*, small: bool, peer: bool) -> Report:
     """All of it; without the longer measurements where it is to be `small`."""
     tokens = 16 if small else 96
     counted = run_own("demo", draft="demo-draft", depths=(4,), tokens=tokens, batches=(1, 8))
@@ -45,7 +45,7 @@ def run(*, small: bool = False, peer: bool = True) -> Report:
         timed = measure_pair(pair, tokens=tokens, batches=(1,) if small else (1, 4))
         adversarial = measure_adversarial(pair, tokens=20 if small else ADVERSARIAL)
         windows = measure_windows(Path(folder), runs=2 if small else RUNS, peer=peer)
-    tables = [*counted.tables, *_pair_tables(timed, adversarial), _window_table(windows)]
+    tables = [*counted.tables, _pair_table(timed, adversarial), _window_table(windows)]
     data = {"counted": counted.data, "pair": timed, "adversarial": adversarial, "windows": windows}
     return Report("speculate", tables, data)
 
@@ -53,8 +53,7 @@ def run(*, small: bool = False, peer: bool = True) -> Report:
 # -- a model and its draft ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """Folders of a model, its draft, and a draft that is always wrong."""
 
     model: Path
@@ -112,6 +111,15 @@ def _write(folder: Path, source: Path, tensors: dict[str, mx.array], layers: int
     return folder
 
 
+def answered(
+    folder: Path, options: EngineOptions, prompts: Sequence[str | list[int]], tokens: int
+) -> list[Result]:
+    """Answers of exactly so many tokens to prompts that come at once."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    with open_session(folder, options) as session:
+        return session.start(*(TextInput(prompt=p, params=params) for p in prompts)).results()
+
+
 # -- how fast -----------------------------------------------------------------------------------
 
 
@@ -143,7 +151,7 @@ def measure_pair(pair: Pair, *, tokens: int, batches: Sequence[int]) -> list[dic
     return found
 
 
-def measure_adversarial(pair: Pair, *, tokens: int) -> dict[str, float]:
+def measure_adversarial(pair: Pair, *, tokens: int) -> Figures:
     """Seconds of one answer without proposals and with a draft that is always wrong, in turns."""
     seconds: dict[str, list[float]] = {"off": [], "wrong draft": []}
     wrong = EngineOptions(speculate="draft", draft=pair.wrong)
@@ -151,26 +159,15 @@ def measure_adversarial(pair: Pair, *, tokens: int) -> dict[str, float]:
     accepted = 0
     for order in (("off", "wrong draft"), ("wrong draft", "off")):
         for way in order:
-            with _session(pair.model, ways[way]) as session:
-                params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-                (result,) = session.start(TextInput(prompt=PROMPTS[0], params=params)).results()
-                seconds[way].append(result.timing.decode_s)
-                accepted += result.timing.accepted
+            (result,) = answered(pair.model, ways[way], PROMPTS[:1], tokens)
+            seconds[way].append(result.timing.decode_s)
+            accepted += result.timing.accepted
     return {
         "off_s": min(seconds["off"]),
         "wrong_draft_s": min(seconds["wrong draft"]),
         "accepted": accepted,
         "tokens": tokens,
     }
-
-
-@contextmanager
-def _session(folder: Path, options: EngineOptions) -> Iterator[Session]:
-    session = Session("bench", folder, replace(options, prefix_cache=False))
-    try:
-        yield session
-    finally:
-        session.close()
 
 
 # -- windows, beside mlx-lm ---------------------------------------------------------------------
@@ -181,10 +178,8 @@ def measure_windows(folder: Path, *, runs: int, peer: bool) -> dict[str, int]:
 
     The draft has other weights, so that proposals are taken back.
     """
-    model = write_checkpoint(folder / "windowed", SLIDING)
-    draft = write_checkpoint(folder / "other", SLIDING, seed=1)
-    with_tokenizer(model)
-    with_tokenizer(draft)
+    model = with_tokenizer(write_checkpoint(folder / "windowed", SLIDING))
+    draft = with_tokenizer(write_checkpoint(folder / "other", SLIDING, seed=1))
     prompts = [random_prompt(12, SLIDING.vocab, seed) for seed in range(runs)]
     found = {"runs": runs, "mlxinfer": _own_mismatches(model, draft, prompts)}
     if peer:
@@ -193,15 +188,12 @@ def measure_windows(folder: Path, *, runs: int, peer: bool) -> dict[str, int]:
 
 
 def _own_mismatches(folder: Path, draft: Path, prompts: list[list[int]]) -> int:
-    params = SamplingParams(max_tokens=WINDOW_TOKENS, ignore_eos=True)
-    answers = []
     fixed = EngineOptions(speculate="draft", draft=draft, max_draft=4, fixed_proposals=True)
-    for options in (EngineOptions(speculate="off"), fixed):
-        with _session(folder, options) as session:
-            inputs = [TextInput(prompt=ids, params=params) for ids in prompts]
-            results = session.start(*inputs).results()
-            answers.append([tuple(result.token_ids) for result in results])
-    return sum(a != b for a, b in zip(*answers, strict=True))
+    plain, proposed = (
+        [list(result.token_ids) for result in answered(folder, options, prompts, WINDOW_TOKENS)]
+        for options in (EngineOptions(speculate="off"), fixed)
+    )
+    return sum(a != b for a, b in zip(plain, proposed, strict=True))
 
 
 def _peer_mismatches(folder: Path, draft_folder: Path, prompts: list[list[int]]) -> int:
@@ -224,7 +216,7 @@ def _peer_mismatches(folder: Path, draft_folder: Path, prompts: list[list[int]])
 # -- what is shown ------------------------------------------------------------------------------
 
 
-def _pair_tables(timed: Sequence[dict[str, Any]], adversarial: dict[str, float]) -> list[Table]:
+def _pair_table(timed: Sequence[dict[str, Any]], adversarial: Figures) -> Table:
     off = {cell["batch"]: cell["tokens_per_s"] for cell in timed if cell["way"] == "off"}
     rows = [
         [
@@ -240,7 +232,7 @@ def _pair_tables(timed: Sequence[dict[str, Any]], adversarial: dict[str, float])
     columns = ["proposals", "at once", "tokens/step", "tokens/s", "x off", "same"]
     wrong = ratio(adversarial["off_s"], adversarial["wrong_draft_s"])
     note = f"{adversarial['tokens']} tokens with a draft that is always wrong: {wrong} of off."
-    return [Table("A float32 model with a draft far smaller", columns, rows, note)]
+    return Table("A float32 model with a draft far smaller", columns, rows, note)
 
 
 def _window_table(found: dict[str, int]) -> Table:

@@ -1,12 +1,20 @@
-"""Cells of the tables that compare mlxinfer with mlx-lm."""
+"""Figures of mlxinfer and of mlx-lm: medians, and cells that compare the two."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxinfer.bench.report import ratio
 
+Figures = dict[str, float]  # of one run, by what they are of
+
 NAMES = ("mlxinfer", "mlx-lm")
 SIDES = [*NAMES, "ratio"]
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> Figures:
+    """The median of each figure."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
 def sides(values: Sequence[float], form: str = ",.0f", *, higher: bool = False) -> list[str]:

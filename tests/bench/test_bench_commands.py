@@ -2,17 +2,33 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cli.tiny_folder import write_tiny_folder
+from metal_cpu import compiler_is_here
 from pooling.tiny_pooling import pooling_folder
 
-TINY = ["--requests", "1,2", "--blocks", "1"]
+ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
+    "dispatches": "--skip-peer",
+    "experts": "--small --runs 1",
+    "grammar": "--small --repeats 2",
+    "host": "--requests 1,2 --blocks 1 --skip-peer",
+    "hybrid": "--small --runs 1 --cpu-time --skip-peer",
+    "kernels": "--head-dims 64 --tokens 40",
+    "kv": "--small --skip-peer",
+    "latency": "--small --long 128 --cpu-time --prefill-chunk 64 --skip-peer",
+    "load": "--size 20MB --runs 1 --skip-peer",
+    "memory": "--small --skip-peer",
+    "prefix": "--small --skip-peer",
+    "serve": "--small --skip-peer",
+    "speculate": "--small --skip-peer",
+    "start": "--runs 1 --skip-peer",
+    "streams": "--small --runs 1 --skip-peer",
+}
 
 
 def bench(*arguments: str) -> str:
@@ -24,22 +40,24 @@ def bench(*arguments: str) -> str:
     return done.stdout
 
 
+def measured(*arguments: str) -> Any:
+    return json.loads(bench(*arguments, "--json"))
+
+
 @pytest.mark.slow
-def test_latency_prints_machine_and_table() -> None:
-    text = bench("latency", "--small", "--long", "128", "--skip-peer")
-    assert "python -m tests.bench latency --small" in text
-    assert "A prompt of 128 tokens" in text
-    assert "long prompt alone (s)" in text
-    if sys.platform == "linux" and find_spec("scipy_openblas32"):
+@pytest.mark.parametrize("name", ALONE)
+def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
+    if name == "serve" and sys.platform != "linux":
+        pytest.skip("reads /proc")
+    if name == "kernels" and not compiler_is_here():
+        pytest.skip("needs a compiler")
+    text = bench(name, *ALONE[name].split(), "--markdown")
+    assert f"python -m tests.bench {name}" in text
+    titles = [line for line in text.splitlines() if line.startswith("**")]
+    rules = [line for line in text.splitlines() if line.startswith("| :--")]
+    assert len(titles) == len(rules) >= 1
+    if name == "latency" and sys.platform == "linux" and find_spec("scipy_openblas32"):
         assert "openblas" in text  # loaded before MLX
-
-
-@pytest.mark.slow
-def test_start_runs_whole_processes(tmp_path: Path) -> None:
-    folder = write_tiny_folder(tmp_path / "model")
-    found = json.loads(bench("start", "-m", str(folder), "--runs", "1", "--skip-peer", "--json"))
-    assert [set(entry) for entry in found["processes"]] == [{"what", "mlxinfer"}] * 3
-    assert found["processes"][2]["mlxinfer"]["cpu_s"] > 0
 
 
 def test_wrong_numbers_are_wrong_usage() -> None:
@@ -50,24 +68,40 @@ def test_wrong_numbers_are_wrong_usage() -> None:
 
 
 @pytest.mark.slow
-def test_host_beside_mlx_lm() -> None:
-    found = json.loads(bench("host", *TINY, "--json"))
-    for entry in found["decode"]:
-        assert set(entry["whole"]) == {"mlxinfer", "mlx-lm"}
-        assert min(side["dispatch_us"] for side in entry["without_model"].values()) > 0
+def test_embed_measures_a_model(tmp_path: Path) -> None:
+    folder = pooling_folder(tmp_path / "model", "bert")
+    found = measured("embed", "--model", str(folder), "--texts", "9", "--runs", "2")
+    assert found["tokens"] > 9 * 5
+    assert found["mlxinfer"]["cpu_s"] > 0
+    assert "sentence-transformers" not in found
 
 
 @pytest.mark.slow
-def test_hybrid_beside_mlx_lm() -> None:
-    found = json.loads(bench("hybrid", "--small", "--runs", "1", "--cpu-time", "--json"))
-    for kind in ("Gated DeltaNet", "Mamba-2", "short convolution"):
-        for side in ("mlxinfer", "mlx-lm"):
-            assert min(found[kind][side].values()) > 0
+def test_quality_of_the_demo_model() -> None:
+    found = measured("kv", "--small", "--skip-peer")["quality"]["formats"]
+    plain, eight, mixed, four, _ = found.values()
+    assert (plain["kl_mean"], plain["top1"]) == (0.0, 1.0)
+    assert 0 < eight["kl_mean"] < 1e-4
+    assert eight["kl_mean"] < mixed["kl_mean"] < four["kl_mean"] < 0.02
+    sizes = [each["bytes_per_token"] for each in found.values()]
+    assert sizes == [4096, 1088, 832, 576, (4096 + 576) / 2]
+    assert eight["of_bfloat16"] == pytest.approx(0.53125)
+
+
+# -- beside mlx-lm ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["host", "hybrid", "start"])
+def test_times_beside_mlx_lm(name: str) -> None:
+    text = bench(name, *ALONE[name].replace("--skip-peer", "").split(), "--markdown")
+    assert "mlx-lm | ratio |" in text
+    assert "x |" in text
 
 
 @pytest.mark.slow
 def test_ranks_beside_mlx_lm() -> None:
-    found = json.loads(bench("ranks", "--small", "--runs", "1", "--json"))
+    found = measured("ranks", "--small", "--runs", "1")
     shares = {name: max(found[name]["weights"]) for name in found if "weights" in found[name]}
     two_sums, sent = found["model"]["two_sums"], found["mlxinfer, 2, no proposals"]["bytes"]
     assert sent["rows"] == 1
@@ -78,16 +112,35 @@ def test_ranks_beside_mlx_lm() -> None:
 
 @pytest.mark.slow
 def test_latency_beside_mlx_lm() -> None:
-    found = json.loads(bench("latency", "--small", "--long", "512", "--json"))
-    found = found["median"]
+    found = measured("latency", "--small", "--long", "512")["median"]
     assert found["mlxinfer"]["short_rows"] < found["mlx-lm"]["short_rows"]
 
 
 @pytest.mark.slow
-def test_start_beside_mlx_lm(tmp_path: Path) -> None:
-    folder = write_tiny_folder(tmp_path / "model")
-    found = json.loads(bench("start", "-m", str(folder), "--runs", "1", "--json"))
-    assert {"mlxinfer", "mlx-lm"} < set(found["processes"][2])
+def test_kv_beside_mlx_lm() -> None:
+    eight = measured("kv", "--small")["speed"]["8"]
+    assert eight["mlx-lm"]["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_memory_beside_mlx_lm() -> None:
+    found = measured("memory", "--small")
+    held, moved = found["held"], found["join_and_leave"]
+    assert held["mlxinfer"]["held_bytes"] < held["mlx-lm"]["held_bytes"]
+    assert moved["mlxinfer"]["join_bytes"] < moved["mlx-lm"]["join_bytes"]
+
+
+@pytest.mark.slow
+def test_prefix_beside_mlx_lm() -> None:
+    scenes = measured("prefix", "--small")["scenes"]
+    found = {scene["scene"]: (scene["mlxinfer"], scene["mlx-lm"]) for scene in scenes}
+    for ours, theirs in found.values():
+        assert ours["prompt_tokens"] == theirs["prompt_tokens"]
+    ours, theirs = found["more questions, same document, window 64"]
+    assert theirs["computed"] == theirs["prompt_tokens"]
+    assert ours["computed"] < 0.15 * ours["prompt_tokens"]
+    ours, theirs = found["last message edited"]
+    assert ours["computed"] == theirs["computed"]
 
 
 @pytest.mark.slow
@@ -100,17 +153,5 @@ def test_mlx_lm_leaves_the_limit_of_open_files_as_it_was() -> None:
         "after = r.getrlimit(r.RLIMIT_NOFILE)\n"
         "print(after[0] == min(before[0], after[1]), after[1] in (before[1], 4096))"
     )
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"], limits
-
-
-@pytest.mark.slow
-def test_embed_measures_a_model(tmp_path: Path) -> None:
-    folder = pooling_folder(tmp_path / "model", "bert")
-    found = json.loads(
-        bench("embed", "--model", str(folder), "--texts", "9", "--runs", "2", "--json")
-    )
-    assert found["tokens"] > 9 * 5
-    assert found["mlxinfer"]["cpu_s"] > 0
-    assert "sentence-transformers" not in found
+    assert done.stdout.split() == ["True", "True"]

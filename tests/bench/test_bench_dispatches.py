@@ -51,7 +51,7 @@ def test_a_layer_that_takes_keys_for_values(
         monkeypatch.setitem(CASES, "wide", {**sizes, **layer_sizes})
         folder = tiny_checkpoint(tmp_path / str(number), "wide")
         with as_on_metal():
-            step = our_steps(folder, bits, 1)
+            step = our_steps(folder, bits)
             names = traced(step, mx.zeros((1,), mx.int32))
         counts.append(sum(name not in VIEWS for name in names))
     assert counts[1] - counts[0] <= most

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from mlxinfer.bench.client import Answer, Client
-from mlxinfer.bench.load import Load, NoServerError, arrivals, bodies, run, summary
+from mlxinfer.bench.client import ChatClient, TimedAnswer
+from mlxinfer.bench.load import ServerLoad, arrivals, bodies, run, summary
 from mlxinfer.cli._commands import cli
 from mlxinfer.errors import InvalidRequestError
+from mlxinfer.http_json import NoServerError
 from tests.bench.bench_parts import check
 
 
@@ -101,7 +102,7 @@ def server() -> Iterator[Scripted]:
 
 
 def test_answers_are_counted_as_the_server_counts(server: Scripted) -> None:
-    load = Load(url=server.url, requests=9, concurrency=3, answer_tokens=(2, 5), key="secret")
+    load = ServerLoad(url=server.url, requests=9, concurrency=3, answer_tokens=(2, 5), key="secret")
     report = run(load)
     check(report)
     data = report.data
@@ -117,7 +118,7 @@ def test_answers_are_counted_as_the_server_counts(server: Scripted) -> None:
 
 def test_failures_are_counted_by_what_was_said_and_leave_no_times(server: Scripted) -> None:
     server.fails = {0: "busy", 1: "broken", 2: "cut", 3: "busy"}
-    data = run(Load(url=server.url, requests=6, concurrency=1)).data
+    data = run(ServerLoad(url=server.url, requests=6, concurrency=1)).data
     assert (data["completed"], data["failed"]) == (2, 4)
     assert data["errors"] == {
         "status 503: too many requests wait": 2,
@@ -138,7 +139,7 @@ def test_the_command_fails_where_a_request_failed(server: Scripted) -> None:
 
 def test_a_request_can_be_broken_off(server: Scripted) -> None:
     server.fails = {0: "hangs"}
-    client, found = Client(server.url, timeout_s=60), []
+    client, found = ChatClient(server.url, timeout_s=60), []
     thread = threading.Thread(target=lambda: found.append(client.chat({"model": "only"})))
     thread.start()
     assert server.hangs.wait(10)
@@ -151,13 +152,13 @@ def test_a_request_can_be_broken_off(server: Scripted) -> None:
 
 def test_where_nothing_listens_one_line_says_so(server: Scripted) -> None:
     with pytest.raises(InvalidRequestError, match="no address"):
-        run(Load(url="localhost"))
+        run(ServerLoad(url="localhost"))
     with pytest.raises(NoServerError, match="answers at http"):
-        run(Load(url="http://127.0.0.1:9"))
+        run(ServerLoad(url="http://127.0.0.1:9"))
 
 
 def test_the_same_seed_asks_the_same_and_no_two_prompts_begin_alike() -> None:
-    load = Load(url="", requests=50, prompt_tokens=(20, 60), seed=3)
+    load = ServerLoad(url="", requests=50, prompt_tokens=(20, 60), seed=3)
     asked = [body["messages"][0]["content"] for body in bodies(load)]
     assert asked == [body["messages"][0]["content"] for body in bodies(load)]
     assert len({text.split()[0] for text in asked}) == 50
@@ -168,18 +169,18 @@ def test_the_same_seed_asks_the_same_and_no_two_prompts_begin_alike() -> None:
 
 
 def test_arrivals_come_at_the_rate() -> None:
-    due = list(arrivals(Load(url="", requests=4000, rate=20.0)))
+    due = list(arrivals(ServerLoad(url="", requests=4000, rate=20.0)))
     gaps = [later - earlier for earlier, later in pairwise(due)]
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 20, rel=0.1)
-    assert set(arrivals(Load(url="", requests=5))) == {0.0}
+    assert set(arrivals(ServerLoad(url="", requests=5))) == {0.0}
 
 
 def test_percentiles_are_of_finished_answers() -> None:
     answers = [
-        Answer(sent_s=0.0, pieces_s=[n / 100, n / 100 + 1], num_tokens=3, ended_s=n / 100 + 1)
+        TimedAnswer(sent_s=0.0, pieces_s=[n / 100, n / 100 + 1], num_tokens=3, ended_s=n / 100 + 1)
         for n in range(1, 101)
     ]
-    data = summary([*answers, Answer(error="refused", ended_s=99.0)], seconds=10.0)
+    data = summary([*answers, TimedAnswer(error="refused", ended_s=99.0)], seconds=10.0)
     assert data["first_token_s"]["p50"] == pytest.approx(0.505)
     assert data["first_token_s"]["max"] == 1.0
     assert data["seconds_per_token"]["mean"] == pytest.approx(0.5)
@@ -196,4 +197,4 @@ def test_percentiles_are_of_finished_answers() -> None:
     ],
 )
 def test_an_address_is_taken_with_and_without_v1(url: str, path: str) -> None:
-    assert Client(url)._path == path
+    assert ChatClient(url)._path == f"{path}/chat/completions"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from convert_cases import convert, write_source
 
-from tests.bench.convert_quality import bits_per_weight
+from tests.bench.convert import bits_per_weight
 
 
 def bench(*options: str) -> dict:

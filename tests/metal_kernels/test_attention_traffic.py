@@ -11,21 +11,17 @@ from tests.bench.kernel_scenes import Scene, build
 from tests.bench.kernels import (
     BITS,
     ROWS,
-    STORED,
     Moved,
+    latents,
     moved,
     moved_by_mlx,
     moved_latents,
     moved_unfused,
+    one_head,
 )
 
 SAMPLE = [(64, 8, 8, 1), (128, 16, 4, 1), (128, 4, 1, 1), (128, 4, 16, 1), (256, 16, 8, 1)]
 SAMPLE += [(128, 8, 4, 4), (256, 4, 16, 4)]
-
-
-def one_head(dim: int, bits: int, group: int, queries: int, tokens: int = 300) -> Scene:
-    stored = (STORED[bits], STORED[bits])
-    return Scene([tokens], [queries], group=group, key_dim=dim, value_dim=dim, bits=stored)
 
 
 def assert_least(ours: Moved, group: int, queries: int, most: float = 1.05) -> None:
@@ -37,7 +33,7 @@ def assert_least(ours: Moved, group: int, queries: int, most: float = 1.05) -> N
 @requires_compiler
 @pytest.mark.parametrize(("dim", "bits", "group", "queries"), SAMPLE)
 def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, queries: int) -> None:
-    assert_least(moved(one_head(dim, bits, group, queries)), group, queries)
+    assert_least(moved(one_head(dim, bits, group, queries, 300)), group, queries)
 
 
 @requires_compiler
@@ -48,7 +44,7 @@ def test_each_key_and_value_is_loaded_once(dim: int, bits: int, group: int, quer
 def test_everywhere(dim: int, bits: int, rows: tuple[int, int]) -> None:
     # Where a group of codes is no whole number of runs, lanes ask for its scale more than once.
     most = 1.05 if bits == 16 or dim % 64 == 0 else 1.4
-    assert_least(moved(one_head(dim, bits, *rows)), *rows, most)
+    assert_least(moved(one_head(dim, bits, *rows, 300)), *rows, most)
 
 
 @requires_compiler
@@ -105,7 +101,7 @@ def test_scale_and_bias_are_one_load_of_four_bytes(
 
 @requires_compiler
 def test_what_mlx_moves() -> None:
-    found = moved_by_mlx(one_head(128, 16, 4, 1))
+    found = moved_by_mlx(one_head(128, 16, 4, 1, 300))
     vector, two_pass = found["sdpa_vector"], found["2pass"]
     assert vector is not None
     assert vector.unique == pytest.approx(4, rel=0.01)
@@ -117,14 +113,13 @@ def test_what_mlx_moves() -> None:
 def test_what_mlx_lm_moves_unfused() -> None:
     # 4 bits, 128 numbers: 144 bytes of keys and values, 4 query heads, 4 scores of 2 bytes moved
     # 4 times.
-    assert moved_unfused(one_head(128, 4, 4, 1)) == pytest.approx(4 + 32 / 144)
+    assert moved_unfused(one_head(128, 4, 4, 1, 300)) == pytest.approx(4 + 32 / 144)
 
 
 @requires_compiler
 @pytest.mark.parametrize("heads", [16, 20, 48])
 def test_latents_are_read_once_for_16_heads(heads: int) -> None:
-    scene = Scene([100], [1], group=heads, key_dim=576, value_dim=8, bits=(8, None))
-    ours = moved_latents(scene)
+    ours = moved_latents(latents(8, heads, 100))
     assert ours.unique == ours.dequantised == -(-heads // 16)  # by each threadgroup
 
 

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 from ..errors import InvalidRequestError, OverloadedError
 from ..session.answers import Answers, Step
 from ..session.inputs import Input
-from .errors import DeadlineError, ShuttingDownError
+from .errors import HttpError, ShuttingDownError
 from .http import (
     KEEP_ALIVE,
     Body,
@@ -95,7 +95,7 @@ class Call:
         return dict(self.scope["headers"]).get(name)
 
     def require_admin(self) -> None:
-        """Raise ForbiddenError unless the request's key administers the server."""
+        """Raise HttpError unless the request's key administers the server."""
         self.service.config.keys.require_admin(self.key)
 
     def refuse_while_draining(self) -> None:
@@ -281,7 +281,9 @@ class Call:
         limit_s = deadline_s(self.header(TIMEOUT_HEADER), self.service.config.deadline_s)
         self.service.calls.add(self)
         if limit_s is not None:
-            error = DeadlineError(f"The request took longer than {limit_s:g} seconds.")
+            error = HttpError(
+                "deadline_exceeded", f"The request took longer than {limit_s:g} seconds."
+            )
             loop = asyncio.get_running_loop()
             self._deadline = loop.call_later(limit_s, self.interrupt, error)
         return self

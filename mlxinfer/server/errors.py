@@ -1,19 +1,10 @@
 """Errors of HTTP requests, before or around their generation.
 
 MlxinferError
-├── UnauthorizedError          401  invalid_api_key
-├── ForbiddenError             403  forbidden             Host, Origin or key
-├── NoSuchPathError            404  not_found
+├── HttpError                  by its code: see STATUSES
 ├── NotStoredError             404  not_found             a stored response
 │   └── PreviousResponseError  404  previous_response_not_found
-├── MethodError                405  method_not_allowed
-├── SlowBodyError              408  request_timeout
-├── BodyTooLargeError          413  request_too_large
-├── MediaTypeError             415  unsupported_media_type
-├── HeadersTooLargeError       431  headers_too_large
 ├── StoreError                 503  store_error           the file of stored responses
-├── DeadlineError              504  deadline_exceeded
-├── DiskFullError              507  storage_full
 ├── ModelBusyError             409  model_busy
 └── OverloadedError
     ├── ShuttingDownError      503  shutting_down
@@ -22,26 +13,26 @@ MlxinferError
 
 from ..errors import MlxinferError, OverloadedError
 
+STATUSES = {
+    "invalid_api_key": 401,  # no key, more than one, or a wrong one
+    "forbidden": 403,  # a foreign Host or Origin, or a key that may not administer the server
+    "not_found": 404,  # nothing is served at this path
+    "method_not_allowed": 405,  # the path exists, with another method
+    "request_timeout": 408,  # the body did not arrive in time
+    "request_too_large": 413,
+    "unsupported_media_type": 415,  # the body is not declared as JSON
+    "headers_too_large": 431,  # too many header lines, or too long ones
+    "deadline_exceeded": 504,  # the request reached its time limit
+    "storage_full": 507,  # no room on the disk for what the request is to leave there
+}
 
-class UnauthorizedError(MlxinferError):
-    """No key, more than one, or a wrong one."""
 
-    status = 401
-    code = "invalid_api_key"
+class HttpError(MlxinferError):
+    """A request is refused for one of the reasons of STATUSES, by its code."""
 
-
-class ForbiddenError(MlxinferError):
-    """The Host or Origin header is foreign, or the key may not administer the server."""
-
-    status = 403
-    code = "forbidden"
-
-
-class NoSuchPathError(MlxinferError):
-    """Nothing is served at this path."""
-
-    status = 404
-    code = "not_found"
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.status = code, STATUSES[code]
 
 
 class NotStoredError(MlxinferError):
@@ -61,60 +52,11 @@ class PreviousResponseError(NotStoredError):
     code = "previous_response_not_found"
 
 
-class MethodError(MlxinferError):
-    """The path exists, with another method."""
-
-    status = 405
-    code = "method_not_allowed"
-
-
-class SlowBodyError(MlxinferError):
-    """The body did not arrive in time."""
-
-    status = 408
-    code = "request_timeout"
-
-
-class BodyTooLargeError(MlxinferError):
-    """The body exceeds the limit."""
-
-    status = 413
-    code = "request_too_large"
-
-
-class MediaTypeError(MlxinferError):
-    """The body is not declared as JSON."""
-
-    status = 415
-    code = "unsupported_media_type"
-
-
-class HeadersTooLargeError(MlxinferError):
-    """Too many header lines, or too long ones."""
-
-    status = 431
-    code = "headers_too_large"
-
-
 class StoreError(MlxinferError):
     """The file of stored responses cannot be opened, read or written."""
 
     status = 503
     code = "store_error"
-
-
-class DeadlineError(MlxinferError):
-    """The request reached its time limit."""
-
-    status = 504
-    code = "deadline_exceeded"
-
-
-class DiskFullError(MlxinferError):
-    """The server's disk has no room for what the request is to leave there."""
-
-    status = 507
-    code = "storage_full"
 
 
 class ShuttingDownError(OverloadedError):

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from ..errors import InvalidRequestError, MlxinferError, OverloadedError
 from .config import HOST_NAME, ServerConfig, is_loopback
-from .errors import ForbiddenError, HeadersTooLargeError, MediaTypeError
+from .errors import HttpError
 from .http import (
     ClientGoneError,
     ErrorForm,
@@ -131,7 +131,7 @@ class Guard:
         return route
 
     def _check_key(self, scope: Scope, access: Access) -> None:
-        """Raise UnauthorizedError or ForbiddenError unless the request's key has this access."""
+        """Raise HttpError unless the request's key has this access."""
         if access == "anyone" or self._is_open_metrics(scope):
             return
         keys = self._config.keys
@@ -165,15 +165,17 @@ class Guard:
         """Refuse large headers that came in one piece: h11 bounds incomplete ones only."""
         headers, config = scope["headers"], self._config
         if len(headers) > config.max_headers:
-            raise HeadersTooLargeError(
-                f"{len(headers)} headers came; at most {config.max_headers} are read. Send fewer."
+            raise HttpError(
+                "headers_too_large",
+                f"{len(headers)} headers came; at most {config.max_headers} are read. Send fewer.",
             )
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) + len(b": \r\n") for name, value in headers)
         if size > config.max_header_bytes:
-            raise HeadersTooLargeError(
+            raise HttpError(
+                "headers_too_large",
                 f"Path and headers have {size} bytes; at most {config.max_header_bytes} are read. "
-                "Send shorter ones."
+                "Send shorter ones.",
             )
 
     def _check_media_type(self, headers: Headers) -> None:
@@ -186,10 +188,12 @@ class Guard:
         untyped = not kinds and BROWSERS.isdisjoint(name for name, _ in headers)
         if kinds != [JSON] and not untyped:
             came = b", ".join(kinds)[:100].decode("latin-1") or "absent"
-            raise MediaTypeError(f"The content-type is {came}; expected {JSON.decode()}.")
+            raise HttpError(
+                "unsupported_media_type", f"The content-type is {came}; expected {JSON.decode()}."
+            )
         encodings = {value.strip().lower() for key, value in headers if key == b"content-encoding"}
         if not encodings <= {b"identity"}:
-            raise MediaTypeError("Bodies are read without content-encoding.")
+            raise HttpError("unsupported_media_type", "Bodies are read without content-encoding.")
 
 
 class Exchange:
@@ -256,19 +260,21 @@ class HostRules:
         self._origins = config.origins
 
     def check(self, scope: Scope) -> None:
-        """Raise ForbiddenError for a foreign or malformed Host, or a foreign Origin."""
+        """Raise HttpError for a foreign or malformed Host, or a foreign Origin."""
         host = _only(scope, b"host")
         name = _HOST.fullmatch(host.lower()) if host is not None else None
         if name is None or not self._answers_to(name.group(1)):
-            raise ForbiddenError(
+            raise HttpError(
+                "forbidden",
                 "The Host header is missing, or not a name of this server; allowed-host in the "
-                "config file adds one."
+                "config file adds one.",
             )
         origin = _only(scope, b"origin")
         if origin is not None and not self._may_ask(origin, host or ""):
-            raise ForbiddenError(
+            raise HttpError(
+                "forbidden",
                 "Pages of this origin may not use this server; --allowed-origin adds one, and "
-                "--allowed-app an app's or an extension's."
+                "--allowed-app an app's or an extension's.",
             )
 
     async def answer_preflight(self, scope: Scope, send: Send) -> bool:
@@ -311,7 +317,7 @@ class HostRules:
 def _only(scope: Scope, name: bytes) -> str | None:
     values = [value for key, value in scope["headers"] if key == name]
     if len(values) > 1:
-        raise ForbiddenError(f"The header {name.decode()} was sent {len(values)} times.")
+        raise HttpError("forbidden", f"The header {name.decode()} was sent {len(values)} times.")
     return values[0].decode("latin-1") if values else None
 
 

@@ -23,9 +23,10 @@ from ..errors import (
     OverloadedError,
     UnsupportedFieldError,
 )
-from .errors import BodyTooLargeError, DiskFullError, SlowBodyError
+from .errors import HttpError
 
 T = TypeVar("T")
+Plain = dict[str, Any]  # a JSON object
 Scope = MutableMapping[str, Any]  # ASGI's: of one request
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -51,8 +52,8 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
     """Read the complete body.
 
     Raises:
-        BodyTooLargeError: the body is longer than `max_bytes`, as declared or as received.
-        SlowBodyError: the body is not complete after `timeout_s`.
+        HttpError: the body is longer than `max_bytes`, as declared or as received; or it is not
+            complete after `timeout_s`.
         ClientGoneError: the client disconnected.
     """
     declared = dict(scope["headers"]).get(b"content-length", b"0")
@@ -62,7 +63,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
         async with asyncio.timeout(timeout_s):
             return await _collect(receive, max_bytes)
     except TimeoutError:
-        raise SlowBodyError(f"The body did not arrive within {timeout_s:g} seconds.") from None
+        raise HttpError(
+            "request_timeout", f"The body did not arrive within {timeout_s:g} seconds."
+        ) from None
 
 
 async def _collect(receive: Receive, max_bytes: int) -> bytes:
@@ -81,8 +84,10 @@ async def _collect(receive: Receive, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(f"The body is longer than {max_bytes} bytes, which is the limit.")
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(
+        "request_too_large", f"The body is longer than {max_bytes} bytes, which is the limit."
+    )
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
@@ -371,7 +376,9 @@ def public(error: Exception) -> MlxinferError:
     if isinstance(error, MlxinferError) and error.status != 500:
         return error
     if _is_of_full_disk(error):
-        return DiskFullError("The server's disk is full; nothing was stored. Make room there.")
+        return HttpError(
+            "storage_full", "The server's disk is full; nothing was stored. Make room there."
+        )
     return MlxinferError(HIDDEN)
 
 
@@ -382,9 +389,11 @@ def _is_of_full_disk(error: Exception) -> bool:
 
 
 def logged(error: Exception) -> dict[str, object]:
-    """The log's fields of an error: its class and parameter. Messages may quote a prompt."""
-    param = error.param if isinstance(error, MlxinferError) else None
-    return {"error": type(error).__name__, "param": param and param[:MAX_LOGGED_CHARS]}
+    """The log's fields of an error: its class, code and parameter. Messages may quote a prompt."""
+    if not isinstance(error, MlxinferError):
+        return {"error": type(error).__name__}
+    param = error.param and error.param[:MAX_LOGGED_CHARS]
+    return {"error": type(error).__name__, "code": error.code, "param": param}
 
 
 def error_reply(error: Exception, form: ErrorForm) -> Body:

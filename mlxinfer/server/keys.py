@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import InvalidRequestError, MlxinferError
-from .errors import ForbiddenError, UnauthorizedError
+from .errors import HttpError
 
 Headers = Sequence[tuple[bytes, bytes]]
 LOOK_S = 1.0  # between two looks at the file of keys
@@ -120,11 +120,12 @@ class ApiKeys:
         return name not in self._users
 
     def require_admin(self, name: str | None) -> None:
-        """Raise ForbiddenError unless the key of a name administers the server."""
+        """Raise HttpError unless the key of a name administers the server."""
         if not self.administers(name):
-            raise ForbiddenError(
+            raise HttpError(
+                "forbidden",
                 f"The key {name} may not administer this server; `admin = true` in its table of "
-                "the keys file lets it."
+                "the keys file lets it.",
             )
 
     def __bool__(self) -> bool:
@@ -137,18 +138,19 @@ class ApiKeys:
         different keys, are refused, so that a proxy and this server cannot see different keys.
 
         Raises:
-            UnauthorizedError: no key, an ambiguous or a wrong one.
+            HttpError: no key, an ambiguous or a wrong one.
         """
         if not self.digests:
             return None
         given = {*_bearer(headers), *_values(headers, b"x-api-key")}
         if not given:
-            raise UnauthorizedError(
-                "No API key was sent; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            raise HttpError(
+                "invalid_api_key",
+                "No API key was sent; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.",
             )
         name = self._find(given.pop()) if len(given) == 1 else None
         if name is None:
-            raise UnauthorizedError("The API key is not one of this server's.")
+            raise HttpError("invalid_api_key", "The API key is not one of this server's.")
         return name
 
     def _find(self, key: bytes) -> str | None:
@@ -198,7 +200,9 @@ def _digest(key: bytes) -> bytes:
 def _values(headers: Headers, name: bytes) -> list[bytes]:
     values = [value for key, value in headers if key == name]
     if len(values) > 1:
-        raise UnauthorizedError(f"The header {name.decode()} was sent {len(values)} times.")
+        raise HttpError(
+            "invalid_api_key", f"The header {name.decode()} was sent {len(values)} times."
+        )
     return values
 
 
@@ -207,6 +211,6 @@ def _bearer(headers: Headers) -> list[bytes]:
     for value in _values(headers, b"authorization"):
         scheme, _, key = value.partition(b" ")
         if scheme.lower() != b"bearer":
-            raise UnauthorizedError("The authorization header is not `Bearer KEY`.")
+            raise HttpError("invalid_api_key", "The authorization header is not `Bearer KEY`.")
         keys.append(key.strip())
     return keys

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from .errors import MethodError, NoSuchPathError
+from .errors import HttpError
 
 Access = Literal["anyone", "key", "admin"]
 _PARAM = re.compile(r"\{(\w+)(:path)?\}")
@@ -68,15 +68,14 @@ class RouteTable:
         """The route of a request, and the values of its path's parameters.
 
         Raises:
-            NoSuchPathError: nothing is served at this path.
-            MethodError: the path is served for other methods only.
+            HttpError: nothing is served at this path, or for other methods only.
         """
         methods, params = self._methods(path)
         if not methods:
-            raise NoSuchPathError("Nothing is served at this path; /docs lists all paths.")
+            raise HttpError("not_found", "Nothing is served at this path; /docs lists all paths.")
         found = methods.get("GET" if method == "HEAD" else method)
         if found is None:
-            raise MethodError("This path is there, but not for this method.")
+            raise HttpError("method_not_allowed", "This path is there, but not for this method.")
         return found, params
 
     def serves(self, path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
@@ -69,26 +70,27 @@ class ServedModel:
     @property
     def generator(self) -> Session:
         """The session of a model that generates text; raises InvalidRequestError for another."""
-        if isinstance(self.session, PoolingSession):
+        can = self.session.capabilities
+        if "rerank" in can:
             kind, paths = "a reranker", "/v1/rerank and /v1/score"
-            if self.session.embeds:
+            if "embeddings" in can:
                 kind, paths = "an embedding model", "/v1/embeddings"
             raise InvalidRequestError(
                 f"{self.name} is {kind} and generates no text; it answers at {paths}.",
                 param="model",
             )
-        return self.session
+        return cast(Session, self.session)
 
     @property
     def pooler(self) -> PoolingSession:
         """The session of a model for vectors or scores; raises InvalidRequestError for another."""
-        if not isinstance(self.session, PoolingSession):
+        if "rerank" not in self.session.capabilities:
             raise InvalidRequestError(
                 f"{self.name} generates text and gives no vectors and scores; name an embedding "
                 "model or a reranker. /v1/models says what each model is for.",
                 param="model",
             )
-        return self.session
+        return cast(PoolingSession, self.session)
 
     @property
     def info(self) -> ModelInfo:

@@ -26,12 +26,11 @@ from ...outputs import (
 from ...session.answers import Answer, Answers, Step
 from ...session.inputs import ChatInput
 from ..call import Call
-from ..http import ErrorForm, Events, clipped_message, encode, named, refuse
+from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..served import ServedModel
 from .constraint import read_form
 from .sampling import MAX_STOPS, REFUSED_ELSEWHERE, SamplerFields, StopString, sampling_params
 from .tools import (
-    Plain,
     begun_object,
     check_text_type,
     check_tools,

@@ -13,7 +13,7 @@ from ...outputs import CallStatus, Result, ToolCall, ToolCallDelta
 from ...session.answers import Answers, Step
 from ...session.inputs import ChatInput
 from ..call import Call
-from ..http import DONE, Events, data, refuse, same_field
+from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..served import ServedModel
 from .constraint import ConstraintFields, constraint
 from .sampling import (
@@ -28,7 +28,6 @@ from .tools import (
     INPUT,
     DeclaredTool,
     DeclaredTools,
-    Plain,
     call_arguments,
     check_tools,
     custom_input,

@@ -13,7 +13,7 @@ from ...outputs import Result
 from ...session.answers import Answer, Answers, Step
 from ...session.inputs import TextInput
 from ..call import Call
-from ..http import DONE, Events, data, refuse
+from ..http import DONE, Events, Plain, data, refuse
 from ..served import ServedModel
 from .constraint import ConstraintFields, constraint
 from .sampling import REFUSED, UNLIMITED, sampling_params
@@ -21,7 +21,6 @@ from .usage import (
     FINGERPRINT,
     CompletionLogprobs,
     LogprobsWriter,
-    Plain,
     progress_of,
     timings_of,
     usage_of,

@@ -1,14 +1,13 @@
 """GET /v1/models and /v1/models/{id}, in OpenAI's form, and in Anthropic's for its clients."""
 
 from datetime import UTC, datetime
-from typing import Any
 from urllib.parse import parse_qsl
 
 from ...errors import InvalidRequestError
 from ..call import Call
+from ..http import Plain
 from ..models import ModelSlot
 
-Plain = dict[str, Any]
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that every client of Anthropic's API sends
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models a page
 
@@ -21,7 +20,9 @@ async def list_models(call: Call) -> Plain:
         stages = [v for k, v in parse_qsl(query) if k in ("lifecycle", "lifecycle[]")]
         shown = slots if not stages or "active" in stages else []
         return _page([_anthropic_card(slot) for slot in shown], call.query)
-    cards = [card for slot in slots for card in (_card(slot), *_adapter_cards(slot))]
+    cards = []
+    for slot in slots:
+        cards += [_card(slot), *(_adapter_card(slot, adapter) for adapter in slot.adapters)]
     return {"object": "list", "data": cards}
 
 
@@ -31,10 +32,6 @@ async def show_model(call: Call) -> Plain:
     if call.header(ANTHROPIC_VERSION) is not None:
         return _anthropic_card(slot)
     return _card(slot) if adapter is None else _adapter_card(slot, adapter)
-
-
-def _adapter_cards(slot: ModelSlot) -> list[Plain]:
-    return [_adapter_card(slot, adapter) for adapter in slot.adapters]
 
 
 def _adapter_card(slot: ModelSlot, adapter: str) -> Plain:

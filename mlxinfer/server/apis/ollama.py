@@ -17,15 +17,15 @@ from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joine
 from ...session.answers import Answers, Step
 from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
 from ..call import Call
-from ..errors import ForbiddenError
-from ..http import ErrorForm, Events, RequestBody, clipped_message, decode, encode
+from ..errors import HttpError
+from ..http import ErrorForm, Events, Plain, RequestBody, clipped_message, decode, encode
 from ..models import ModelSlot, State
 from ..served import ServedModel
 from ..workers import in_background
 from .chat import Effort
 from .constraint import ollama_format, read_form
 from .sampling import REFUSED, UNLIMITED, SamplingFields, sampling_params
-from .tools import Plain, begun_object, check_tools
+from .tools import begun_object, check_tools
 from .usage import logprob_of, logprobs_of
 
 API_VERSION = "0.12.6"  # of Ollama: these paths follow its API; clients check for the oldest
@@ -457,7 +457,9 @@ async def pull(call: Call, body: NamedModel) -> Any:
     """Download a model from the hub and serve it, if that is allowed (Ollama's API)."""
     service = call.service
     if service.fetch is None:
-        raise ForbiddenError("Downloads are off here; the server is started with --allow-pull.")
+        raise HttpError(
+            "forbidden", "Downloads are off here; the server is started with --allow-pull."
+        )
     name = body.called
     if not name:
         raise InvalidRequestError("model is missing, and is required.", param="model")

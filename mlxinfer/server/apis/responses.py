@@ -28,6 +28,7 @@ from ..http import (
     Body,
     ErrorForm,
     Events,
+    Plain,
     encode,
     logged,
     named,
@@ -42,7 +43,7 @@ from .chat import Effort
 from .constraint import read_form
 from .responses_items import InputItem, OutputItems, Status, conversation
 from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
-from .tools import DeclaredTools, Plain, check_tools, read_tools, report_skipped
+from .tools import DeclaredTools, check_tools, read_tools, report_skipped
 from .usage import logprob_of
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`

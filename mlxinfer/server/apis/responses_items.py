@@ -9,11 +9,10 @@ import msgspec
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
-from ..http import named
+from ..http import Plain, named
 from .tools import (
     INPUT,
     DeclaredTool,
-    Plain,
     call_arguments,
     custom_input,
     part_text,

@@ -18,9 +18,9 @@ import msgspec
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...grammar.lark_pattern import NotRegularError, lark_pattern
 from ..call import Call
+from ..http import Plain
 from .sampling import check_json_size
 
-Plain = dict[str, Any]
 MAX_TOOLS = 512
 MAX_SHOWN = 16
 HEADER = b"x-mlxinfer-skipped"

@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -11,9 +10,9 @@ from ...core import FinishReason, TokenLogprobs
 from ...outputs import Result
 from ...session.answers import Answer, Answers, Step
 from ...text import Detokenizer, Tokenizer
+from ..http import Plain
 
 FINGERPRINT = f"mlxinfer-{__version__}"  # OpenAI's system_fingerprint
-Plain = dict[str, Any]
 LEAST = -9999.0  # JSON has no -Infinity
 
 

@@ -9,10 +9,9 @@ from msgspec import Meta
 from ...errors import InvalidRequestError
 from ...history import Conversation, History, StoredMessage, owner_of
 from ..call import Call
-from ..http import RequestBody
+from ..http import Plain, RequestBody
 from ..routes import Route
 
-Plain = dict[str, Any]
 MAX_LISTED = 200
 MAX_QUERY_CHARS = 400
 

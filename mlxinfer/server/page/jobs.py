@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from ...errors import InvalidRequestError
-from ..errors import NoSuchPathError
+from ..errors import HttpError
 
 PROGRESS = {"MLXINFER_PROGRESS": "json"}  # of the environment of a job's process
 MAX_RUNNING = 4
@@ -119,12 +119,12 @@ class Jobs:
         """Pause, resume or cancel a job; what has no effect in its state is ignored.
 
         Raises:
-            NoSuchPathError: there is no such job.
+            HttpError: there is no such job.
             InvalidRequestError: there is no such action.
         """
         job = self._jobs.get(id)
         if job is None:
-            raise NoSuchPathError("There is no such job.")
+            raise HttpError("not_found", "There is no such job.")
         if action == "resume":
             if job.state is JobState.PAUSED and job.process is None:
                 self._run(job, job.again)

@@ -17,7 +17,7 @@ from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import parse_repo_name
 from ...hub.remote import search_models
 from ..call import Call
-from ..http import RequestBody
+from ..http import Plain, RequestBody
 from ..models import RegistryEntry
 from ..ops import LoadRequest
 from ..routes import Route
@@ -25,7 +25,6 @@ from ..service import ServerState
 from ..workers import Workers
 from .jobs import Job, Jobs
 
-Plain = dict[str, Any]
 RECIPES = ("4bit", "8bit", "6bit", "5bit", "3bit", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16")
 DRAIN_S = 30.0  # that the requests of a model get that is served no longer
 MAX_FITS = 200  # verdicts that are remembered

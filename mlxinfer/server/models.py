@@ -77,39 +77,6 @@ class RegistryEntry:
     stop: Callable[[], None] = lambda: None
 
 
-@dataclass(slots=True)
-class Brake:
-    """How long a model that cannot be loaded is not tried again.
-
-    A load that fails may have read hundreds of gigabytes, and unloaded other models to make room.
-    So the pause doubles with each failure in a row. A load that succeeds, and an explicit request
-    to load, end it. Times are of one monotonic clock.
-
-    Attributes:
-        num_failures: in a row.
-        until_s: before which it is not tried.
-    """
-
-    num_failures: int = 0
-    until_s: float = 0.0
-
-    def fail(self, now_s: float) -> float:
-        """Count a failure; returns the seconds until the next attempt."""
-        self.num_failures += 1
-        doublings = min(self.num_failures - 1, 30)  # far past the longest pause
-        pause_s = min(FIRST_PAUSE_S * 2**doublings, MAX_PAUSE_S)
-        self.until_s = now_s + pause_s
-        return pause_s
-
-    def release(self) -> None:
-        """Reset the count of failures."""
-        self.num_failures, self.until_s = 0, 0.0
-
-    def left_s(self, now_s: float) -> float:
-        """Seconds until it may be tried again; 0: now."""
-        return max(self.until_s - now_s, 0.0) if self.num_failures else 0.0
-
-
 class State(StrEnum):
     """Whether a model is in memory, or being loaded or unloaded."""
 
@@ -125,16 +92,19 @@ class ModelSlot:
 
     Attributes:
         users: calls that use it or wait for it; while there is one it stays.
-        used_s: when the last user left, by the registry's clock.
+        clock: monotonic seconds.
+        used_s: when the last user left.
         pinned: never unloaded; at first as the entry says.
         leaving: explicit unloads in progress; meanwhile new requests are refused.
         adapters: that it has whenever it is loaded: name -> folder.
         adapter_failures: why some of these are missing although the model is loaded.
+        retry_s: after failures in a row it is not loaded before.
     """
 
     entry: RegistryEntry
     kv_bytes: int
     weights_bytes: int
+    clock: Callable[[], float] = time.monotonic
     state: State = State.UNLOADED
     served: ServedModel | None = None
     users: int = 0
@@ -144,7 +114,8 @@ class ModelSlot:
     opening: "Future[ServedModel] | None" = None  # the work of `loading`, in its thread
     failure: Exception | None = None  # why the last try to load it failed
     adapter_failures: dict[str, Exception] = field(default_factory=dict)
-    brake: Brake = field(default_factory=Brake)
+    failures_in_a_row: int = 0
+    retry_s: float = 0.0
     max_context: int | None = None  # known once it was loaded
     capabilities: dict[str, bool] | None = None  # the same
     num_loads: int = 0
@@ -180,16 +151,35 @@ class ModelSlot:
         """Loaded, without users, and not pinned: it may be unloaded."""
         return self.state is State.LOADED and not self.users and not self.pinned
 
-    def ttl_left_s(self, now_s: float) -> float | None:
+    @property
+    def ttl_left_s(self) -> float | None:
         """Seconds until it may be unloaded for idleness; None: that does not happen."""
         ttl_s = self.entry.ttl_s
         if ttl_s is None or self.pinned or self.state is not State.LOADED:
             return None
-        return ttl_s if self.users else max(self.used_s + ttl_s - now_s, 0.0)
+        return ttl_s if self.users else max(self.used_s + ttl_s - self.clock(), 0.0)
+
+    @property
+    def retry_left_s(self) -> float:
+        """Seconds until a model that failed to load may be tried again; 0: it may be loaded."""
+        return max(self.retry_s - self.clock(), 0.0) if self.failures_in_a_row else 0.0
+
+    def fail(self) -> float:
+        """Count a failure; returns the seconds until the next attempt.
+
+        A load that fails may have read hundreds of gigabytes, and unloaded other models to make
+        room. So the pause doubles with each failure in a row. A load that succeeds, and an explicit
+        request to load, end it.
+        """
+        doublings = min(self.failures_in_a_row, 30)  # far past the longest pause
+        pause_s = min(FIRST_PAUSE_S * 2**doublings, MAX_PAUSE_S)
+        self.failures_in_a_row += 1
+        self.retry_s = self.clock() + pause_s
+        return pause_s
 
     def not_loaded(self, left_s: float) -> ModelLoadError:
         """The error of requests to a model that failed to load, and is tried again in `left_s`."""
-        count = self.brake.num_failures
+        count = self.failures_in_a_row
         times = "" if count == 1 else f" {count} times in a row"
         return ModelLoadError(
             f"The model {self.entry.name} could not be loaded{times}; the server's log says why. "
@@ -240,7 +230,7 @@ class ModelRegistry:
         self._changing = asyncio.Lock()  # held during a load or an unload
         self._slots: list[ModelSlot] = []
         self._by_name: dict[str, ModelSlot] = {}
-        slots = [ModelSlot(entry, 0, entry.weights_bytes) for entry in entries]
+        slots = [ModelSlot(entry, 0, entry.weights_bytes, clock) for entry in entries]
         budgets = kv_budgets(slots, limit_bytes)
         for slot in slots:
             slot.kv_bytes = budgets.get(slot.entry.name, 0)
@@ -312,14 +302,6 @@ class ModelRegistry:
         patterns = (alias for alias in self._by_name if "*" in alias)
         return next((self._by_name[a] for a in patterns if fnmatchcase(name, a)), None)
 
-    def ttl_left_s(self, slot: ModelSlot) -> float | None:
-        """Seconds until a model may be unloaded for idleness; None: that does not happen."""
-        return slot.ttl_left_s(self._clock())
-
-    def retry_left_s(self, slot: ModelSlot) -> float:
-        """Seconds until a model that failed to load may be tried again; 0: it may be loaded."""
-        return slot.brake.left_s(self._clock())
-
     # -- use ------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -347,7 +329,7 @@ class ModelRegistry:
     async def _loaded(self, slot: ModelSlot) -> ServedModel:
         """Load a model once for all calls that wait; the load goes on if all of them leave."""
         if slot.loading is None:
-            if left_s := self.retry_left_s(slot):
+            if left_s := slot.retry_left_s:
                 raise slot.not_loaded(left_s)
             slot.loading = _task(self._bring_in(slot))
         return await asyncio.shield(slot.loading)
@@ -355,7 +337,7 @@ class ModelRegistry:
     async def load(self, name: str) -> None:
         """Load a model if it is not; raises as `use`, but with the reason of a failure."""
         slot = self.find(name)
-        slot.brake.release()  # an explicit request tries it at once
+        slot.failures_in_a_row = 0  # an explicit request tries it at once
         try:
             async with self.use(name):
                 pass
@@ -406,9 +388,9 @@ class ModelRegistry:
         """Unload models unused for their ttl, and forget those with an engine that ended."""
         for slot in self.slots():
             self._notice_end(slot)
-            if slot.idle and self.ttl_left_s(slot) == 0.0:
+            if slot.idle and slot.ttl_left_s == 0.0:
                 async with self._changing:
-                    if slot.idle and self.ttl_left_s(slot) == 0.0:
+                    if slot.idle and slot.ttl_left_s == 0.0:
                         with contextlib.suppress(OverloadedError):  # it is stuck, which shows
                             await self._put_out(slot, "idle")
 
@@ -431,7 +413,7 @@ class ModelRegistry:
             InvalidRequestError: a name is taken, or it does not fit beside the pinned models.
         """
         self._check_free(entry)
-        slot = ModelSlot(entry, 0, entry.weights_bytes)
+        slot = ModelSlot(entry, 0, entry.weights_bytes, self._clock)
         self._share_kv([*self._slots, slot])
         self._append(slot)
 
@@ -576,17 +558,17 @@ class ModelRegistry:
         slot.state = State.LOADED
         slot.used_s = self._clock()
         slot.failure = None
-        slot.brake.release()
+        slot.failures_in_a_row = 0
         slot.num_loads += 1
 
     def _failed(self, slot: ModelSlot, error: Exception) -> ModelLoadError:
         """The error of the waiting requests; its reason is only logged, as it may name paths."""
         slot.failure = error
         slot.num_failures += 1
-        pause_s = slot.brake.fail(self._clock())
+        pause_s = slot.fail()
         if self.started:
             known = isinstance(error, MlxinferError)
-            extra = {"model": slot.entry.name, "failures": slot.brake.num_failures}
+            extra = {"model": slot.entry.name, "failures": slot.failures_in_a_row}
             log.error(
                 "model not loaded: %s",
                 error,
@@ -637,7 +619,7 @@ class ModelRegistry:
         in_background(slot.served.close, "mlxinfer-unload")
         slot.served, slot.state = None, State.UNLOADED
         slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1
-        pause_s = slot.brake.fail(self._clock())
+        pause_s = slot.fail()
         log.error("model ended by itself", extra={"model": slot.entry.name, "pause_s": pause_s})
 
 

@@ -156,10 +156,10 @@ def model_state(service: ServerState, slot: ModelSlot) -> Plain:
         "calls": slot.users,  # that use it or wait until it is loaded
         "requests_running": metrics.num_running,
         "requests_waiting": metrics.num_waiting,
-        "ttl_left_s": service.models.ttl_left_s(slot),  # null: it is not unloaded for idleness
+        "ttl_left_s": slot.ttl_left_s,  # null: it is not unloaded for idleness
         "failure": None if slot.failure is None else str(slot.failure),  # of the last load
-        "failures_in_a_row": slot.brake.num_failures,
-        "retry_left_s": service.models.retry_left_s(slot),  # until requests may load it again
+        "failures_in_a_row": slot.failures_in_a_row,
+        "retry_left_s": slot.retry_left_s,  # until requests may load it again
         "adapter_failures": {name: str(error) for name, error in slot.adapter_failures.items()},
     }
 

@@ -21,9 +21,8 @@ from mlxinfer.server.http import Message, Receive, Scope, Send
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.openapi import documentation
 from mlxinfer.server.page import files
-from mlxinfer.server.page.conversations import ConversationRoutes
 from mlxinfer.server.page.library import LibraryRoutes
-from mlxinfer.server.page.routes import PageRoutes
+from mlxinfer.server.page.routes import ConversationRoutes, PageRoutes
 from mlxinfer.server.protocol import CONNECTIONS
 from mlxinfer.server.routes import Route, RouteTable
 from mlxinfer.server.run import check_tls

@@ -11,7 +11,6 @@ from mlxinfer.server.models import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
     MIN_KV_BYTES,
-    Brake,
     ModelSlot,
     RegistryEntry,
     kv_budgets,
@@ -92,29 +91,27 @@ def test_budgets_together_stay_within_the_limit(
 
 
 def test_a_model_that_did_not_fail_has_no_pause() -> None:
-    assert Brake().left_s(-5.0) == 0.0
+    assert need("a", GB).retry_left_s == 0.0
 
 
 def test_pauses_double_up_to_the_longest() -> None:
-    brake = Brake()
-    pauses = [brake.fail(100.0) for _ in range(100)]
+    slot = need("a", GB)
+    pauses = [slot.fail() for _ in range(100)]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses == sorted(pauses)
     assert pauses[-1] == MAX_PAUSE_S
 
 
-@given(st.lists(st.tuples(st.sampled_from(["fail", "release"]), st.floats(0, 1000))))
-def test_a_pause_ends_after_its_announced_length(events: list[tuple[str, float]]) -> None:
-    brake, now_s, in_a_row = Brake(), 0.0, 0
-    for what, later_s in events:
-        now_s += later_s
-        if what == "release":
-            brake.release()
-            in_a_row = 0
-            assert brake.left_s(now_s) == 0.0
-            continue
-        pause_s = brake.fail(now_s)
-        in_a_row += 1
-        assert brake.num_failures == in_a_row
-        assert brake.left_s(now_s + pause_s) == 0.0
-        assert 0 < brake.left_s(now_s + pause_s / 2) <= MAX_PAUSE_S
+@given(st.lists(st.floats(0, 1000)))
+def test_a_pause_ends_after_its_announced_length(later: list[float]) -> None:
+    slot, now = need("a", GB), [0.0]
+    slot.clock = lambda: now[0]
+    for in_a_row, later_s in enumerate(later, start=1):
+        now[0] += later_s
+        pause_s = slot.fail()
+        assert slot.failures_in_a_row == in_a_row
+        before_s = now[0]
+        now[0] = before_s + pause_s / 2
+        assert 0 < slot.retry_left_s <= MAX_PAUSE_S
+        now[0] = before_s + pause_s
+        assert slot.retry_left_s == 0.0

@@ -176,7 +176,7 @@ def test_pauses_grow_with_each_failure_in_a_row(machine: Machine, models: ModelR
     run(work())
     assert tried == [0, 10, 30, 70, 150, 310, 630, 1230, 1830, 2430, 3030]
     slot = models.find("a")
-    assert (slot.state, slot.brake.num_failures, slot.failure) == (State.LOADED, 0, None)
+    assert (slot.state, slot.failures_in_a_row, slot.failure) == (State.LOADED, 0, None)
 
 
 def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: ModelRegistry) -> None:
@@ -184,11 +184,11 @@ def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: Mode
         await touch(models, "a", "b")
         machine.clock = 59.0
         await models.unload_idle()
-        assert models.ttl_left_s(models.find("b")) == 1.0
+        assert models.find("b").ttl_left_s == 1.0
         async with models.use("b"):
             machine.clock = 200.0
             await models.unload_idle()
-            assert models.ttl_left_s(models.find("b")) == 60.0
+            assert models.find("b").ttl_left_s == 60.0
         machine.clock = 259.9
         await models.unload_idle()
         assert states(models) == "LLUU"
@@ -197,7 +197,7 @@ def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: Mode
 
     run(work())
     assert states(models) == "LUUU"
-    assert models.ttl_left_s(models.find("a")) is None
+    assert models.find("a").ttl_left_s is None
     assert models.slots()[1].unloads == {"idle": 1}
 
 
@@ -463,7 +463,7 @@ def test_a_pinned_model_stays_until_it_is_unpinned(machine: Machine) -> None:
         machine.clock += 100
         await models.unload_idle()
         assert models.find("a").state is State.LOADED
-        assert models.ttl_left_s(models.find("a")) is None
+        assert models.find("a").ttl_left_s is None
         with pytest.raises(InvalidRequestError, match="pinned"):
             await models.unload("a")
         models.find("a").pinned = False

@@ -24,8 +24,8 @@ from mlxinfer.server.apis import (
     anthropic,
     chat,
     completions,
+    embeddings,
     ollama,
-    rerank,
     responses,
     tokens,
     tools,
@@ -314,7 +314,7 @@ def test_only_allowed_tools_are_told() -> None:
 
 
 def test_other_names_of_bodies_without_sampling() -> None:
-    texts = decode(b'{"query": "a", "texts": ["b"]}', rerank.RerankRequest)
+    texts = decode(b'{"query": "a", "texts": ["b"]}', embeddings.RerankRequest)
     assert texts.documents == ["b"]
     assert decode(b'{"content": "a"}', tokens.TokenizeRequest).prompt == "a"
     with pytest.raises(UnsupportedFieldError, match="Lark"):

@@ -408,7 +408,7 @@ async def running(call: Call) -> Plain:
     for slot in models.slots():
         if slot.state is not State.LOADED:
             continue
-        left_s = models.ttl_left_s(slot)
+        left_s = slot.ttl_left_s
         expires = datetime.fromtimestamp(call.created_s + (left_s or 0), UTC)
         if left_s is None:  # it stays
             expires = expires.replace(year=expires.year + 100, day=1)

@@ -9,7 +9,7 @@ import asyncio
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from ..errors import EngineClosedError
 from ..outputs import Result
-from .models import ModelRegistry, ModelSlot, State
+from .models import ModelRegistry, ModelSlot
 from .served import ServedModel
 from .workers import in_background
 
@@ -68,48 +68,53 @@ HISTOGRAMS = {  # field of RequestMetrics -> name, bounds, help
     "max_tokens": ("vllm:request_params_max_tokens", TOKENS, "max_tokens, as asked."),
     "choices": ("vllm:request_params_n", CHOICES, "Answers of a call."),
 }
-COUNTERS = {  # name -> field of RequestMetrics, help
-    "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens, cached ones included."),
-    "vllm:prompt_tokens_cached": ("cached_tokens", "Prompt tokens found in the prefix cache."),
-    "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked for in the cache."),
-    "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
-    "vllm:generation_tokens": ("generation_tokens", "Answer tokens."),
-    "vllm:admission_rejections": ("num_rejected", "Calls that found the queue full."),
-}
-ENGINE_COUNTERS = {  # name -> key of Engine.stats, help
-    "vllm:num_preemptions": ("preemptions", "Requests that had to make room for others."),
-    "mlxinfer:step_failures": ("step_failures", "Steps that ended with an error."),
-    "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Not found in any cache."),
-    "mlxinfer:kv_bytes_copied": ("bytes_copied", "Tails copied because a step was in flight."),
-}
-ENGINE_GAUGES = {
-    "mlxinfer:kv_bytes_held": ("kv_bytes_held", "KV cache of running requests."),
-    "mlxinfer:kv_bytes_cached": ("kv_bytes_cached", "KV cache kept for requests to come."),
-    "mlxinfer:kv_bytes_allocated": ("kv_bytes_allocated", "KV cache, all arrays."),
-}
+C, G = CounterMetricFamily, GaugeMetricFamily
+# kind, source, and name -> key or attribute of the source, help; a number of each model
+FAMILIES = (
+    (C, "requests", {
+        "vllm:prompt_tokens": ("prompt_tokens", "Prompt tokens, cached ones included."),
+        "vllm:prompt_tokens_cached": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+        "vllm:prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked for in the cache."),
+        "vllm:prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+        "vllm:generation_tokens": ("generation_tokens", "Answer tokens."),
+        "vllm:admission_rejections": ("num_rejected", "Calls that found the queue full."),
+    }),
+    (C, "engines", {
+        "vllm:num_preemptions": ("preemptions", "Requests that had to make room for others."),
+        "mlxinfer:step_failures": ("step_failures", "Steps that ended with an error."),
+        "mlxinfer:prompt_tokens_computed": ("prompt_tokens_computed", "Not found in any cache."),
+        "mlxinfer:kv_bytes_copied": ("bytes_copied", "Tails copied because a step was in flight."),
+    }),
+    (G, "engines", {
+        "mlxinfer:kv_bytes_held": ("kv_bytes_held", "KV cache of running requests."),
+        "mlxinfer:kv_bytes_cached": ("kv_bytes_cached", "KV cache kept for requests to come."),
+        "mlxinfer:kv_bytes_allocated": ("kv_bytes_allocated", "KV cache, all arrays."),
+    }),
+    (C, "speculation", {
+        "vllm:spec_decode_num_drafts": ("drafts", "Rows of steps that verified proposals."),
+        "vllm:spec_decode_num_draft_tokens": ("drafted", "Tokens proposed and verified."),
+        "vllm:spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens of answers."),
+        "mlxinfer:spec_decode_num_switched_off": ("switched_off", "Requests that lost a source."),
+    }),
+    (C, "disk", {
+        f"mlxinfer:disk_cache_{key}": (key, "Pages.")
+        for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
+    }),
+    (G, "disk", {"mlxinfer:disk_cache_bytes": ("num_bytes", "Of all models.")}),
+    (G, "slots", {
+        "mlxinfer:model_loaded": ("loaded", "1: it is in memory."),
+        "mlxinfer:weights_bytes": ("weights_bytes", "When loaded."),
+        "mlxinfer:kv_budget_bytes": ("kv_bytes", "When loaded."),
+    }),
+    (C, "slots", {
+        "mlxinfer:model_loads": ("num_loads", "Loads that worked."),
+        "mlxinfer:model_load_failures": ("num_failures", "Loads that failed."),
+    }),
+)  # fmt: skip
 MEMORY_GAUGES = {  # of the process: the same for every engine
     "mlxinfer:memory_active_bytes": ("active_memory_bytes", "Arrays of MLX now."),
     "mlxinfer:adapter_bytes": ("adapter_bytes", "Matrices of loaded adapters."),
     "mlxinfer:memory_peak_bytes": ("peak_memory_bytes", "Arrays of MLX at most."),
-}
-SPECULATION_COUNTERS = {  # name -> key of stats["speculation"], help
-    "vllm:spec_decode_num_drafts": ("drafts", "Rows of steps that verified proposals."),
-    "vllm:spec_decode_num_draft_tokens": ("drafted", "Tokens proposed and verified."),
-    "vllm:spec_decode_num_accepted_tokens": ("accepted", "Of these, tokens of answers."),
-    "mlxinfer:spec_decode_num_switched_off": ("switched_off", "Requests without a failed source."),
-}
-DISK_COUNTERS = {
-    f"mlxinfer:disk_cache_{key}": (key, "Pages.")
-    for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
-}
-SLOT_GAUGES: dict[str, tuple[Callable[[ModelSlot], float], str]] = {
-    "mlxinfer:model_loaded": (lambda slot: slot.state is State.LOADED, "1: it is in memory."),
-    "mlxinfer:weights_bytes": (lambda slot: slot.weights_bytes, "When loaded."),
-    "mlxinfer:kv_budget_bytes": (lambda slot: slot.kv_bytes, "When loaded."),
-}
-SLOT_COUNTERS: dict[str, tuple[Callable[[ModelSlot], float], str]] = {
-    "mlxinfer:model_loads": (lambda slot: slot.num_loads, "Loads that worked."),
-    "mlxinfer:model_load_failures": (lambda slot: slot.num_failures, "Loads that failed."),
 }
 STATS_S = 1.0  # that an engine has to answer; without its stats the rest is still served
 
@@ -255,6 +260,20 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
+        slots = {slot.entry.name: slot for slot in self.slots}
+        sources: dict[str, Mapping[str, Any]] = {
+            "requests": self.request_metrics,
+            "engines": self.engine_stats,
+            "slots": slots,
+            **{part: self._parts(part) for part in ("speculation", "disk")},
+        }
+        for kind, source, table in FAMILIES:
+            getter = attrgetter if source in ("requests", "slots") else itemgetter
+            for name, (key, text) in table.items():
+                family: Any = kind(name, text, labels=MODEL)
+                for model, found in sources[source].items():
+                    family.add_metric([model], getter(key)(found))
+                yield family
         yield from self._requests()
         yield from self._engines()
         yield from self._models()
@@ -262,8 +281,6 @@ class ServerMetrics(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         by_model = self.request_metrics
-        for name, (key, text) in COUNTERS.items():
-            yield _family(CounterMetricFamily, name, text, by_model, attrgetter(key))
         for key, (name, _, text) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=MODEL)
             for model, metrics in by_model.items():
@@ -290,8 +307,6 @@ class ServerMetrics(Collector):
             waiting.add_metric([model], stats.get("waiting", metrics.num_waiting))
             usage.add_metric([model], _usage(stats))
         yield from (running, waiting, usage)
-        yield from _families(CounterMetricFamily, ENGINE_COUNTERS, self.engine_stats)
-        yield from _families(GaugeMetricFamily, ENGINE_GAUGES, self.engine_stats)
         steps = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Tokens of a step; no buckets.", labels=MODEL
         )
@@ -301,24 +316,15 @@ class ServerMetrics(Collector):
         for name, (key, text) in MEMORY_GAUGES.items():
             values = [stats[key] for stats in self.engine_stats.values()]
             yield GaugeMetricFamily(name, text, value=max(values, default=0))
-        disks = {m: v["disk"] for m, v in self.engine_stats.items() if "disk" in v}
-        yield from _families(CounterMetricFamily, DISK_COUNTERS, disks)
-        sizes = {"mlxinfer:disk_cache_bytes": ("num_bytes", "Of all models.")}
-        yield from _families(GaugeMetricFamily, sizes, disks)
 
     def _models(self) -> Iterator[Metric]:
-        loaded = sum(slot.state is State.LOADED for slot in self.slots)
+        loaded = sum(slot.loaded for slot in self.slots)
         held = sum(slot.held_bytes for slot in self.slots)
         yield GaugeMetricFamily("mlxinfer:models_loaded", "Models in memory.", value=loaded)
         yield GaugeMetricFamily("mlxinfer:memory_reserved_bytes", "By loaded models.", value=held)
         yield GaugeMetricFamily(
             "mlxinfer:memory_limit_bytes", "Of all models.", value=self.limit_bytes
         )
-        by_name = {slot.entry.name: slot for slot in self.slots}
-        for name, (value, text) in SLOT_GAUGES.items():
-            yield _family(GaugeMetricFamily, name, text, by_name, value)
-        for name, (value, text) in SLOT_COUNTERS.items():
-            yield _family(CounterMetricFamily, name, text, by_name, value)
         unloads = CounterMetricFamily(
             "mlxinfer:model_unloads",
             "By reason: idle, memory, asked, fault.",
@@ -330,43 +336,19 @@ class ServerMetrics(Collector):
         yield unloads
 
     def _speculation(self) -> Iterator[Metric]:
-        proposing = {
-            m: v["speculation"] for m, v in self.engine_stats.items() if "speculation" in v
-        }
-        yield from _families(CounterMetricFamily, SPECULATION_COUNTERS, proposing)
         by_place = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens, by their place among the proposals of a step.",
             labels=[*MODEL, "position"],
         )
-        for model, stats in proposing.items():
+        for model, stats in self._parts("speculation").items():
             for place, count in enumerate(stats["accepted_at"]):
                 by_place.add_metric([model, str(place)], count)
         yield by_place
 
-
-def _family(
-    kind: Callable[..., Any],
-    name: str,
-    text: str,
-    sources: Mapping[str, Any],
-    value: Callable[[Any], float],
-) -> Metric:
-    """One number of each model."""
-    family: Any = kind(name, text, labels=MODEL)
-    for model, source in sources.items():
-        family.add_metric([model], value(source))
-    made: Metric = family
-    return made
-
-
-def _families(
-    kind: Callable[..., Any],
-    table: Mapping[str, tuple[str, str]],
-    stats: Mapping[str, Mapping[str, Any]],
-) -> Iterator[Metric]:
-    for name, (key, text) in table.items():
-        yield _family(kind, name, text, stats, itemgetter(key))
+    def _parts(self, name: str) -> dict[str, Mapping[str, Any]]:
+        """One part of the stats of each engine that has it."""
+        return {m: stats[name] for m, stats in self.engine_stats.items() if name in stats}
 
 
 def _usage(stats: Mapping[str, Any]) -> float:

@@ -147,15 +147,20 @@ class ModelSlot:
         return 0 if self.state is State.UNLOADED else self.need_bytes
 
     @property
+    def loaded(self) -> bool:
+        """Whether the model is in memory."""
+        return self.state is State.LOADED
+
+    @property
     def idle(self) -> bool:
         """Loaded, without users, and not pinned: it may be unloaded."""
-        return self.state is State.LOADED and not self.users and not self.pinned
+        return self.loaded and not self.users and not self.pinned
 
     @property
     def ttl_left_s(self) -> float | None:
         """Seconds until it may be unloaded for idleness; None: that does not happen."""
         ttl_s = self.entry.ttl_s
-        if ttl_s is None or self.pinned or self.state is not State.LOADED:
+        if ttl_s is None or self.pinned or not self.loaded:
             return None
         return ttl_s if self.users else max(self.used_s + ttl_s - self.clock(), 0.0)
 
@@ -381,7 +386,7 @@ class ModelRegistry:
                         f"The model {slot.entry.name} answers {slot.users} requests; wait for "
                         "them, or give them some seconds with drain_s."
                     )
-                if slot.state is State.LOADED:
+                if slot.loaded:
                     await self._put_out(slot, "asked")
 
     async def unload_idle(self) -> None:

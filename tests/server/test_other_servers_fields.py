@@ -1,6 +1,8 @@
-"""Fields and spellings of other servers' clients."""
+"""Fields and spellings of other servers' clients, and answers that go on with a message."""
 
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -9,8 +11,13 @@ import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, with_fields
 from live_server import CHAT, LiveServer, chat
 from scripted import TEMPLATE, ScriptedServer, teach
+from text.text_data import load_tokenizer
 
+from mlxinfer.core import FinishReason, TokenEvent
 from mlxinfer.server.keys import ApiKeys
+from mlxinfer.session.inputs import ChatInput
+from mlxinfer.session.session import RequestBuilder, Session
+from mlxinfer.text import ChatTemplate
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
@@ -184,3 +191,53 @@ def test_a_tool_may_say_nothing(scripted: ScriptedServer) -> None:
     ]
     with scripted.says("x"):
         assert scripted.post(CHAT, {"messages": history}).status_code == 200
+
+
+PLAIN = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ASKED = {"role": "user", "content": "What does the cat do?"}
+BEGUN = {"role": "assistant", "content": "The cat"}
+
+
+@pytest.fixture
+def spaced() -> Iterator[ScriptedServer]:
+    """A server with a decoder that takes the first space off a text."""
+    with ScriptedServer() as server:
+        tokenizer = load_tokenizer("sentencepiece")
+        tokenizer.template = ChatTemplate(PLAIN, variables={})
+        model = server.model
+        model.generator.builder.close()
+        info = replace(model.info, vocab_size=tokenizer.vocab_size)
+        assert isinstance(model.session, Session)
+        model.session.builder = RequestBuilder(tokenizer, info, "auto")
+        server.script._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        yield server
+
+
+def said(server: ScriptedServer, messages: list[Any], **fields: Any) -> str:
+    answer = server.post("/v1/chat/completions", {"messages": messages, **fields}).json()
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_chat_completion(spaced: ScriptedServer) -> None:
+    with spaced.says("sleeps"):
+        assert said(spaced, [ASKED]) == "sleeps"
+        assert said(spaced, [ASKED, BEGUN], continue_final_message=True) == " sleeps"
+
+
+def test_the_library(spaced: ScriptedServer) -> None:
+    session = spaced.model.generator
+    ids = spaced.model.tokenizer.encode("sleeps", add_special_tokens=False)
+    for messages, continues, expected in (
+        ([ASKED], False, "sleeps"),
+        ([ASKED, BEGUN], True, " sleeps"),
+    ):
+        (answer,) = session.start(ChatInput(messages=messages, continues=continues)).answers
+        for token_id in ids:
+            answer.push(TokenEvent(answer.request.id, token_id))
+        answer.push(TokenEvent.without_token(answer.request.id, FinishReason.LENGTH))
+        assert answer.result is not None
+        assert answer.result.text == expected

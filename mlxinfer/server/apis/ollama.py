@@ -19,7 +19,7 @@ from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
 from ..call import Call
 from ..errors import HttpError
 from ..http import ErrorForm, Events, Plain, RequestBody, clipped_message, decode, encode
-from ..models import ModelSlot, State
+from ..models import ModelSlot
 from ..served import ServedModel
 from ..workers import in_background
 from .chat import Effort
@@ -406,7 +406,7 @@ async def running(call: Call) -> Plain:
     models = call.service.models
     found = []
     for slot in models.slots():
-        if slot.state is not State.LOADED:
+        if not slot.loaded:
             continue
         left_s = slot.ttl_left_s
         expires = datetime.fromtimestamp(call.created_s + (left_s or 0), UTC)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypedDict
 
 from .errors import (
     InvalidRequestError,
@@ -396,6 +396,7 @@ class StateSpec:
     """
 
     shapes: tuple[tuple[tuple[int, ...], str], ...]  # (shape, dtype such as "float32") of each
+    window: ClassVar[None] = None
 
     @property
     def numbers(self) -> int:
@@ -412,6 +413,7 @@ class OwnCacheSpec:
 
     numbers: int  # kept per token
     num_bytes: int  # kept of a sequence beside that, whatever its length
+    window: ClassVar[None] = None
 
 
 PagedSpec = KVSpec | LatentSpec  # what lies in pages, a vector or more for each token

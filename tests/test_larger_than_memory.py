@@ -13,8 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from adapters.cases import base, folders
-from engine.harness import Harness, prompt
-from engine.test_same_tokens import model_of
+from engine.harness import Harness, model_of, prompt
 from models.tiny import tiny_checkpoint
 
 from mlxinfer import LLM, SamplingParams

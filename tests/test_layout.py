@@ -133,7 +133,6 @@ WITHOUT_MLX = (
     "speculation.estimates",
     "speculation.ngram",
     "speculation.options",
-    "speculation.source",
     "speculation.speculation",
     "text",
 )

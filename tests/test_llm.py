@@ -192,9 +192,9 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
 
 
 def test_ctrl_c_aborts_the_requests_of_a_batch(llm: LLM) -> None:
-    def press() -> bool:
+    def press(loop: Any) -> bool:
         """On the engine's thread, where nothing ends meanwhile."""
-        running = len(llm._session.engine._loop.scheduler.queues.running) == 2
+        running = len(loop.scheduler.queues.running) == 2
         if running:
             _thread.interrupt_main()
         return running

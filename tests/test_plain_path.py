@@ -21,7 +21,6 @@ FEATURES = (  # folders and files of the package
         "models/zoo/",
     ),
     *("cache/disk/", "cache/state.py", "cache/own.py", "cache/latent.py"),
-    "sampling/rejection.py",
     *("speculation/draft.py", "speculation/heads.py", "speculation/block.py"),
     "text/tools/",
 )

@@ -103,7 +103,7 @@ def lay_out(
     paged = [i for i, kind in enumerate(kinds) if kind.is_paged]
     plain = {paged[0], paged[-1]} if options.plain_ends and paged else set()
     if options.plain_windows:
-        plain |= {i for i in paged if specs[i].window is not None}  # type: ignore[union-attr]
+        plain |= {i for i in paged if specs[i].window is not None}
     if formats != NOT_QUANTISED:
         for kind, spec in zip(kinds, specs, strict=True):
             kind.check(spec, formats, key_bias=key_bias)

@@ -11,7 +11,7 @@ from ..models.adapters.loaded import ModelAdapters
 from ..models.adapters.targets import Placement
 from ..models.language import LanguageModel
 from .batch import Sequence
-from .runner import OtherAdapters
+from .runner import FollowerAdapters
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class AdapterTable:
         model: LanguageModel,
         reserve: Callable[[int], bool],
         renamed: Callable[[], None],
-        others: OtherAdapters | None = None,
+        others: FollowerAdapters | None = None,
     ) -> None:
         self._others = others
         self._reserve = reserve
@@ -115,20 +115,19 @@ class AdapterTable:
         """Load the matrices, on all ranks at the same time."""
         number, adapter = loaded.number, loaded.adapter
         pieces = self._loaded.load(number, adapter, placements)
-        if self._others is None:
-            for _ in pieces:
-                yield 0.0
-            loaded.num_bytes = self._loaded.bytes_of(number)
-            self._reserve(self.num_bytes)
-            return
         ended = False
         while not ended:
-            self._others.begin_piece(number)
+            if self._others is not None:
+                self._others.begin_piece(number)
             try:
                 ended = bool(next(pieces, True))
             finally:  # they have done theirs, whatever came of this one
-                ended &= self._others.end_piece(number, adapter)
+                if self._others is not None:
+                    ended &= self._others.end_piece(number, adapter)
             yield 0.0
+        if self._others is None:
+            loaded.num_bytes = self._loaded.bytes_of(number)
+            self._reserve(self.num_bytes)
 
     def unload(self, name: str) -> Generator[float]:
         """Refuse an adapter to new requests; its memory is freed when its last request has ended.

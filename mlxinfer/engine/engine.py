@@ -35,7 +35,7 @@ from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
 Emit = Callable[[list[TokenEvent]], None]
-Load = Callable[[], tuple[LanguageModel, EngineConfig]]
+Load = Callable[[], tuple[LanguageModel, EngineConfig, Proposer | None]]
 log = logging.getLogger("mlxinfer.engine")
 T = TypeVar("T")
 FAIL_S = 2.0  # that a step may take to end after a failure elsewhere
@@ -103,29 +103,24 @@ MakeLoop = Callable[[Emit], EngineLoop]
 Stop = Callable[[], None]
 
 
-def generation(
-    load: Load,
-    proposer: Callable[[], Proposer | None] | None = None,
-    followers: Followers | None = None,
-) -> Callable[[Emit], Loop]:
+def generation(load: Load, followers: Followers | None = None) -> Callable[[Emit], Loop]:
     """A factory of the loop of a model that generates; the engine calls it on its own thread.
 
     Args:
-        load: returns the model and how to run it.
-        proposer: called after `load`; makes the proposer of tokens that steps verify; None: none.
+        load: returns the model, how to run it, and the proposer of tokens that steps verify.
         followers: the other ranks of a model that is spread over several; None: it is not.
     """
 
     def make(emit: Emit) -> Loop:
         try:
-            model, config = load()
+            model, config, proposer = load()
             return Loop(
                 model,
                 config,
                 emit,
                 kernels=choose_on_this_machine(),
                 kernels_when_idle=True,
-                proposer=None if proposer is None else proposer(),
+                proposer=proposer,
                 followers=followers,
             )
         except BaseException:  # there is no loop that would release them
@@ -195,7 +190,7 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended; its last event has FinishReason.ABORT."""
-        self._inbox.put(lambda: self._abort((request_id,)))
+        self.aborter((request_id,))()
 
     def aborter(self, request_ids: Sequence[str]) -> Callable[[], None]:
         """A call that aborts these requests, for a caller that leaves before their ends.
@@ -216,10 +211,11 @@ class Engine:
         Raises:
             EngineClosedError: the engine was closed.
         """
-        return self.call(lambda: self._loop.stats())
+        stats: dict[str, Any] = self.call(lambda loop: loop.stats())
+        return stats
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread, between two steps, and return its result.
+    def call(self, function: Callable[[Any], T]) -> T:
+        """Run a function of the loop on its thread, between two steps, and return its result.
 
         Raises:
             EngineClosedError: the engine was closed, or is before the function's turn comes.
@@ -231,7 +227,7 @@ class Engine:
             if self._stopping:
                 reply.fail(EngineClosedError("The engine was closed."))
                 return
-            reply.of(function)
+            reply.of(lambda: function(self._loop))
 
         self._put(work)
         return reply.wait()
@@ -277,16 +273,16 @@ class Engine:
             EngineClosedError: the engine was closed, or is meanwhile.
             whatever a piece raises.
         """
-        pieces = self.call(lambda: begin(self._loop))
+        pieces = self.call(begin)
         try:
-            while (pause_s := self.call(lambda: next(pieces, None))) is not None:
+            while (pause_s := self.call(lambda _: next(pieces, None))) is not None:
                 time.sleep(pause_s)
         finally:  # also after Ctrl-C between two pieces
-            self.call(pieces.close)
+            self.call(lambda _: pieces.close())
 
     def close(self) -> None:
         """Abort what runs, stop the thread and free the memory. Closing twice is fine."""
-        if is_fork(self._pid):  # the thread is not here, and a lock may be held for ever
+        if os.getpid() != self._pid:  # the thread is not here, and a lock may be held for ever
             return
         if self._abandoned:  # the thread is stuck
             return
@@ -300,8 +296,10 @@ class Engine:
 
     def require_process(self) -> None:
         """Raise EngineClosedError in a fork of the engine's process, where nothing comes."""
-        if os.getpid() != self._pid:  # asked before every event that a caller waits for
-            require_process(self._pid)
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                f"The engine runs in the process that this one was forked from; {ADVICE}."
+            )
 
     def require_open(self) -> None:
         """Raise EngineClosedError where the engine was closed, or runs in another process."""
@@ -469,19 +467,6 @@ def claim_process() -> int:
             f"{ADVICE}."
         )
     return pid
-
-
-def is_fork(pid: int) -> bool:
-    """Whether this is no longer process `pid`, where an engine runs."""
-    return os.getpid() != pid
-
-
-def require_process(pid: int) -> None:
-    """Raise EngineClosedError in a fork of process `pid`, where an engine runs."""
-    if is_fork(pid):
-        raise EngineClosedError(
-            f"The engine runs in the process that this one was forked from; {ADVICE}."
-        )
 
 
 def await_end(running: Lock) -> None:

@@ -13,60 +13,45 @@ WORD_BITS = 32
 ALL = np.uint32(0xFFFFFFFF)
 
 
-class GrammarMasks:
-    """Fills the masks of constrained rows, from the tokens that are known.
+def fill_masks(sampling: SamplingRows, vocab_size: int) -> tuple[Masks, list[tuple[Sequence, str]]]:
+    """The masks of the G constrained rows of a step, from the tokens that are known.
 
     An answer may end where its grammar is satisfied, nowhere else: there its end tokens are allowed
-    beside what the grammar allows.
+    beside what the grammar allows. A row that comes after proposals has the mask of the state after
+    them; where that state allows nothing the row is blocked, and its sequence gets there again
+    without proposals.
+
+    Returns:
+        masks (G, ceil(V / 32)), and the sequences that cannot go on, with the reason. A row that
+        cannot go on, or belongs to an ended request, allows everything: its token is discarded.
     """
-
-    def __init__(self, vocab_size: int) -> None:
-        self._masks = np.zeros((0, -(-vocab_size // WORD_BITS)), dtype=np.uint32)
-
-    def fill(self, sampling: SamplingRows) -> tuple[Masks, list[tuple[Sequence, str]]]:
-        """The masks of the G constrained rows of a step.
-
-        A row that comes after proposals has the mask of the state after them; where that state
-        allows nothing the row is blocked, and its sequence gets there again without proposals.
-
-        Returns:
-            masks (G, ceil(V / 32)), written over by the next call, and the sequences that cannot go
-            on, with the reason. A row that cannot go on, or belongs to an ended request, allows
-            everything: its token is discarded.
-        """
-        first = sampling.num_free
-        sequences, proposals = sampling.sequences[first:], sampling.proposals
-        masks = self._room(len(sequences))
-        masks[:] = ALL
-        counts = [0] * len(sequences) if proposals is None else proposals.counts[first:].tolist()
-        states: dict[int, Grammar] = {}
-        for row, sequence in enumerate(sequences):
-            if sequence.finished:
-                continue
-            if proposals is not None and counts[row]:  # the row before is one proposal behind
-                states[row] = states[row - 1].fork()
-                states[row].accept(int(proposals.token_ids[first + row, counts[row] - 1]))
-            else:
-                states[row] = _grammar(sequence)
-        _fill_by_kind(states, masks)
-        stuck = []
-        for row, state in states.items():
-            sequence = sequences[row]
-            num_answered = sequence.num_answered + counts[row]
-            problem = _allow_ends(sequence.request, state, masks[row], num_answered)
-            if problem is None:
-                continue
-            masks[row] = ALL
-            if proposals is not None and counts[row]:
-                proposals.blocked.add(first + row)
-            else:
-                stuck.append((sequence, problem))
-        return masks, stuck
-
-    def _room(self, num_rows: int) -> Masks:
-        if num_rows > len(self._masks):
-            self._masks = np.zeros((2 * num_rows, self._masks.shape[1]), dtype=np.uint32)
-        return self._masks[:num_rows]
+    first = sampling.num_free
+    sequences, proposals = sampling.sequences[first:], sampling.proposals
+    masks = np.full((len(sequences), -(-vocab_size // WORD_BITS)), ALL)
+    counts = [0] * len(sequences) if proposals is None else proposals.counts[first:].tolist()
+    states: dict[int, Grammar] = {}
+    for row, sequence in enumerate(sequences):
+        if sequence.finished:
+            continue
+        if proposals is not None and counts[row]:  # the row before is one proposal behind
+            states[row] = states[row - 1].fork()
+            states[row].accept(int(proposals.token_ids[first + row, counts[row] - 1]))
+        else:
+            states[row] = _grammar(sequence)
+    _fill_by_kind(states, masks)
+    stuck = []
+    for row, state in states.items():
+        sequence = sequences[row]
+        num_answered = sequence.num_answered + counts[row]
+        problem = _allow_ends(sequence.request, state, masks[row], num_answered)
+        if problem is None:
+            continue
+        masks[row] = ALL
+        if proposals is not None and counts[row]:
+            proposals.blocked.add(first + row)
+        else:
+            stuck.append((sequence, problem))
+    return masks, stuck
 
 
 def num_allowed(request: Request, token_ids: Seq[int]) -> int:
@@ -80,9 +65,7 @@ def num_allowed(request: Request, token_ids: Seq[int]) -> int:
             state.accept(token_id)
             if state.problem is not None or state.finished:
                 return count
-    except (
-        BaseException
-    ):  # the fault boundary of a grammar: it is reported where it is met for good
+    except BaseException:  # the fault boundary of a grammar: reported where it is met for good
         return 0
     return len(token_ids)
 

@@ -53,10 +53,6 @@ class KVManager:
         )
         self._states = Snapshots(states, self.tree, reuse=reuse) if states else None
 
-    def pages_needed(self, group: int, num_tokens: int) -> int:
-        """Pages of a group that a sequence of `num_tokens` needs at once, at most."""
-        return self.groups[group].max_pages(num_tokens)
-
     # -- beginning ------------------------------------------------------------------------------
 
     def begin(self, sequence: Sequence, *, slot: int, spare: int) -> None:
@@ -119,7 +115,7 @@ class KVManager:
 
     def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
         for group, shared in enumerate(point.tables()):
-            needed = self.pages_needed(group, sequence.num_known + 1) - len(shared.all_pages)
+            needed = self.groups[group].max_pages(sequence.num_known + 1) - len(shared.all_pages)
             free = self.allocators[group].num_free + self.tree.num_evictable(group)
             if needed + spare > free:
                 return False
@@ -213,16 +209,12 @@ class KVManager:
             self.tree.evict(group, missing - allocator.num_free)
         table.append(allocator.allocate(missing, after=table.last))
 
-    def wrote(self, sequence: Sequence) -> None:
-        """Note that the step being launched writes whole pages of a prompt."""
-        self._written.append(sequence)
+    def wrote(self, sequence: Sequence, *, of_answer: bool = False) -> None:
+        """Note that the step being launched writes whole pages of a sequence.
 
-    def wrote_answer(self, sequence: Sequence) -> None:
-        """Note that the step being launched writes whole pages of an answer.
-
-        They go to the tree when it ends, unless a window recycles them before.
+        Pages of an answer go to the tree when it ends, unless a window recycles them before.
         """
-        if self._recycling:
+        if self._recycling or not of_answer:
             self._written.append(sequence)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache.kv import KVCache
+from ..cache.pages import StateGroup
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs, check_token_ids
 from ..errors import (
@@ -28,7 +28,7 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable, no_adapter
 from .batch import Batch, CommitResult, SamplingRows, Sequence
-from .grammar_masks import GrammarMasks
+from .grammar_masks import fill_masks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .pagestore import SAVE_S, PageStore
@@ -41,7 +41,7 @@ from .runner import (
     disk_namespace,
     make_cache,
 )
-from .scheduler import Counters, Proposer, Scheduler
+from .scheduler import EngineCounters, Proposer, Scheduler
 
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
 _ENDLESS = 2**31  # tokens; more than any context
@@ -100,7 +100,7 @@ class Loop:
         self._proposer = proposer
         others = None if followers is None else followers.adapters
         self.adapters = AdapterTable(model, self._reserve, self._state_limits, others)
-        self._counters = Counters()  # kept where the loop starts afresh
+        self._counters = EngineCounters()  # kept where the loop starts afresh
         self.assemble()
 
     def assemble(self) -> None:
@@ -128,7 +128,6 @@ class Loop:
             num_plans=self._num_stages + 1,
         )
         self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
-        self.grammar_masks = GrammarMasks(self.model.config.vocab_size)
         self._in_flight.clear()
         self._state_limits()
 
@@ -203,16 +202,20 @@ class Loop:
     # -- requests -------------------------------------------------------------------------------
 
     def _state_limits(self) -> None:
-        self.limits = EngineLimits.of(
-            self.config, self.model.config.vocab_size, self.cache, self.adapters.names
+        self.limits = EngineLimits(
+            vocab_size=self.model.config.vocab_size,
+            adapters=self.adapters.names,
+            page_size=self.config.page_size,
+            max_context=self.config.max_context,
+            max_positions=self.cache.max_tokens,
+            groups=tuple(
+                GroupLimits(g.allocator.num_pages, g.page_bytes, g.max_pages(_ENDLESS))
+                for g in self.cache.groups
+            ),
         )
 
-    def check(self, request: Request) -> int:
-        """How many tokens the answer may have at most; errors as of `EngineLimits.check`."""
-        return self.limits.check(request)
-
     def add(self, request: Request, max_output: int) -> None:
-        """Queue a request that `check` passed."""
+        """Queue a request that `limits.check` passed, with the tokens that its answer may have."""
         if self._proposer is not None:  # a source draws as the model does, with the same numbers
             request.params = request.params.seeded()
         limits, num_prompt = self.limits, len(request.prompt_ids)
@@ -238,14 +241,11 @@ class Loop:
 
     def _keep_for_adapters(self, num_bytes: int, lengths: list[int]) -> bool:
         """Limit the pages of every rank, so that so many bytes of adapters fit; whether they do."""
-        is_there = self.cache.reserve(self._beyond(num_bytes), lengths)
+        beyond = max(num_bytes - self.config.adapter_bytes, 0)  # what was kept for them at load
+        is_there = self.cache.reserve(beyond, lengths)
         if self._followers is not None:
             self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
         return is_there
-
-    def _beyond(self, num_bytes: int) -> int:
-        """The part of these bytes that exceeds the memory kept for adapters at load."""
-        return max(num_bytes - self.config.adapter_bytes, 0)
 
     def abort(self, request_id: str) -> None:
         """End a request if it has not ended."""
@@ -286,14 +286,20 @@ class Loop:
     def _sample_constrained(self, launched: Launched) -> None:
         """Sample the rows with a grammar, all tokens before known."""
         try:
-            masks, stuck = self.grammar_masks.fill(launched.batch.sampling)
+            masks, stuck = fill_masks(launched.batch.sampling, self.model.config.vocab_size)
             self.runner.sample_constrained(launched, masks)
         except BaseException as error:  # the fault boundary of a step, as in _launch
             self._fail_step(launched.batch, error)
             return
         for sequence, problem in stuck:
             self.scheduler.queues.finish(sequence)
-            self._emit([stuck_in_grammar(sequence, problem)])
+            grammar = sequence.request.grammar
+            stuck_error = GrammarFailedError(
+                f"The grammar of this request cannot go on after {sequence.num_answered} tokens: "
+                f"{problem}",
+                param=None if grammar is None else grammar.place,
+            )
+            self._emit([failed_event(sequence, stuck_error)])
 
     def _commit(self, launched: Launched) -> bool:
         """Read a step's tokens and pass them on; False: the step failed."""
@@ -411,7 +417,12 @@ class Loop:
         for sequence in sequences:
             if not (sequence.finished or sequence.request.prompt_logits):
                 self.scheduler.queues.finish(sequence, keep=False)
-                self._emit([not_finite_event(sequence)])
+                damaged = RequestFailedError(
+                    f"The model's logits are NaN or infinite after {sequence.num_known} tokens. "
+                    "Its weights may be damaged: download it again; or numbers outgrew float16: "
+                    "try dtype='float32'."
+                )
+                self._emit([failed_event(sequence, damaged)])
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request and start afresh: the bookkeeping itself was wrong."""
@@ -455,13 +466,50 @@ class Loop:
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was done and what is held."""
-        stats = stats_of(self.scheduler, self.cache, self.store, self._proposer)
+        stats = self._cache_stats()
         stats["adapters"], stats["adapter_bytes"] = self.adapters.stats(), self.adapters.num_bytes
         if self._followers is not None:
             stats["ranks"] = self._followers.stats()
         if self.model.expert_store is not None:
             stats["experts"] = self.model.expert_store.stats()
         return {**stats, "kernels": self.kernels.stats()}
+
+    def _cache_stats(self) -> dict[str, Any]:
+        """Counters, queues, and bytes of the KV cache by layer group."""
+        scheduler, cache, groups = self.scheduler, self.cache, self._group_stats()
+        return {
+            **asdict(scheduler.counters),
+            "running": len(scheduler.queues.running),
+            "waiting": len(scheduler.queues.waiting),
+            "page_size": cache.page_size,
+            "groups": groups,
+            "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
+            "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
+            "kv_bytes_allocated": cache.bytes_allocated,
+            "prompt_tokens_reused": scheduler.kv_manager.tree.counters.tokens_reused,
+            **_state_stats(self.cache.state_group),
+            "bytes_copied": cache.bytes_copied,
+            "bytes_grown": cache.bytes_grown,
+            "peak_memory_bytes": mx.get_peak_memory(),
+            "active_memory_bytes": mx.get_active_memory(),
+            **({} if self.store is None else {"disk": self.store.stats()}),
+            **({} if self._proposer is None else {"speculation": self._proposer.stats()}),
+        }
+
+    def _group_stats(self) -> list[dict[str, Any]]:
+        tree = self.scheduler.kv_manager.tree
+        return [
+            {
+                "window": group.window.size,
+                "sinks": group.window.sinks,
+                "layers": len(group.layers),
+                "page_bytes": group.page_bytes,
+                "pages": group.allocator.num_pages,
+                "pages_cached": tree.num_evictable(index),
+                "pages_held": group.allocator.num_held - tree.num_evictable(index),
+            }
+            for index, group in enumerate(self.cache.groups)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,27 +535,6 @@ class EngineLimits:
     max_positions: int  # that the KV cache holds of one sequence, if it runs alone
     groups: tuple[GroupLimits, ...]
     adapters: tuple[str, ...] = ()  # that requests may name
-
-    @classmethod
-    def of(
-        cls, config: EngineConfig, vocab_size: int, cache: KVCache, adapters: tuple[str, ...] = ()
-    ) -> "EngineLimits":
-        """The limits of an engine with this config and cache."""
-        return cls(
-            vocab_size=vocab_size,
-            adapters=adapters,
-            page_size=config.page_size,
-            max_context=config.max_context,
-            max_positions=cache.max_tokens,
-            groups=tuple(
-                GroupLimits(
-                    group.allocator.num_pages,
-                    group.page_bytes,
-                    group.max_pages(_ENDLESS),
-                )
-                for group in cache.groups
-            ),
-        )
 
     def check(self, request: Request) -> int:
         """How many tokens the answer of a request may have at most.
@@ -549,34 +576,8 @@ class EngineLimits:
                 )
 
 
-def stats_of(
-    scheduler: Scheduler, cache: KVCache, store: PageStore | None, proposer: Proposer | None
-) -> dict[str, Any]:
-    """Counters, queues, and bytes of the KV cache by layer group."""
-    groups = _groups(scheduler, cache)
-    return {
-        **asdict(scheduler.counters),
-        "running": len(scheduler.queues.running),
-        "waiting": len(scheduler.queues.waiting),
-        "page_size": cache.page_size,
-        "groups": groups,
-        "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
-        "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
-        "kv_bytes_allocated": cache.bytes_allocated,
-        "prompt_tokens_reused": scheduler.kv_manager.tree.counters.tokens_reused,
-        **_states(cache),
-        "bytes_copied": cache.bytes_copied,
-        "bytes_grown": cache.bytes_grown,
-        "peak_memory_bytes": mx.get_peak_memory(),
-        "active_memory_bytes": mx.get_active_memory(),
-        **({} if store is None else {"disk": store.stats()}),
-        **({} if proposer is None else {"speculation": proposer.stats()}),
-    }
-
-
-def _states(cache: KVCache) -> dict[str, Any]:
+def _state_stats(group: StateGroup | None) -> dict[str, Any]:
     """Snapshots of the states of recurrent layers, where a model has such layers."""
-    group = cache.state_group
     if group is None:
         return {}
     return {
@@ -584,22 +585,6 @@ def _states(cache: KVCache) -> dict[str, Any]:
         "snapshots": group.num_held,
         "max_snapshots": group.max_snapshots,
     }
-
-
-def _groups(scheduler: Scheduler, cache: KVCache) -> list[dict[str, Any]]:
-    tree = scheduler.kv_manager.tree
-    return [
-        {
-            "window": group.window.size,
-            "sinks": group.window.sinks,
-            "layers": len(group.layers),
-            "page_bytes": group.page_bytes,
-            "pages": group.allocator.num_pages,
-            "pages_cached": tree.num_evictable(index),
-            "pages_held": group.allocator.num_held - tree.num_evictable(index),
-        }
-        for index, group in enumerate(cache.groups)
-    ]
 
 
 def last_events(
@@ -615,31 +600,14 @@ def last_events(
 
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
-    """The last event of a request whose step raised an error."""
-    if isinstance(error, RanksFailedError):
-        return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=error)
-    failure = RequestFailedError(
-        f"A step of this request failed after {sequence.num_answered} tokens: "
-        f"{type(error).__name__}: {error}"
-    )
-    failure.__cause__ = error
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
-
-
-def not_finite_event(sequence: Sequence) -> TokenEvent:
-    """The last event of a request with logits that are NaN or infinite."""
-    failure = RequestFailedError(
-        f"The model's logits are NaN or infinite after {sequence.num_known} tokens. Its weights "
-        "may be damaged: download it again; or numbers outgrew float16: try dtype='float32'."
-    )
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
-
-
-def stuck_in_grammar(sequence: Sequence, problem: str) -> TokenEvent:
-    """The last event of a request with a grammar that allows no token."""
-    grammar = sequence.request.grammar
-    failure = GrammarFailedError(
-        f"The grammar of this request cannot go on after {sequence.num_answered} tokens: {problem}",
-        param=grammar.place if grammar is not None else None,
-    )
-    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=failure)
+    """The last event of a request that failed; an error of its step is told by its words."""
+    if not isinstance(error, RequestFailedError | RanksFailedError | GrammarFailedError):
+        cause, error = (
+            error,
+            RequestFailedError(
+                f"A step of this request failed after {sequence.num_answered} tokens: "
+                f"{type(error).__name__}: {error}"
+            ),
+        )
+        error.__cause__ = cause
+    return TokenEvent.without_token(sequence.request.id, FinishReason.ERROR, error=error)

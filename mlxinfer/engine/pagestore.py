@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ..cache.disk import DiskStats, DiskTier, chain_keys, namespace_key, page_key
+from ..cache.disk import DiskStats, DiskTier, Entry, chain_keys, namespace_key, page_key
 from ..cache.inputs import Load, Spill
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
@@ -41,20 +41,13 @@ class Rate:
         return amount * self.seconds / self.amount if self.amount else None
 
 
-class Stored(NamedTuple):
-    """The payload that was read for a page."""
-
-    key: bytes
-    payload: memoryview
-
-
 Prompt = tuple[Hashable, list[int]]
 """A namespace and tokens. Pages are shared where both agree."""
-Found = list[dict[int, Stored]]
+Found = list[dict[int, Entry]]
 """Pages on the disk that lengthen the prefix of a prompt: by group, page number -> payload."""
 
 
-class OtherDisks(Protocol):
+class FollowerDisks(Protocol):
     """The disks of the other ranks of a model, each with its part of every page."""
 
     @property
@@ -103,7 +96,7 @@ class PageStore:
         groups: Seq[PageGroup],
         states: StateGroup | None = None,
         max_bytes: int,
-        others: OtherDisks | None = None,
+        others: FollowerDisks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
@@ -251,7 +244,7 @@ class PageStore:
             if entry.payload.nbytes != self.page_bytes[place[1]]:
                 search.there[place] = False
                 return False
-            search.read[place] = Stored(entry.key, entry.payload)
+            search.read[place] = entry
         if count < len(wanted):
             search.there[wanted[count]] = False
         return count == len(wanted)
@@ -295,7 +288,7 @@ class _Search:
     point: RestorePoint
     stop: int  # pages
     there: dict[tuple[int, int], bool] = field(default_factory=dict)
-    read: dict[tuple[int, int], Stored] = field(default_factory=dict)
+    read: dict[tuple[int, int], Entry] = field(default_factory=dict)
     _before: list[bytes] = field(default_factory=list)  # [n]: the chain's key before page n
 
     def reachable(self) -> int:
@@ -467,8 +460,8 @@ class Transfers:
         for group, numbers in enumerate(pages):
             read = found[group]
             for number, page in zip(read, numbers, strict=True):
-                key, payload = read[number]
-                self._loads[group, page] = Load(group, page, payload, key)
+                entry = read[number]
+                self._loads[group, page] = Load(group, page, entry.payload, entry.key)
                 last = runs[-1] if runs else None
                 if last and last[0] == group and last[1] + len(last[2]) == number:
                     last[2].append(page)
@@ -496,7 +489,7 @@ class Transfers:
             self._loads.pop((duplicate.group, duplicate.own))
             self._allocators[duplicate.group].release([duplicate.own])
 
-    def _insert_snapshot(self, tree: PrefixTree, prompt: Prompt, number: int, read: Stored) -> None:
+    def _insert_snapshot(self, tree: PrefixTree, prompt: Prompt, number: int, read: Entry) -> None:
         """The state after page `number`, where there is room for it."""
         snapshot = tree.add_snapshot(*prompt, (number + 1) * self._store.page_size)
         if snapshot is not None:

@@ -30,12 +30,10 @@ from ..layers.step import Step, Taps
 from ..metal_kernels.variants import KernelUse
 from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
-from ..sampling.logprobs import read_logprobs
-from ..sampling.rejection import DrawnToken
 from ..sampling.sampler import Sampled, Sampler
-from .batch import Batch, CommitResult, Proposals, SamplingRows, Segment, Sequence
+from .batch import Batch, CommitResult, SamplingRows, Segment, Sequence
 from .kernels import Chooser, Kernels
-from .pagestore import OtherDisks
+from .pagestore import FollowerDisks
 
 
 @dataclass(slots=True)
@@ -79,7 +77,7 @@ class InFlight(Protocol):
         ...
 
 
-class OtherAdapters(Protocol):
+class FollowerAdapters(Protocol):
     """The adapters on the other ranks, each of which loads its part of them."""
 
     def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
@@ -106,12 +104,12 @@ class Followers(Protocol):
     """The other ranks, which run every step that is sent to them."""
 
     @property
-    def disks(self) -> OtherDisks:
+    def disks(self) -> FollowerDisks:
         """Their disk tiers."""
         ...
 
     @property
-    def adapters(self) -> OtherAdapters:
+    def adapters(self) -> FollowerAdapters:
         """Their parts of adapters."""
         ...
 
@@ -324,7 +322,6 @@ def disk_namespace(identity: str, cache: KVCache, form: str) -> bytes:
     )
 
 
-Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, dtype=np.int32)
 ROPE_VARIANT, ADAPTER = attrgetter("rope_variant"), attrgetter("adapter")
 
@@ -371,10 +368,10 @@ class Launched:
         """Row of `batch.sampling` -> log-probabilities, where its request asked for them."""
         found: dict[int, TokenLogprobs] = {}
         if self.sampled is not None and self.sampled.logprobs is not None:
-            found = read_logprobs(self.sampled.logprobs)
+            found = self.sampled.logprobs.read()
         if self.constrained is not None and self.constrained.logprobs is not None:
             first = self.batch.sampling.num_free
-            constrained = read_logprobs(self.constrained.logprobs)
+            constrained = self.constrained.logprobs.read()
             found.update({first + row: logprobs for row, logprobs in constrained.items()})
         return found
 
@@ -488,17 +485,13 @@ class Runner:
         assert launched.constrained_logits is not None
         sampling = launched.batch.sampling
         first, proposals = sampling.num_free, sampling.proposals
-        proposed, recent = [], None
-        if proposals is not None:
-            recent = mx.array(proposals.token_ids[first:])
-            proposed = _drawn(proposals, first, len(sampling))
         constrained = self.sampler.sample(
             launched.constrained_logits,
             sampling.slots[first:],
             sampling.output_index[first:],
-            recent=recent,
+            recent=None if proposals is None else mx.array(proposals.token_ids[first:]),
             mask=mx.array(masks),
-            proposed=proposed,
+            proposed=[] if proposals is None else proposals.drawn[first:],
         )
         free = launched.sampled
         tokens = constrained.tokens
@@ -552,51 +545,39 @@ class Runner:
             asking = zip(_with_prompt_logits(batch), computed.prompt_logits, strict=True)
             prompt_logits = [(s.sequence, s.start, rows.astype(mx.float32)) for s, rows in asking]
             outputs = [rows for *_, rows in prompt_logits]
-        sampling, ids, logits = batch.sampling, computed.ids, computed.logits
+        logits, sampling = computed.logits, batch.sampling
         if logits is None:
             return Launched(batch, None, prompt_logits, outputs)
-        pending = np.full(batch.num_tokens, step.follows)
-        if step.pending is not None:
-            pending = step.pending >= 0
-        if sampling.flat_rows is not None:
-            ids, pending = ids[mx.array(sampling.flat_rows)], pending[sampling.flat_rows]
-        sampled, constrained_logits = self._sample(sampling, logits, ids, pending)
-        outputs += [] if sampled is None else sampled.arrays()
-        outputs += [] if constrained_logits is None else [constrained_logits]
-        launched = Launched(batch, sampled, prompt_logits, outputs, constrained_logits)
+        sampled, free = None, sampling.num_free
+        if free:
+            recent, proposals = _recent(step, sampling, computed.ids), sampling.proposals
+            sampled = self.sampler.sample(
+                logits[:free] if sampling.num_constrained else logits,
+                sampling.slots[:free],
+                sampling.output_index[:free],
+                None if recent is None else recent[:free],
+                proposed=[] if proposals is None else proposals.drawn[:free],
+            )
+            outputs += sampled.arrays()
+        launched = Launched(batch, sampled, prompt_logits, outputs)
+        if sampling.num_constrained:
+            launched.constrained_logits = logits[free:]
+            outputs.append(launched.constrained_logits)
         if batch.checks_logits:
             launched.finite = mx.isfinite(mx.max(logits, axis=-1))
             outputs.append(launched.finite)
         return launched
 
-    def _sample(
-        self, sampling: SamplingRows, logits: mx.array, ids: mx.array, pending: Bools
-    ) -> tuple[Sampled | None, mx.array | None]:
-        """The tokens of rows without a grammar, and the logits (G, vocab) of the others.
 
-        Args:
-            sampling: the R rows.
-            logits: (R, vocab)
-            ids: (R,) their input tokens.
-            pending: (R,) which of these only the device knows.
-        """
-        free, constrained_logits = sampling.num_free, None
-        if sampling.num_constrained:
-            logits, constrained_logits = logits[:free], logits[free:]
-            ids, pending = ids[:free], pending[:free]
-        if not free:
-            return None, constrained_logits
-        recent, proposed = None, []
-        if sampling.proposals is not None:  # then all tokens before are known
-            recent = mx.array(sampling.proposals.token_ids[:free])
-            proposed = _drawn(sampling.proposals, 0, free)
-        elif pending.all():
-            recent = ids[:, None]
-        elif pending.any():
-            recent = mx.where(mx.array(pending), ids, -1)[:, None]
-        slots, output_index = sampling.slots[:free], sampling.output_index[:free]
-        sampled = self.sampler.sample(logits, slots, output_index, recent, proposed=proposed)
-        return sampled, constrained_logits
+def _recent(step: StepInputs, sampling: SamplingRows, ids: mx.array) -> mx.array | None:
+    """(R, n) tokens of each row that the host does not know, or proposals, then -1; None: none."""
+    if sampling.proposals is not None:  # then all tokens before are known
+        return mx.array(sampling.proposals.token_ids)
+    if not step.follows and step.pending is None:
+        return None
+    if step.pending is not None:
+        ids = mx.where(mx.array(step.pending >= 0), ids, -1)
+    return (ids if sampling.flat_rows is None else ids[mx.array(sampling.flat_rows)])[:, None]
 
 
 def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None]:
@@ -613,12 +594,6 @@ def _pending(batch: Batch, previous: Launched | None) -> tuple[bool, Ints | None
     place = {sequence: row for row, sequence in enumerate(previous.batch.sampling.sequences)}
     rows[: len(decodes)] = [place.get(sequence, -1) for sequence in decodes]
     return False, rows if (rows >= 0).any() else None
-
-
-def _drawn(proposals: Proposals, first: int, stop: int) -> list[DrawnToken | None]:
-    """The drawn proposals that rows [first, stop) verify."""
-    found = proposals.drawn[first:stop]
-    return [None if drawn is None else DrawnToken(*drawn) for drawn in found]
 
 
 def _with_prompt_logits(batch: Batch) -> list[Segment]:

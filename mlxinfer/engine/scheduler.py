@@ -48,7 +48,7 @@ LONGER = 4096  # tokens of context: a measured step size holds up to here, then 
 
 
 @dataclass(slots=True)
-class Counters:
+class EngineCounters:
     """Counts since the engine started."""
 
     requests: int = 0
@@ -72,7 +72,7 @@ class RequestQueues:
         max_batch: sequences that may run at once.
     """
 
-    def __init__(self, kv_manager: KVManager, counters: Counters, *, max_batch: int) -> None:
+    def __init__(self, kv_manager: KVManager, counters: EngineCounters, *, max_batch: int) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self._kv = kv_manager
@@ -251,7 +251,7 @@ class Scheduler:
         prefill_chunk: int,
         prefill_slice_s: float | None = None,
         proposer: Proposer | None = None,
-        counters: Counters | None = None,
+        counters: EngineCounters | None = None,
         num_stages: int = 1,
     ) -> None:
         self.kv_manager = kv_manager
@@ -262,7 +262,7 @@ class Scheduler:
             slice_s=prefill_slice_s,
             num_stages=num_stages,
         )
-        self.counters = counters or Counters()
+        self.counters = counters or EngineCounters()
         self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
         self._proposer = proposer
@@ -468,10 +468,7 @@ class Scheduler:
         start = sequence.num_sealed
         sequence.num_sealed = stop
         self.counters.pages_sealed += (stop - start) // self.page_size
-        if start < sequence.num_prompt:
-            self.kv_manager.wrote(sequence)
-        else:
-            self.kv_manager.wrote_answer(sequence)
+        self.kv_manager.wrote(sequence, of_answer=start >= sequence.num_prompt)
         return Move(sequence.tables, sequence.slot, start, stop)
 
     # -- what is known of a step ----------------------------------------------------------------

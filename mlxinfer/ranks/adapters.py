@@ -26,7 +26,7 @@ Say = Callable[[msgspec.Struct], None]
 
 
 class OtherAdapters:
-    """The adapters of the other ranks, as rank 0 sees them; see `engine.runner.OtherAdapters`.
+    """The adapters of the other ranks, as rank 0 sees them; see `engine.runner.FollowerAdapters`.
 
     Args:
         others: the way to them.

@@ -16,7 +16,7 @@ GRACE_S = 5.0  # that a rank may take to answer, beside the time that it was giv
 
 
 class OtherDisks:
-    """The disks of the other ranks, as rank 0 sees them; see `engine.pagestore.OtherDisks`.
+    """The disks of the other ranks, as rank 0 sees them; see `engine.pagestore.FollowerDisks`.
 
     Args:
         others: the way to them.

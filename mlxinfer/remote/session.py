@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from ..errors import EngineClosedError, InvalidRequestError
 from ..http_json import NoServerError, ServerError
 from ..outputs import Result
-from ..session.answers import Step
+from ..session.answers import AnswerStep
 from ..session.base import ModelSession
 from ..session.inputs import EmbedInput, Input, ScoreInput
 from .answer import RemoteAnswer, error_of
@@ -207,11 +207,11 @@ class RemoteAnswers:
     def __init__(self, session: RemoteSession, requests: Sequence[Request]) -> None:
         self._session, self._requests = session, requests
 
-    def __iter__(self) -> Iterator[list[Step]]:
+    def __iter__(self) -> Iterator[list[AnswerStep]]:
         for index in range(len(self._requests)):
             yield from self._steps(index)
 
-    def _steps(self, index: int) -> Iterator[list[Step]]:
+    def _steps(self, index: int) -> Iterator[list[AnswerStep]]:
         """The steps of one answer; leaving the loop hangs up, which ends it at the server."""
         import httpx2
 
@@ -225,10 +225,10 @@ class RemoteAnswers:
                 raise _refusal(response.status_code, response.read())
             for line in response.iter_lines():
                 if (delta := answer.push(line)) is not None:
-                    yield [Step(index, delta)]
-        yield [Step(index, answer.finish())]
+                    yield [AnswerStep(index, delta)]
+        yield [AnswerStep(index, answer.finish())]
 
-    async def __aiter__(self) -> AsyncIterator[list[Step]]:
+    async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
         import httpx2
 
         for index, (path, body) in enumerate(self._requests):
@@ -242,8 +242,8 @@ class RemoteAnswers:
                         raise _refusal(response.status_code, await response.aread())
                     async for line in response.aiter_lines():
                         if (delta := answer.push(line)) is not None:
-                            yield [Step(index, delta)]
-            yield [Step(index, answer.finish())]
+                            yield [AnswerStep(index, delta)]
+            yield [AnswerStep(index, answer.finish())]
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
         """Wait for all answers; the first error is raised, the others go on."""

@@ -1,14 +1,14 @@
 """The parts of sampling: penalties and biases that change single logits, and cuts that drop tokens.
 
 A part is a function from logits to logits, for all of its rows at once: P rows, padded to `width`
-columns. `sampler.PARTS` lists the parts. A cut gives -inf to the tokens that are not kept, and
+columns. `PARTS` lists the parts. A cut gives -inf to the tokens that are not kept, and
 draws none. Every cut but the quantile of typical sampling is a threshold on a value, so equal
 values stay or go together, and the result does not depend on the order in which a sort puts ties.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -21,15 +21,7 @@ from .tokens import Ints, TokenBuffer
 T = TypeVar("T")
 
 
-class Memory(Protocol):
-    """The tokens of one request as far as a part needs them."""
-
-    def append(self, token_id: int) -> None:
-        """Add the request's next token."""
-        ...
-
-
-class Slot:
+class SamplerSlot:
     """One running request, as the sampler knows it.
 
     Args:
@@ -38,9 +30,13 @@ class Slot:
         output_ids: its answer so far.
         stop_ids: the tokens that end the answer.
         breakers: tokens over which no repetition reaches, for DRY.
+
+    Attributes:
+        memories: the tokens of the request, of each part that needs them, as it needs them. A
+            memory has `append(token_id)`.
     """
 
-    __slots__ = ("breakers", "memories", "output_ids", "params", "prompt_ids", "stop_ids", "stream")
+    __slots__ = ("breakers", "memories", "params", "stop_ids", "stream")
 
     def __init__(
         self,
@@ -51,16 +47,12 @@ class Slot:
         breakers: frozenset[int] = frozenset(),
     ) -> None:
         self.params, self.stream = params, stream_of(params.seed)
-        self.prompt_ids, self.output_ids = prompt_ids, output_ids
         self.stop_ids, self.breakers = stop_ids, breakers
-        self.memories: dict[Part, Any] = {}  # of the parts that keep one
-
-    def remember(self, parts: Sequence["Part"]) -> None:
-        """Begin the memories of the parts that this request needs."""
-        for part in parts:
-            if part.memory is not None and part.concerns(self.params):
-                self.memories[part] = part.memory(self)
-        self.prompt_ids = self.output_ids = ()  # the memories have what is needed of them
+        self.memories: dict[SamplerPart, Any] = {
+            part: part.memory(self, prompt_ids, output_ids)
+            for part in PARTS
+            if part.memory is not None and part.concerns(params)
+        }
 
 
 class Turn(NamedTuple):
@@ -77,7 +69,7 @@ class Turn(NamedTuple):
         return Turn(self.counts[places], recent)
 
 
-class Part(NamedTuple):
+class SamplerPart(NamedTuple):
     """A part of sampling: one row in the table of parts.
 
     The newest tokens of a row may be known to the device alone, or be proposals: then `Turn.recent`
@@ -87,7 +79,8 @@ class Part(NamedTuple):
 
     change: Callable[[mx.array, "PartRows", Turn], mx.array]  # logits (P, width) -> (P, width)
     concerns: Callable[[SamplingParams], bool]  # whether a request needs it
-    memory: Callable[[Slot], Memory] | None = None  # of a request's tokens
+    # Of a request: its slot, prompt and answer so far -> a memory.
+    memory: Callable[[SamplerSlot, Sequence[int], Sequence[int]], Any] | None = None
     fused: bool = False  # the sampling kernel does the same
 
 
@@ -95,16 +88,16 @@ class Part(NamedTuple):
 class PartRows:
     """The P rows of a batch that one part changes; kept as long as the batch stays the same."""
 
-    part: Part
+    part: SamplerPart
     places: NDArray[np.int64]  # (P,) in the batch
     device_places: mx.array | None  # (P,) int32 the same; None: all rows, in order
-    slots: list[Slot]  # (P,) one for each row
+    slots: list[SamplerSlot]  # (P,) one for each row
     spare: int  # a column that stands for no token; its logit is -inf
     _made: dict[object, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        part: Part, places: Sequence[int], slots: Sequence[Slot], spare: int
+        part: SamplerPart, places: Sequence[int], slots: Sequence[SamplerSlot], spare: int
     ) -> "PartRows | None":
         """The rows at these places of a batch of `slots`; None: there are none."""
         if not places:
@@ -153,15 +146,12 @@ MAX_AMOUNT = 1e30
 # -- repetition, presence, frequency ----------------------------------------------------------
 
 
-def repetition_memory(slot: Slot) -> TokenBuffer:
+def repetition_memory(
+    slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]
+) -> TokenBuffer:
     """The tokens of prompt and answer that the repetition penalty looks at."""
     window = slot.params.repetition_window
-    return TokenBuffer([*slot.prompt_ids, *slot.output_ids], last=None if window < 0 else window)
-
-
-def answer_memory(slot: Slot) -> TokenBuffer:
-    """The tokens of the answer."""
-    return TokenBuffer(slot.output_ids)
+    return TokenBuffer([*prompt_ids, *output_ids], last=None if window < 0 else window)
 
 
 def repetition(logits: mx.array, rows: PartRows, turn: Turn) -> mx.array:
@@ -263,8 +253,10 @@ class Repeats:
         breakers: ids of tokens that break a repetition.
     """
 
-    def __init__(self, slot: Slot) -> None:
-        ids = [*slot.prompt_ids, *slot.output_ids]
+    def __init__(
+        self, slot: SamplerSlot, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> None:
+        ids = [*prompt_ids, *output_ids]
         self.breakers = slot.breakers
         self._size = len(ids)
         self._ids = np.full(max(2 * len(ids), 64), -1, dtype=np.int32)
@@ -402,18 +394,18 @@ def _one_more(tokens: mx.array, lengths: mx.array, breakers: mx.array, place: in
 
 # In the order of their work. A new penalty is a function and a row here.
 PENALTIES = (
-    Part(
+    SamplerPart(
         repetition,
         lambda p: p.repetition_penalty != 1 and p.repetition_window != 0,
         memory=repetition_memory,
     ),
-    Part(
+    SamplerPart(
         occurrences,
         lambda p: p.presence_penalty != 0 or p.frequency_penalty != 0,
-        memory=answer_memory,
+        memory=lambda slot, prompt_ids, output_ids: TokenBuffer(output_ids),
     ),
-    Part(biases, lambda p: bool(p.logit_bias) or p.min_tokens > 0),
-    Part(dry, lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0, memory=Repeats),
+    SamplerPart(biases, lambda p: bool(p.logit_bias) or p.min_tokens > 0),
+    SamplerPart(dry, lambda p: p.dry_multiplier != 0 and p.dry_penalty_last_n != 0, memory=Repeats),
 )
 
 
@@ -604,10 +596,14 @@ def _has_top_p(params: SamplingParams) -> bool:
 
 # In the order of their work. A new sampler is a function and a row here.
 CUTS = (
-    Part(top_n_sigma, lambda p: p.top_n_sigma > 0 and not p.greedy),
-    Part(typical, lambda p: p.typical_p < 1 and not p.greedy),
-    Part(top_k, lambda p: p.top_k > 0 and not p.greedy, fused=True),
-    Part(top_p, lambda p: _has_top_p(p) and not (p.top_k or p.greedy), fused=True),
-    Part(min_p, lambda p: p.min_p > 0 and not p.greedy, fused=True),
-    Part(xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
+    SamplerPart(top_n_sigma, lambda p: p.top_n_sigma > 0 and not p.greedy),
+    SamplerPart(typical, lambda p: p.typical_p < 1 and not p.greedy),
+    SamplerPart(top_k, lambda p: p.top_k > 0 and not p.greedy, fused=True),
+    SamplerPart(top_p, lambda p: _has_top_p(p) and not (p.top_k or p.greedy), fused=True),
+    SamplerPart(min_p, lambda p: p.min_p > 0 and not p.greedy, fused=True),
+    SamplerPart(xtc, lambda p: p.xtc_probability > 0 and not p.greedy),
 )
+
+PARTS = (*PENALTIES, *CUTS)
+# Parts behind a fused one that the kernel does not do.
+LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]

@@ -1,9 +1,8 @@
 """Chooses the next token of every row of a batch. Knows settings and slots, no requests or text.
 
-The choice is a chain of parts, each a function over all rows that need it (`parts.Part`), and one
-draw at the end. The tables of the parts are in `penalties` and `truncation`: a new sampler is a
-function and a row there. On Metal one kernel does the draw together with the parts marked `fused`,
-and the grammar's mask.
+The choice is a chain of parts, each a function over all rows that need it (`SamplerPart`), and one
+draw at the end. A new sampler is a function and a row in the table `parts.PARTS`. On Metal one
+kernel does the draw together with the parts marked `fused`, and the grammar's mask.
 """
 
 from collections.abc import Sequence
@@ -13,21 +12,75 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import SamplingParams
+from ..core import SamplingParams, TokenLogprobs
 from ..metal_kernels.bitmask import bitmask
 from ..metal_kernels.sample import SETTINGS, SamplingKernels, sample, settings_array
-from .draw import draw, pad_rows, padded_width, row_padding, uniforms
-from .logprobs import LogprobArrays, LogprobRows, compute_logprobs, logprob_rows
-from .parts import CUTS, KEEP_ALL, PENALTIES, TINY, PartRows, Slot, Turn, weights_of
-from .rejection import PROPOSING, DrawnToken, take_or_redraw
+from .draw import (
+    PROPOSING,
+    Drawn,
+    draw,
+    largest_entries,
+    pad_rows,
+    padded_width,
+    row_padding,
+    take_or_redraw,
+    uniforms,
+)
+from .parts import KEEP_ALL, LATE, PARTS, TINY, PartRows, SamplerSlot, Turn, weights_of
 from .tokens import Ints
 
 WORD_BITS = 32
 
 
-PARTS = (*PENALTIES, *CUTS)  # in the order of their work
-# Parts behind a fused one that the kernel does not do.
-LATE = [part for i, part in enumerate(PARTS) if not part.fused and any(p.fused for p in PARTS[:i])]
+@dataclass(frozen=True, slots=True)
+class LogprobArrays:
+    """Log-probabilities of one step for A rows; n is the most top tokens that one row asks for.
+
+    Lazy until evaluated.
+    """
+
+    asked: dict[int, int]  # row of the batch -> how many top tokens it asks for
+    chosen: mx.array  # (A,) float32
+    top_ids: mx.array | None  # (A, n) int32, most probable first
+    top: mx.array | None  # (A, n) float32
+
+    @staticmethod
+    def of(logits: mx.array, tokens: mx.array, asked: dict[int, int]) -> "LogprobArrays":
+        """Log-probabilities at temperature 1 of the chosen and of the most probable tokens.
+
+        Args:
+            logits: (R, V) as the model gave them.
+            tokens: (R,) int32 the chosen ones.
+            asked: as the field.
+        """
+        places = mx.array(list(asked), mx.int32)
+        rows = pad_rows(logits[places])  # (A, width)
+        total = mx.logsumexp(rows, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(rows, tokens[places][:, None], axis=-1) - total
+        n = min(max(asked.values()), logits.shape[-1])
+        if n == 0:
+            return LogprobArrays(asked, chosen[:, 0], None, None)
+        values, ids = largest_entries(rows, n)
+        return LogprobArrays(asked, chosen[:, 0], ids, values - total)
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return [array for array in (self.chosen, self.top_ids, self.top) if array is not None]
+
+    def read(self) -> dict[int, TokenLogprobs]:
+        """Row of the batch -> its log-probabilities; waits for the arrays.
+
+        A row gets the number that it asks for, or the whole vocabulary where that is smaller.
+        """
+        chosen, ids, top = (
+            [] if array is None else np.array(array).tolist()
+            for array in (self.chosen, self.top_ids, self.top)
+        )
+        found = {}
+        for place, (row, num) in enumerate(self.asked.items()):
+            pairs = zip(ids[place][:num], top[place][:num], strict=True) if num else ()
+            found[row] = TokenLogprobs(logprob=chosen[place], top=tuple(pairs))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +114,11 @@ class SamplingPlan:
     temperature: mx.array  # (D, 1) float32
     streams: NDArray[np.uint64]  # (D,)
     settings: NDArray[np.void]  # (R,) SETTINGS for the kernel, counts left out
-    logprobs: LogprobRows | None
+    logprobs: dict[int, int]  # as of `LogprobArrays.asked`
     padding: mx.array  # see row_padding
 
 
-def make_plan(slots: Sequence[Slot], vocab_size: int) -> SamplingPlan:
+def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
     """The plan of a batch of R rows, one slot for each row.
 
     Rows with a part of `LATE` have their fused parts done before the draw, too: the kernel then
@@ -81,7 +134,6 @@ def make_plan(slots: Sequence[Slot], vocab_size: int) -> SamplingPlan:
         before.append(PartRows.of(part, first, slots, vocab_size))
         fused.append(PartRows.of(part, rest, slots, vocab_size))
     drawn = np.array([row for row, p in enumerate(params) if not p.greedy], dtype=np.int64)
-    asking = [row for row, p in enumerate(params) if p.logprobs is not None]
     temperatures = [max(params[row].temperature, TINY) for row in drawn.tolist()]
     return SamplingPlan(
         before=[rows for rows in before if rows is not None],
@@ -91,14 +143,14 @@ def make_plan(slots: Sequence[Slot], vocab_size: int) -> SamplingPlan:
         temperature=mx.array(temperatures, mx.float32)[:, None] if temperatures else mx.zeros(0),
         streams=np.array([slots[row].stream for row in drawn.tolist()], dtype=np.uint64),
         settings=_settings(slots, early, vocab_size),
-        logprobs=logprob_rows(asking, [params[row].logprobs or 0 for row in asking])
-        if asking
-        else None,
+        logprobs={row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None},
         padding=row_padding(len(slots), vocab_size),
     )
 
 
-def _settings(slots: Sequence[Slot], early: Sequence[bool], vocab_size: int) -> NDArray[np.void]:
+def _settings(
+    slots: Sequence[SamplerSlot], early: Sequence[bool], vocab_size: int
+) -> NDArray[np.void]:
     """(R,) SETTINGS for the kernel; rows that are truncated `early` are drawn from what is left."""
     settings = np.zeros(len(slots), SETTINGS)
     for row, slot, is_early in zip(settings, slots, early, strict=True):
@@ -139,8 +191,8 @@ class Sampler:
         self._kernels = kernels
         self._proposes = proposes
         self._num_plans = num_plans
-        self._slots: dict[int, Slot] = {}
-        self._remembering: dict[int, Slot] = {}  # those with a memory
+        self._slots: dict[int, SamplerSlot] = {}
+        self._remembering: dict[int, SamplerSlot] = {}  # those with a memory
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}
 
     def add(
@@ -164,8 +216,7 @@ class Sampler:
         """
         if params.top_k >= self._vocab_size:
             params = params.changed({"top_k": 0})
-        added = Slot(params, prompt_ids, output_ids, stop_ids, breakers)
-        added.remember(PARTS)
+        added = SamplerSlot(params, prompt_ids, output_ids, stop_ids, breakers)
         self._slots[slot] = added
         if added.memories:
             self._remembering[slot] = added
@@ -193,7 +244,7 @@ class Sampler:
         counts: NDArray[np.int64],
         recent: mx.array | None = None,
         mask: mx.array | None = None,
-        proposed: Sequence[DrawnToken | None] = (),
+        proposed: Sequence[Drawn | None] = (),
     ) -> Sampled:
         """Choose a token for each row; nothing is evaluated.
 
@@ -225,12 +276,12 @@ class Sampler:
         else:
             tokens, weights = self._choose(plan, rows, turn, mask, proposed)
         logprobs = None
-        if plan.logprobs is not None:
-            logprobs = compute_logprobs(logits, tokens, plan.logprobs)
+        if plan.logprobs:
+            logprobs = LogprobArrays.of(logits, tokens, plan.logprobs)
         return Sampled(tokens, logprobs, weights if self._proposes else None, plan.drawn)
 
     def _has_kernel(
-        self, rows: mx.array, mask: mx.array | None, proposed: Sequence[DrawnToken | None]
+        self, rows: mx.array, mask: mx.array | None, proposed: Sequence[Drawn | None]
     ) -> bool:
         """Whether the kernel draws. It keeps no weights and knows no rejection sampling."""
         if self._kernels is None or self._proposes or any(proposed):
@@ -258,7 +309,7 @@ class Sampler:
         rows: mx.array,
         turn: Turn,
         mask: mx.array | None,
-        proposed: Sequence[DrawnToken | None],
+        proposed: Sequence[Drawn | None],
     ) -> tuple[mx.array, mx.array | None]:
         """(R,) int32 tokens in MLX's own operations, and the weights (D, width) of drawn rows."""
         if mask is not None:
@@ -289,7 +340,7 @@ class Sampler:
         weights: mx.array,
         plan: SamplingPlan,
         counts: NDArray[np.int64],
-        proposed: Sequence[DrawnToken | None],
+        proposed: Sequence[Drawn | None],
     ) -> None:
         """Put what rejection sampling gives in place of the drawn (D,) tokens with a proposal."""
         pairs = [(i, proposed[row]) for i, row in enumerate(plan.drawn.tolist())]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
 from ..errors import InvalidRequestError, OverloadedError
-from ..session.answers import Answers, Step
+from ..session.answers import Answers, AnswerStep
 from ..session.inputs import Input
 from .errors import HttpError, ShuttingDownError
 from .http import (
@@ -206,7 +206,7 @@ class Call:
     async def frames(
         self,
         answers: Answers,
-        write: Callable[[Step], Iterable[bytes]],
+        write: Callable[[AnswerStep], Iterable[bytes]],
         keep_alive: bytes = KEEP_ALIVE,
     ) -> AsyncIterator[bytes]:
         """The frames of a stream as the answers' steps arrive; `keep_alive` after a silence."""

@@ -7,10 +7,9 @@ from typing import cast
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..session.engine_factory import ModelInfo
-from ..session.generation_config import read_sampling
 from ..session.options import EngineOptions
 from ..session.pooling_session import PoolingSession, Watch, open_session
-from ..session.session import Session
+from ..session.session import Session, read_sampling
 from ..text import Tokenizer
 
 CAPABILITIES = (

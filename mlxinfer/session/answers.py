@@ -41,7 +41,7 @@ class PromptProgress(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class AnswerStep:
     """The addition of one event of the engine to one answer."""
 
     index: int  # of the answer: inputs in their order, n answers each
@@ -335,7 +335,9 @@ class Answers:
         self._engine = engine
         self._owner = owner
         self._unfinished = {answer.request.id: i for i, answer in enumerate(answers)}
-        self._held: dict[int, list[Step]] = {}  # of answers that are checked when they are complete
+        self._held: dict[
+            int, list[AnswerStep]
+        ] = {}  # of answers that are checked when they are complete
         attempts = [request_id for answer in answers for request_id in answer.attempt_ids]
         self._abort: Callable[[], None] = engine.aborter(attempts)
         self._listener: Listener | None = None
@@ -369,7 +371,7 @@ class Answers:
 
     # -- threads --------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[list[Step]]:
+    def __iter__(self) -> Iterator[list[AnswerStep]]:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         abort = self._abort
         try:
@@ -417,7 +419,7 @@ class Answers:
             self.close()
             raise
 
-    async def __aiter__(self) -> AsyncIterator[list[Step]]:
+    async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
         try:
             if not self._begun:
                 self.begin()
@@ -472,7 +474,7 @@ class Answers:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def _arrived(self) -> tuple[list[Step], Exception | None]:
+    async def _arrived(self) -> tuple[list[AnswerStep], Exception | None]:
         """Wait for events: their steps up to the first error, and that error.
 
         Nothing at all: it was silent for a while.
@@ -500,9 +502,9 @@ class Answers:
             due_s = loop.time() + keep_alive_s
         self._timer = loop.call_at(due_s, self._watch_silence, keep_alive_s)
 
-    def _take_all(self, events: Sequence[TokenEvent]) -> tuple[list[Step], Exception | None]:
+    def _take_all(self, events: Sequence[TokenEvent]) -> tuple[list[AnswerStep], Exception | None]:
         """The steps of events up to the first error, and that error."""
-        steps: list[Step] = []
+        steps: list[AnswerStep] = []
         try:
             for event in events:
                 steps += self._take(event)
@@ -510,7 +512,7 @@ class Answers:
             return steps, error
         return steps, None
 
-    def _take(self, event: TokenEvent) -> Sequence[Step]:
+    def _take(self, event: TokenEvent) -> Sequence[AnswerStep]:
         """The steps of an event; none where the answer had ended before.
 
         The steps of an answer that is checked when it is complete come all at once: no caller sees
@@ -526,7 +528,7 @@ class Answers:
             watcher.record(index, event)
             if event.error is not None:
                 watcher.end(index, "error", None)
-        steps: Sequence[Step] = (_step(index, answer, event),)
+        steps: Sequence[AnswerStep] = (_step(index, answer, event),)
         if answer.result is not None:
             del self._unfinished[event.request_id]
             if answer.ended_early:
@@ -537,7 +539,7 @@ class Answers:
             watcher.end(index, str(answer.result.finish_reason), answer.result)
         return steps
 
-    def _checked(self, index: int, steps: Sequence[Step]) -> Sequence[Step]:
+    def _checked(self, index: int, steps: Sequence[AnswerStep]) -> Sequence[AnswerStep]:
         """The steps of an answer once it has passed its check; until then they are held."""
         answer = self.answers[index]
         held = self._held.setdefault(index, [])
@@ -556,14 +558,14 @@ class Answers:
         return [answer.result for answer in self.answers if answer.result is not None]
 
 
-def _step(index: int, answer: Answer, event: TokenEvent) -> Step:
+def _step(index: int, answer: Answer, event: TokenEvent) -> AnswerStep:
     """Add an event to an answer; raises the event's error."""
     delta = answer.push(event)
     progress = None
     if event.prompt_tokens:
         seconds = event.made_s - answer.request.started_s
         progress = PromptProgress(event.prompt_tokens, event.cached_tokens, seconds)
-    return Step(index, delta, event.logprobs, progress)
+    return AnswerStep(index, delta, event.logprobs, progress)
 
 
 def _scoring(answer: Answer, listener: "Listener") -> "Listener":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Result
-from .answers import Step
+from .answers import AnswerStep
 from .inputs import EmbedInput, Input, Message, PromptLike, ScoreInput
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class RunningAnswers(Protocol):
     """Answers that are read once: by `for`, by `async for`, or by `results`."""
 
-    def __iter__(self) -> Iterator[Sequence[Step]]: ...
+    def __iter__(self) -> Iterator[Sequence[AnswerStep]]: ...
 
-    def __aiter__(self) -> AsyncIterator[Sequence[Step]]: ...
+    def __aiter__(self) -> AsyncIterator[Sequence[AnswerStep]]: ...
 
     def results(self, watch: Callable[[Result], None] | None = None) -> list[Result]:
         """Wait for all answers; `watch` is called with each result as it comes."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..backend import require_mlx
 from ..config import EngineConfig
-from ..errors import EngineClosedError, InvalidRequestError
+from ..errors import EngineClosedError
 from ..memory import human_bytes
 from .options import EngineOptions
 
@@ -109,13 +109,12 @@ def open_engine(
     require_mlx()  # says why, where what follows cannot import MLX
     from ..engine.engine import Engine, generation
     from ..models import load_any, stoppable
+    from ..speculation.sources import open_speculation
 
-    described: list[ModelInfo] = []
-    proposers: list[Proposer | None] = []
     watch, stop = stoppable(watch)
     group = _group(name, folder, options, partial(watch, 0, 0))
 
-    def build() -> "tuple[LanguageModel, EngineConfig]":
+    def build() -> "tuple[LanguageModel, EngineConfig, Proposer | None]":
         disk = options.disk(folder)
         model: LanguageModel
         if group is None:
@@ -123,7 +122,6 @@ def open_engine(
         else:
             pipeline = options.spread.pipeline
             model = group.load(name, folder, dtype=options.dtype, pipeline=pipeline, watch=watch)
-        described.append(describe(name, folder, model))
 
         def kv_bytes(draft_bytes: int) -> int:
             """Of each rank, where rank 0 also has the weights of a draft."""
@@ -133,15 +131,14 @@ def open_engine(
             return group.kv_bytes(options.kv_bytes, weights, adapter_bytes=options.adapter_bytes)
 
         config = options.config(model, disk, kv_bytes(0))
-        config, proposer = add_speculation(options, folder, model, config, kv_bytes)
-        proposers.append(proposer)
-        return model, config
+        return model, *open_speculation(
+            options.speculation, folder, model, config, kv_bytes, dtype=options.dtype
+        )
 
-    make_loop = generation(build, lambda: proposers.pop(), group)
-    engine = Engine(make_loop, owner=owner, stop_loading=stop)
+    engine = Engine(generation(build, group), owner=owner, stop_loading=stop)
     if group is not None:
         group.on_failure = engine.fail
-    return engine, described[0]
+    return engine, engine.call(lambda loop: describe(name, folder, loop.model))
 
 
 def _group(
@@ -167,42 +164,3 @@ def _group(
         follow(place, shared_secret(), lambda name: folder)
         raise EngineClosedError(f"Rank 0 has ended, and rank {place.rank}, this process, with it.")
     return open_group(options.spread, name, check)
-
-
-def add_speculation(
-    options: EngineOptions,
-    folder: Path,
-    model: "LanguageModel",
-    config: EngineConfig,
-    kv_bytes: Callable[[int], int],
-) -> "tuple[EngineConfig, Proposer | None]":
-    """The proposer of tokens, or None, and the memory that it leaves for the KV cache.
-
-    Args:
-        options: of the engine.
-        folder: that the model was loaded from.
-        model: that tokens are proposed for.
-        config: of its engine.
-        kv_bytes: for both KV caches, beside so many bytes of a draft's weights.
-
-    Raises:
-        InvalidRequestError: this model cannot verify proposals, and they were asked for by name.
-        InsufficientMemoryError: the draft model leaves no memory for the KV cache.
-        ModelError: the draft model is broken or not supported.
-    """
-    speculation = options.speculation
-    reason = model.lacks.get("speculation")
-    if reason is not None and speculation.method not in ("auto", "off"):
-        raise InvalidRequestError(
-            f"speculate is {speculation.method!r}, and this model takes no proposals: {reason}",
-            param="speculate",
-        )
-    if speculation.is_off or reason is not None:
-        return config, None
-    from ..speculation.sources import load_network, make_speculation, share_budget
-
-    found = load_network(speculation, folder, model, dtype=options.dtype)
-    if found is None:
-        return config, make_speculation(speculation)
-    config, draft = share_budget(config, kv_bytes(found.num_bytes), model, found)
-    return config, make_speculation(speculation, model, draft)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
-from ..core import CacheSpec, KVSpec, check_count, check_switch
+from ..core import CacheSpec, check_count, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
@@ -289,8 +289,7 @@ class EngineOptions:
         """
         if self.num_pages is not None:
             return LEAST_PREFILL
-        windowed = [s for s in specs if isinstance(s, KVSpec) and (s.window or self.kv.window)]
-        token_bytes = sum(4 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in windowed)
+        token_bytes = sum(4 * s.numbers for s in specs if s.window or self.kv.window)
         most = MOST_PREFILL
         while most > LEAST_PREFILL and most * token_bytes > kv_bytes / 16:
             most //= 2

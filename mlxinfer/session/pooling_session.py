@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..engine.engine import Engine, EngineLoop
+    from ..engine.engine import Engine
+    from ..pooling.loop import PoolingLoop
 
     Vectors = NDArray[np.float32]
 
@@ -67,11 +68,10 @@ class PoolingSession(LocalSession):
         tokenizer = Tokenizer.from_folder(folder)
         self.pooling = resolved(pooling, tokenizer, name)
         self.info: ModelInfo
-        described: list[ModelInfo] = []
         watch, stop = stoppable(watch)
-        make = _loop_maker(name, folder, options, self.pooling, described, watch)
+        make = _loop_maker(folder, options, self.pooling, watch)
         self.engine = Engine(make, owner=self, stop_loading=stop)
-        self.info = described[0]
+        self.info = self.engine.call(partial(_described, name, folder, self.pooling))
         self.rows = RowBuilder(tokenizer, self.pooling, self.info.max_context)
         self._ids = itertools.count()
 
@@ -354,16 +354,11 @@ def unit(vectors: "Vectors") -> "Vectors":
 
 
 def _loop_maker(
-    name: str,
-    folder: Path,
-    options: EngineOptions,
-    pooling: PoolingConfig,
-    described: list[ModelInfo],
-    watch: Watch | None,
-) -> "Callable[[Any], EngineLoop]":
-    """A function that loads the model on the engine's thread; its facts go to `described`."""
+    folder: Path, options: EngineOptions, pooling: PoolingConfig, watch: Watch | None
+) -> "Callable[[Any], PoolingLoop]":
+    """A function that loads the model on the engine's thread."""
 
-    def make(emit: Any) -> "EngineLoop":
+    def make(emit: Any) -> "PoolingLoop":
         from ..pooling.loop import PoolingLoop
         from ..pooling.model import load_pooling
 
@@ -371,17 +366,18 @@ def _loop_maker(
         most = made.model.config.max_context
         read = min(pooling.max_tokens or most, most)
         limit = min(options.max_context or read, most)
-        info = describe(name, folder, made.model)
-        described.append(
-            replace(
-                info,
-                task=str(pooling.task),
-                embedding_dim=made.dim if pooling.task is Task.EMBED else None,
-                max_context=limit,
-                weights_bytes=made.num_bytes,
-                kv_bytes_per_token=0,
-            )
-        )
         return PoolingLoop(made, emit, max_context=limit, pass_tokens=options.prefill_chunk)
 
     return make
+
+
+def _described(name: str, folder: Path, pooling: PoolingConfig, loop: "PoolingLoop") -> ModelInfo:
+    """The facts of a model, on the engine's thread."""
+    return replace(
+        describe(name, folder, loop.model.model),
+        task=str(pooling.task),
+        embedding_dim=loop.model.dim if pooling.task is Task.EMBED else None,
+        max_context=loop.limits.max_context,
+        weights_bytes=loop.model.num_bytes,
+        kv_bytes_per_token=0,
+    )

@@ -6,6 +6,7 @@ tools and response formats into requests and runs nothing.
 
 import itertools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,10 +40,10 @@ from ..text import (
 )
 from ..text import tool_format as find_tool_format
 from ..text.tokenizer import exceeds_tokens
+from ..text.tokenizer_files import read_json
 from .answers import Answer, Answers, PromptScores
 from .base import LocalSession
 from .engine_factory import ModelInfo, open_engine
-from .generation_config import chat_params
 from .inputs import (
     ChatInput,
     EncodedPrompt,
@@ -55,12 +56,21 @@ from .inputs import (
 from .options import EngineOptions
 
 if TYPE_CHECKING:
-    pass
+    import numpy as np
 
-Prompt = str | Sequence[int]
+    from ..engine.loop import EngineLimits
 
 FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
+RANGES = {  # of a generation_config.json
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (0, 1_000_000),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+}
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+CANARY_TOKEN = 0  # what a model is tried with
 LAST_TURNS = 4  # turns of a prompt at whose ends states of recurrent layers are kept
 
 
@@ -379,15 +389,6 @@ def _as_int(value: Any) -> Any:
     return int(value) if is_other and not isinstance(value, bool) else value
 
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..engine.loop import EngineLimits
-
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-CANARY_TOKEN = 0  # what a model is tried with
-
-
 class Session(LocalSession):
     """A model with its engine: inputs in, answers out.
 
@@ -612,3 +613,47 @@ def _require_fit(name: str, folder: Path, options: EngineOptions) -> None:
         context=options.max_context,
         kv_bits=bits,
     )
+
+
+def read_sampling(folder: Path) -> dict[str, Any]:
+    """The sampling values of a checkpoint, by their names in SamplingParams; {} if it has none.
+
+    Unusable values are left out. `"do_sample": false` makes the temperature 0.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    given = read_json(folder / "generation_config.json")
+    usable: dict[str, Any] = {
+        name: given[name]
+        for name, (low, high) in RANGES.items()
+        if _is_number(given.get(name)) and low <= given[name] <= high
+    }
+    if "top_k" in usable:
+        usable["top_k"] = int(usable["top_k"])
+    if usable.get("top_p") == 0:
+        del usable["top_p"]
+    if usable.get("repetition_penalty") == 0:
+        del usable["repetition_penalty"]
+    if given.get("do_sample") is False:
+        usable["temperature"] = 0.0
+    return usable
+
+
+def chat_params(folder: Path) -> SamplingParams:
+    """How a conversation is answered if nothing is said: with the values of the model.
+
+    The answer is as long as the context allows. Without values the most probable token is taken;
+    a model with values that name no temperature is sampled at 1, as in transformers.
+
+    Raises:
+        CheckpointError: the file is broken.
+    """
+    values = read_sampling(folder)
+    samples = {"top_p", "top_k", "min_p"}.intersection(values)
+    temperature = 1.0 if samples else 0.0
+    return SamplingParams(**{"max_tokens": None, "temperature": temperature, **values})
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

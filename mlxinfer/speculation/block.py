@@ -18,7 +18,7 @@ from ..models.dflash import BlockDraft, KeysValues
 from .controller import Key
 from .draft import keys_within
 from .heads import FOLLOW_AT, HeldStates, keep_states
-from .source import Source
+from .speculation import ProposalSource
 
 NAME = "dflash"
 PRIORS = (0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
@@ -56,7 +56,7 @@ class Context:
         return [array for keys_values in self._room for array in keys_values]
 
 
-class BlockProposer(Source):
+class BlockProposer(ProposalSource):
     """Runs a block draft for all sequences of a step at once.
 
     Args:

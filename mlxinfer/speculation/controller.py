@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,46 +61,6 @@ class MeasuredStep(NamedTuple):
     seconds: float | None  # since the step before it was read; None: not timed
     draft_s: float = 0.0  # part of these, for making proposals
     depth: int = 0  # the most proposals of one sequence that had a cost
-
-
-class Policy(Protocol):
-    """Says how many proposals a step verifies."""
-
-    def is_open(self, num_sequences: int) -> bool:
-        """Whether `choose` may want proposals with so many sequences; False: none need be made."""
-        ...
-
-    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
-        """How many proposals to verify of each sequence that could have any.
-
-        Args:
-            outlooks: of these sequences.
-            num_sequences: all that decode in the step, or in the steps that take turns.
-            share: of them that decode in the step.
-        """
-        ...
-
-    def observe(self, step: MeasuredStep) -> bool:
-        """Learn from a step; True: sources that cost something are to be tried once more."""
-        ...
-
-
-class FixedDepth(NamedTuple):
-    """The same number of proposals always: for measurements and tests."""
-
-    depth: int
-
-    def is_open(self, num_sequences: int) -> bool:
-        """Whether the depth is not 0."""
-        return self.depth > 0
-
-    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
-        """As many proposals as there are, up to the depth."""
-        return [min(self.depth, len(outlook.chances)) for outlook in outlooks]
-
-    def observe(self, step: MeasuredStep) -> bool:
-        """Learn nothing: the depth is fixed."""
-        return False
 
 
 # -- how likely proposals hold ----------------------------------------------------------------
@@ -315,13 +275,22 @@ class Controller:
         self._regimes: dict[int, Regime] = defaultdict(Regime)  # by `bucket_of` the batch size
 
     def is_open(self, num_sequences: int) -> bool:
-        """Not while it measures plain steps or rests."""
+        """Whether `choose` may want proposals with so many sequences.
+
+        Not while it measures plain steps or rests; then none need be made.
+        """
         return self._max_depth > 0 and not self._regimes[bucket_of(num_sequences)].blocked
 
     def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
-        """The depths that give most tokens a second, if steps that take turns do alike.
+        """How many proposals to verify of each sequence that could have any.
 
-        For each depth that costly proposals may have, the likeliest are added as long as that pays.
+        Those that give most tokens a second, if steps that take turns do alike. For each depth that
+        costly proposals may have, the likeliest are added as long as that pays.
+
+        Args:
+            outlooks: of these sequences.
+            num_sequences: all that decode in the step, or in the steps that take turns.
+            share: of them that decode in the step.
         """
         depths = [0] * len(outlooks)
         regime = self._regimes[bucket_of(num_sequences)]
@@ -353,7 +322,7 @@ class Controller:
         return depths
 
     def observe(self, step: MeasuredStep) -> bool:
-        """Learn from a step."""
+        """Learn from a step; True: sources that cost something are to be tried once more."""
         regime = self._regimes[bucket_of(step.num_sequences)]
         if step.seconds is not None:
             self.times.add(step.num_sequences, step.num_proposals, step.seconds - step.draft_s)
@@ -385,6 +354,25 @@ class Controller:
         regime.since_recheck += 1
         if regime.since_recheck >= RECHECK:
             regime.since_recheck, regime.blocked = 0, WARM_UP
+
+
+class FixedDepth(Controller):
+    """The same number of proposals always: for measurements and tests."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(max_depth=depth)
+
+    def is_open(self, num_sequences: int) -> bool:
+        """Whether the depth is not 0."""
+        return self._max_depth > 0
+
+    def choose(self, outlooks: Seq[Outlook], num_sequences: int, share: float = 1.0) -> list[int]:
+        """As many proposals as there are, up to the depth."""
+        return [min(self._max_depth, len(outlook.chances)) for outlook in outlooks]
+
+    def observe(self, step: MeasuredStep) -> bool:
+        """Learn nothing: the depth is fixed."""
+        return False
 
 
 def _expected_tokens(outlooks: Seq[Outlook], most: int) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ import mlx.core as mx
 from ..cache.inputs import Move, ints
 from ..cache.pages import OutOfPages
 from ..config import EngineConfig
-from ..core import Request, SamplingParams, StateSpec, TokenEvent
+from ..core import Request, SamplingParams, TokenEvent
 from ..engine.batch import (
     MAX_SHORT,
     Batch,
@@ -37,7 +37,7 @@ from ..engine.scheduler import prefill_shares
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .controller import Key
-from .source import Source
+from .speculation import ProposalSource
 
 NAME = "draft"
 PRIOR = 0.7  # chance that a proposal holds
@@ -55,7 +55,7 @@ class Counterpart:
     offset: int = 0  # tokens at the beginning of the model's sequence that are left out
 
 
-class DraftProposer(Source):
+class DraftProposer(ProposalSource):
     """Runs a draft model for all sequences of a step at once.
 
     Args:
@@ -86,12 +86,12 @@ class DraftProposer(Source):
     ) -> None:
         self.cost = cost
         self.priors = {(self.name, place): PRIOR for place in range(MAX_DEPTH)}
-        self._recurs = any(isinstance(spec, StateSpec) for spec in model.cache_specs)
         self._states: dict[Sequence, Any] = {}  # of own sequences, without proposals
         self._model = model
         self._vocab_size = vocab_size
         self._max_context = config.max_context
         self._loop = Loop(model, config, _ignore, kernels=kernels)  # its parts; it has no requests
+        self._recurs = self._loop.cache.state_group is not None
         self._config = config
         self._rejects = rejects
         self._weights: dict[Sequence, list[mx.array]] = {}  # of own sequences, by proposal
@@ -321,17 +321,33 @@ class DraftProposer(Source):
         moves = self._seal_tails(few, long)
         most = min(self._config.prefill_chunk, PREFILL_TOKENS)
         shares = prefill_shares(long, most, self._config.page_size)
+        segments = [(own, own.num_left) for own in short] + shares
+        return self._made(singles, segments, moves)
+
+    def _made(
+        self, singles: list[Sequence], segments: list[tuple[Sequence, int]], moves: list[Move]
+    ) -> Batch:
+        """A step that counts as computed.
+
+        Args:
+            singles: sequences that compute their newest token.
+            segments: others, with how many of their next tokens; the last of all gives a proposal.
+            moves: from tails to pages, before it.
+        """
+        made = [Segment.following(own, n, seals=n > MAX_SHORT) for own, n in segments]
+        kv_manager = self._loop.scheduler.kv_manager
         batch = Batch(
             DecodeBatch.of(singles),
-            short=[_segment(own, own.num_left) for own in short]
-            + [_segment(own, count) for own, count in shares if count <= MAX_SHORT],
-            long=[_segment(own, count) for own, count in shares if count > MAX_SHORT],
-            cache_work=self._loop.scheduler.kv_manager.take_work(),
+            short=[segment for segment in made if not segment.seals],
+            long=[segment for segment in made if segment.seals],
+            cache_work=kv_manager.take_work(),
             admitted=self._admitted,
         )
         self._admitted = []
         batch.cache_work.seal += moves
-        self._count(batch)
+        batch.count_computed(self._config.page_size)
+        for segment in batch.long:
+            kv_manager.wrote(segment.sequence)
         return batch
 
     def _seal_tails(self, owns: list[Sequence], long: list[Sequence]) -> list[Move]:
@@ -359,12 +375,6 @@ class DraftProposer(Source):
         self._loop.scheduler.kv_manager.wrote(own)
         return move
 
-    def _count(self, batch: Batch) -> None:
-        """Count the step as computed."""
-        batch.count_computed(self._config.page_size)
-        for segment in batch.long:
-            self._loop.scheduler.kv_manager.wrote(segment.sequence)
-
 
 def keys_within(
     name: str, sequences: Seq[Sequence], depth: int, max_context: int
@@ -376,11 +386,6 @@ def keys_within(
         for sequence, room in rooms.items()
         if room > 0
     }
-
-
-def _segment(own: Sequence, count: int) -> Segment:
-    """The next `count` tokens of a sequence; the last of all gives a proposal."""
-    return Segment.following(own, count, seals=count > MAX_SHORT)
 
 
 def _ignore(events: list[TokenEvent]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from ..config import EngineConfig
-from ..engine.batch import MAX_SHORT, Batch, DecodeBatch, Segment, Sequence
+from ..engine.batch import MAX_SHORT, Batch, Sequence
 from ..engine.kernels import Chooser, choose_none
 from ..engine.runner import Launched
 from ..models.heads import DraftHead
@@ -207,21 +207,11 @@ class HeadProposer(DraftProposer):
         if not counts:
             return
         moves = self._seal_tails([], list(counts))
-        segments = [Segment.following(own, count, seals=True) for own, count in counts.items()]
-        batch = Batch(
-            DecodeBatch.of([]),
-            short=[],
-            long=segments,
-            cache_work=self._loop.scheduler.kv_manager.take_work(),
-            admitted=self._admitted,
-        )
-        self._admitted = []
-        batch.cache_work.seal += moves
-        self._count(batch)
+        batch = self._made([], list(counts.items()), moves)
         self._ahead = self._launch(batch, self._ahead)
         self._num_steps += 1
-        for segment in segments:
-            sequence = self._follows[segment.sequence]
+        for own in counts:
+            sequence = self._follows[own]
             self._held[sequence].drop_before(self._position(self._counterparts[sequence]))
             self._held[sequence].compact()
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..engine.batch import Proposal, Sequence
 from ..sampling.tokens import Ints, TokenBuffer
 from .controller import Key
-from .source import Source
+from .speculation import ProposalSource
 
 FORCED = "forced"
 CERTAINTY = 0.99  # that a forced token holds
@@ -31,7 +31,7 @@ END = -1  # of an answer among others
 PRIORS = {2: 0.25, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
 
 
-class ForcedProposer(Source):
+class ForcedProposer(ProposalSource):
     """Proposes the text that a grammar forces.
 
     The model may spell the text with other tokens, so the proposals are verified like any others.
@@ -97,7 +97,7 @@ class Followed:
         return guess
 
 
-class NgramProposer(Source):
+class NgramProposer(ProposalSource):
     """Proposes what followed before. Each guess is scored as tokens come, proposed or not.
 
     Args:

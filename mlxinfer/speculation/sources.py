@@ -1,8 +1,9 @@
 """Options to drafts, sources, controller and proposer: the one place that assembles them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -13,20 +14,17 @@ from ..engine.runner import absent_layers
 from ..errors import InvalidRequestError
 from ..models import load, whole_tables
 from ..models.decoder import Model
-from ..models.dflash import BlockDraft, load_dflash
-from ..models.heads import DraftHead, load_eagle, load_prediction_head
+from ..models.dflash import load_dflash
+from ..models.heads import load_eagle, load_prediction_head
 from ..models.language import LanguageModel
 from ..models.stage import StageModel
 from .block import BlockProposer
-from .controller import Controller, FixedDepth, Policy
+from .controller import Controller, FixedDepth
 from .draft import DraftProposer
 from .heads import HeadProposer
 from .ngram import ForcedProposer, NgramProposer
 from .options import MAX_PROPOSALS, SpeculationOptions, kind_of
-from .source import Source
-from .speculation import Speculation
-
-Network = LanguageModel | DraftHead | BlockDraft
+from .speculation import ProposalSource, Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +32,59 @@ class Draft:
     """A network that proposes tokens."""
 
     kind: str  # "draft", "mtp", "eagle" or "dflash"
-    network: Network
+    network: Any  # a LanguageModel, a DraftHead or a BlockDraft
     num_bytes: int  # of its weights, and of tables that were read for it
-    config: EngineConfig | None = None  # the sizes of its cache, see `share_budget`
 
 
-def load_network(
+def open_speculation(
+    options: SpeculationOptions,
+    folder: Path,
+    model: LanguageModel,
+    config: EngineConfig,
+    kv_bytes: Callable[[int], int],
+    *,
+    dtype: str,
+) -> tuple[EngineConfig, Speculation | None]:
+    """The proposer that the options ask for, or None, and the memory that it leaves for the cache.
+
+    Call it on the thread that runs the model.
+
+    Args:
+        options: of speculation.
+        folder: that the model was loaded from.
+        model: that tokens are proposed for.
+        config: of its engine.
+        kv_bytes: for both KV caches, beside so many bytes of a draft's weights.
+        dtype: of a draft model.
+
+    Raises:
+        InvalidRequestError: this model cannot verify proposals, and they were asked for by name;
+            or the draft does not go with it.
+        InsufficientMemoryError: the draft model leaves no memory for the KV cache.
+        ModelError: the draft model is broken or not supported.
+    """
+    reason = model.lacks.get("speculation")
+    if reason is not None and options.method not in ("auto", "off"):
+        raise InvalidRequestError(
+            f"speculate is {options.method!r}, and this model takes no proposals: {reason}",
+            param="speculate",
+        )
+    if options.is_off or reason is not None:
+        return config, None
+    sources: list[ProposalSource] = [ForcedProposer()]
+    if options.method in ("auto", "ngram"):
+        sources.append(NgramProposer())
+    draft = load_draft(options, folder, model, dtype=dtype)
+    if draft is not None:
+        config, own = _share_budget(config, kv_bytes(draft.num_bytes), model, draft.network)
+        rejects = options.acceptance == "rejection"
+        sources.append(_draft_source(model, draft, own, rejects=rejects))
+    depth = options.depth
+    controller = FixedDepth(depth) if options.fixed else Controller(max_depth=depth)
+    return config, Speculation(sources, controller, max_depth=depth, method=options.method)
+
+
+def load_draft(
     options: SpeculationOptions, folder: Path, model: LanguageModel, *, dtype: str
 ) -> Draft | None:
     """Load the network that the options name; None: no network proposes.
@@ -69,6 +114,18 @@ def load_network(
         assert options.draft is not None
         network = load(options.draft, dtype=dtype)
         return Draft(kind, network, network.num_bytes)
+    known = _with_hidden_states(model, kind)
+    tables, num_bytes = whole_tables(known, folder, has_logits=kind != "eagle")
+    if kind == "mtp":
+        head: Any = load_prediction_head(folder, tables)
+    else:
+        assert options.draft is not None
+        head = (load_eagle if kind == "eagle" else load_dflash)(options.draft, tables)
+    return Draft(kind, head, head.num_bytes + num_bytes)
+
+
+def _with_hidden_states(model: LanguageModel, kind: str) -> Model | StageModel:
+    """The model; raises InvalidRequestError where a token has no hidden state, or several."""
     if not isinstance(model, Model | StageModel):
         raise InvalidRequestError(
             f"speculate={kind!r} reads hidden states, which mlx-lm's definition of this model does "
@@ -81,37 +138,28 @@ def load_network(
             "streams of them; use 'ngram', or 'draft' with a draft model.",
             param="speculate",
         )
-    tables, num_bytes = whole_tables(model, folder, has_logits=kind != "eagle")
-    head: DraftHead | BlockDraft
-    if kind == "mtp":
-        head = load_prediction_head(folder, tables)
-    else:
-        assert options.draft is not None
-        load_head = load_eagle if kind == "eagle" else load_dflash
-        head = load_head(options.draft, tables)
-    return Draft(kind, head, head.num_bytes + num_bytes)
+    return model
 
 
-def share_budget(
-    config: EngineConfig, budget: int, model: LanguageModel, draft: Draft
-) -> tuple[EngineConfig, Draft]:
-    """The config of a model's engine and the draft, which share a budget of so many bytes.
+def _share_budget(
+    config: EngineConfig, budget: int, model: LanguageModel, network: Any
+) -> tuple[EngineConfig, EngineConfig]:
+    """The sizes of a model's engine and of a draft's cache, which share so many bytes.
 
     The draft's KV cache has room for as many tokens as the model's, at full precision.
     """
-    network, absent = draft.network, absent_layers(model)
+    absent = absent_layers(model)
     own = [spec for i, spec in enumerate(model.cache_specs) if i not in absent]
     ours = _bytes_per_token(own, model.activation_dtype)
     its = _bytes_per_token(network.cache_specs, network.activation_dtype)
-    draft_config = replace(
+    of_draft = replace(
         config,
         kv_budget_bytes=int(budget * its / (ours + its)),
         max_context=min(config.max_context, network.config.max_context),
         kv=replace(config.kv, bits=(None, None)),
         disk=None,
     )
-    rest = replace(config, kv_budget_bytes=budget - draft_config.kv_budget_bytes)
-    return rest, replace(draft, config=draft_config)
+    return replace(config, kv_budget_bytes=budget - of_draft.kv_budget_bytes), of_draft
 
 
 def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
@@ -119,54 +167,21 @@ def _bytes_per_token(specs: Sequence[CacheSpec], dtype: mx.Dtype) -> int:
     return max(sum(spec.numbers for spec in specs) * dtype.size, 1)
 
 
-def make_speculation(
-    options: SpeculationOptions,
-    model: LanguageModel | None = None,
-    draft: Draft | None = None,
-) -> Speculation:
-    """The proposer that the options ask for. Call it on the thread that runs the model.
-
-    Args:
-        options: not off.
-        model: that tokens are proposed for, where a draft does it.
-        draft: what `load_network` found, if anything.
-    """
-
-    sources: list[Source] = [ForcedProposer()]
-    if options.method in ("auto", "ngram"):
-        sources.append(NgramProposer())
-    if model is not None and draft is not None:
-        sources.append(_draft_source(model, draft, rejects=options.acceptance == "rejection"))
-    policy: Policy = Controller(max_depth=options.depth)
-    if options.fixed:
-        policy = FixedDepth(options.depth)
-    return Speculation(sources, policy, max_depth=options.depth, method=options.method)
-
-
-def _draft_source(model: LanguageModel, draft: Draft, *, rejects: bool) -> Source:
-    """The source that runs a network."""
-    network, config = draft.network, draft.config
-    assert config is not None, "no sizes"
-    vocab_size = model.config.vocab_size
+def _draft_source(
+    model: LanguageModel, draft: Draft, config: EngineConfig, *, rejects: bool
+) -> ProposalSource:
+    """The source that runs a network with a cache of these sizes."""
+    network, vocab_size = draft.network, model.config.vocab_size
     step_bytes = model.all_bytes if isinstance(model, StageModel) else model.num_bytes
-    if isinstance(network, BlockDraft):
+    if draft.kind == "dflash":
         cost = network.bytes_read / step_bytes / MAX_PROPOSALS  # a pass proposes them all
         return BlockProposer(network, config, vocab_size=vocab_size, cost=cost)
-    if isinstance(network, DraftHead):
-        return HeadProposer(
-            network,
-            config,
-            name=draft.kind,
-            vocab_size=vocab_size,
-            cost=network.bytes_read / step_bytes,
-            kernels=choose_on_this_machine(),
-            rejects=rejects,
-        )
-    return DraftProposer(
-        network,
-        config,
-        vocab_size=vocab_size,
-        cost=network.num_bytes / step_bytes,
-        kernels=choose_on_this_machine(),
-        rejects=rejects,
-    )
+    how: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "kernels": choose_on_this_machine(),
+        "rejects": rejects,
+    }
+    if draft.kind == "draft":
+        return DraftProposer(network, config, cost=network.num_bytes / step_bytes, **how)
+    cost = network.bytes_read / step_bytes
+    return HeadProposer(network, config, name=draft.kind, cost=cost, **how)

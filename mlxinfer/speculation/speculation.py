@@ -3,15 +3,15 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ..engine.batch import Batch, CommitResult, Proposal, Segment, Sequence
 from ..engine.scheduler import Proposer
-from .controller import Acceptance, Key, MeasuredStep, Outlook, Policy
-from .source import Source
+from .controller import Acceptance, Controller, Key, MeasuredStep, Outlook
 
 log = logging.getLogger("mlxinfer.speculation")
 LOOKED_AT = 2  # sequences of a step, as long as nothing is proposed
@@ -22,33 +22,78 @@ TOTALS = ("drafts", "drafted", "accepted", "switched_off")
 class SourceCounts:
     """How many proposals of one source were made and accepted."""
 
-    num_drafts: int = 0  # proposals of one sequence in one step
-    num_drafted: int = 0  # tokens
-    num_accepted: int = 0
-    num_switched_off: int = 0  # requests for which the source failed and proposes no more
+    drafts: int = 0  # proposals of one sequence in one step
+    drafted: int = 0  # tokens
+    accepted: int = 0
+    switched_off: int = 0  # requests for which the source failed and proposes no more
     last_error: str | None = None  # why
     accepted_at: list[int] = field(default_factory=list)  # by position
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Count the proposals of one sequence in one step."""
-        self.num_drafts += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        self.drafts += 1
+        self.drafted += num_drafted
+        self.accepted += num_accepted
         self.accepted_at += [0] * (num_drafted - len(self.accepted_at))
         for place in range(num_accepted):
             self.accepted_at[place] += 1
 
 
-class Plan(NamedTuple):
+class ProposalSource(ABC):
+    """Proposes tokens. Its methods are called from the engine's thread.
+
+    Attributes:
+        name: of the source, in keys and statistics.
+        taps: layers of the model whose outputs it reads.
+        is_free: it scores its guesses itself as tokens come, whether they were verified or not.
+        cost: of a proposal, in plain steps, before that was measured; 0: nothing.
+        priors: how likely a proposal of each key is to hold, before any was tried.
+        score: takes what became of a guess, from a source that is free.
+        counts: of its proposals.
+    """
+
+    name: str
+    taps: Seq[int] = ()
+    is_free: bool = False
+    cost: float = 0.0
+    priors: Mapping[Key, float]
+    score: Callable[[Sequence, Key, bool], None]  # a proposal of this key; whether it held
+    counts: SourceCounts
+
+    @abstractmethod
+    def outlook(self, sequences: Seq[Sequence], depth: int) -> dict[Sequence, list[Key]]:
+        """The keys of the proposals that it could make after the tokens in flight.
+
+        At most `depth` for each sequence. A sequence without any is left out.
+        """
+
+    @abstractmethod
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Proposal]:
+        """Tokens that may follow the known ones of each sequence, at most as many as its depth."""
+
+    def take(self, batch: Batch, hidden: Any) -> None:
+        """Read the outputs (T, n * hidden) of the n layers of `taps` in a step that was read."""
+        assert not self.taps, "a source that reads layers takes their outputs"
+
+    @abstractmethod
+    def end(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of what it holds."""
+        return {}
+
+
+class SourcePlan(NamedTuple):
     """The proposals that a source is to make for a sequence."""
 
-    source: Source
+    source: ProposalSource
     keys: list[Key]  # of its proposals, by position
     draft_s: float = 0.0  # seconds for all proposals of the step
 
 
 class Speculation(Proposer):
-    """Proposes tokens from several sources, as many as a policy finds worth it.
+    """Proposes tokens from several sources, as many as a controller finds worth it.
 
     For each sequence the source counts that promises most. A source that raises an error is
     switched off for the requests of that step, and the error is logged: no request fails for a
@@ -56,7 +101,7 @@ class Speculation(Proposer):
 
     Args:
         sources: at least one.
-        policy: says how many proposals a step verifies.
+        controller: says how many proposals a step verifies.
         max_depth: proposals of one sequence, at most.
         method: what was asked for, for `stats`.
         clock: seconds.
@@ -64,15 +109,15 @@ class Speculation(Proposer):
 
     def __init__(
         self,
-        sources: Seq[Source],
-        policy: Policy,
+        sources: Seq[ProposalSource],
+        controller: Controller,
         *,
         max_depth: int,
         method: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sources = sources
-        self._policy = policy
+        self._controller = controller
         self._max_depth = max_depth
         self._method = method
         self._clock = clock
@@ -80,10 +125,9 @@ class Speculation(Proposer):
         priors = {key: chance for source in sources for key, chance in source.priors.items()}
         self._acceptance = Acceptance(priors)
         for source in sources:
-            source.score = self._acceptance.observe
-        self._counts = {source.name: SourceCounts() for source in sources}
+            source.score, source.counts = self._acceptance.observe, SourceCounts()
         self._off: dict[Sequence, set[str]] = {}  # sources that failed for a sequence
-        self._planned: dict[Sequence, Plan] = {}  # of the steps in flight
+        self._planned: dict[Sequence, SourcePlan] = {}  # of the steps in flight
         self._known: set[Sequence] = set()
         self._read_s: dict[Sequence, float] = {}  # first of a step's rows -> when it was read last
         self._num_plain = 0  # steps that were read since one was foreseen to have proposals
@@ -98,11 +142,11 @@ class Speculation(Proposer):
         """The most proposals that any sequence is to have, as far as it can be foreseen.
 
         As long as nothing is worth it, a step looks at a few sequences in turn, and at none where
-        the policy wants no proposals whatever they are: a large batch pays next to nothing.
+        the controller wants no proposals whatever they are: a large batch pays next to nothing.
         """
         self._num_decoding = num_decoding
         self._known.update(sequences)
-        if not sequences or not self._policy.is_open(num_decoding):
+        if not sequences or not self._controller.is_open(num_decoding):
             self._hopeful.difference_update(sequences)
             return 0
         few = sequences
@@ -148,7 +192,7 @@ class Speculation(Proposer):
                 self._switch_off(source, batch.sequences)
 
     def observe(self, batch: Batch, result: CommitResult) -> None:
-        """Score the proposals of a step, and let the policy know what the step took."""
+        """Score the proposals of a step, and let the controller know what the step took."""
         drafted: list[Segment] = []
         if batch.sampling.proposals is not None:
             drafted = [segment for segment in batch.short if segment.proposals]
@@ -162,20 +206,8 @@ class Speculation(Proposer):
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers of what was proposed and accepted, in all and by source."""
-        sources = {
-            source.name: {
-                "drafts": counts.num_drafts,
-                "drafted": counts.num_drafted,
-                "accepted": counts.num_accepted,
-                "switched_off": counts.num_switched_off,
-                "last_error": counts.last_error,
-                "accepted_at": list(counts.accepted_at),
-                **source.stats(),
-            }
-            for source in self._sources
-            for counts in [self._counts[source.name]]
-        }
-        positions = [counts.accepted_at for counts in self._counts.values()]
+        sources = {each.name: {**asdict(each.counts), **each.stats()} for each in self._sources}
+        positions = [source.counts.accepted_at for source in self._sources]
         return {
             "method": self._method,
             "max_draft": self._max_depth,
@@ -189,12 +221,12 @@ class Speculation(Proposer):
 
     # -- what to propose ------------------------------------------------------------------------
 
-    def _plans(self, sequences: Seq[Sequence]) -> dict[Sequence, Plan]:
+    def _plans(self, sequences: Seq[Sequence]) -> dict[Sequence, SourcePlan]:
         """The most promising source of each sequence that decodes and wants proposals."""
         rows = [
             s for s in sequences if s.request.params.speculate and s.num_computed >= s.num_prompt
         ]
-        best: dict[Sequence, tuple[float, Plan]] = {}  # with the tokens that it promises
+        best: dict[Sequence, tuple[float, SourcePlan]] = {}  # with the tokens that it promises
         for source in self._sources:
             on = rows
             if self._off:
@@ -210,20 +242,20 @@ class Speculation(Proposer):
                     chance *= self._acceptance.chance(sequence, key)
                     tokens += chance
                 if sequence not in best or tokens > best[sequence][0]:
-                    best[sequence] = tokens, Plan(source, keys)
+                    best[sequence] = tokens, SourcePlan(source, keys)
         return {sequence: plan for sequence, (_, plan) in best.items()} if best else {}
 
-    def _choose(self, plans: dict[Sequence, Plan], num_sequences: int) -> list[int]:
+    def _choose(self, plans: dict[Sequence, SourcePlan], num_sequences: int) -> list[int]:
         chance = self._acceptance.chance
         outlooks = [
             Outlook([chance(s, key) for key in plan.keys], plan.source.cost)
             for s, plan in plans.items()
         ]
         num_decoding = max(self._num_decoding, num_sequences)
-        return self._policy.choose(outlooks, num_decoding, num_sequences / num_decoding)
+        return self._controller.choose(outlooks, num_decoding, num_sequences / num_decoding)
 
     def _ask(
-        self, source: Source, sequences: list[Sequence], depths: list[int]
+        self, source: ProposalSource, sequences: list[Sequence], depths: list[int]
     ) -> dict[Sequence, Proposal]:
         """The proposals of a source; none where it fails."""
         began_s = self._clock()
@@ -236,11 +268,11 @@ class Speculation(Proposer):
             self._draft_s += self._clock() - began_s
         return {s: found for s, found in zip(sequences, proposed, strict=True) if found.token_ids}
 
-    def _switch_off(self, source: Source, sequences: Seq[Sequence]) -> None:
+    def _switch_off(self, source: ProposalSource, sequences: Seq[Sequence]) -> None:
         names = ", ".join(sequence.request.id for sequence in sequences)
         log.exception("no more proposals by %s for the requests %s", source.name, names)
-        error, counts = sys.exception(), self._counts[source.name]
-        counts.num_switched_off += len(sequences)
+        error, counts = sys.exception(), source.counts
+        counts.switched_off += len(sequences)
         counts.last_error = f"{type(error).__name__}: {error}"
         for sequence in sequences:
             self._off.setdefault(sequence, set()).add(source.name)
@@ -260,14 +292,14 @@ class Speculation(Proposer):
             plan, held = self._planned.get(sequence), accepted[sequence]
             if plan is None:
                 continue
-            self._counts[plan.source.name].add(num_drafted, held)
+            plan.source.counts.add(num_drafted, held)
             if not plan.source.is_free:  # else it scores its own guesses
                 tried = held if sequence.finished else min(held + 1, num_drafted)
                 for place in range(tried):
                     self._acceptance.observe(sequence, plan.keys[place], place < held)
 
     def _measure(self, batch: Batch, result: CommitResult, drafted: Seq[Segment]) -> None:
-        """Let the policy know how long a decode step took, and how many tokens it gave.
+        """Let the controller know how long a decode step took, and how many tokens it gave.
 
         A step that takes turns with others counts as one of all rows: its numbers are scaled to
         all that decode, and its time is the time since its own rows were read last.
@@ -303,7 +335,7 @@ class Speculation(Proposer):
             draft_s * turns,
             depth,
         )
-        if self._policy.observe(step):
+        if self._controller.observe(step):
             for source in self._sources:
                 if not source.is_free:
                     self._acceptance.renew(source.name)

@@ -229,7 +229,7 @@ class OurEngine:
         """Queue a prompt."""
         request = Request(ask.name, ask.prompt_ids, ask.params)
         self.prompt_tokens += len(request.prompt_ids)
-        self.loop.add(request, self.loop.check(request))
+        self.loop.add(request, self.loop.limits.check(request))
 
     def step(self) -> list[Token]:
         """Launch a step, read the one before; return the tokens that it brought."""

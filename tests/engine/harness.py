@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import numpy as np
+from engine.recurrent import hybrid_model
 from models.tiny import tiny_checkpoint
+from models.zoo_table import small_model
 
 from mlxinfer.config import EngineConfig, KVOptions
 from mlxinfer.core import (
@@ -27,6 +30,12 @@ from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
 
 PAGE = 16
+HYBRIDS = {  # places of recurrent layers among those of attention
+    "hybrid qwen3-v4": (0, 2),
+    "hybrid gemma3_text-v4": (1, 2),
+    "hybrid deepseek_v3-v4": (1,),
+    "recurrent qwen3-v4": (0, 1, 2),
+}
 
 
 @cache
@@ -120,7 +129,7 @@ class Harness:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
         request.grammar, request.adapter = grammar, adapter
         self.outcomes[name] = Outcome()
-        self.loop.add(request, self.loop.check(request))
+        self.loop.add(request, self.loop.limits.check(request))
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
@@ -174,7 +183,22 @@ def alone(
     harness = Harness(model, **plain, kv=kv or KVOptions())
     harness.add("alone", ids, params, stop_ids=stop_ids, grammar=grammar)
     outcome = harness.drain()["alone"]
-    assert outcome.error is None, outcome.error
+    assert outcome.error is None or grammar is not None, outcome.error
     if grammar is None:
         _kept[key] = model, outcome  # the model stays, so that its id is no other's
     return outcome
+
+
+@cache
+def zoo_model(name: str) -> Any:
+    """A small model of one of mlx-lm's definitions."""
+    return small_model(name, quantized=True)
+
+
+def model_of(case: str) -> Model:
+    """A tiny quantised model; a hybrid has recurrent layers instead of some of its own."""
+    if case.startswith("zoo "):
+        return zoo_model(case.split()[1])
+    if case in HYBRIDS:
+        return hybrid_model(case.split()[1], HYBRIDS[case])
+    return tiny_model(case, quantized=True)

@@ -27,21 +27,21 @@ from mlxinfer.models.dflash import BlockDraft, load_dflash
 from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
 from mlxinfer.models.language import LanguageModel
 from mlxinfer.speculation.block import BlockProposer
-from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook, Policy
+from mlxinfer.speculation.controller import Controller, MeasuredStep, Outlook
 from mlxinfer.speculation.draft import DraftProposer
 from mlxinfer.speculation.heads import HeadProposer
 from mlxinfer.speculation.ngram import ForcedProposer, NgramProposer
-from mlxinfer.speculation.source import Source
-from mlxinfer.speculation.speculation import Speculation
+from mlxinfer.speculation.speculation import ProposalSource, Speculation
 
 DRAFTS = ("qwen3-v4", "gemma3_text-v4", "deepseek_v3-v4", "gpt_oss-v4", "lfm2-v4")
 WITH_MTP = {case.rpartition("-")[0]: case for case in MTP_CASES}  # model type -> case
 
 
-class RandomDepths:
+class RandomDepths(Controller):
     """Any depths, none included."""
 
     def __init__(self, rng: random.Random) -> None:
+        super().__init__(max_depth=1)
         self._rng, self._rests = rng, rng.choice([0.0, 0.3, 0.8])
 
     def is_open(self, num_sequences: int) -> bool:
@@ -179,7 +179,7 @@ def some_proposer(
     if names[-1] in ("head", "block") and not has_hidden_states(model):
         names = ("ngram",)
 
-    made: list[Source] = []
+    made: list[ProposalSource] = []
     for name in names:
         if name == "ngram":
             made.append(NgramProposer(searches=rng.choice([1, 8])))
@@ -193,5 +193,5 @@ def some_proposer(
         else:
             made.append(draft_of(model, rng, answers) if name == "draft" else ForcedProposer())
     depth = rng.choice([1, 4, 7])
-    policy: Policy = Controller(max_depth=depth) if rng.random() < 0.2 else RandomDepths(rng)
+    policy: Controller = Controller(max_depth=depth) if rng.random() < 0.2 else RandomDepths(rng)
     return Speculation(made, policy, max_depth=depth)

@@ -188,7 +188,7 @@ def test_a_request_that_was_checked_before_an_adapter_took_its_room(
     harness = Harness(load(base(CASE)), kv_budget_bytes=1 << 20)
     loop, room = harness.loop, harness.loop.cache.max_tokens
     long = Request("long", prompt(room - 1), SamplingParams(max_tokens=1), frozenset())
-    assert loop.check(long) == 1
+    assert loop.limits.check(long) == 1
     loading = loop.adapters.load("first", read_adapter(folders["first"]))
     next(loading)
     left = loop.cache.max_tokens

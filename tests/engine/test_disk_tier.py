@@ -2,15 +2,11 @@
 
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from adapters.cases import folders
 from engine.harness import PAGE, Harness, Outcome, alone, prompt, tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlxinfer.cache.disk import Files, chain_keys
 from mlxinfer.config import DiskOptions, KVOptions
@@ -301,85 +297,6 @@ def test_nothing_of_a_failed_step_reaches_the_disk(reading: bool, tmp_path: Path
     assert answer(harness, prompt(120, 1)).reason is FinishReason.ERROR
     harness.loop.close()
     assert not files_in(tmp_path)
-
-
-# -- at random ----------------------------------------------------------------------------------
-
-requests = st.tuples(
-    st.sampled_from([0, 40, 70, 100]),  # shared tokens
-    st.integers(1, 50),  # own tokens
-    st.integers(0, 3),  # which
-    st.integers(1, 18),  # tokens of answer
-)
-programs = st.tuples(
-    st.lists(requests, min_size=1, max_size=4),
-    st.sampled_from([None, *DAMAGES]),
-    st.integers(0, 2**16),
-)
-
-
-@given(
-    case=st.sampled_from(CASES),
-    bits=st.sampled_from([None, 8]),
-    runs=st.lists(programs, min_size=2, max_size=3),
-    spare=st.sampled_from([0, 0, 2, 6]),
-    chunk=st.sampled_from([16, 64]),
-    max_batch=st.integers(1, 3),
-    launch_ahead=st.booleans(),
-)
-@settings(max_examples=int(os.environ.get("MLXINFER_PROGRAMS", "3")))
-def test_disk_hits_give_the_tokens_of_the_plain_run(
-    case: str,
-    bits: int | None,
-    runs: list[tuple[list[tuple[int, int, int, int]], Callable[[Path], None] | None, int]],
-    spare: int,
-    chunk: int,
-    max_batch: int,
-    launch_ahead: bool,
-) -> None:
-    kv = KVOptions(bits=(bits, bits))
-    longest = max(shared + own + n for run in runs for shared, own, _, n in run[0])
-    with TemporaryDirectory() as name:
-        for drawn, damage, which in runs:
-            harness = on_disk(
-                Path(name),
-                case,
-                kv=kv,
-                num_pages=-(-longest // PAGE) + spare,
-                prefill_chunk=chunk,
-                max_batch=max_batch,
-                launch_ahead=launch_ahead,
-            )
-            asked = [
-                (prompt(120)[:shared] + prompt(own, seed), SamplingParams(max_tokens=count))
-                for shared, own, seed, count in drawn
-            ]
-            for i, (ids, params) in enumerate(asked):
-                harness.add(str(i), ids, params)
-                harness.turn(which % 7 if i % 2 else 0)
-            harness.drain()
-            for i, (ids, params) in enumerate(asked):
-                expected = alone_in(case, kv, tuple(ids), params.max_tokens)
-                assert harness.outcomes[str(i)].token_ids == expected
-            harness.loop.close()
-            files = files_in(Path(name))
-            if damage is not None and files:
-                damage(files[which % len(files)])
-
-
-@cache
-def alone_in(case: str, kv: KVOptions, ids: tuple[int, ...], max_tokens: int) -> list[int]:
-    """The plain run in a KV format."""
-    harness = Harness(
-        tiny_model(case, quantized=True),
-        launch_ahead=False,
-        prefill_chunk=512,
-        max_batch=1,
-        num_pages=100,
-        kv=kv,
-    )
-    harness.add("alone", list(ids), SamplingParams(max_tokens=max_tokens))
-    return harness.drain()["alone"].token_ids
 
 
 def test_two_namespaces_never_share_an_entry_on_the_disk(tmp_path: Path) -> None:

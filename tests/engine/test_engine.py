@@ -22,7 +22,7 @@ from mlxinfer.errors import EngineClosedError, InvalidRequestError
 @pytest.fixture
 def engine():
     made = Engine(
-        generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=400)))
+        generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=400), None))
     )
     yield made
     made.close()
@@ -127,10 +127,9 @@ def test_a_scheduler_fault_does_not_kill_the_engine(engine: Engine) -> None:
     engine.submit(Request("a", prompt(30), SamplingParams(max_tokens=3000)), events.put)
     events.get(timeout=60)
 
-    def corrupt() -> None:
-        scheduler = engine._loop.scheduler
-        scheduler.queues.preempt(scheduler.queues.running[0])
-        scheduler.queues.waiting.clear()
+    def corrupt(loop: Loop) -> None:
+        loop.scheduler.queues.preempt(loop.scheduler.queues.running[0])
+        loop.scheduler.queues.waiting.clear()
 
     engine.call(corrupt)
     assert collect(events, 1)["a"][-1].finish_reason is FinishReason.ERROR
@@ -141,9 +140,9 @@ def test_a_scheduler_fault_does_not_kill_the_engine(engine: Engine) -> None:
 def add_together(engine: Engine, requests: list[Request], listener: Listener) -> None:
     """So that they share their steps."""
 
-    def add() -> None:
+    def add(loop: Loop) -> None:
         for request in requests:
-            engine._add(request, engine._loop.check(request), listener)
+            engine._add(request, loop.limits.check(request), listener)
 
     engine.call(add)
 
@@ -189,7 +188,7 @@ def test_a_listener_that_raises_ends_its_own_request(
     assert len(tokens(collect(events, 1)["heard"])) == 20
     assert engine.stats()["running"] == engine.stats()["waiting"] == 0
     assert caplog.text.count("the listener of request deaf failed") == 1
-    assert engine.call(lambda: not engine._listeners)
+    assert engine.call(lambda _: not engine._listeners)
 
 
 def test_a_request_that_ended_just_before_a_fault_gets_a_last_event(engine: Engine) -> None:
@@ -233,10 +232,9 @@ def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
 
     monkeypatch.setattr(Loop, "assemble", no_memory)
 
-    def corrupt() -> None:
-        scheduler = engine._loop.scheduler
-        scheduler.queues.preempt(scheduler.queues.running[0])
-        scheduler.queues.waiting.clear()
+    def corrupt(loop: Loop) -> None:
+        loop.scheduler.queues.preempt(loop.scheduler.queues.running[0])
+        loop.scheduler.queues.waiting.clear()
 
     engine.call(corrupt)
     last = collect(events, 1)["a"][-1]
@@ -252,7 +250,7 @@ def test_an_engine_that_cannot_start_afresh_ends_with_an_error_for_each_request(
 @pytest.mark.parametrize("times", range(20))
 def test_a_request_submitted_while_the_engine_closes_is_answered(times: int) -> None:
     engine = Engine(
-        generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40)))
+        generation(lambda: (tiny_model("qwen3-v4", quantized=True), config(num_pages=40), None))
     )
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     accepted = 0
@@ -275,7 +273,7 @@ def test_a_thread_that_cannot_start_is_an_error_of_the_constructor(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
-        Engine(generation(lambda: (tiny_model("qwen3-v4"), config())))
+        Engine(generation(lambda: (tiny_model("qwen3-v4"), config(), None)))
 
 
 def test_an_engine_raises_in_a_forked_process(engine: Engine) -> None:
@@ -298,7 +296,7 @@ def test_a_forked_process_cannot_build_an_engine(engine: Engine) -> None:
         child = os.fork()
         if not child:
             try:
-                Engine(generation(lambda: (tiny_model("qwen3-v4"), config())))
+                Engine(generation(lambda: (tiny_model("qwen3-v4"), config(), None)))
             except EngineClosedError as error:
                 engine.close()  # which does not wait for a thread that is not here
                 os._exit("spawn" not in str(error))
@@ -308,12 +306,12 @@ def test_a_forked_process_cannot_build_an_engine(engine: Engine) -> None:
 
 
 def test_call_returns_and_raises(engine: Engine) -> None:
-    assert engine.call(lambda: threading.current_thread().name) == "mlxinfer-engine"
+    assert engine.call(lambda _: threading.current_thread().name) == "mlxinfer-engine"
     with pytest.raises(ZeroDivisionError):
-        engine.call(lambda: 1 / 0)
+        engine.call(lambda _: 1 / 0)
 
 
 def test_an_idle_engine_uses_no_cpu(engine: Engine) -> None:
-    before = engine.call(time.thread_time)
+    before = engine.call(lambda _: time.thread_time())
     time.sleep(0.3)
-    assert engine.call(time.thread_time) - before < 0.1
+    assert engine.call(lambda _: time.thread_time()) - before < 0.1

@@ -167,7 +167,7 @@ def test_a_scheduler_fault_fails_all_requests_and_the_loop_starts_afresh() -> No
 
 def refuse(harness: Harness, ids: list[int], **params: object) -> pytest.ExceptionInfo:
     with pytest.raises(InvalidRequestError) as caught:
-        harness.loop.check(Request("x", ids, SamplingParams(**params)))  # type: ignore[arg-type]
+        harness.loop.limits.check(Request("x", ids, SamplingParams(**params)))  # type: ignore[arg-type]
     return caught
 
 
@@ -181,7 +181,7 @@ def test_requests_that_can_never_run_are_refused_at_once() -> None:
     assert "logit_bias" in str(refuse(harness, [1], logit_bias={96: 1.0}).value)
     assert "stop_token_ids" in str(refuse(harness, [1], stop_token_ids=(200,)).value)
     with pytest.raises(InvalidRequestError, match="stop_token_ids holds 96"):
-        harness.loop.check(Request("x", [1], SamplingParams(), frozenset({96})))
+        harness.loop.limits.check(Request("x", [1], SamplingParams(), frozenset({96})))
     long = refuse(harness, prompt(100))
     assert long.type is ContextLengthError
     assert "100 tokens" in str(long.value)

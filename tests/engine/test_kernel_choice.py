@@ -156,7 +156,7 @@ def test_what_an_answer_asks_for_is_checked_while_the_engine_is_idle(
     ended = threading.Event()
     monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: choose)
     monkeypatch.setattr(engine_module, "IDLE_S", 0.01)
-    engine = Engine(generation(lambda: (model, config())))
+    engine = Engine(generation(lambda: (model, config(), None)))
     try:
         assert not asked
         running.set()
@@ -178,7 +178,7 @@ def test_an_engine_that_waits_to_check_a_kernel_can_be_closed(
     model, ended = wide_model(monkeypatch), threading.Event()
     monkeypatch.setattr(engine_module, "choose_on_this_machine", lambda: RecordingChooser(DECODE))
     monkeypatch.setattr(engine_module, "IDLE_S", 60.0)
-    engine = Engine(generation(lambda: (model, config())))
+    engine = Engine(generation(lambda: (model, config(), None)))
     engine.submit(Request("short", prompt(8), SamplingParams(max_tokens=2)), lambda _: ended.set())
     assert ended.wait(30)
     assert engine.stats()["kernels"]["asked"] > 0

@@ -2,9 +2,11 @@
 alone, in the plain run of the same KV format; with an adapter, those of the model that the adapter
 is merged into.
 
-Draws a model (attention, latent attention, recurrent layers), stored bits, window and sinks, prefix
-cache, room for snapshots of states, disk, chunk size, batch size, pool size, forced preemption,
-cancels, restarts, adapters, proposals that steps verify, and micro-batches of pipeline stages.
+Draws a model (attention, latent attention, recurrent layers), sampling settings, end tokens and
+grammars, stored bits, window and sinks, prefix cache, room for snapshots of states, disk, chunk
+size, batch size, pool size, forced preemption, cancels, restarts, adapters, proposals that steps
+verify, and micro-batches of pipeline stages. Models are quantised: MLX's CPU kernels then compute
+each row by itself, so that even bits do not depend on the batch.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 
@@ -15,17 +17,17 @@ of all models in turn; of one or some of them, with their names and commas betwe
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import hypothesis
 import pytest
 from adapters.cases import folders, merged
-from engine.harness import PAGE, Harness, Outcome, alone, prompt
+from engine.fake_grammar import FakeGrammar
+from engine.harness import HYBRIDS, PAGE, Harness, Outcome, alone, model_of, prompt
 from engine.proposers import some_proposer
 from engine.stages import NoOtherRanks
-from engine.test_same_tokens import HYBRIDS, model_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -50,6 +52,8 @@ ALL_CASES = (
     *("qwen3_next-v4", "qwen3_5_text-v4", "granitemoehybrid-v4", "lfm2-v4", "lfm2_moe-v4"),
     *("nemotron_h-v4", "falcon_h1-v4", "gemma4_e-v4", "gemma3n_text-v4", "llama4_text-v4"),
     "deepseek_v32-v4",
+    *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
+    *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5", "glm_moe_dsa-v5"),
 )
 CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 
@@ -61,12 +65,31 @@ NEAREST_TIE = 1e-3
 
 
 @dataclass(frozen=True)
+class Rules:
+    """How to make a fresh grammar."""
+
+    seed: int
+    accepting_every: int
+    length: int | None
+
+    def start(self) -> FakeGrammar:
+        return FakeGrammar(self.seed, accepting_every=self.accepting_every, length=self.length)
+
+
+@dataclass(frozen=True)
 class Asked:
     turn: int
     prompt_ids: tuple[int, ...]
-    max_tokens: int
-    cancel_after: int | None
-    adapter: str | None
+    params: SamplingParams
+    cancel_after: int | None = None
+    adapter: str | None = None
+    stop_ids: frozenset[int] = frozenset()
+    rules: Rules | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        return len(self.prompt_ids) + (self.params.max_tokens or 0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,10 +99,47 @@ def _often_a_rolling_snapshot() -> Iterator[None]:
         yield
 
 
+def params_strategy() -> st.SearchStrategy[SamplingParams]:
+    off = st.none()
+    return st.builds(
+        lambda max_tokens, min_tokens, **drawn: SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            **{name: value for name, value in drawn.items() if value is not None},
+        ),
+        max_tokens=st.integers(1, 30),
+        temperature=st.sampled_from([0.0, 0.0, 0.0, 0.7, 1.5]),
+        seed=st.integers(0, 2**40),
+        top_k=off | st.integers(1, 40),
+        top_p=off | st.floats(0.3, 0.99),
+        min_p=off | st.floats(0.01, 0.3),
+        repetition_penalty=off | st.floats(0.8, 1.5),
+        repetition_window=off | st.integers(0, 20),
+        presence_penalty=off | st.floats(-1, 1),
+        frequency_penalty=off | st.floats(-1, 1),
+        top_n_sigma=off | st.floats(0.5, 3),
+        typical_p=off | st.floats(0.3, 0.99),
+        xtc_probability=off | st.floats(0, 1),
+        xtc_threshold=off | st.floats(0, 0.3),
+        dry_multiplier=off | st.floats(0, 3),
+        dry_allowed_length=st.integers(1, 3),
+        logit_bias=off | st.dictionaries(st.integers(0, 95), st.floats(-5, 5), max_size=3),
+        logprobs=off | st.integers(0, 3),
+        min_tokens=st.sampled_from([0, 0, 1, 4]),
+    )
+
+
 @st.composite
-def programs(draw: st.DrawFn, adapters: Collection[str]) -> list[Asked]:
-    """Requests that share beginnings, cut anywhere."""
+def programs(draw: st.DrawFn, adapters: Collection[str], *, exact: bool = False) -> list[Asked]:
+    """Requests that share beginnings, cut anywhere.
+
+    With `exact` some are drawn, with any settings, end tokens and grammars: their plain run is
+    rounded in the same way to the last bit.
+    """
     turn, out = 0, []
+    rules = st.builds(
+        Rules, st.integers(0, 3), st.sampled_from([0, 1, 3]), st.none() | st.integers(1, 30)
+    )
     for _ in range(draw(st.sampled_from([1, 2, 3, 4, 4, 12]))):  # there are four tails at first
         turn += draw(st.sampled_from([0, 0, 1, 6, 15]))
         shared = draw(st.sampled_from([0, 5, 16, 40, 75]))
@@ -87,7 +147,13 @@ def programs(draw: st.DrawFn, adapters: Collection[str]) -> list[Asked]:
         ids = (*prompt(100, draw(st.sampled_from([0, 0, 1])))[:shared], *own)
         cancel = draw(st.sampled_from([None, None, None, 3, 9]))
         adapter = draw(st.sampled_from([None, None, *adapters]))
-        out.append(Asked(turn, ids, draw(st.integers(1, 20)), cancel, adapter))
+        params = SamplingParams(max_tokens=draw(st.integers(1, 20)), logprobs=2)
+        asked = Asked(turn, ids, params, cancel, adapter)
+        if exact and adapter is None and draw(st.booleans()):
+            ends = frozenset(draw(st.sets(st.integers(0, 95), max_size=3)))
+            params = draw(params_strategy())
+            asked = replace(asked, params=params, stop_ids=ends, rules=draw(st.none() | rules))
+        out.append(asked)
     return out
 
 
@@ -116,16 +182,28 @@ def ranked_specs(case: str) -> list[LatentSpec]:
     return [spec for spec in specs if spec.index_dim]
 
 
-def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> None:
-    """Arrivals and cancels at their turns, a running request sent back every few turns."""
+def play(
+    harness: Harness, program: list[Asked], preempt_every: int | None
+) -> dict[str, FakeGrammar]:
+    """Arrivals and cancels at their turns, a running request sent back every few turns.
+
+    Returns the grammars, as they are at the end.
+    """
     scheduler = harness.loop.scheduler
+    grammars = {str(i): asked.rules.start() for i, asked in enumerate(program) if asked.rules}
     last = max(a.turn + (a.cancel_after or 0) for a in program)
     turn = 0
     while turn <= last or not harness.loop.idle:
         for i, asked in enumerate(program):
             if asked.turn == turn:
-                params = SamplingParams(max_tokens=asked.max_tokens, logprobs=2)
-                harness.add(str(i), list(asked.prompt_ids), params, adapter=asked.adapter)
+                harness.add(
+                    str(i),
+                    list(asked.prompt_ids),
+                    asked.params,
+                    stop_ids=asked.stop_ids,
+                    grammar=grammars.get(str(i)),
+                    adapter=asked.adapter,
+                )
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
         forced = preempt_every and turn < 90 and turn % preempt_every == preempt_every - 1
@@ -137,20 +215,32 @@ def play(harness: Harness, program: list[Asked], preempt_every: int | None) -> N
         turn += 1
         assert turn < 3000, "the queue did not drain"
     harness.drain()
+    return grammars
 
 
 def assert_same(outcome: Outcome, plain: Outcome, *, near_tie: float) -> None:
     """The tokens of the plain run, or their beginning where the request was cancelled."""
-    assert outcome.error is None
-    cancelled = outcome.reason is FinishReason.ABORT
-    expected = plain.token_ids[: len(outcome.token_ids)] if cancelled else plain.token_ids
-    if outcome.token_ids == expected:
-        return
-    assert near_tie, (outcome.token_ids, expected)
-    pairs = zip(outcome.token_ids, expected, strict=False)
-    place = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
-    (_, best), (_, second) = plain.logprobs[place].top
-    assert best - second < near_tie, "a choice turned that was no near tie"
+    if outcome.reason is FinishReason.ABORT:
+        plain = replace(plain, token_ids=plain.token_ids[: len(outcome.token_ids)])
+    else:
+        assert type(outcome.error) is type(plain.error), outcome.error
+    if outcome.token_ids != plain.token_ids:
+        assert near_tie, (outcome.token_ids, plain.token_ids)
+        pairs = zip(outcome.token_ids, plain.token_ids, strict=False)
+        place = next(i for i, (ours, theirs) in enumerate(pairs) if ours != theirs)
+        (_, best), (_, second) = plain.logprobs[place].top
+        assert best - second < near_tie, "a choice turned that was no near tie"
+    elif not near_tie:
+        assert outcome.reason in (plain.reason, FinishReason.ABORT)
+        for ours, theirs in zip(outcome.logprobs, plain.logprobs, strict=False):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+            assert dict(ours.top) == pytest.approx(dict(theirs.top), abs=1e-3)
+
+
+def text_of(outcome: Outcome, stop_ids: frozenset[int]) -> list[int]:
+    """The tokens without the end token, if one ended it."""
+    ids = outcome.token_ids
+    return ids[:-1] if ids and ids[-1] in stop_ids else ids
 
 
 @given(data=st.data())
@@ -162,8 +252,9 @@ def test_everything_at_once(data: st.DataObject) -> None:
     # A merged adapter is rounded otherwise: a code that moves by a step for that can change which
     # tokens an indexer chooses, and with that anything.
     adapters = {} if options.bits != (None, None) and ranked_specs(case) else folders(case)
-    runs = [data.draw(programs(adapters)) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
-    longest = max(len(a.prompt_ids) + a.max_tokens for run in runs for a in run)
+    some = programs(adapters, exact=options.bits == (None, None))
+    runs = [data.draw(some) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
+    longest = max(asked.length for run in runs for asked in run)
     changes = {
         "kv": options,
         "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
@@ -202,7 +293,10 @@ def test_everything_at_once(data: st.DataObject) -> None:
             states = harness.loop.cache.state_group
             if states is not None and max_snapshots is not None:
                 states.max_snapshots = max_snapshots
-            play(harness, run, preempt_every)
+            grammars = play(harness, run, preempt_every)
+            for name, grammar in grammars.items():
+                said = text_of(harness.outcomes[name], run[int(name)].stop_ids)
+                assert grammar.taken == said
             for name, plain in plains.items():
                 near_tie = NEAREST_TIE if run[int(name)].adapter else 0.0
                 near_tie = near_tie if options.bits == (None, None) else NEAR_TIE
@@ -218,8 +312,10 @@ def plain_runs(case: str, options: KVOptions, run: list[Asked]) -> dict[str, Out
         str(i): alone(
             merged(case, asked.adapter) if asked.adapter else model_of(case),
             list(asked.prompt_ids),
-            SamplingParams(max_tokens=asked.max_tokens, logprobs=2),
+            asked.params,
+            stop_ids=asked.stop_ids,
             kv=options,
+            grammar=asked.rules.start() if asked.rules else None,
         )
         for i, asked in enumerate(run)
     }

@@ -406,7 +406,7 @@ def test_steps_are_timed_by_their_own_ends_whenever_they_are_read(
     for name, num_prompt in (("stream", 64), ("long", 2048), ("short 1", 25), ("short 2", 25)):
         device.hiccup_s = 2.0 if name == "long" else 0.0
         request = Request(name, [1] * num_prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
-        loop.add(request, loop.check(request))
+        loop.add(request, loop.limits.check(request))
         for _ in range(1 if name == "long" else 8):
             loop.turn()
     while any(s.num_left > 1 for s in loop.scheduler.queues.running):

@@ -1,17 +1,14 @@
 """The scheduler alone, no model and no arrays: pages, slots and queues balance."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from engine.spelled import segments_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
 from mlxinfer.core import FinishReason, Request, SamplingParams
 from mlxinfer.engine import kv_manager
-from mlxinfer.engine.batch import MAX_SHORT, Batch, Sequence
+from mlxinfer.engine.batch import Batch
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.scheduler import CommitResult, Scheduler
 
@@ -273,101 +270,3 @@ def commit_sevens(scheduler: Scheduler) -> CommitResult:
     batch = scheduler.next_batch()
     assert batch is not None
     return scheduler.commit(batch, [7] * len(batch.sampling))
-
-
-@given(st.data())
-@settings(max_examples=60)
-def test_pages_and_queues_balance_over_random_programs(data: st.DataObject) -> None:
-    windows = data.draw(st.sampled_from([(None,), (6,), (None, 6), (None, 1, 20)]))
-    chunk = PAGE * data.draw(st.integers(1, 5))
-    pages = data.draw(st.integers(12, 30))
-    scheduler = build(
-        pages=pages,
-        windows=windows,
-        sinks=data.draw(st.sampled_from([0, 0, 3, 5])),
-        max_batch=data.draw(st.integers(1, 5)),
-        chunk=chunk,
-    )
-    ahead = data.draw(st.booleans())
-    live: dict[str, Sequence] = {}
-    ended: Counter[str] = Counter()
-    previous, arrivals = None, data.draw(st.integers(1, 8))
-    for tick in range(1000):
-        if arrivals and (scheduler.queues.idle or data.draw(st.booleans())):
-            arrivals -= 1
-            prompt, answer = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 16))
-            name = f"r{tick}"
-            shared = data.draw(st.sampled_from([0, 0, 4, 7, 18]))
-            live[name] = scheduler.queues.add(
-                request(name, prompt, answer, shared=shared), max_output=answer
-            )
-        if live and data.draw(st.integers(0, 9)) == 0:
-            name = data.draw(st.sampled_from(sorted(live)))
-            scheduler.queues.finish(live.pop(name))
-            ended[name] += 1
-        batch = scheduler.next_batch()
-        if batch is not None:
-            check_batch(scheduler, batch, chunk)
-        for done in [previous] if ahead else [batch]:
-            result = scheduler.commit(done, [3] * len(done.sampling)) if done else CommitResult()
-            for row in result.finished:
-                assert done is not None
-                sequence = done.sampling.sequences[row]
-                ended[sequence.request.id] += 1
-                assert len(sequence.token_ids) == sequence.max_known
-                del live[sequence.request.id]
-        previous = batch
-        check_ownership(scheduler)
-        if scheduler.queues.idle and not arrivals and previous is None:
-            break
-    else:
-        pytest.fail("the queue did not drain")
-    assert set(ended.values()) <= {1}
-    assert_only_cached(scheduler)
-
-
-def check_batch(scheduler: Scheduler, batch: Batch, chunk: int) -> None:
-    prefill = [s for s in segments_of(batch) if s.num_tokens > 1 or s.start < s.sequence.num_prompt]
-    assert sum(s.num_tokens for s in prefill) <= chunk
-    slots = [s.sequence.slot for s in segments_of(batch)]
-    assert len(set(slots)) == len(slots)
-    assert -1 not in slots
-    widths = [s.num_tokens for s in segments_of(batch)]
-    assert [s.row for s in segments_of(batch)] == [sum(widths[:i]) for i in range(len(widths))]
-    assert batch.num_tokens == sum(widths)
-    singles = [w for w in widths if w == 1]
-    assert widths[: len(singles)] == singles, "single tokens come first"
-    for segment in segments_of(batch):
-        assert segment.seals == (segment.num_tokens > min(MAX_SHORT, PAGE))
-        if segment.seals:
-            assert 0 <= segment.start - segment.sealed < PAGE  # more than 0: after a cut page
-        else:
-            assert segment.stop - segment.sealed <= 2 * PAGE, "the tail is too short"
-        groups = scheduler.kv_manager.groups
-        for group, table in zip(groups, segment.sequence.tables, strict=True):
-            assert table.end >= segment.stop, "a token without a slot"
-            for part in group.window.ranges(segment.start, segment.stop):
-                table.runs(*part)  # asserts that every visible position is held
-
-
-def check_ownership(scheduler: Scheduler) -> None:
-    for group, page_group in enumerate(scheduler.kv_manager.groups):
-        window, allocator = page_group.window, page_group.allocator
-        tree = scheduler.kv_manager.tree
-        own = [
-            page
-            for s in scheduler.queues.running
-            for page in s.tables[group].pages_from(s.lease_of.num_pages)
-        ]
-        assert len(own) == len(set(own))
-        assert len(own) + tree.num_pages(group) == allocator.num_held
-        assert allocator.num_held + allocator.num_free == allocator.num_pages
-        if window.size is not None:
-            for sequence in scheduler.queues.running:
-                scheduler.kv_manager.trim(sequence)
-                kept = sequence.num_computed - sequence.tables[group].first * PAGE
-                assert kept <= window.size + PAGE
-    running, waiting = set(scheduler.queues.running), set(scheduler.queues.waiting)
-    assert not running & waiting
-    assert running | waiting == set(scheduler.queues.unfinished())
-    assert all(s.slot < 0 and not s.tables for s in waiting)

@@ -1,14 +1,10 @@
 """Recurrent layers beside attention: states resume exactly, wherever a request comes from."""
 
-import os
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
 import pytest
 from engine.harness import Harness, Outcome, alone, prompt, tiny_model
-from engine.oracle import Oracle
-from engine.recurrent import Recurrence, hybrid_model
+from engine.recurrent import hybrid_model
 
 from mlxinfer.config import DiskOptions
 from mlxinfer.core import Request, SamplingParams
@@ -37,34 +33,6 @@ def answer(harness: Harness, ids: list[int], name: str | None = None) -> list[in
 def cached(harness: Harness) -> int:
     """Prompt tokens that the last request found computed."""
     return list(harness.outcomes.values())[-1].cached_tokens
-
-
-def test_replay_of_a_prefix_is_the_forward_pass_over_it() -> None:
-    mixer, rng = Recurrence(16, seed=0), np.random.default_rng(1)
-    x = mx.array(rng.normal(size=(3, 5, 16)).astype(np.float32))
-    states = [
-        mx.array(rng.normal(size=(3, *shape)).astype(np.float32)) for shape, _ in mixer.spec.shapes
-    ]
-    _, _, inputs = mixer.forward(x, states, None)
-    lengths = [2, 5, 1]
-    replayed = mixer.recur(inputs, states, mx.array(lengths))[1]
-    for row, length in enumerate(lengths):
-        alone = [state[row : row + 1] for state in states]
-        _, expected, _ = mixer.forward(x[row : row + 1, :length], alone, None)
-        for found, wanted in zip(replayed, expected, strict=True):
-            np.testing.assert_array_equal(np.array(found[row]), np.array(wanted[0]))
-
-
-@pytest.mark.parametrize("chunk", [16, pytest.param(32, marks=pytest.mark.slow), 64])
-def test_batched_and_chunked_equals_alone(model: Model, chunk: int) -> None:
-    prompts = [prompt(n, seed=n) for n in (3, 70, 41, 1, 16, 100)]
-    harness = Harness(model, prefill_chunk=chunk)
-    for i, ids in enumerate(prompts):
-        harness.add(str(i), ids, TEN)
-        harness.turn(i % 3)
-    outcomes = harness.drain()
-    for i, ids in enumerate(prompts):
-        assert outcomes[str(i)].token_ids == alone(model, ids, TEN).token_ids
 
 
 def test_a_prompt_resumes_at_the_last_page_boundary_before_its_end(model: Model) -> None:
@@ -123,7 +91,7 @@ def test_a_snapshot_is_taken_at_the_boundaries_of_a_request(model: Model) -> Non
     harness, system = Harness(model), prompt(100)
     first = Request("first", [*system[:50], *prompt(40, seed=1)], TEN, boundaries=(50,))
     harness.outcomes["first"] = Outcome()
-    harness.loop.add(first, harness.loop.check(first))
+    harness.loop.add(first, harness.loop.limits.check(first))
     harness.drain()
     ids = [*system[:50], *prompt(40, seed=2)]
     assert answer(harness, ids) == alone(model, ids, TEN).token_ids
@@ -203,26 +171,6 @@ def test_without_room_for_snapshots_all_is_computed(model: Model) -> None:
     harness.loop.cache.state_group.max_snapshots = 0
     assert answer(harness, ids) == answer(harness, ids) == alone(model, ids, TEN).token_ids
     assert cached(harness) == 0
-
-
-@pytest.mark.parametrize("seed", range(int(os.environ.get("MLXINFER_PROGRAMS", "1"))))
-def test_verified_proposals_give_the_plain_tokens(model: Model, seed: int) -> None:
-    prompts = {str(n): prompt(n, seed=n) for n in (3, 40, 17)}
-    params = SamplingParams(max_tokens=24)
-    plain = {name: alone(model, ids, params).token_ids for name, ids in prompts.items()}
-    for name in list(prompts):  # the snapshot at an answer's end stands for its last tokens
-        more = f"{name} more"
-        prompts[more] = [*prompts[name], *plain[name], 5]
-        plain[more] = alone(model, prompts[more], params).token_ids
-    harness = Harness(model, proposer=Oracle(plain, seed))
-    for name, ids in prompts.items():
-        harness.add(name, ids, params)
-        if name.endswith("more"):
-            harness.drain()
-        else:
-            harness.turn(2)
-    harness.drain()
-    assert {name: o.token_ids for name, o in harness.outcomes.items()} == plain
 
 
 def test_a_failed_step_loses_no_other_request(model: Model) -> None:

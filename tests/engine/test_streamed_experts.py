@@ -24,10 +24,9 @@ import hypothesis
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import PAGE, Harness, alone, prompt
+from engine.harness import PAGE, Harness, alone, model_of, prompt
 from engine.proposers import some_proposer
 from engine.test_matrix import NEAR_TIE, Asked, assert_same, kv_options, plain_runs, play, programs
-from engine.test_same_tokens import model_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.expert_layouts import with_stacks
@@ -94,7 +93,7 @@ def test_streamed_tokens_equal_resident_tokens(data: st.DataObject) -> None:
     spare = data.draw(st.integers(0, 4))
     model = streamed(checkpoint(case, stacks=stacks), resident.config.experts_per_token + spare)
     run: list[Asked] = data.draw(programs(()))
-    longest = max(len(asked.prompt_ids) + asked.max_tokens for asked in run)
+    longest = max(asked.length for asked in run)
     options = data.draw(kv_options(case))
     plains = plain_runs(case, options, run)
     guess_seed = data.draw(st.none() | st.integers(0, 2**20))

@@ -78,16 +78,6 @@ def test_right_proposals_give_eight_tokens_a_step() -> None:
     assert counters.tokens_sampled == 40
 
 
-def test_wrong_proposals_change_no_token() -> None:
-    plain = plain_run(DRAWN)
-    wrong = [(token + 1) % 96 for token in plain.token_ids]
-    outcome, harness = verified(wrong, DRAWN)
-    assert outcome.token_ids == plain.token_ids
-    counters = harness.loop.scheduler.counters
-    assert counters.tokens_accepted == 0 < counters.tokens_proposed
-    assert counters.tokens_sampled == 40
-
-
 def test_an_end_token_among_accepted_proposals_ends_the_answer_there() -> None:
     plain = plain_run(DRAWN)
     stop = next(i for i in range(12, 40) if plain.token_ids[i] not in plain.token_ids[:i])
@@ -97,17 +87,6 @@ def test_an_end_token_among_accepted_proposals_ends_the_answer_there() -> None:
     assert outcome.reason is FinishReason.STOP
     assert len(outcome.logprobs) == stop + 1
     assert harness.loop.scheduler.counters.tokens_sampled == stop + 1
-
-
-def test_min_tokens_counts_proposals_before_each_position() -> None:
-    early = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
-    free = plain_run(early).token_ids
-    params = replace(early, min_tokens=12)
-    stop_ids = frozenset(free[:4])
-    plain = plain_run(params, stop_ids=stop_ids)
-    assert len(plain.token_ids) > 12
-    outcome, _ = verified(plain.token_ids, params, stop_ids=stop_ids)
-    assert outcome.token_ids == plain.token_ids
 
 
 def test_steps_without_proposals_launch_ahead() -> None:
@@ -168,26 +147,6 @@ def test_a_dead_end_after_accepted_proposals_is_reported_where_the_plain_run_doe
     assert outcome.token_ids == plain.token_ids == free[:at]
     assert isinstance(outcome.error, GrammarFailedError)
     assert str(outcome.error) == str(plain.error)
-
-
-@pytest.mark.parametrize("how", ["abort", "preempt"])
-@pytest.mark.parametrize("turns", [2, 3, 4])
-def test_leaving_while_a_verification_is_in_flight(how: str, turns: int) -> None:
-    model = tiny_model(CASE, quantized=True)
-    plain = plain_run(DRAWN)
-    harness = Harness(model, proposer=Script({"a": plain.token_ids, "b": plain.token_ids}))
-    harness.add("a", prompt(20), DRAWN)
-    harness.turn(turns)
-    queues = harness.loop.scheduler.queues
-    assert queues.running[0].num_pending == 8
-    if how == "abort":
-        harness.loop.abort("a")
-        assert harness.drain()["a"].token_ids == plain.token_ids[: 1 + 8 * (turns - 2)]
-    else:
-        queues.preempt(queues.running[0])
-        assert harness.drain()["a"].token_ids == plain.token_ids
-    harness.add("b", prompt(20), DRAWN)
-    assert harness.drain()["b"].token_ids == plain.token_ids
 
 
 @cache

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from engine.harness import Harness, alone, prompt
+from engine.harness import Harness, prompt
 from engine.oracle import Oracle
 from models.zoo_table import small_model
 
@@ -48,22 +48,6 @@ def check_all(harness: Harness, name: str) -> None:
         assert outcome.token_ids == own_tokens(name, int(asked.rstrip("'"))), asked
 
 
-@pytest.mark.parametrize(
-    ("name", "chunk"),
-    [  # the test below has all five
-        ("gpt_neox", 16),
-        pytest.param("mimo_v2_flash", 64, marks=pytest.mark.slow),
-        pytest.param("stablelm", 32, marks=pytest.mark.slow),
-        pytest.param("jamba", 64, marks=pytest.mark.slow),
-        ("recurrent_gemma", 16),
-    ],
-)
-def test_ragged_batches_in_chunks_equal_mlx_lm(name: str, chunk: int) -> None:
-    harness = Harness(model_of(name), prefill_chunk=chunk)
-    add_all(harness)
-    check_all(harness, name)
-
-
 @pytest.mark.parametrize("name", BATCHED + ALONE)
 def test_preempted_and_asked_again_equals_mlx_lm(name: str) -> None:
     """The second time prompts are found computed, where the model can have a prefix cache."""
@@ -77,27 +61,6 @@ def test_preempted_and_asked_again_equals_mlx_lm(name: str) -> None:
     add_all(harness, "'")
     check_all(harness, name)
     assert (harness.outcomes["70'"].cached_tokens > 60) != lacking
-
-
-@pytest.mark.parametrize("name", BATCHED)
-def test_proposals_that_steps_verify_change_no_token(name: str) -> None:
-    answers = {str(length): own_tokens(name, length) for length in LENGTHS}
-    harness = Harness(model_of(name), proposer=Oracle(answers, seed=1))
-    add_all(harness)
-    check_all(harness, name)
-
-
-@pytest.mark.parametrize(("name", "bits"), [*zip(BATCHED, ((8, 8), (8, 4), (4, 4)), strict=True)])
-def test_quantised_keys_and_values_give_the_same_tokens_batched_and_alone(
-    name: str, bits: tuple[int, int]
-) -> None:
-    options = KVOptions(bits=bits, window=20, sinks=2)
-    harness = Harness(model_of(name), kv=options)
-    add_all(harness)
-    outcomes = harness.drain()
-    for length in LENGTHS:
-        plain = alone(model_of(name), prompt(length, seed=length), TEN, kv=options)
-        assert outcomes[str(length)].token_ids == plain.token_ids
 
 
 def test_what_needs_pages_is_refused_by_name_where_there_are_none() -> None:

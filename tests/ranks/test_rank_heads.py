@@ -23,7 +23,7 @@ from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.ranks.group import RankGroup
 from mlxinfer.speculation.options import SpeculationOptions
-from mlxinfer.speculation.sources import load_network, make_speculation, share_budget
+from mlxinfer.speculation.sources import open_speculation
 
 GREEDY = SamplingParams(max_tokens=10)
 DRAWN = SamplingParams(max_tokens=10, temperature=0.9, top_p=0.95, seed=11)
@@ -68,10 +68,10 @@ def test_answers_are_those_of_one_rank(
         pytest.skip(str(error))
     method = kind.partition(" ")[0]
     options = SpeculationOptions(method=method, draft=head, max_draft=4, fixed=True)
-    found = load_network(options, folder, model, dtype="auto")
-    assert found is not None
-    rest, draft = share_budget(config(), 1 << 26, model, found)
-    speculation = make_speculation(options, model, draft)
+    rest, speculation = open_speculation(
+        options, folder, model, config(), lambda _: 1 << 26, dtype="auto"
+    )
+    assert speculation is not None
     sizes = {"kv_budget_bytes": rest.kv_budget_bytes, "max_batch": 3}
     harness = Harness(model, proposer=speculation, followers=group, **sizes)
     positions = counted_positions(group, monkeypatch)
@@ -125,16 +125,16 @@ def test_rank_0_knows_which_steps_other_stages_still_work_on(
     assert head is not None
     model = group.load("eagle", folder, dtype="auto", pipeline=True, watch=None)
     options = SpeculationOptions(method="eagle", draft=head)
-    found = load_network(options, folder, model, dtype="auto")
-    assert found is not None
-    _, draft = share_budget(config(), 1 << 26, model, found)
+    _, speculation = open_speculation(
+        options, folder, model, config(), lambda _: 1 << 26, dtype="auto"
+    )
     seen: list[bool] = []
 
     def observe(self: PrefillSizer, batch: Batch, seconds: float, *, goes_on: bool) -> None:
         seen.append(goes_on)
 
     monkeypatch.setattr(PrefillSizer, "observe", observe)
-    for proposer in (None, make_speculation(options, model, draft)):
+    for proposer in (None, speculation):
         harness = Harness(model, proposer=proposer, followers=group, prefill_chunk=16)
         harness.add("a", prompt(80), SamplingParams(max_tokens=1))
         harness.drain()

@@ -80,7 +80,7 @@ def whole(case: str) -> Model:
 
 def plain_run(case: str, options: KVOptions, asked: Asked) -> Outcome:
     """A request by itself on one rank, with its adapter."""
-    params, ids = SamplingParams(max_tokens=asked.max_tokens, logprobs=2), list(asked.prompt_ids)
+    params, ids = asked.params, list(asked.prompt_ids)
     if asked.adapter is None:
         return alone(whole(case), ids, params, kv=options)
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
@@ -117,7 +117,7 @@ def test_everything_at_once_over_ranks(
     hypothesis.assume(not pipeline or most_stages(case) >= SIZE)
     adapters = data.draw(st.sampled_from([{}, folders(case)]))
     runs = [data.draw(programs(adapters)) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
-    longest = max(len(asked.prompt_ids) + asked.max_tokens for run in runs for asked in run)
+    longest = max(asked.length for run in runs for asked in run)
     changes = {
         "kv": options,
         "num_pages": -(-longest // PAGE) + data.draw(st.sampled_from([0, 1, 3, 60])),
@@ -194,13 +194,13 @@ def test_adapters_come_and_go_while_requests_run(
     last = max(path for path in broken.b if path.endswith(".gate_proj"))
     broken.b[last][-1] = np.nan  # of the last layer, the last column: the last rank's
     bad = write_mlx(tmp_path, broken)
-    asked = [Asked(0, tuple(prompt(20 + i, i)), 24, None, (None, *names)[i]) for i in range(3)]
+    params = SamplingParams(max_tokens=24, logprobs=2)
+    asked = [Asked(0, tuple(prompt(20 + i, i)), params, None, (None, *names)[i]) for i in range(3)]
     model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
     harness = Harness(model, followers=group)
     table = harness.loop.adapters
 
     def add(i: int) -> None:
-        params = SamplingParams(max_tokens=24, logprobs=2)
         harness.add(str(i), list(asked[i].prompt_ids), params, adapter=asked[i].adapter)
 
     add(0)
@@ -224,7 +224,10 @@ def test_adapters_come_and_go_while_requests_run(
 
 def test_a_load_that_ends_after_its_model_leaves_the_next_one_as_it_is(group: RankGroup) -> None:
     """Adapters of each model are numbered from 1."""
-    case, asked = "qwen3-v4", Asked(0, tuple(prompt(20)), 8, None, "first")
+    case, asked = (
+        "qwen3-v4",
+        Asked(0, tuple(prompt(20)), SamplingParams(max_tokens=8, logprobs=2), None, "first"),
+    )
     folder, loads = folders(case)["first"], []
     for _ in range(2):
         model = group.load(case, folder_of(case), dtype="auto", watch=None)
@@ -235,8 +238,7 @@ def test_a_load_that_ends_after_its_model_leaves_the_next_one_as_it_is(group: Ra
             harness.loop.close()
     list(loads[1])
     loads[0].close()
-    params = SamplingParams(max_tokens=8, logprobs=2)
-    harness.add("a", list(asked.prompt_ids), params, adapter="first")
+    harness.add("a", list(asked.prompt_ids), asked.params, adapter="first")
     assert_same(harness.drain()["a"], plain_run(case, KVOptions(), asked), near_tie=0.0)
     harness.loop.close()
 

@@ -7,8 +7,8 @@ from sampling_reference import Row
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling.draw import pad_rows
-from mlxinfer.sampling.parts import Slot, Turn
-from mlxinfer.sampling.sampler import PARTS, make_plan
+from mlxinfer.sampling.parts import SamplerSlot, Turn
+from mlxinfer.sampling.sampler import make_plan
 
 VOCAB = 300
 TOKENS = st.integers(0, VOCAB - 1)
@@ -71,11 +71,9 @@ def changed(
 ) -> np.ndarray:
     """(R, V) logits after all parts; tokens of `pending` come after those of the rows."""
     slots = [
-        Slot(row.params, row.prompt_ids, row.output_ids, row.stop_ids, row.breakers)
+        SamplerSlot(row.params, row.prompt_ids, row.output_ids, row.stop_ids, row.breakers)
         for row in cases
     ]
-    for slot in slots:
-        slot.remember(PARTS)
     vocab_size = len(cases[0].logits)
     plan = make_plan(slots, vocab_size)
     logits = pad_rows(mx.array(np.stack([row.logits for row in cases])))

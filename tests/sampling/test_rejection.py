@@ -11,7 +11,7 @@ import pytest
 
 from mlxinfer.core import SamplingParams
 from mlxinfer.sampling import sampler as sampler_module
-from mlxinfer.sampling.rejection import DrawnToken
+from mlxinfer.sampling.draw import Drawn
 from mlxinfer.sampling.sampler import Sampler
 
 NUM_DRAWS = int(os.environ.get("MLXINFER_DRAWS", "4000"))
@@ -43,13 +43,13 @@ def draws(name: str, *, target: np.ndarray, draft: np.ndarray | None) -> tuple[n
     found, taken = [], 0
     for count in range(-(-NUM_DRAWS // ROWS)):
         counts = np.full(ROWS, count)
-        proposed: list[DrawnToken | None] = []
+        proposed: list[Drawn | None] = []
         if draft is not None:
             sampled = proposing.sample(mx.array(np.tile(draft, (ROWS, 1))), slots, counts)
             guesses, weights = np.array(sampled.tokens), sampled.weights
             assert weights is not None
             for row, guess in enumerate(guesses.tolist()):
-                proposed.append(DrawnToken(guess, weights[row]) if guess < len(target) else None)
+                proposed.append((guess, weights[row]) if guess < len(target) else None)
         rows = mx.array(np.tile(target, (ROWS, 1)))
         sampled = verifying.sample(rows, slots, counts, proposed=proposed)
         found.append(np.array(sampled.tokens))
@@ -119,7 +119,7 @@ def test_the_test_finds_a_rule_that_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     """What is proposed is always taken: the draft's distribution, which is not the model's."""
 
     def always(weights, proposed, *rest):  # type: ignore[no-untyped-def]
-        return mx.array([drawn.token_id for drawn in proposed], mx.uint32)
+        return mx.array([token_id for token_id, _ in proposed], mx.uint32)
 
     monkeypatch.setattr(sampler_module, "take_or_redraw", always)
     target = logits_of(1)

@@ -10,9 +10,9 @@ from sampling_cases import VOCAB, logits, rows
 from sampling_reference import Row, draw, greedy, kept_tokens
 
 from mlxinfer.core import SamplingParams, TokenLogprobs
-from mlxinfer.sampling import Sampler, read_logprobs
 from mlxinfer.sampling.draw import stream_of, uniforms
 from mlxinfer.sampling.parts import EXCLUDING
+from mlxinfer.sampling.sampler import Sampler
 from mlxinfer.sampling.tokens import MIN_ROOM, TokenBuffer
 
 Choice = tuple[int, TokenLogprobs | None]
@@ -31,7 +31,7 @@ def choose(cases: list[Row], pending: bool = False, slots: list[int] | None = No
     counts = np.array([len(row.output_ids) for row in cases])
     sampled = sampler.sample(logits, slots, counts, mx.array(newest, mx.int32)[:, None])
     mx.eval(sampled.arrays())
-    logprobs = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs)
+    logprobs = {} if sampled.logprobs is None else sampled.logprobs.read()
     assert sampled.tokens.dtype == mx.int32
     return [(token, logprobs.get(row)) for row, token in enumerate(sampled.tokens.tolist())]
 
@@ -100,7 +100,7 @@ def test_several_rows_of_a_slot_choose_as_they_do_one_after_another(
         mx.array(recent, mx.int32),
     )
     mx.eval(sampled.arrays())
-    logprobs = {} if sampled.logprobs is None else read_logprobs(sampled.logprobs)
+    logprobs = {} if sampled.logprobs is None else sampled.logprobs.read()
     together = [(token, logprobs.get(i)) for i, token in enumerate(sampled.tokens.tolist())]
     assert together == [choose([row])[0] for row in found]
 
@@ -217,7 +217,7 @@ def test_logprobs_do_not_know_of_the_mask():
     sampled = sampler.sample(mx.zeros((1, VOCAB)), (0,), np.zeros(1, np.int64), None, mask)
     assert sampled.tokens.tolist() == [3]
     assert sampled.logprobs is not None
-    assert read_logprobs(sampled.logprobs)[0].logprob == pytest.approx(-np.log(VOCAB))
+    assert sampled.logprobs.read()[0].logprob == pytest.approx(-np.log(VOCAB))
 
 
 def test_low_precision_logits_are_taken():

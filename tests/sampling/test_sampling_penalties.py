@@ -29,23 +29,6 @@ def test_exactly_the_reference(cases: list[Row]):
     np.testing.assert_array_equal(changed(cases), expected)
 
 
-@given(cases=st.lists(rows(), min_size=1, max_size=5), mixed=st.booleans())
-def test_a_pending_token_counts_as_a_known_one(cases: list[Row], mixed: bool):
-    cases = [replace_min_tokens(only_penalties(row)) for row in cases]
-    pending = [row.output_ids[-1] if row.output_ids else -1 for row in cases]
-    if mixed:
-        pending[0] = -1
-    before = [
-        Row(row.params, row.logits, row.prompt_ids, row.output_ids[:-1]) if token >= 0 else row
-        for row, token in zip(cases, pending, strict=True)
-    ]
-    np.testing.assert_array_equal(changed(before, pending), changed(cases))
-
-
-def replace_min_tokens(row: Row) -> Row:
-    return Row(row.params.changed({"min_tokens": 0}), row.logits, row.prompt_ids, row.output_ids)
-
-
 @pytest.mark.parametrize("strength", [1e-38, 1e38])
 def test_absurd_strengths_give_no_nan(strength: float):
     logits = np.array([-1.0, 0.0, 1.0] * 100, np.float32)

@@ -35,12 +35,6 @@ def test_kept_tokens_equal_the_reference(x: np.ndarray, params: SamplingParams):
     np.testing.assert_allclose(got / got.sum(), expected.probabilities, rtol=1e-4, atol=1e-30)
 
 
-@given(x=logits(), params=st.lists(DRAWN, min_size=2, max_size=8))
-def test_a_row_is_cut_as_it_is_alone(x: np.ndarray, params: list[SamplingParams]):
-    alone = np.stack([weights(x, p) for p in params])
-    np.testing.assert_array_equal(weights(x, *params), alone)
-
-
 def test_ties_at_a_cut_are_kept_together():
     x = np.array([3, 1, 2, 1, 1, 0], np.float32)
     kept = weights(x, SamplingParams(temperature=1.0, top_k=3)) > 0

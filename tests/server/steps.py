@@ -19,7 +19,7 @@ def break_next_step(server: LiveServer) -> None:
         del vars(runner)["launch"]  # the class's is seen again, whatever a later test makes of it
         raise RuntimeError(f"[metal] out of memory at 0x7ffe in {SECRET}")
 
-    server.model.session.engine.call(lambda: setattr(runner, "launch", fail))
+    server.model.session.engine.call(lambda _: setattr(runner, "launch", fail))
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def hanging(server: LiveServer, *, behind: int = -1) -> Iterator[threading.Event
             del vars(runner)["launch"]
         return launch(batch, previous)
 
-    server.model.session.engine.call(lambda: setattr(runner, "launch", hang))
+    server.model.session.engine.call(lambda _: setattr(runner, "launch", hang))
     try:
         yield go_on
     finally:

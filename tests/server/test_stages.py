@@ -16,8 +16,8 @@ import pytest
 from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, long_chat, wait_until
 
+from mlxinfer.engine import loop as engine_loop
 from mlxinfer.engine.batch import Batch
-from mlxinfer.engine.grammar_masks import GrammarMasks
 from mlxinfer.engine.runner import Forward, Launched, Runner
 from mlxinfer.engine.scheduler import Scheduler
 from mlxinfer.grammar import GrammarCompiler
@@ -228,9 +228,11 @@ def test_in_a_step(single: LiveServer, name: str) -> None:
     """Requests that wait while a step fails are answered as ever."""
     loop: Any = single.model.session.engine._loop
     model = type(loop.model)
-    owner, attribute = {**STEPS, "forward": (model, "__call__"), "mask": (GrammarMasks, "fill")}[
-        name
-    ]
+    owner, attribute = {
+        **STEPS,
+        "forward": (model, "__call__"),
+        "mask": (engine_loop, "fill_masks"),
+    }[name]
     request = chat(f"A {VICTIM}", guided_json=FORM, max_tokens=LONG_TOKENS)
     alone_answers(single)
     with single.stream(CHAT, request) as response:

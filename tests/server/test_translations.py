@@ -33,7 +33,7 @@ from mlxinfer.server.apis import (
 from mlxinfer.server.apis.responses_items import OutputItems, conversation
 from mlxinfer.server.config import TEMPLATE_KWARGS
 from mlxinfer.server.http import decode
-from mlxinfer.session.answers import Step
+from mlxinfer.session.answers import AnswerStep
 from mlxinfer.session.inputs import ChatInput, TextInput
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -351,10 +351,10 @@ class FakeAnswers:
             prompt_tokens=7, cached_tokens=2, answer_tokens=4, reasoning_tokens=1
         )
 
-    async def __aiter__(self) -> AsyncIterator[list[Step]]:
+    async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
         for number, part in enumerate(PARTS):
-            yield [Step(0, Delta(parts=(part,), token_ids=(number + 1,)))]
-        yield [Step(0, Delta(parts=(), token_ids=(), result=RESULT))]
+            yield [AnswerStep(0, Delta(parts=(part,), token_ids=(number + 1,)))]
+        yield [AnswerStep(0, Delta(parts=(), token_ids=(), result=RESULT))]
 
 
 class FakeCall:

@@ -16,7 +16,7 @@ from mlxinfer import hub
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
 from mlxinfer.errors import EngineClosedError, InvalidRequestError, RequestFailedError
 from mlxinfer.outputs import Result
-from mlxinfer.session.answers import Answer, Answers, Mailbox, PromptScores, Step
+from mlxinfer.session.answers import Answer, Answers, AnswerStep, Mailbox, PromptScores
 from mlxinfer.text import TextStream, Tokenizer
 
 TEXT = "one two three four five six seven eight nine ten"
@@ -68,8 +68,8 @@ def answers_of(
     return Answers(engine, answers, owner=None)  # type: ignore[arg-type]  # as far as it is used
 
 
-def read_on_a_thread(answers: Answers) -> tuple[list[Step], Exception | None]:
-    steps: list[Step] = []
+def read_on_a_thread(answers: Answers) -> tuple[list[AnswerStep], Exception | None]:
+    steps: list[AnswerStep] = []
     try:
         for some in answers:
             steps += some
@@ -78,9 +78,9 @@ def read_on_a_thread(answers: Answers) -> tuple[list[Step], Exception | None]:
     return steps, None
 
 
-def read_on_a_loop(answers: Answers) -> tuple[list[Step], Exception | None]:
-    async def read() -> tuple[list[Step], Exception | None]:
-        steps: list[Step] = []
+def read_on_a_loop(answers: Answers) -> tuple[list[AnswerStep], Exception | None]:
+    async def read() -> tuple[list[AnswerStep], Exception | None]:
+        steps: list[AnswerStep] = []
         try:
             async for some in answers:
                 steps += some

@@ -208,7 +208,7 @@ class Program:
         kv_manager, sizes = self.simulation.scheduler.kv_manager, self.sizes
         for max_output in range(request.params.max_tokens or 1, 0, -1):
             num_tokens = len(request.prompt_ids) + max_output
-            needed = [kv_manager.pages_needed(g, num_tokens) for g in range(len(sizes.windows))]
+            needed = [group.max_pages(num_tokens) for group in kv_manager.groups]
             spare = [n - m - self.extra_pages for n, m in zip(sizes.num_pages, needed, strict=True)]
             if min(spare) >= 0:
                 return max_output

@@ -18,7 +18,6 @@ from mlxinfer.speculation.controller import (
     Key,
     MeasuredStep,
     Outlook,
-    Policy,
     relative_cost,
 )
 
@@ -72,7 +71,7 @@ class Run:
 
 def simulate(
     machine: Machine,
-    policy: Policy,
+    policy: Controller,
     *,
     num_tokens: int,
     num_sequences: int = 1,

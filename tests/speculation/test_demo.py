@@ -12,10 +12,10 @@ from mlxinfer import LLM, SamplingParams, hub
 from mlxinfer.bench.speculate import PROMPTS, answers_of, run
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.models import load
-from mlxinfer.session.engine_factory import add_speculation
 from mlxinfer.session.options import EngineOptions
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.ngram import NgramProposer
+from mlxinfer.speculation.sources import open_speculation
 from mlxinfer.speculation.speculation import Speculation
 from mlxinfer.text import Tokenizer
 
@@ -121,7 +121,9 @@ def test_a_drafts_weights_and_cache_are_taken_from_the_memory_of_the_model() -> 
         return 10_000_000 + draft.num_bytes - draft_bytes
 
     config = options.config(model, None, kv_bytes(0))
-    rest, proposer = add_speculation(options, folder, model, config, kv_bytes)
+    rest, proposer = open_speculation(
+        options.speculation, folder, model, config, kv_bytes, dtype="auto"
+    )
     assert proposer is not None
     assert 7_000_000 < rest.kv_budget_bytes < 9_000_000
 

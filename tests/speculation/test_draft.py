@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
@@ -82,32 +80,6 @@ def test_proposals_of_the_same_model_all_hold(params: SamplingParams, count: int
     assert harness.loop.scheduler.counters.steps <= 1 + 3 + 40 / 5 + count
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(1, 130), st.integers(1, 40)), min_size=1, max_size=6),
-    pages=st.sampled_from([2, 6, 12, 400]),
-    slots=st.integers(1, 4),
-    chunk=st.sampled_from([16, 64]),
-    depth=st.sampled_from([1, 4, 7]),
-    same=st.booleans(),
-)
-@settings(max_examples=5)
-def test_any_room_and_any_mix_gives_the_plain_tokens(
-    rows: list[tuple[int, int]], pages: int, slots: int, chunk: int, depth: int, same: bool
-) -> None:
-    draft = model() if same else tiny_model("gemma3_text-v4", quantized=True)
-    speculation = with_draft(draft, depth, num_pages=pages, max_batch=slots, prefill_chunk=chunk)
-    harness = Harness(model(), proposer=speculation, max_batch=5)
-    for i, (length, tokens) in enumerate(rows):
-        harness.add(str(i), prompt(length, i % 2), SamplingParams(max_tokens=tokens))
-        harness.turn(i % 3)
-    outcomes = harness.drain()
-    for i, (length, tokens) in enumerate(rows):
-        plain = alone(model(), prompt(length, i % 2), SamplingParams(max_tokens=tokens))
-        assert outcomes[str(i)].token_ids == plain.token_ids
-    if same:
-        assert counts(speculation)[0] == counts(speculation)[1]
-
-
 def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
     speculation = with_draft(model())
     harness = Harness(model(), proposer=speculation)
@@ -117,19 +89,6 @@ def test_prompts_are_prefix_cached_in_the_draft_too() -> None:
     (source,) = speculation._sources
     tree = source._loop.scheduler.kv_manager.tree  # type: ignore[attr-defined]
     assert tree.counters.tokens_reused >= 96
-
-
-def test_a_preempted_request_gets_its_proposals_again() -> None:
-    speculation = with_draft(model())
-    harness = Harness(model(), proposer=speculation)
-    harness.add("a", prompt(50), GREEDY)
-    harness.turn(5)
-    harness.loop.scheduler.queues.preempt(harness.loop.scheduler.queues.running[0])
-    outcome = harness.drain()["a"]
-    assert outcome.token_ids == alone(model(), prompt(50), GREEDY).token_ids
-    drafted, accepted = counts(speculation)
-    assert drafted > 20
-    assert accepted >= drafted - 8  # but those of the step that was given up
 
 
 def test_a_draft_that_fails_is_switched_off_for_the_request_and_logged(

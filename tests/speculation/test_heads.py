@@ -26,7 +26,7 @@ from mlxinfer.models.heads import DraftHead, load_eagle, load_prediction_head
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.heads import FOLLOW_AT, HeadProposer
 from mlxinfer.speculation.options import SpeculationOptions
-from mlxinfer.speculation.sources import load_network
+from mlxinfer.speculation.sources import load_draft
 from mlxinfer.speculation.speculation import Speculation
 
 GREEDY = SamplingParams(max_tokens=16)
@@ -313,7 +313,7 @@ def reference_eagle(
 def test_a_model_with_several_hidden_states_a_token_takes_no_head() -> None:
     folder = eagle_checkpoint(Path(mkdtemp()), tiny_config("qwen3-v4"), drafted=40)
     with pytest.raises(InvalidRequestError, match="several streams"):
-        load_network(
+        load_draft(
             SpeculationOptions(method="eagle", draft=folder),
             folder,
             tiny_model("gemma3n_text-v4"),

@@ -30,8 +30,7 @@ from mlxinfer.speculation.controller import (
 )
 from mlxinfer.speculation.ngram import ForcedProposer, NgramProposer
 from mlxinfer.speculation.options import SpeculationOptions
-from mlxinfer.speculation.source import Source
-from mlxinfer.speculation.speculation import Speculation
+from mlxinfer.speculation.speculation import ProposalSource, Speculation
 
 GREEDY = SamplingParams(max_tokens=120)
 
@@ -203,7 +202,7 @@ class Forcing(FakeGrammar):
 
 def test_forced_tokens_of_a_grammar_are_proposed_and_all_hold() -> None:
     model = tiny_model("qwen3-v4", quantized=True)
-    sources: list[Source] = [ForcedProposer()]
+    sources: list[ProposalSource] = [ForcedProposer()]
     speculation = Speculation(sources, FixedDepth(7), max_depth=7)
     harness = Harness(model, proposer=speculation)
     harness.add("a", prompt(20), GREEDY, grammar=Forcing(3, length=60))

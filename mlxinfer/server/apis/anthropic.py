@@ -23,7 +23,7 @@ from ...outputs import (
     ToolCallDelta,
     merged,
 )
-from ...session.answers import Answer, Answers, Step
+from ...session.answers import Answer, Answers, AnswerStep
 from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
@@ -497,7 +497,7 @@ class MessageWriter:
         stop = named("message_stop", {"type": "message_stop"})
         yield b"".join(self.close()) + named("message_delta", last) + stop
 
-    def step_frames(self, step: Step) -> Iterator[bytes]:
+    def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The events of a step."""
         for part in step.delta.parts:
             if isinstance(part, TextPart):

@@ -10,7 +10,7 @@ from msgspec import Meta
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Result, ToolCall, ToolCallDelta
-from ...session.answers import Answers, Step
+from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
@@ -450,7 +450,7 @@ class ChatWriter:
             yield data(self._object(CHUNK, [], usage=usage_of(self.answers)))
         yield DONE
 
-    def step_frames(self, step: Step) -> Iterator[bytes]:
+    def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: none while its text is held back, two where the answer ends."""
         delta, body = step.delta, self.body
         if step.progress is not None:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from ...core import MAX_LOGPROBS, FinishReason
 from ...errors import InvalidRequestError
 from ...outputs import Result
-from ...session.answers import Answer, Answers, Step
+from ...session.answers import Answer, Answers, AnswerStep
 from ...session.inputs import TextInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse
@@ -164,7 +164,7 @@ class ChoiceWriter:
             self._logprobs = LogprobsWriter(model.tokenizer, 0 if body.echo else len(text))
         self._begun = False
 
-    def write(self, step: Step) -> list[Plain]:
+    def write(self, step: AnswerStep) -> list[Plain]:
         """The pieces of a step: none while its text is held back, two where the answer ends."""
         index, delta, body = step.index, step.delta, self._body
         text = self._begin()
@@ -225,7 +225,7 @@ class CompletionWriter:
             yield data(self._completion([], usage=counts))
         yield DONE
 
-    def step_frames(self, step: Step) -> Iterator[bytes]:
+    def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: how far its prompt is, or the pieces of its choice."""
         if step.progress is not None:
             progress = progress_of(self._answers, step)
@@ -336,7 +336,7 @@ async def infill(call: Call, body: InfillRequest) -> Plain | Events:
         call.note_usage(answers, str(result.finish_reason))
         return _infill_end(result, text, model.name, answers.answers[0].stop_match)
 
-    def write(step: Step) -> Iterator[bytes]:
+    def write(step: AnswerStep) -> Iterator[bytes]:
         text, result = step.delta.text, step.delta.result
         piece = {"content": text, "stop": False}
         if step.progress is not None:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ...core import MAX_LOGPROBS, SamplingParams
 from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
 from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
-from ...session.answers import Answers, Step
+from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
 from ..call import Call
 from ..errors import HttpError
@@ -255,7 +255,7 @@ class SaidWriter:
         scored = logprobs_of(self._model.tokenizer, self._answers.answers[0])
         return {**said, **({"logprobs": scored} if scored else {}), **self._ending(result)}
 
-    def lines(self, step: Step) -> Iterator[bytes]:
+    def lines(self, step: AnswerStep) -> Iterator[bytes]:
         """The lines of a step."""
         delta, result = step.delta, step.delta.result
         calls = self._complete_calls(delta)

@@ -20,7 +20,7 @@ from ...errors import (
     PromptTooLongError,
     UnsupportedFieldError,
 )
-from ...session.answers import Answers, Step
+from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput
 from ..call import Call
 from ..errors import NotStoredError, PreviousResponseError, StoreError
@@ -342,7 +342,7 @@ class ResponseWriter:
         ) as error:  # the fault boundary of a stream: it ends by an event of this API
             yield self._failed(error)
 
-    def step_frames(self, step: Step) -> Iterator[bytes]:
+    def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The events of a step."""
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"

@@ -8,7 +8,7 @@ import msgspec
 from ... import __version__
 from ...core import FinishReason, TokenLogprobs
 from ...outputs import Result
-from ...session.answers import Answer, Answers, Step
+from ...session.answers import Answer, Answers, AnswerStep
 from ...text import Detokenizer, Tokenizer
 from ..http import Plain
 
@@ -34,7 +34,7 @@ def usage_of(answers: Answers, *, left_out: int = 0) -> Plain:
     }
 
 
-def progress_of(answers: Answers, step: Step) -> Plain:
+def progress_of(answers: Answers, step: AnswerStep) -> Plain:
     """How far the prompt of an answer is computed, in llama.cpp's names."""
     assert step.progress is not None
     return {
@@ -63,7 +63,7 @@ def timings_of(result: Result) -> Plain:
 # -- log-probabilities: entries in chat, parallel lists in completions --------------------------
 
 
-def logprob_of(tokenizer: Tokenizer, answer: Answer, step: Step) -> list[Plain]:
+def logprob_of(tokenizer: Tokenizer, answer: Answer, step: AnswerStep) -> list[Plain]:
     """The entry of a step's token; none: it was not asked for, or the token ends the answer."""
     ids = step.delta.token_ids
     if step.logprobs is None or not ids or _is_end(answer, ids[-1]):

@@ -96,42 +96,6 @@ def test_logprobs_are_those_of_the_logits(llm: LLM) -> None:
         assert [i for i, _ in scores.top] == np.argsort(-row)[:3].tolist()
 
 
-def test_logits_do_not_depend_on_chunks(llm: LLM) -> None:
-    ids = llm.tokenizer.encode("Pages, tails and tokens. " * 12)
-    with LLM("demo", prefill_chunk=16) as chunked:
-        assert np.abs(chunked.logits(ids) - llm.logits(ids)).max() < 1e-3
-    assert llm.logits(ids).shape == (len(ids), llm.model_info.vocab_size)
-    assert llm.logits(ids).dtype == np.float32
-
-
-def test_seeded_requests_repeat(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=12, temperature=2.0, seed=5)
-    first = llm.generate("A token", params)
-    crowd = llm.generate(
-        ["A token", "A page", "x"], [params, SamplingParams(max_tokens=12), params]
-    )
-    assert crowd[0].token_ids == first.token_ids
-    other = llm.generate("A token", SamplingParams(max_tokens=12, temperature=2.0, seed=6))
-    assert other.token_ids != first.token_ids
-
-
-def test_pinned_pages_are_evicted_last() -> None:
-    """A pool of 12 pages: three later prompts of 5 pages each push out all that is not pinned."""
-    params = SamplingParams(max_tokens=2)
-    first, others = [9] * 70, [[10 + i] * 80 for i in range(3)]
-    for pins, found in ((True, 64), (False, 0)):
-        with LLM("demo", num_pages=12, max_batch=1, max_context=190) as small:
-            if pins:
-                assert small.pin(first) == 64
-            else:
-                small.generate(first, params)
-            for other in others:
-                small.generate(other, params)
-            assert small.generate(first, params).cached_tokens >= found
-            if not pins:
-                assert small.stats()["prompt_tokens_reused"] == 0
-
-
 def test_a_pinned_conversation_is_a_prefix_hit(llm: LLM) -> None:
     messages = [{"role": "system", "content": "You answer in rhymes about pages. " * 3}]
     kept = llm.pin(messages)
@@ -510,11 +474,6 @@ def test_an_llm_is_neither_pickled_nor_copied(llm: LLM) -> None:
     assert pickle.loads(pickle.dumps(result)) == result
 
 
-def test_bytes_are_no_prompt_and_no_list_of_tokens(llm: LLM) -> None:
-    with pytest.raises(mlxinfer.InvalidRequestError, match="not bytes; decode it"):
-        llm.generate(b"A page")
-
-
 def test_end_tokens_beyond_the_vocabulary_are_ignored(llm: LLM) -> None:
     info = replace(llm.model_info, eos_token_ids=frozenset({5, 2048, 10**6}))
     asking = RequestBuilder(llm.tokenizer, info, "auto")
@@ -550,14 +509,6 @@ def test_a_stream_begun_before_a_fork_raises_in_the_child(llm: LLM) -> None:
     *_, last = stream
     assert last.result is not None
     assert len(last.result.token_ids) == 60
-
-
-def test_results_have_timings(llm: LLM) -> None:
-    timing = llm.generate("A page", SamplingParams(max_tokens=20, ignore_eos=True)).timing
-    assert 0 < timing.time_to_first_token_s <= timing.total_s
-    assert timing.tokens_per_s is not None
-    assert timing.tokens_per_s > 0
-    assert timing.queued_s >= 0
 
 
 def test_time_before_a_stream_is_read_is_not_queueing(llm: LLM) -> None:

@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import cast
 
+from engine.oracle import Oracle as Guesses
 from simulator.fake_disk import FakeTier
-from simulator.guesses import Guesses
-from simulator.oracle import Oracle, Rules
+from simulator.oracle import Rules
 from simulator.simulation import Simulation
 from simulator.sizes import draw_sizes
 
@@ -72,11 +72,12 @@ class Program:
         sizes = draw_sizes(rng, tight=tight, disk=disk, extra_pages=self.extra_pages)
         self.sizes = replace(sizes, num_stages=num_stages)
         self.tier = FakeTier(random.Random(seed), fault_share=0.1 * ("bad disk" in self.features))
-        proposer = Guesses(seed, self._oracle_of) if proposes else None
+        answers: dict[str, list[int]] = {}
+        proposer = Guesses(answers, seed, vocab=4) if proposes else None
         self.state_rng = random.Random(f"states {seed}")
         max_snapshots = self.state_rng.choice([0, 1, 2, 5, 50]) if recurrent else None
         self.simulation = Simulation(
-            self.sizes, self.tier, proposer=proposer, max_snapshots=max_snapshots
+            self.sizes, self.tier, answers, proposer=proposer, max_snapshots=max_snapshots
         )
         self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
         self.num_left = rng.randint(2, 20 if disk else 14)  # requests still to come
@@ -118,9 +119,6 @@ class Program:
 
     def _on(self, feature: str, share: float) -> bool:
         return feature in self.features and self.rng.random() < share
-
-    def _oracle_of(self, name: str) -> Oracle:
-        return self.simulation.asked[name].oracle
 
     # -- what happens ----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Simulation:
 
     Args:
         tier: where evicted pages go, if `sizes` has a disk.
+        answers: gets those of all requests.
         proposer: of tokens that steps verify.
         max_snapshots: of states of recurrent layers; None: there are no such layers.
     """
@@ -39,11 +40,12 @@ class Simulation:
         self,
         sizes: Sizes,
         tier: FakeTier,
+        answers: dict[str, list[int]],
         *,
         proposer: Proposer | None = None,
         max_snapshots: int | None = None,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self.answers = sizes, answers
         self.proposer = proposer
         self.max_snapshots = max_snapshots
         self.asked: dict[str, Asked] = {}
@@ -121,6 +123,7 @@ class Simulation:
             recurrent=self.states is not None,
         )
         expected, reason = oracle.answer(request, max_output)
+        self.answers[request.id] = expected
         sequence = self.scheduler.queues.add(request, max_output=max_output)
         self.asked[request.id] = Asked(request, sequence, oracle, expected, reason)
 

@@ -102,8 +102,8 @@ def numbers(found: Found | None) -> list[list[int]]:
     if found is None:
         return []
     for group, pages in enumerate(found):
-        for number, (_, payload) in pages.items():
-            assert bytes(payload) == bytes([number]) * PAGE_BYTES[group]
+        for number, entry in pages.items():
+            assert bytes(entry.payload) == bytes([number]) * PAGE_BYTES[group]
     return [list(pages) for pages in found]
 
 

@@ -673,63 +673,27 @@ def test_a_body_of_millions_of_lists_is_not_decoded(
     assert error["message"].startswith("The body holds 100000")
 
 
+FAR = {"a": [1000] * 30_000}
+CALLED = {"tool_calls": [{"function": {"name": "f", "arguments": CALLS}}]}
+USED = {"type": "tool_use", "id": "a", "name": "f", "input": FAR}
+ITEM = {"type": "function_call", "name": "f", "call_id": "a", "arguments": CALLS}
 PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tools": (CHAT, {"messages": HELLO, "tools": [tool(a=[1000] * 30_000)]}),
+    "tools": (CHAT, {"messages": HELLO, "tools": [tool(**FAR)]}),
     "tools of responses": (
         RESPONSES,
-        {
-            "input": "x",
-            "tools": [{"type": "function", "name": "f", "parameters": {"a": [1000] * 30_000}}],
-        },
+        {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": FAR}]},
     ),
     "tools of messages": (
         MESSAGES,
-        {
-            "messages": HELLO,
-            "max_tokens": 2,
-            "tools": [{"name": "f", "input_schema": {"a": [1000] * 30_000}}],
-        },
+        {"messages": HELLO, "max_tokens": 2, "tools": [{"name": "f", "input_schema": FAR}]},
     ),
-    "a call": (
-        CHAT,
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "f", "arguments": CALLS}}],
-                },
-                *HELLO,
-            ]
-        },
-    ),
-    "a call in responses": (
-        RESPONSES,
-        {
-            "input": [
-                {"type": "function_call", "name": "f", "call_id": "a", "arguments": CALLS},
-                {"role": "user", "content": "x"},
-            ]
-        },
-    ),
+    "a call": (CHAT, {"messages": [{"role": "assistant", **CALLED}, *HELLO]}),
+    "a call in responses": (RESPONSES, {"input": [ITEM, *HELLO]}),
     "a call in messages": (
         MESSAGES,
         {
             "max_tokens": 2,
-            "messages": [
-                *HELLO,
-                {
-                    "role": "assistant",
-                    "content": [
-                        {
-                            "type": "tool_use",
-                            "id": "a",
-                            "name": "f",
-                            "input": {"a": [1000] * 30_000},
-                        }
-                    ],
-                },
-                *HELLO,
-            ],
+            "messages": [*HELLO, {"role": "assistant", "content": [USED]}, *HELLO],
         },
     ),
     "thoughts": (

@@ -59,7 +59,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "server": LEAVES
     | {"backend", "database", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
 }
-SERVER_BASE = {"errors", "keys", "config", "workers", "http", "routes"}
+SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
     "served",
     "models",
@@ -75,7 +75,6 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "keys": {"errors"},
     "config": {"keys"},
     "http": {"errors"},
-    "routes": {"errors"},
     "protocol": {"http"},
     "served": set(),
     "models": {"errors", "served", "workers"},

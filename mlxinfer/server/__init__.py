@@ -4,7 +4,7 @@ The path of one request:
 
     protocol.py          bytes to ASGI (uvicorn's, with limits on slow headers and tiny chunks)
     guard.py             request id, access log, Host, Origin, key, sizes; errors become replies
-    app.py routes.py     the table of routes: path, handler and the access that it needs
+    app.py http.py       the table of routes: path, handler and the access that it needs
     call.py              reads the body, runs the handler, sends its reply, cancels on disconnect
     apis/chat.py …       body -> ChatInput, steps -> frames, results -> body
     ../session/          the conversation behind every API

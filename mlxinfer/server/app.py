@@ -18,10 +18,9 @@ from .apis.ollama import OLLAMA
 from .apis.responses import RESPONSES
 from .call import answer_call
 from .guard import Guard
-from .http import OPENAI, App, ErrorForm, Receive, Scope, Send
+from .http import OPENAI, App, ErrorForm, Receive, Route, RouteTable, Scope, Send
 from .openapi import documentation
 from .page import files
-from .routes import Route, RouteTable
 from .service import ServerState
 
 ROUTES: tuple[Route, ...] = (

@@ -23,6 +23,7 @@ from .http import (
     Events,
     Headers,
     Receive,
+    Route,
     Scope,
     Send,
     StallWatch,
@@ -35,7 +36,6 @@ from .http import (
     send_events,
 )
 from .protocol import ABORT
-from .routes import Route
 from .served import ServedModel
 from .service import BODY_BYTES, LARGE_BODY, Meter, ServerState
 

@@ -20,11 +20,14 @@ from ..errors import InvalidRequestError, MlxinferError, OverloadedError
 from .config import HOST_NAME, ServerConfig, is_loopback
 from .errors import HttpError
 from .http import (
+    Access,
     ClientGoneError,
     ErrorForm,
     Headers,
     Message,
     Receive,
+    Route,
+    RouteTable,
     Scope,
     Send,
     error_reply,
@@ -32,7 +35,6 @@ from .http import (
     send_body,
 )
 from .protocol import CONNECTIONS
-from .routes import Access, Route, RouteTable
 
 METRICS = "/metrics"
 POLLED = frozenset(  # logged at level info only on errors

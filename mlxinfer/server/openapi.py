@@ -14,8 +14,7 @@ import msgspec
 import msgspec.structs
 
 from .call import Call
-from .http import EVENTS, Body
-from .routes import Route
+from .http import EVENTS, Body, Route
 
 _STYLE = """
 :root { color-scheme: light dark } body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;

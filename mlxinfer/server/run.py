@@ -20,9 +20,8 @@ import uvicorn
 from ..errors import InvalidRequestError
 from .app import ROUTES, build_app
 from .config import ServerConfig
-from .http import App
+from .http import App, Route
 from .protocol import TimedProtocol
-from .routes import Route
 from .service import ServerState
 
 log = logging.getLogger("mlxinfer.server")

@@ -15,8 +15,8 @@ from mlxinfer import hub
 from mlxinfer.core import TokenEvent
 from mlxinfer.server.app import ROUTES
 from mlxinfer.server.config import ServerConfig
+from mlxinfer.server.http import Route
 from mlxinfer.server.models import ModelRegistry, RegistryEntry
-from mlxinfer.server.routes import Route
 from mlxinfer.server.run import Server, bind, url_of
 from mlxinfer.server.served import ServedModel
 from mlxinfer.server.service import ServerState

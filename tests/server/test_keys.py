@@ -17,14 +17,13 @@ from mlxinfer.server import keys as keys_module
 from mlxinfer.server.app import ROUTES, form_of
 from mlxinfer.server.config import ServerConfig
 from mlxinfer.server.guard import Guard
-from mlxinfer.server.http import Message, Receive, Scope, Send
+from mlxinfer.server.http import Message, Receive, Route, RouteTable, Scope, Send
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.openapi import documentation
 from mlxinfer.server.page import files
 from mlxinfer.server.page.library import LibraryRoutes
 from mlxinfer.server.page.routes import ConversationRoutes, PageRoutes
 from mlxinfer.server.protocol import CONNECTIONS
-from mlxinfer.server.routes import Route, RouteTable
 from mlxinfer.server.run import check_tls
 
 TLS = Path(__file__).parent / "tls"

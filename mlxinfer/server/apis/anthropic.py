@@ -28,8 +28,14 @@ from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..served import ServedModel
-from .constraint import read_form
-from .sampling import MAX_STOPS, REFUSED_ELSEWHERE, SamplerFields, StopString, sampling_params
+from .sampling import (
+    MAX_STOPS,
+    REFUSED_ELSEWHERE,
+    SamplerFields,
+    StopString,
+    read_form,
+    sampling_params,
+)
 from .tools import (
     begun_object,
     check_text_type,

@@ -15,13 +15,14 @@ from ...session.inputs import ChatInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..served import ServedModel
-from .constraint import ConstraintFields, constraint
 from .sampling import (
     REFUSED,
     UNLIMITED,
+    ConstraintFields,
     ReasoningLimit,
     TokenLimit,
     check_json_size,
+    constraint,
     sampling_params,
 )
 from .tools import (

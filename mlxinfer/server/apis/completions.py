@@ -15,8 +15,7 @@ from ...session.inputs import TextInput
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse
 from ..served import ServedModel
-from .constraint import ConstraintFields, constraint
-from .sampling import REFUSED, UNLIMITED, sampling_params
+from .sampling import REFUSED, UNLIMITED, ConstraintFields, constraint, sampling_params
 from .usage import (
     FINGERPRINT,
     CompletionLogprobs,

@@ -23,8 +23,7 @@ from ..models import ModelSlot
 from ..served import ServedModel
 from ..workers import in_background
 from .chat import Effort
-from .constraint import ollama_format, read_form
-from .sampling import REFUSED, UNLIMITED, SamplingFields, sampling_params
+from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
 from .tools import begun_object, check_tools
 from .usage import logprob_of, logprobs_of
 

@@ -40,9 +40,8 @@ from ..http import (
 from ..served import ServedModel
 from ..store import ResponseStore, RunningResponse, StoredResponse
 from .chat import Effort
-from .constraint import read_form
 from .responses_items import InputItem, OutputItems, Status, conversation
-from .sampling import REFUSED_ELSEWHERE, SamplerFields, sampling_params
+from .sampling import REFUSED_ELSEWHERE, SamplerFields, read_form, sampling_params
 from .tools import DeclaredTools, check_tools, read_tools, report_skipped
 from .usage import logprob_of
 

@@ -9,8 +9,7 @@ import hashlib
 from pathlib import Path
 
 from ..call import Call
-from ..http import Body
-from ..routes import Route
+from ..http import Body, Route
 
 BUILT = Path(__file__).parent / "built"
 MEDIA_TYPES = {

@@ -17,10 +17,9 @@ from ...errors import InvalidRequestError, MlxinferError, ModelNotFoundError
 from ...hub.cache import parse_repo_name
 from ...hub.remote import search_models
 from ..call import Call
-from ..http import Plain, RequestBody
+from ..http import Plain, RequestBody, Route
 from ..models import RegistryEntry
 from ..ops import LoadRequest
-from ..routes import Route
 from ..service import ServerState
 from ..workers import Workers
 from .jobs import Job, Jobs

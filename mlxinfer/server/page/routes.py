@@ -16,8 +16,7 @@ from ... import __version__
 from ...errors import InvalidRequestError
 from ...history import Conversation, History, StoredMessage, owner_of
 from ..call import Call
-from ..http import Plain, RequestBody
-from ..routes import Route
+from ..http import Plain, RequestBody, Route
 from ..service import ServerState
 from ..workers import Workers
 from .library import RECIPES, Library, LibraryRoutes

@@ -114,14 +114,6 @@ CLAIMS = {
         ),
     ),
     "memory": Claim("KV cache bytes copied by steps, wasted and moved.", (small, peer)),
-    "kernels": Claim(
-        "Bytes that attention kernels move, beside MLX's own: counted on the CPU.",
-        (
-            counts("--head-dims", "64,128,256", "Sizes of a head; several, with commas."),
-            number("--tokens", 500, "Tokens of the context.", least=8),
-        ),
-        fast_blas=False,
-    ),
     "dispatches": Claim(
         "Operations that a GPU is handed for one token, counted in the traced graph.",
         (peer,),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metal_cpu import compiler_is_here
 from pooling.tiny_pooling import pooling_folder
 
 ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
@@ -18,7 +17,6 @@ ALONE = {  # claims that mlxinfer is measured for alone, as small as they are
     "grammar": "--small --repeats 2",
     "host": "--requests 1,2 --blocks 1 --skip-peer",
     "hybrid": "--small --runs 1 --cpu-time --skip-peer",
-    "kernels": "--head-dims 64 --tokens 40",
     "kv": "--small --skip-peer",
     "latency": "--small --long 128 --cpu-time --prefill-chunk 64 --skip-peer",
     "load": "--size 20MB --runs 1 --skip-peer",
@@ -49,8 +47,6 @@ def measured(*arguments: str) -> Any:
 def test_each_claim_prints_the_machine_and_tables(name: str) -> None:
     if name == "serve" and sys.platform != "linux":
         pytest.skip("reads /proc")
-    if name == "kernels" and not compiler_is_here():
-        pytest.skip("needs a compiler")
     text = bench(name, *ALONE[name].split(), "--markdown")
     assert f"python -m tests.bench {name}" in text
     titles = [line for line in text.splitlines() if line.startswith("**")]

@@ -1,6 +1,7 @@
 """`MetalCPU`: a device for `launch.running_on` that runs kernels on the CPU. Knows no kernel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -9,7 +10,9 @@ from metal_cpu.capture import Captured, capture
 from metal_cpu.dispatch import Buffer, dispatch
 from metal_cpu.lint import lint
 from metal_cpu.report import KernelStopped, Report
-from mlxinfer.metal_kernels.launch import Launch
+from mlxinfer.metal_kernels.launch import Launch, running_on
+
+Found = TypeVar("Found")
 
 
 class MetalCPU:
@@ -88,6 +91,13 @@ class MetalCPU:
             if self._checked and output.written is not None and not output.written.all()
         ]
         return results
+
+    def clean(self, call: Callable[[], Found]) -> Found:
+        """What a call gives, whose kernels run here without a fault; else AssertionError."""
+        with running_on(self):
+            found = call()
+        self.assert_clean()
+        return found
 
     def _inputs(
         self, launch: Launch, inputs: Sequence[mx.array], captured: Captured

@@ -1,9 +1,10 @@
-"""Runs MLX's own attention kernels from the headers that its wheel brings, as MLX would.
+"""Runs MLX's own kernels from the headers that its wheel brings, as MLX would.
 
 B = sequences, H = query heads, K = KV heads, L = query tokens, N = keys, D = head_dim.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -11,11 +12,81 @@ import numpy as np
 from metal_cpu import arrays
 from metal_cpu.capture import UTILITIES
 from metal_cpu.dispatch import Buffer, dispatch
-from metal_cpu.mlx_calls import FOLDER, Attention, Ran, input_of, number_of, output_of
 from metal_cpu.report import Report, Size
 from metal_cpu.source import Kernel, Part
 
-__all__ = ["Attention", "Ran", "sdpa_vector", "sdpa_vector_2pass", "steel_attention"]
+NAMES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat16_t"}
+FOLDER = "mlx/backend/metal/kernels"
+
+
+@dataclass(slots=True)
+class Ran:
+    """What kernels gave, and a report of each dispatch."""
+
+    output: mx.array
+    reports: list[Report]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One call of attention.
+
+    Args:
+        queries: (B, H, L, D).
+        keys, values: (B, K, capacity, D), of which the first `num_keys` are seen.
+        mask: "causal", or what may be seen (B, H, L, N), or additive of the queries' dtype.
+        sinks: (H,) logits that join each softmax without a value.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    num_keys: int
+    scale: float
+    mask: mx.array | str | None = None
+    sinks: mx.array | None = None
+    seed: int = 0
+    checked: bool = True
+
+    @property
+    def kind(self) -> str:
+        """The element type as kernels name it."""
+        return NAMES[self.queries.dtype]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    def expected(self, dtype: mx.Dtype | None = None) -> mx.array:
+        """What MLX computes on the CPU, in another dtype if wanted."""
+        dtype = dtype or self.queries.dtype
+        mask = self.mask
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            mask = mask.astype(dtype)
+        return mx.fast.scaled_dot_product_attention(
+            self.queries.astype(dtype),
+            self.keys[:, :, : self.num_keys].astype(dtype),
+            self.values[:, :, : self.num_keys].astype(dtype),
+            scale=self.scale,
+            mask=mask,
+            sinks=None if self.sinks is None else self.sinks.astype(dtype),
+        )
+
+
+def input_of(name: str, array: mx.array) -> Buffer:
+    """A copy of an array."""
+    return Buffer.of_input(name, arrays.to_bytes(array))
+
+
+def number_of(name: str, value: float, dtype: type[np.generic]) -> Buffer:
+    """A single number."""
+    return Buffer.of_input(name, arrays.scalar(value, dtype))
+
+
+def output_of(name: str, shape: tuple[int, ...], dtype: mx.Dtype) -> Buffer:
+    """Memory for an array."""
+    return Buffer.of_output(name, int(np.prod(shape)) * dtype.size)
 
 
 def sdpa_vector(call: Attention) -> Ran:
@@ -188,3 +259,30 @@ def _run(
         seed=call.seed,
         checked=call.checked,
     )
+
+
+def quantized_matvec(
+    x: mx.array,
+    weights: tuple[mx.array, mx.array, mx.array],
+    *,
+    group_size: int,
+    bits: int,
+    fast: bool,
+) -> Ran:
+    """x (1, in) times affine weights (out, in), by the kernel for whole blocks or for any shape."""
+    codes, scales, biases = weights
+    num_out, num_in = codes.shape[0], x.shape[-1]
+    out = output_of("y", (1, num_out), x.dtype)
+    buffers = [
+        *(input_of(n, a) for n, a in (("w", codes), ("scales", scales), ("biases", biases))),
+        *(input_of("x", x), out),
+        *(number_of("in_vec_size", num_in, np.int32), number_of("out_vec_size", num_out, np.int32)),
+        *([None] * 8),
+    ]
+    name = "affine_qmv_fast" if fast else "affine_qmv"
+    headers = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+    text = "".join(f'#include "{FOLDER}/{header}"\n' for header in headers)
+    instance = f"{NAMES[x.dtype]}, {group_size}, {bits}, false"
+    kernel = Kernel(name, (UTILITIES, Part("quantized", text)), instance)
+    report = dispatch(kernel, buffers, grid=(32, 2 * -(-num_out // 8), 1), threadgroup=(32, 2, 1))
+    return Ran(arrays.to_mlx(out.bytes, (1, num_out), x.dtype), [report])

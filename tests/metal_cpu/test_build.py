@@ -13,7 +13,7 @@ from metal_cpu import build, requires_compiler
 from metal_cpu.build import CompileError, clang, kept, zig
 from metal_cpu.call_sites import with_call_sites
 from metal_cpu.capture import UTILITIES
-from metal_cpu.mlx_calls import FOLDER
+from metal_cpu.mlx_kernels import FOLDER
 from metal_cpu.program import INCLUDES, cpp
 from metal_cpu.signature import parameters
 from metal_cpu.source import Kernel, Part, flattened
@@ -177,8 +177,3 @@ def test_kernels_build_for_every_system(target: str, checked: bool, tmp_path: Pa
           tmp_path / "k.so")  # fmt: skip
     magic = (tmp_path / "k.so").read_bytes()[:4]
     assert magic == (b"\xcf\xfa\xed\xfe" if "macos" in target else b"\x7fELF")
-
-
-def test_the_compiler_is_looked_for() -> None:
-    assert build.compiler_is_here()
-    assert shutil.which(build._zig())

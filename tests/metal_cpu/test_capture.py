@@ -69,24 +69,6 @@ def test_a_helper_for_one_address_space_is_refused_for_the_other() -> None:
     }
 
 
-def test_templates_take_types_integers_and_booleans() -> None:
-    example = Example(
-        text="template <typename T, int N, bool B> METAL_FUNC T f(T x) { return B ? x * N : x; }",
-        body="out[thread_position_in_grid.x] = f<T, N, B>(x[thread_position_in_grid.x]);",
-        inputs={"x": mx.arange(10).astype(mx.bfloat16)},
-        grid=(10, 1, 1),
-        threadgroup=(10, 1, 1),
-        output_shape=(10,),
-        output_dtype=mx.bfloat16,
-        template=[("T", mx.bfloat16), ("N", 3), ("B", True)],
-    )
-    example.run(machine := MetalCPU())
-    machine.assert_clean()
-    assert example.run(MetalCPU()).tolist() == [3 * i for i in range(10)]
-    plain = replace(example, template=[("T", mx.bfloat16), ("N", 3), ("B", False)])
-    assert plain.run(MetalCPU()).tolist() == list(range(10))
-
-
 def test_what_differs_in_its_text_has_another_name() -> None:
     """Some versions of MLX keep one library for each name, and would compile in every step."""
     kernel = MetalKernel("sample", ("x",), ("out",), "out[0] = x[0];")
@@ -138,19 +120,6 @@ def test_every_type_comes_through(dtype: mx.Dtype) -> None:
         output_dtype=dtype,
     )
     assert mx.array_equal(example.run(MetalCPU(checked=False)), x.reshape(3, 3))
-
-
-def test_inputs_that_are_not_contiguous_are_copied_as_mlx_does() -> None:
-    example = Example(
-        text="// nothing before the body",
-        body="out[thread_position_in_grid.x] = x[thread_position_in_grid.x] + x_strides[0];",
-        inputs={"x": mx.arange(12).reshape(3, 4).T},
-        grid=(12, 1, 1),
-        threadgroup=(12, 1, 1),
-        output_shape=(4, 3),
-        output_dtype=mx.int32,
-    )
-    assert mx.array_equal(example.run(MetalCPU()), mx.arange(12).reshape(3, 4).T + 3)
 
 
 def test_inputs_lie_as_unaligned_as_slices_may() -> None:

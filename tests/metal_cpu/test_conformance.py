@@ -7,11 +7,11 @@ from metal_cpu import requires_compiler
 from metal_cpu.mlx_kernels import (
     Attention,
     Ran,
+    quantized_matvec,
     sdpa_vector,
     sdpa_vector_2pass,
     steel_attention,
 )
-from metal_cpu.mlx_matrix import quantized_matvec, softmax
 
 pytestmark = requires_compiler
 TOLERANCES = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # of values around 1
@@ -85,51 +85,19 @@ def test_attention_in_tiles(call: Attention) -> None:
     check(steel_attention(call), call)
 
 
-@pytest.mark.parametrize("looped", [False, True])
-def test_softmax(looped: bool) -> None:
-    x = mx.random.normal((3, 301), key=mx.random.key(0))
-    ran = softmax(x, looped=looped, seed=1)
-    assert not ran.reports[0].faults
-    assert mx.abs(ran.output - mx.softmax(x, axis=-1)).max().item() < 1e-7
-
-
 @pytest.mark.parametrize(("bits", "fast", "dtype"), [
     (4, True, F16), (8, True, F32), (3, True, F16), (2, False, F16), (6, False, BF16),
 ])  # fmt: skip
 def test_quantised_matrix_times_vector(bits: int, fast: bool, dtype: mx.Dtype) -> None:
-    check_matvec(bits, fast=fast, dtype=dtype)
-
-
-def check_matvec(bits: int, *, fast: bool, dtype: mx.Dtype, group_size: int = 64) -> None:
     x = mx.random.normal((1, 512), key=mx.random.key(1)).astype(dtype)
     matrix = mx.random.normal((20 if not fast else 16, 512), key=mx.random.key(2)).astype(dtype)
-    weights = mx.quantize(matrix, group_size=group_size, bits=bits)
+    weights = mx.quantize(matrix, group_size=64, bits=bits)
     codes, scales, biases = (w if w.dtype == mx.uint32 else w.astype(mx.float32) for w in weights)
     expected = mx.quantized_matmul(
-        x.astype(mx.float32), codes, scales, biases, group_size=group_size, bits=bits
+        x.astype(mx.float32), codes, scales, biases, group_size=64, bits=bits
     )
-    ran = quantized_matvec(x, weights, group_size=group_size, bits=bits, fast=fast)
+    ran = quantized_matvec(x, weights, group_size=64, bits=bits, fast=fast)
     assert not ran.reports[0].faults
     error = mx.abs(ran.output.astype(mx.float32) - expected).max().item()
     assert error <= TOLERANCES[dtype] * mx.abs(expected).max().item()
     assert ran.reports[0].buffers["w"].requested_bytes == codes.nbytes, "codes are read once"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("mask", [None, "causal", "may see", "added"])
-def test_attention_of_more_kinds(dtype: mx.Dtype, dim: int, mask: str | None) -> None:
-    for length, num_keys, sinks in ((1, 33, False), (3, 200, True)):
-        call = attention(dtype, 2, 6, 2, length, num_keys, dim, mask=mask, sinks=sinks, seed=5)
-        check(sdpa_vector(call), call)
-        check(sdpa_vector_2pass(call, blocks=64), call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_quantised_matrices_of_more_kinds(dtype: mx.Dtype, bits: int, group_size: int) -> None:
-    for fast in (True, False):
-        check_matvec(bits, fast=fast, dtype=dtype, group_size=group_size)

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+import mlx.core as mx
 import pytest
 
-from metal_cpu import build, requires_compiler
-from metal_cpu.capture import UTILITIES
+from metal_cpu import MetalCPU, build, requires_compiler
+from metal_cpu.capture import UTILITIES, capture
+from metal_cpu.inline import Example
 from metal_cpu.lint import lint
+from metal_cpu.mlx_kernels import FOLDER
 from metal_cpu.msl_references import reference_faults
 from metal_cpu.msl_rules import faults
 from metal_cpu.program import program
@@ -114,6 +117,10 @@ EDITS = [
     Edit("standard library", body="y[i] += std::max(1, 2);"),
     Edit("array of variable length", body="float q[i + 1]; y[i] += q[0];"),
     Edit("cast without a space", body="y[i] += *reinterpret_cast<const float*>(x);"),
+    Edit("C cast without a space", body="y[i] += *(const float*)(x);"),
+    Edit("store to what is constant", body="x[0] = 1.0f;"),
+    Edit("float that becomes a bfloat", body="bfloat b = v; y[i] += float(b);"),
+    Edit("device pointer for threadgroup memory", body="threadgroup float* q = y; y[i] += q[0];"),
     Edit("simd_sum of 64 bits", body="y[i] += float(simd_sum(ulong(i)));"),
     Edit("simd_shuffle of 64 bits", body="y[i] += float(simd_shuffle(ulong(i), ushort(0)));"),
     Edit(
@@ -191,6 +198,38 @@ def test_the_sound_kernel_has_no_fault() -> None:
 def test_what_metal_rejects_is_found_without_a_run(edit: Edit) -> None:
     found = [fault for fault in lint(kernel_with(edit)) if fault.file == "edited.metal"]
     assert found, build.cache_folder()
+
+
+def test_errors_in_functions_that_are_instantiated_are_found() -> None:
+    """In a template only what a kernel uses has address spaces that can be checked."""
+    example = Example(
+        text="template <typename P>\nMETAL_FUNC float first(P p) {\n"
+        "const threadgroup float* q = p; return q[0]; }",
+        body="out[thread_position_in_grid.x] = first(x);",
+        inputs={"x": mx.zeros((9,))},
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shape=(1,),
+    )
+    kernel = capture(example.launch(), list(example.inputs.values())).kernel
+    assert [fault.line for fault in lint(kernel)] == [3]
+    staged = "threadgroup float s[1]; s[0] = x[0]; out[thread_position_in_grid.x] = first(s);"
+    example.run(machine := MetalCPU(replace={example.body: staged}))
+    machine.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("function", "instance", "constants"),
+    [
+        ("sdpa_vector", "half, 128, 128", ()),
+        ("sdpa_vector_2pass_1", "bfloat16_t, 64, 64", ((26, 32),)),
+    ],
+)
+def test_kernels_of_mlx_pass(
+    function: str, instance: str, constants: tuple[tuple[int, int], ...]
+) -> None:
+    text = f'#include "{FOLDER}/sdpa_vector.h"\n'
+    assert not lint(Kernel(function, (UTILITIES, Part("sdpa", text)), instance, constants))
 
 
 SOUND_TEXTS = [

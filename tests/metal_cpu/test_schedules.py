@@ -46,23 +46,8 @@ def test_other_seeds_shuffle_threadgroups_simdgroups_and_lanes() -> None:
     assert len({order[0] // 32 for order in orders.values()}) > 2
 
 
-def test_a_sound_kernel_gives_the_same_in_every_order() -> None:
-    results = [ROW_SUMS.run(MetalCPU(seed=seed, checked=False)).tolist() for seed in range(12)]
-    assert all(result == results[0] for result in results)
-
-
 def test_an_unsound_kernel_shows_it_even_unchecked() -> None:
     """Threadgroup memory holds NaN until it is written, so reading too early cannot go unseen."""
     for seed in range(4):
         out = ROW_SUMS.run(MetalCPU(seed=seed, checked=False, replace={BARRIER: ""}))
         assert mx.isnan(out).any()
-
-
-def test_the_same_seed_gives_the_same_report() -> None:
-    def faults(seed: int) -> list[str]:
-        machine = MetalCPU(seed=seed, replace={BARRIER: ""})
-        ROW_SUMS.run(machine)
-        return [str(fault) for fault in machine.reports[0].faults]
-
-    assert faults(7) == faults(7)
-    assert faults(7) != faults(8)

@@ -6,18 +6,8 @@ from hypothesis import strategies as st
 
 from metal_cpu.signature import Parameter, parameters
 from metal_cpu.source import Part, flattened
-from metal_cpu.tokens import Kind, joined, split, tokens
+from metal_cpu.tokens import joined, tokens
 from metal_cpu.transform import transformed
-
-PIECES = [
-    *("float4", "(", ")", "[[", "]]", "1.0h", "0x1.8p3f", "'a'", '"[[x]]"', "//[[x]]\n", "\n"),
-    *("/* threadgroup float x[2]; */", "#define a float4(\n", " ", ";", "x", "<", ">", ","),
-]
-
-
-@given(st.lists(st.sampled_from(PIECES)).map("".join))
-def test_tokens_are_the_whole_text(text: str) -> None:
-    assert joined(list(tokens(text))) == text
 
 
 @given(st.text(alphabet="ab\n\"'/*\\#[](){}<>;.1eh \t"))
@@ -102,12 +92,6 @@ template <typename T, int N>
         parameters(list(tokens(text)), "other")
     with pytest.raises(ValueError, match="stage_in"):
         parameters(list(tokens("kernel void k(float x [[stage_in]])")), "k")
-
-
-def test_commas_in_brackets_do_not_split() -> None:
-    groups = split(list(tokens("a<b, c>, f(d, e)[1, 2], {3, 4}")))
-    assert [joined(group).strip() for group in groups] == ["a<b, c>", "f(d, e)[1, 2]", "{3, 4}"]
-    assert all(token.kind is not Kind.TEXT for group in groups for token in group)
 
 
 def test_includes_are_put_in_place_once() -> None:

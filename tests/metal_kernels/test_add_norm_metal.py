@@ -18,7 +18,6 @@ from mlxinfer.metal_kernels.add_norm import (
     add_norm_twin,
     threads_of,
 )
-from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.variants import ModelForm
 from mlxinfer.models.decoder import ResidualLayer, link_norms
 
@@ -38,9 +37,7 @@ def inputs(form: AddNorm, *rows: int, seed: int = 0) -> list[mx.array]:
 
 def on_machine(form: AddNorm, arrays: list[mx.array], **options: bool) -> list[mx.array]:
     machine = MetalCPU(seed=3, **options)
-    with running_on(machine):
-        found = add_norm(*arrays[:2], form, *arrays[2:])
-    machine.assert_clean()
+    found = machine.clean(lambda: add_norm(*arrays[:2], form, *arrays[2:]))
     (report,) = machine.reports
     assert report.bank_ways <= 2
     assert np.prod(report.threadgroup) <= MAX_THREADS
@@ -148,9 +145,7 @@ def test_layers_give_the_same_with_the_kernel(layout: str) -> None:
     for each in layers:
         for join in each.joins:
             use_kernel(join)
-    with running_on(machine):
-        found = run()
-    machine.assert_clean()
+    found = machine.clean(lambda: run())
     assert len(machine.reports) == 2 * len(layers)
     for ours, theirs in zip(found, plain, strict=True):
         assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4).item()

@@ -3,22 +3,12 @@
 from itertools import product
 
 import pytest
+from attention_checks import BITS, ROWS, Moved, latents, moved, moved_latents, one_head
 from metal_cpu import MetalCPU, requires_compiler
+from scenes import Scene, build
 
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
-from tests.bench.kernel_scenes import Scene, build
-from tests.bench.kernels import (
-    BITS,
-    ROWS,
-    Moved,
-    latents,
-    moved,
-    moved_by_mlx,
-    moved_latents,
-    moved_unfused,
-    one_head,
-)
 
 SAMPLE = [(64, 8, 8, 1), (128, 16, 4, 1), (128, 4, 1, 1), (128, 4, 16, 1), (256, 16, 8, 1)]
 SAMPLE += [(128, 8, 4, 4), (256, 4, 16, 4)]
@@ -97,23 +87,6 @@ def test_scale_and_bias_are_one_load_of_four_bytes(
         # Lanes share the load, and no SIMD group repeats it.
         assert groups.requested_once_per_simdgroup_bytes == groups.unique_bytes
         assert groups.unique_bytes * 64 * bits == 8 * 4 * buffers[f"{kind}_codes"].unique_bytes
-
-
-@requires_compiler
-def test_what_mlx_moves() -> None:
-    found = moved_by_mlx(one_head(128, 16, 4, 1, 300))
-    vector, two_pass = found["sdpa_vector"], found["2pass"]
-    assert vector is not None
-    assert vector.unique == pytest.approx(4, rel=0.01)
-    assert two_pass is not None
-    assert (two_pass.requested, two_pass.unique) == pytest.approx((4, 1), rel=0.01)
-    assert found["2pass_gqa"] is None
-
-
-def test_what_mlx_lm_moves_unfused() -> None:
-    # 4 bits, 128 numbers: 144 bytes of keys and values, 4 query heads, 4 scores of 2 bytes moved
-    # 4 times.
-    assert moved_unfused(one_head(128, 4, 4, 1, 300)) == pytest.approx(4 + 32 / 144)
 
 
 @requires_compiler

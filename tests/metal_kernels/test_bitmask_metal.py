@@ -6,7 +6,6 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels.bitmask import allowed, bitmask, bitmask_twin
-from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.sampling.sampler import apply_bitmask
 
 
@@ -27,9 +26,7 @@ def test_kernel_twin_and_sampler_agree(num_rows: int, vocab_size: int, dtype: mx
     words = (num_rows, -(-vocab_size // 32))
     mask = mx.array(rng.integers(0, 2**32, words, dtype=np.uint32))
     machine = MetalCPU(seed=1)
-    with running_on(machine):
-        masked = bitmask(logits, mask)
-    machine.assert_clean()
+    masked = machine.clean(lambda: bitmask(logits, mask))
     assert masked.dtype == dtype
     assert mx.array_equal(masked, bitmask_twin(logits, mask))
     assert mx.array_equal(masked, apply_bitmask(logits, mask))

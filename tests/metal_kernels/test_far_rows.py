@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from attention_checks import TOLERANCE
 from metal_cpu import MetalCPU, requires_compiler
+from scenes import Scene, build
 
 from mlxinfer.metal_kernels.conv_step import ConvStep
 from mlxinfer.metal_kernels.delta_step import DeltaStep
@@ -21,7 +22,6 @@ from mlxinfer.metal_kernels.paged_attention import (
 )
 from mlxinfer.metal_kernels.ssm_step import SSMStep
 from mlxinfer.metal_kernels.state_step import StateStep, filled, plan_of
-from tests.bench.kernel_scenes import Scene, build
 
 pytestmark = requires_compiler
 
@@ -101,9 +101,9 @@ def test_recurrences_read_far_states(step: StateStep) -> None:
     size = sources[0][0].size
     first = ELEMENTS // size + 1
     machine = far_states(first * size * 4, {})
-    with running_on(machine):
-        found = step.in_kernel(arrays, sources, plan_of([(0, first + 2), (0, first)], [3, 2]))
-    machine.assert_clean()
+    found = machine.clean(
+        lambda: step.in_kernel(arrays, sources, plan_of([(0, first + 2), (0, first)], [3, 2]))
+    )
     near = plan_of([(0, 2), (0, 0)], [3, 2])
     expected = step.twin(arrays, sources, near)
     assert mx.allclose(found[1], expected[1], atol=0.05).item()

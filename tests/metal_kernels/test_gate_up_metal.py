@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_cpu import MetalCPU, requires_compiler
-from metal_cpu.mlx_matrix import quantized_matvec
+from metal_cpu.mlx_kernels import quantized_matvec
 
 from mlxinfer.layers import mlp
 from mlxinfer.layers.adapters import ActiveAdapters, AdaptedLinear
@@ -64,9 +64,7 @@ def form_of(
 
 def on_machine(x: mx.array, matrix: list[mx.array], form: GateUp, **how: Any) -> mx.array:
     machine = MetalCPU(seed=1, **how)
-    with running_on(machine):
-        found = gate_up(x, matrix, form)
-    machine.assert_clean()
+    found = machine.clean(lambda: gate_up(x, matrix, form))
     return found
 
 

@@ -4,13 +4,13 @@ import mlx.core as mx
 import pytest
 from attention_checks import check
 from metal_cpu import requires_compiler
+from scenes import Scene, build
 
 from mlxinfer.metal_kernels.mla_attention import (
     mla_attention_gathered,
     mla_attention_on_metal,
     row_blocks,
 )
-from tests.bench.kernel_scenes import Scene, build
 
 DIMS = {"key_dim": 576, "value_dim": 8}  # the second plane is not used
 SCENES = {

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from attention_checks import check_scene
 from metal_cpu import requires_compiler
-
-from tests.bench.kernel_scenes import Scene
+from scenes import Scene
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 FORMATS = {"plain": (None, None), "8": (8, 8), "4": (4, 4), "8, 4": (8, 4), "4, plain": (4, None)}

@@ -3,15 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_checks import check_scene
+from attention_checks import check_scene, moved
 from metal_cpu import MetalCPU, requires_compiler
+from scenes import Scene, build
 
 from mlxinfer.metal_kernels.attention_shape import prefill_shape
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
 from mlxinfer.metal_kernels.prefill_plan import MAX_PARTIAL_BYTES, Chunks
-from tests.bench.kernel_scenes import Scene, build
-from tests.bench.kernels import moved
 
 D256 = {"key_dim": 256, "value_dim": 256, "prefill": True}
 SCENES = {

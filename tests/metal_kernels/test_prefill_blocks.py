@@ -9,7 +9,6 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels import prefill_blocks
-from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.prefill_blocks import attend_in_tiles, block_edges
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -47,9 +46,7 @@ def test_joined_blocks_are_one_softmax(
         return keys[:, first:stop], values[:, first:stop]
 
     machine = MetalCPU(seed=1, may_stay_unwritten=("outputs", "figures"))
-    with running_on(machine):
-        found = attend_in_tiles(queries, read, start, DIMS[1], scale=0.1)
-    machine.assert_clean()
+    found = machine.clean(lambda: attend_in_tiles(queries, read, start, DIMS[1], scale=0.1))
     assert found.dtype == dtype
     wide = [np.array(a.astype(mx.float32)).astype(np.float64) for a in (queries, keys, values)]
     off = np.abs(np.array(found.astype(mx.float32)) - expected(*wide, start)).max()

@@ -39,9 +39,7 @@ CHOICES = {
 def on_machine(routing: Routing, logits: mx.array) -> tuple[mx.array, mx.array]:
     machine = MetalCPU(seed=1)
     bias = BIAS if routing.biased else None
-    with running_on(machine):
-        found = route(logits, routing, bias)
-    machine.assert_clean()
+    found = machine.clean(lambda: route(logits, routing, bias))
     return found
 
 

@@ -7,7 +7,6 @@ from metal_cpu import MetalCPU, Report, requires_compiler
 
 from mlxinfer.metal_kernels.conv_step import ConvStep
 from mlxinfer.metal_kernels.delta_step import DeltaStep
-from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.ssm_step import SSMStep
 from mlxinfer.metal_kernels.state_step import StateStep, filled, plan_of, takes, team_lanes
 
@@ -73,9 +72,7 @@ def on_machine(
     scene: Scene, step: StateStep, arrays: list, seed: int = 1, least: bool = False
 ) -> tuple:
     machine = MetalCPU(seed=seed, least_alignment=least)
-    with running_on(machine):
-        found = step.in_kernel(arrays, scene.sources, scene.plan)
-    machine.assert_clean()
+    found = machine.clean(lambda: step.in_kernel(arrays, scene.sources, scene.plan))
     return found, machine.reports[0]
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidRequestError
 
@@ -14,23 +14,14 @@ if TYPE_CHECKING:
 VARIABLE = "llm"  # of the notebook: the model that answers
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the kernel."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidRequestError(f"%%llm: {message}. %%llm -h lists what it takes.")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:  # after -h
-        raise _Helped
-
-
-class _Helped(Exception):
-    """Help was printed."""
-
-
 def new_parser() -> argparse.ArgumentParser:
-    """The options of a cell."""
-    parser = _Parser(prog="%%llm", description="Send the cell to a model and show its answer.")
+    """The options of a cell; wrong ones raise IPython's UsageError, which is shown in one line."""
+    from IPython.core.magic_arguments import MagicArgumentParser
+
+    parser: argparse.ArgumentParser = MagicArgumentParser(
+        prog="%llm", description="Send the cell to a model and show its answer."
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="list what the cell takes")
     parser.add_argument("-m", "--model", help="load this model into the variable, if it has none")
     parser.add_argument("-w", "--with", dest="variable", default=VARIABLE, help="the variable")
     parser.add_argument("-c", "--continue", dest="continued", action="store_true", help="go on")
@@ -56,9 +47,10 @@ class ChatMagic:
         """Answer a cell with options in its first line; all of a `%llm` line is the message."""
         if cell is None and line.strip() not in ("-h", "--help"):
             line, cell = "", line
-        try:
-            given = new_parser().parse_args(shlex.split(line))
-        except _Helped:
+        parser = new_parser()
+        given = parser.parse_args(shlex.split(line))
+        if given.help:
+            print(parser.format_help().removeprefix("::\n\n"))
             return
         llm = self._model(given)
         if not given.continued:

@@ -22,7 +22,7 @@ MAX_CONFIG_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightSizes:
     """Sizes from the safetensors headers."""
 
     parameters: int
@@ -34,7 +34,7 @@ class Weights:
     @property
     def bits_per_weight(self) -> float:
         """Average over all tensors, scales included."""
-        return 8 * self.num_bytes / self.parameters if self.parameters else 0.0
+        return round(8 * self.num_bytes / self.parameters, 2) if self.parameters else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Summary:
     folder: Path
     model_type: str | None
     config: LanguageConfig | None
-    weights: Weights | None
+    weights: WeightSizes | None
     chat_template: bool
     problem: MlxinferError | None
 
@@ -81,7 +81,7 @@ def _model_type(folder: Path) -> str | None:
     return model_type if isinstance(model_type, str) else None
 
 
-def count_weights(folder: Path, config: LanguageConfig | None) -> Weights:
+def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
     """Return parameters and bytes of the checkpoint; packed weights count unpacked."""
     parameters = num_bytes = expert_bytes = 0
     token_bytes = token_weights = 0.0
@@ -98,7 +98,7 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> Weights:
     chosen = 0.0
     if config is not None and config.num_experts:
         chosen = config.experts_per_token / config.num_experts
-    return Weights(parameters, num_bytes, work, expert_bytes, round(expert_bytes * chosen))
+    return WeightSizes(parameters, num_bytes, work, expert_bytes, round(expert_bytes * chosen))
 
 
 def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:

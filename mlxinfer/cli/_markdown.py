@@ -1,4 +1,4 @@
-"""Markdown that is shown while it grows.
+"""Answers that are shown while they grow: as Markdown on a terminal, as they are elsewhere.
 
 Rendering the whole answer again with each token costs tens of milliseconds for a few thousand
 characters, and is cut off where it is taller than the screen. So a finished block (paragraph, list,
@@ -7,9 +7,9 @@ table, fenced code) is printed once and scrolls away, and only the open block is
 
 import time
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import IO, TYPE_CHECKING, ClassVar
 
-from ._output import printable
+from ._output import printable, styled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,10 +67,9 @@ def rendered(text: str, style: str = "none") -> "Markdown":
 
 
 class MarkdownStream:
-    """Shows fed text as it arrives.
+    """Shows fed text on a terminal as it arrives.
 
-    finish() prints the open block, and the stream can be used again. Without a terminal the text is
-    written as it is.
+    finish() prints the open block, and the stream can be used again.
     """
 
     def __init__(self, console: "Console", *, style: str = "none") -> None:
@@ -82,11 +81,6 @@ class MarkdownStream:
 
     def feed(self, text: str) -> None:
         """Add `text` and show it."""
-        if not self._console.is_terminal:
-            self._open = text[-1:] or self._open
-            self._console.file.write(text)
-            self._console.file.flush()
-            return
         self._open += printable(text)
         if "\n" in text:  # blocks begin with lines
             finished, self._open = split_finished(self._open)
@@ -96,9 +90,7 @@ class MarkdownStream:
 
     def finish(self) -> None:
         """Print the open block, if there is one."""
-        if not self._console.is_terminal:
-            self._console.file.write("" if self._open in ("", "\n") else "\n")
-        elif self._open.strip():
+        if self._open.strip():
             self._print(self._open)
         self._open = ""
 
@@ -153,6 +145,30 @@ class AnswerStream:
         if self._thoughts is not None:
             self._thoughts.finish()
         self._text.finish()
+
+
+class PlainStream:
+    """Writes an answer to a stream as it is, and its thoughts to another, dim, if there is one."""
+
+    def __init__(self, stream: IO[str], thoughts: IO[str] | None) -> None:
+        self._stream, self._thoughts = stream, thoughts
+        self._last = "\n"
+
+    def feed(self, delta: "Delta") -> None:
+        """Write what a step added."""
+        if self._thoughts is not None and delta.reasoning:
+            self._thoughts.write(styled(printable(delta.reasoning), "2", self._thoughts))
+            self._thoughts.flush()
+        if delta.text:
+            self._stream.write(printable(delta.text) if self._stream.isatty() else delta.text)
+            self._stream.flush()
+            self._last = delta.text[-1]
+
+    def finish(self) -> None:
+        """End the line, unless the text did."""
+        if self._last != "\n":
+            self._stream.write("\n")
+            self._stream.flush()
 
 
 def _is_blank(line: "list[Segment]") -> bool:

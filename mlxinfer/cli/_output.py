@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, TextIO
+from typing import IO, Any
 
 import click
 
@@ -45,12 +45,12 @@ def table(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> str:
     )
 
 
-def colours(stream: TextIO) -> bool:
+def colours(stream: IO[str]) -> bool:
     """Whether `stream` is a terminal that may be coloured (NO_COLOR, TERM=dumb)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def styled(text: str, code: str, stream: TextIO) -> str:
+def styled(text: str, code: str, stream: IO[str]) -> str:
     """`text` in an ANSI style ("2" is dim, "31" red), plain where `stream` has no colours."""
     return f"\x1b[{code}m{text}\x1b[0m" if text and colours(stream) else text
 

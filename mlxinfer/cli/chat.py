@@ -172,9 +172,11 @@ def answer(
     thoughts: bool = True,
 ) -> None:
     """Show an answer as it arrives; Ctrl-C ends it and keeps the text so far."""
-    from ._markdown import AnswerStream
+    from ._markdown import AnswerStream, PlainStream
 
-    shown = AnswerStream(console, thoughts=thoughts and console.is_terminal)
+    shown: AnswerStream | PlainStream = PlainStream(console.file, None)
+    if console.is_terminal:
+        shown = AnswerStream(console, thoughts=thoughts)
     try:
         for delta in deltas:
             shown.feed(delta)

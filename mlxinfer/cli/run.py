@@ -6,7 +6,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,10 +24,13 @@ from ._options import (
     sampling_options,
     sampling_values,
 )
-from ._output import counted, emit_json, note, printable, styled
+from ._output import counted, emit_json, note
 from ._process import INTERRUPTED
 from ._ranks import follow_if_asked
 from .history import ChatLog, open_log
+
+if TYPE_CHECKING:
+    from ._markdown import AnswerStream, PlainStream
 
 MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
 
@@ -163,24 +166,22 @@ def start(
 
 def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool]:
     """Write the answer as it arrives. Returns its Result, and whether Ctrl-C ended it."""
-    writer = new_writer(options)
+    shown = stream_for(options)
     text, reasoning = "", ""
     ids: list[int] = []
     try:
         for delta in deltas:
             text, reasoning = text + delta.text, reasoning + delta.reasoning
             ids += delta.token_ids
-            writer.write(delta)
+            if shown is not None:
+                shown.feed(delta)
             if delta.result is not None:
-                writer.end(text)
                 return delta.result, False
     except KeyboardInterrupt:
         pass
-    except Exception:  # raised again, on a line of its own
-        if text:
-            writer.end(text)  # what is said of the error begins a line
-        raise
-    writer.end(text)
+    finally:
+        if shown is not None:
+            shown.finish()  # what is said of an error begins a line
     stopped = Result(
         text=text,
         reasoning=reasoning or None,
@@ -205,65 +206,20 @@ def explain_end(result: Result, *, limited: bool) -> None:
     note(f"{what} after {counted(len(result.token_ids), 'token')} (length): {limit} no more")
 
 
-def new_writer(options: dict[str, Any]) -> "Writer":
+def stream_for(options: dict[str, Any]) -> "AnswerStream | PlainStream | None":
     """Markdown on a terminal, plain text elsewhere and with --raw, nothing with --json."""
+    from ._markdown import AnswerStream, PlainStream
+
     if options["as_json"]:
-        return Writer()
+        return None
     if not sys.stdout.isatty():
-        return PlainWriter(sys.stderr if options["show_thinking"] else None)
-    shows_thoughts = options["show_thinking"] is not False
+        return PlainStream(sys.stdout, sys.stderr if options["show_thinking"] else None)
+    thoughts = options["show_thinking"] is not False
     if options["raw"]:
-        return PlainWriter(sys.stdout if shows_thoughts else None)
-    return MarkdownWriter(thoughts=shows_thoughts)
+        return PlainStream(sys.stdout, sys.stdout if thoughts else None)
+    from rich.console import Console
 
-
-class Writer:
-    """Shows an answer as it arrives; this one does not."""
-
-    def write(self, delta: Delta) -> None:
-        """Show what a step added."""
-
-    def end(self, text: str) -> None:
-        """Begin a line; `text` is all of the answer."""
-
-
-class PlainWriter(Writer):
-    """Writes the answer to stdout as it is; thoughts to a stream, if there is one."""
-
-    def __init__(self, thoughts: TextIO | None) -> None:
-        self._thoughts = thoughts
-
-    def write(self, delta: Delta) -> None:
-        """Write the text, and thoughts dim."""
-        if self._thoughts is not None and delta.reasoning:
-            self._thoughts.write(styled(printable(delta.reasoning), "2", self._thoughts))
-            self._thoughts.flush()
-        sys.stdout.write(printable(delta.text) if sys.stdout.isatty() else delta.text)
-        sys.stdout.flush()
-
-    def end(self, text: str) -> None:
-        """End the line, unless the text did."""
-        if not text.endswith("\n"):
-            print(flush=True)
-
-
-class MarkdownWriter(Writer):
-    """Draws the answer's Markdown, as `chat` does; thoughts dim, before it."""
-
-    def __init__(self, *, thoughts: bool) -> None:
-        from rich.console import Console
-
-        from ._markdown import AnswerStream
-
-        self._shown = AnswerStream(Console(), thoughts=thoughts)
-
-    def write(self, delta: Delta) -> None:
-        """Draw what is new."""
-        self._shown.feed(delta)
-
-    def end(self, text: str) -> None:
-        """Draw what is open."""
-        self._shown.finish()
+    return AnswerStream(Console(), thoughts=thoughts)
 
 
 # -- parts of a request, also of `chat` -----------------------------------------------------------

@@ -1,5 +1,7 @@
 """`mlxinfer show`: the facts of a model and the memory it needs."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,12 +13,29 @@ from ._options import complete_models, json_option
 from ._output import emit_json, escaped, human_count, table
 
 if TYPE_CHECKING:
+    from ..models.language import LanguageConfig
     from ..pooling.config import PoolingConfig
     from ..roofline import Machine
-    from ._inspect import Summary
+    from ._inspect import Summary, WeightSizes
 
 KV_BITS = (16, 8, 4)
 CONTEXTS = (4096, 32_768)
+OF_CONFIG = {  # fact -> field of the config
+    "definition": "definition",
+    "alone_because": "alone_because",
+    "layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "experts": "num_experts",
+    "context": "max_context",
+}
+OF_WEIGHTS = {
+    "parameters": "parameters",
+    "weight_bytes": "num_bytes",
+    "bits_per_weight": "bits_per_weight",
+    "expert_bytes": "expert_bytes",
+    "active_expert_bytes": "active_expert_bytes",
+}
 
 
 @click.command()
@@ -44,43 +63,64 @@ def describe(
     name: str, summary: "Summary", context: int | None, mac: "Machine | None" = None
 ) -> dict[str, Any]:
     """Return all facts as plain data; keys are stable, unknown values None."""
-    config, weights = summary.config, summary.weights
     pooling = pooling_of(summary.folder, name)
-    quantization = config.quantization.default if config and config.quantization else None
     files = sorted(file for file in summary.folder.iterdir() if file.is_file())
-    return {
+    facts = {
         "name": name,
         "path": str(summary.folder),
         "supported": summary.problem is None,
         "problem": None if summary.problem is None else str(summary.problem),
-        "definition": config.definition if config else None,
-        "alone_because": config.alone_because if config else None,
         "task": "generate" if pooling is None else str(pooling.task),
         "pooling": _pooling(pooling),
         "architecture": summary.model_type,
-        "parameters": weights.parameters if weights else None,
-        "weight_bytes": weights.num_bytes if weights else None,
-        "bits_per_weight": round(weights.bits_per_weight, 2) if weights else None,
-        "quantization": quantization
-        and {
-            "bits": quantization.bits,
-            "group_size": quantization.group_size,
-            "mode": quantization.mode,
-        },
-        "layers": config.num_layers if config else None,
-        "hidden_size": config.hidden_size if config else None,
-        "vocab_size": config.vocab_size if config else None,
-        "experts": config.num_experts if config else None,
-        "expert_bytes": weights.expert_bytes if weights else None,
-        "active_expert_bytes": weights.active_expert_bytes if weights else None,
-        "context": config.max_context if config else None,
         "chat_template": summary.chat_template,
-        "kv_bytes_per_token": _kv_bytes(summary) if pooling is None else None,
-        "memory": _memory(summary, context) if pooling is None else [],
-        "fit": _fit(summary),
-        "on": _estimate(summary, context, mac) if mac else None,
+        **dict.fromkeys((*OF_CONFIG, *OF_WEIGHTS)),
+        **dict.fromkeys(("quantization", "kv_bytes_per_token", "fit", "on")),
+        "memory": [],
         "files": [{"name": file.name, "size_bytes": file.stat().st_size} for file in files],
     }
+    config, weights = summary.config, summary.weights
+    if config is not None:
+        facts |= {key: getattr(config, field) for key, field in OF_CONFIG.items()}
+        facts["quantization"] = config.quantization and asdict(config.quantization.default)
+    if weights is not None:
+        facts |= {key: getattr(weights, field) for key, field in OF_WEIGHTS.items()}
+    if config is not None and weights is not None:
+        facts |= _needs(config, weights, summary.folder, context, mac)
+    if pooling is not None:
+        facts |= {"kv_bytes_per_token": None, "memory": []}
+    return facts
+
+
+def _needs(
+    config: "LanguageConfig",
+    weights: "WeightSizes",
+    folder: Path,
+    context: int | None,
+    mac: "Machine | None",
+) -> dict[str, Any]:
+    """Return the memory of one sequence at some lengths, and what this and another Mac can do."""
+    from ..fit import fit_of, kv_bytes, models_limit_bytes
+    from ..roofline import estimate
+
+    num_bytes, longest = weights.num_bytes, config.max_context
+    lengths = {n for n in (*CONTEXTS, longest) if n <= longest} | ({context} if context else set())
+    found: dict[str, Any] = {
+        "kv_bytes_per_token": {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS},
+        "memory": [
+            {
+                "context": length,
+                "total_bytes": num_bytes + kv_bytes(config, length),
+                "total_bytes_kv8": num_bytes + kv_bytes(config, length, 8),
+            }
+            for length in sorted(lengths)
+        ],
+        "fit": fit_of(config, num_bytes, models_limit_bytes(), folder=folder).as_dict(),
+    }
+    if mac is not None:
+        length = context or min(CONTEXTS[0], longest)
+        found["on"] = estimate(config, num_bytes, weights.work, mac, length, folder=folder)
+    return found
 
 
 def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
@@ -125,24 +165,6 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
     return table([(label, escaped(value)) for label, value in rows])
 
 
-def _memory(summary: "Summary", context: int | None) -> list[dict[str, int]]:
-    """Return weights and KV of one sequence at some lengths up to the model's own."""
-    from ..fit import kv_bytes
-
-    config, weights = summary.config, summary.weights
-    if config is None or weights is None:
-        return []
-    lengths = {n for n in (*CONTEXTS, config.max_context) if n <= config.max_context}
-    return [
-        {
-            "context": length,
-            "total_bytes": weights.num_bytes + kv_bytes(config, length),
-            "total_bytes_kv8": weights.num_bytes + kv_bytes(config, length, 8),
-        }
-        for length in sorted(lengths | ({context} if context else set()))
-    ]
-
-
 def _experts(facts: dict[str, Any]) -> str:
     whole, active = facts["expert_bytes"], facts["active_expert_bytes"]
     rest = facts["weight_bytes"] - whole
@@ -160,27 +182,6 @@ def _runs(facts: dict[str, Any]) -> str:
     return f"by {facts['definition']}'s definition, checked when it is loaded, {how}"
 
 
-def _fit(summary: "Summary") -> dict[str, Any] | None:
-    """Return the verdict for this machine, None where the config or the weights are unknown."""
-    from ..fit import fit_of, models_limit_bytes
-
-    if summary.config is None or summary.weights is None:
-        return None
-    limit, num_bytes = models_limit_bytes(), summary.weights.num_bytes
-    return fit_of(summary.config, num_bytes, limit, folder=summary.folder).as_dict()
-
-
-def _estimate(summary: "Summary", context: int | None, mac: "Machine") -> dict[str, Any] | None:
-    """Return what a machine can do at most, None where the config or the weights are unknown."""
-    from ..roofline import estimate
-
-    config, weights = summary.config, summary.weights
-    if config is None or weights is None:
-        return None
-    length = context or min(CONTEXTS[0], config.max_context)
-    return estimate(config, weights.num_bytes, weights.work, mac, length, folder=summary.folder)
-
-
 def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
     """Rows of an estimate; a range is that of the configurations sold under the chip's name."""
 
@@ -195,16 +196,6 @@ def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
         ("", f"prompts: at most {rate('prefill_tokens_per_s')} tokens/s (arithmetic)"),
         ("", "an estimate from the chip's specifications; nothing was measured"),
     ]  # fmt: skip
-
-
-def _kv_bytes(summary: "Summary") -> dict[str, int] | None:
-    """Return bytes of the KV cache per token by its bits, None where the config is unknown."""
-    from ..fit import kv_bytes
-
-    config = summary.config
-    if config is None:
-        return None
-    return {str(bits): kv_bytes(config, 1, bits) for bits in KV_BITS}
 
 
 def _pooling(pooling: "PoolingConfig | None") -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mlxinfer.cli import _markdown
-from mlxinfer.cli._markdown import MarkdownStream, split_finished
+from mlxinfer.cli._markdown import MarkdownStream, PlainStream, split_finished
+from mlxinfer.outputs import Delta, TextPart
 
 PIECES = ["a", "word ", "\n", "\n\n", "```\n", "```", "~~~\n", "    x\n", "- item\n", "# Head\n"]
 
@@ -96,18 +97,19 @@ def test_a_block_taller_than_the_screen_shows_its_end(monkeypatch: pytest.Monkey
 
 
 def test_without_a_terminal_text_is_written_unchanged() -> None:
-    console = Console(file=io.StringIO(), width=40)
-    stream = MarkdownStream(console)
+    file = io.StringIO()
+    stream = PlainStream(file, None)
     for piece in ("# Ti", "tle\n\n", "*x*"):
-        stream.feed(piece)
+        stream.feed(Delta(parts=[TextPart(piece)]))
     stream.finish()
-    assert shown(console) == "# Title\n\n*x*\n"
+    assert file.getvalue() == "# Title\n\n*x*\n"
 
 
 def test_nothing_fed_is_nothing_shown() -> None:
-    for console in (terminal(), Console(file=io.StringIO())):
-        MarkdownStream(console).finish()
-        assert shown(console) == ""
+    console = terminal()
+    MarkdownStream(console).finish()
+    PlainStream(console.file, None).finish()
+    assert shown(console) == ""
 
 
 LONG = r"""# A heading

@@ -110,11 +110,6 @@ def test_recent_chats_open_by_their_titles() -> None:
     assert found["Recent chats > Untitled"] == Action(Do.OPEN_CHAT, "b" * 16)
 
 
-def test_a_problem_stands_on_top_in_one_line() -> None:
-    entries = menu_of(View(url=URL, problem="The server has ended:\nstatus 3"))
-    assert entries[1].text == "The server has ended: status 3"
-
-
 @pytest.mark.parametrize(
     ("view", "text"),
     [
@@ -285,17 +280,6 @@ def test_the_parts_of_a_mac_touch_what_they_are_to_touch(
     cocoa.ObjCClass.return_value.mainAppService.status = cocoa.LOGIN_ENABLED
     assert platform.start_at_login(True)
     assert caplog.text == ""
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="it would reach the clipboard")
-def test_without_a_mac_each_part_is_missed_and_nothing_is_raised(
-    cocoa: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    platform = cocoa.CocoaPlatform(bundled=False)
-    assert not platform.set_hotkey(Hotkey("space", frozenset({"ctrl"})), print)  # no Carbon
-    platform.notify("a", "b")  # no osascript
-    platform.copy("text")  # no pbcopy
-    assert len(caplog.records) == 3
 
 
 def test_a_click_shows_the_chat_and_the_other_button_the_menu(cocoa: Any) -> None:

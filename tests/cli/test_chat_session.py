@@ -7,7 +7,7 @@ import pytest
 from fake_llm import FakeLLM
 
 from mlxinfer.cli._chat_session import ChatSession
-from mlxinfer.errors import InvalidRequestError, ModelNotFoundError, OverloadedError
+from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
 
 
 @pytest.fixture
@@ -24,18 +24,6 @@ def contents(session: ChatSession) -> list[str]:
     return [message["content"] for message in session.messages]
 
 
-def test_a_turn_adds_question_and_answer(session: ChatSession, llm: FakeLLM) -> None:
-    assert "".join(delta.text for delta in session.ask("hi")) == "Hello there."
-    assert session.messages == [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "Hello there."},
-    ]
-    assert session.last is not None
-    session.system = "Be brief."
-    list(session.ask("more"))
-    assert [m["role"] for m in llm.asked[1][0]] == ["system", "user", "assistant", "user"]  # type: ignore[attr-defined]
-
-
 def test_leaving_early_keeps_what_came_and_ends_the_stream(
     session: ChatSession, llm: FakeLLM
 ) -> None:
@@ -46,31 +34,9 @@ def test_leaving_early_keeps_what_came_and_ends_the_stream(
     assert llm.ended_streams == 1
 
 
-def test_ctrl_c_inside_the_model_keeps_what_came(session: ChatSession, llm: FakeLLM) -> None:
-    llm.fail_after = 1
-    with pytest.raises(KeyboardInterrupt):
-        list(session.ask("hi"))
-    assert contents(session) == ["hi", "Hello "]
-
-
-def test_a_failed_question_is_taken_out(session: ChatSession, llm: FakeLLM) -> None:
-    llm.fail_after, llm.error = 1, OverloadedError("full")
-    with pytest.raises(OverloadedError):
-        list(session.ask("hi"))
-    assert session.messages == []
-
-
 def test_a_stream_that_was_never_started_leaves_no_trace(session: ChatSession) -> None:
     session.ask("hi").close()
     assert session.messages == []
-
-
-def test_take_back(session: ChatSession) -> None:
-    assert session.take_back() is None
-    list(session.ask("one"))
-    list(session.ask("two"))
-    assert session.take_back() == "two"
-    assert contents(session) == ["one", "Hello there."]
 
 
 @pytest.mark.parametrize(

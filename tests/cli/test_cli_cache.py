@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_llm import FakeLLM
 
 from mlxinfer.cache.disk import DiskTier, namespace_key, page_key
 
@@ -77,8 +76,3 @@ def test_clear_asks_first(folder: Path, outcome: Any, monkeypatch: pytest.Monkey
     seen = outcome("cache", "clear")
     assert (seen.code, files(folder)) == (0, [])
     assert "freed" in seen.out
-
-
-def test_run_passes_the_size_on(fake: FakeLLM, outcome: Any) -> None:
-    assert outcome("run", "--disk-cache", "2GB", "hi").code == 0
-    assert fake.opened == [("demo", {"disk_cache": "2GB"})]

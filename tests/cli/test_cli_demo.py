@@ -27,13 +27,6 @@ def test_run_answers_without_any_option() -> None:
     assert len(answered("run", "Hello").split()) > 3
 
 
-def test_show_knows_it() -> None:
-    facts = json.loads(answered("show", "--json"))
-    assert facts["supported"]
-    assert facts["chat_template"]
-    assert facts["parameters"] > 1_000_000
-
-
 def test_doctor_finds_it_well(tmp_path: Path) -> None:
     report = json.loads(answered("doctor", "--json", HF_HOME=str(tmp_path)))
     found = {check["name"]: check["status"] for check in report["checks"]}

@@ -159,11 +159,6 @@ def test_json_is_one_object(fake: FakeLLM, outcome: Any) -> None:
     assert data["timing"]["tokens_per_s"] == 12.0
 
 
-def test_reasoning_stays_out_of_a_pipe(fake: FakeLLM, outcome: Any) -> None:
-    fake.thinks = "secret thoughts"
-    assert outcome("run", "hi").out == "Hello there.\n"
-
-
 def test_stats_on_stderr(fake: FakeLLM, outcome: Any) -> None:
     seen = outcome("run", "--stats", "hi")
     assert seen.out == "Hello there.\n"
@@ -184,12 +179,6 @@ def test_ctrl_c_with_json_is_still_json(fake: FakeLLM, outcome: Any) -> None:
     data = json.loads(seen.out)
     assert seen.code == 130
     assert (data["text"], data["finish_reason"], data["token_ids"]) == ("one two ", "abort", [0, 1])
-
-
-def test_an_error_is_one_line(fake: FakeLLM, outcome: Any) -> None:
-    fake.fail_after, fake.error = 0, OverloadedError("No room\nnow.")
-    seen = outcome("run", "hi")
-    assert (seen.code, seen.err) == (1, "error: No room now.\n")
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,6 @@ def test_kv_bytes_by_hand(tmp_path: Path) -> None:
     assert kv_bytes(config, 100, 8) == per_token * 100 * 8.5 / 8
 
 
-def test_windows_bound_the_kv_cache(tmp_path: Path) -> None:
-    windowed = {**CONFIG, "model_type": "mistral", "sliding_window": 10}
-    config = summarise(write_model(tmp_path / "m", windowed)).config
-    assert config is not None
-    assert kv_bytes(config, 10_000) == kv_bytes(config, 10)
-
-
 @pytest.mark.parametrize(
     ("name", "definition", "says"),
     [

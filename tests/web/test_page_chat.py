@@ -100,15 +100,6 @@ def test_stop_ends_the_request_and_keeps_the_text(page: PageDriver) -> None:
     assert "stopped" in answer.locator(".facts").inner_text()
 
 
-def test_escape_stops(page: PageDriver) -> None:
-    page.server.script.says("One two", " three")
-    page.ask("Count")
-    page.wait_for_answer("One")
-    page.page.keyboard.press("Escape")
-    assert page.server.script.aborted.wait(5)
-    page.wait_idle()
-
-
 def test_an_edited_question_makes_a_branch_and_both_stay(page: PageDriver) -> None:
     script = page.server.script
     script.says("first answer")
@@ -148,17 +139,6 @@ def test_an_edited_answer_is_a_branch_that_follow_ups_build_on(page: PageDriver)
     page.page.reload()
     page.page.locator(".entry").first.click()
     page.wait_for_answer("should have said")
-
-
-def test_follow_ups_send_the_branch_that_is_shown(page: PageDriver) -> None:
-    page.server.script.says("alpha")
-    page.answered("one")
-    page.server.script.says("beta")
-    page.answered("two")
-    prompt = page.server.prompt
-    assert [prompt.index(text) for text in ("one", "alpha", "two")] == sorted(
-        prompt.index(text) for text in ("one", "alpha", "two")
-    )
 
 
 def test_tool_calls_are_shown_and_their_results_sent(page: PageDriver) -> None:

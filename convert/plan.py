@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from ..errors import InvalidRequestError
@@ -332,11 +332,6 @@ class MemoryBudget:
     workers: int  # threads
     peak_bytes: int  # at most, about
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of all blocks in flight."""
-        return self.block * BYTES_PER_WEIGHT * (self.workers + 1)
-
 
 def make_budget(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
@@ -362,9 +357,9 @@ def make_budget(
         left = max(0, room - moments - states)
         workers = max(1, min(workers, left // (MIN_BLOCK * BYTES_PER_WEIGHT) - 1))
         block = min(max(left // (BYTES_PER_WEIGHT * (workers + 1)), MIN_BLOCK), MAX_BLOCK)
-    found = MemoryBudget(inputs, sequences, probes, block, workers, 0)
+    in_flight = block * BYTES_PER_WEIGHT * (workers + 1)
     layer = _largest_layer(arranged) * 4
-    parts = [moments + states + found.block_bytes + _largest_piece(arranged, plan)]
+    parts = [moments + states + in_flight + _largest_piece(arranged, plan)]
     if comparing or calibrates:
         parts.append(moments + states + LAYER_COPIES * layer)
     if options.targeted:
@@ -373,7 +368,8 @@ def make_budget(
         parts.append(2 * states + LEARNING_COPIES * layer)
     if comparing:
         parts.append(plan.num_bytes)
-    return replace(found, peak_bytes=BASE_BYTES + CACHED_BYTES + max(parts))
+    peak = BASE_BYTES + CACHED_BYTES + max(parts)
+    return MemoryBudget(inputs, sequences, probes, block, workers, peak)
 
 
 def _largest(

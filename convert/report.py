@@ -1,6 +1,6 @@
 """The report of a conversion: report.json, and the model card (README.md) made from it.
 
-`passed` is the verdict of the logit comparison. Tensor entries are those of verify.py. With
+`passed` is the verdict of the logit comparison. With
 matplotlib, which the `plots` extra installs, the card has a figure: bits and error of each matrix
 by layer and projection.
 """
@@ -17,6 +17,7 @@ from .calibration.logits import LogitCheck
 from .files import write_file
 from .plan import ConversionPlan, PlannedTensor
 from .read import Source
+from .verify import Entry
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class ConversionReport:
     bits_per_weight: float
     num_bytes: int
     num_weights: int
-    tensors: list[dict[str, Any]]  # CheckedTensor.as_dict()
+    tensors: list[Entry]
     by_source: list[dict[str, Any]]  # what each storage type of the source became
     tensors_compared: bool = True  # False: errors are those of a sample, as writing found them
     notes: list[str] = field(default_factory=list)
@@ -82,7 +83,7 @@ def by_source(plan: ConversionPlan, entries: list[dict[str, Any]]) -> list[dict[
     """For each type in the source and format in the output: bits before and after, and the error.
 
     Args:
-        entries: CheckedTensor.as_dict() of the plan's tensors.
+        entries: of the plan's tensors.
 
     Returns:
         Rows with `stored`, `format`, `count`, `source_bits` and `bits` per weight, and `relative`,

@@ -104,17 +104,13 @@ class Conversion:
         limit = self.options.limit_bytes(plan.num_weights)
         if limit is None:
             return
-        least = self.least_bytes()
+        least = least_bytes(self.arranged, self.options.recipe, plan)
         if least > limit:
             raise InvalidRequestError(
                 f"The target is {human_bytes(limit)}; the smallest formats make "
                 f"{human_bytes(least)}, {least * 8 / plan.num_weights:.2f} bits per weight.",
                 param="target",
             )
-
-    def least_bytes(self) -> int:
-        """Bytes of the smallest output that a target can ask for."""
-        return least_bytes(self.arranged, self.options.recipe, self.plan())
 
     def plan(self, formats: dict[str, MLXFormat | None] | None = None) -> ConversionPlan:
         """The plan as far as it is known: a target's formats follow from measuring."""

@@ -5,7 +5,7 @@ the code that wrote them: a wrong offset, a wrong code or a flipped bit is found
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,10 @@ SCALE_LOSS = 2.0**-8  # relative: what bfloat16 would lose of the scale of copie
 EXACT, SCALES, REQUANTISED, CAST = "exact", "scales rounded", "requantised", "rounded"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedTensor:
-    """One tensor, as it was found on the disk."""
-
-    name: str
-    format: str
-    stored: str  # in the source
-    status: str
-    num_weights: int
-    num_bytes: int
-    checksums: list[int]  # CRC-32 of weight, scales and biases
-    relative: float  # root mean square of the differences over that of the values
-    largest: float  # difference
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON; figures are rounded, so that they do not depend on the order of sums."""
-        figures = {key: float(f"{getattr(self, key):.5g}") for key in ("relative", "largest")}
-        return {field.name: getattr(self, field.name) for field in fields(self)} | figures
+Entry = dict[str, Any]
+"""One tensor of the report: `name`, `format`, `stored` (in the source), `status`, `num_weights`,
+`num_bytes`, `checksums` (CRC-32 of weight, scales and biases), `relative` (root mean square of the
+differences over that of the values) and the `largest` difference."""
 
 
 class ShardReader:
@@ -137,7 +123,7 @@ def with_stacks(
 
 def check_shard(
     path: Path, planned: Sequence[PlannedTensor], arranged: ArrangedSource, block: int
-) -> Iterator[CheckedTensor]:
+) -> Iterator[Entry]:
     """Compare every tensor of a finished file with the source.
 
     Raises:
@@ -151,36 +137,28 @@ def check_shard(
         names = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
         raise ConversionError(f"{path} does not hold {names[0]!r} as it was planned.")
     for tensor in planned:
-        yield _check(reader, tensor, arranged, block)
+        if tensor.packed:
+            status, error = _check_copy(reader, tensor, arranged)
+        else:
+            error = total(_errors(reader, tensor, arranged, block))
+            lossless = error.largest == 0.0
+            status = EXACT if lossless else CAST if tensor.form is None else REQUANTISED
+        yield _entry(tensor, status, error, reader.checksums(tensor, block))
 
 
-def _check(
-    reader: ShardReader, tensor: PlannedTensor, arranged: ArrangedSource, block: int
-) -> CheckedTensor:
-    if tensor.packed:
-        status, error = _check_copy(reader, tensor, arranged)
-    else:
-        error = total(_errors(reader, tensor, arranged, block))
-        lossless = error.largest == 0.0
-        status = EXACT if lossless else CAST if tensor.form is None else REQUANTISED
-    return _checked(tensor, status, error, reader.checksums(tensor, block))
-
-
-def _checked(
-    tensor: PlannedTensor, status: str, error: ErrorStats, checksums: list[int]
-) -> CheckedTensor:
-    output = tensor.output
-    return CheckedTensor(
-        output.name,
-        tensor.format,
-        output.stored,
-        status,
-        output.num_weights,
-        tensor.num_bytes,
-        checksums,
-        error.relative,
-        error.largest,
-    )
+def _entry(tensor: PlannedTensor, status: str, error: ErrorStats, checksums: list[int]) -> Entry:
+    """Figures are rounded, so that they do not depend on the order of sums."""
+    return {
+        "name": tensor.output.name,
+        "format": tensor.format,
+        "stored": tensor.output.stored,
+        "status": status,
+        "num_weights": tensor.output.num_weights,
+        "num_bytes": tensor.num_bytes,
+        "checksums": checksums,
+        "relative": float(f"{error.relative:.5g}"),
+        "largest": float(f"{error.largest:.5g}"),
+    }
 
 
 def _errors(
@@ -246,24 +224,25 @@ def as_kept(packed: Packed, tensor: PlannedTensor) -> list[mx.array]:
     return kept
 
 
-def confirm(checked: CheckedTensor, written: ErrorStats, checksums: list[int]) -> None:
+def confirm(entry: Entry, written: ErrorStats, checksums: list[int]) -> None:
     """Whether reading found what was written, and the error that writing left.
 
     Raises:
         ConversionError: it did not.
     """
-    if checked.checksums != checksums:
-        raise ConversionError(f"{checked.name} is not on the disk as it was written: damaged.")
-    if checked.status in (SCALES, EXACT):
+    name, relative = entry["name"], entry["relative"]
+    if entry["checksums"] != checksums:
+        raise ConversionError(f"{name} is not on the disk as it was written: damaged.")
+    if entry["status"] in (SCALES, EXACT):
         return
-    if not abs(checked.relative - written.relative) <= TOLERANCE * max(written.relative, 1e-6):
+    if not abs(relative - written.relative) <= TOLERANCE * max(written.relative, 1e-6):
         raise ConversionError(
-            f"{checked.name} was written with an error of {written.relative:.3g}, but what the "
-            f"disk holds has {checked.relative:.3g}: it is damaged."
+            f"{name} was written with an error of {written.relative:.3g}, but what the disk holds "
+            f"has {relative:.3g}: it is damaged."
         )
 
 
-def as_written(tensor: PlannedTensor, error: ErrorStats, checksums: list[int]) -> CheckedTensor:
+def as_written(tensor: PlannedTensor, error: ErrorStats, checksums: list[int]) -> Entry:
     """The entry of a tensor that is not read again, with the errors computed when writing."""
     status = REQUANTISED if tensor.form else CAST if error.largest else EXACT
-    return _checked(tensor, SCALES if tensor.packed else status, error, checksums)
+    return _entry(tensor, SCALES if tensor.packed else status, error, checksums)

@@ -608,8 +608,7 @@ def checkpoints(
 
 def written_entries(tensors: list[PlannedTensor], journal: Journal) -> list[dict[str, Any]]:
     """For the report, as writing found them."""
-    written = ((tensor, *_journalled(journal, tensor)) for tensor in tensors)
-    return [as_written(*entry).as_dict() for entry in written]
+    return [as_written(tensor, *_journalled(journal, tensor)) for tensor in tensors]
 
 
 def checked_entries(
@@ -630,7 +629,7 @@ def checked_entries(
     found = check_shard(path, tensors, arranged, block)
     for number, (tensor, checked) in enumerate(zip(tensors, found, strict=True), 1):
         confirm(checked, *_journalled(journal, tensor))
-        entries.append(checked.as_dict())
+        entries.append(checked)
         progress(f"check {path.name}", number, len(tensors))
     return entries
 

@@ -26,7 +26,6 @@ from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.verify import (
     EXACT,
     REQUANTISED,
-    CheckedTensor,
     ShardReader,
     _check_copy,
     check_shard,
@@ -309,7 +308,7 @@ def test_a_flipped_bit_in_the_output_is_found(
 
 def test_what_was_written_must_be_what_is_read() -> None:
     """Each of the two comparisons finds what only it can: other bytes, or other numbers."""
-    checked = CheckedTensor("a.weight", "4bit-g64", "bf16", REQUANTISED, 64, 36, [1, 2], 0.05, 0.1)
+    checked = {"name": "a", "status": REQUANTISED, "checksums": [1, 2], "relative": 0.05}
     right = ErrorStats(squares=0.0025, energy=1.0)
     confirm(checked, right, [1, 2])
     with pytest.raises(ConversionError, match="not on the disk as it was written"):

@@ -19,7 +19,7 @@ from ..models.registry import family
 from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
 from ..models.weights.weights import Weights
-from .read import MLXFormat, Source, TensorInfo, expert_groups
+from .read import MLXFormat, SourceModel, SourceTensor, expert_groups
 
 _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for their tensors
     "gemma3": "language_model.",
@@ -89,7 +89,7 @@ class OutputTensor:
 class ArrangedSource:
     """A source with the tensors that its output folder will have."""
 
-    source: Source
+    source: SourceModel
     config: ModelConfig
     outputs: tuple[OutputTensor, ...]
 
@@ -118,7 +118,7 @@ class ArrangedSource:
         return whole
 
 
-def arrange(source: Source) -> ArrangedSource:
+def arrange(source: SourceModel) -> ArrangedSource:
     """Map the tensors of `source` to those of the output folder.
 
     Raises:
@@ -153,7 +153,7 @@ def arrange(source: Source) -> ArrangedSource:
 
 
 def _arranged(
-    infos: list[TensorInfo], target: str, config: ModelConfig, prefix: str
+    infos: list[SourceTensor], target: str, config: ModelConfig, prefix: str
 ) -> OutputTensor | None:
     """The output of a tensor, or of the experts of a stack; None: it is left out."""
     builder = family(config.model_type)
@@ -174,7 +174,7 @@ def _arranged(
     )
 
 
-def _check_classifier(source: Source) -> None:
+def _check_classifier(source: SourceModel) -> None:
     """Raise UnsupportedModelError for a head that the output would lack."""
     for name in source.config.get("architectures") or ():
         if str(name).endswith("ForSequenceClassification"):
@@ -184,7 +184,7 @@ def _check_classifier(source: Source) -> None:
             )
 
 
-def _check_experts(source: Source) -> None:
+def _check_experts(source: SourceModel) -> None:
     """Raise UnsupportedModelError for stacks that have inputs before outputs, as on the hub."""
     for name in source.tensors:
         if name.endswith(_PACKED):
@@ -200,7 +200,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return inner if config.get("model_type") in _NESTED and isinstance(inner, Mapping) else None
 
 
-def _is_tied(source: Source, rename: Rename) -> bool:
+def _is_tied(source: SourceModel, rename: Rename) -> bool:
     """Whether the output matrix, if there is one, holds what the token table holds."""
     ours = {rename(name): name for name in source.tensors}
     head, table = ours.get("lm_head.weight"), ours.get("model.embed_tokens.weight")
@@ -229,7 +229,7 @@ def _unused(name: str, config: ModelConfig) -> bool:
     return tied or name.endswith(_UNUSED)
 
 
-def _output(name: str, infos: list[TensorInfo], target: str) -> OutputTensor:
+def _output(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:
     first = infos[0]
     if any((info.shape, info.dtype) != (first.shape, first.dtype) for info in infos):
         raise CheckpointError(f"The experts of {target} differ in shape or dtype.")

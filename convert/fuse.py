@@ -17,7 +17,7 @@ from ..models.adapters.loaded import oriented
 from ..models.config import normalise
 from ..models.registry import family
 from .arrays import mx_dtype
-from .read.source import Packed, Reader, Source, TensorInfo
+from .read.source import Packed, SourceModel, SourceTensor, TensorReader
 
 _HALVES = ("gate_proj", "up_proj")
 Half = tuple[int, bool]  # gate or up, and whether their rows alternate
@@ -38,7 +38,7 @@ class Change:
     half: Half | None
 
 
-def fused(source: Source, adapter: AdapterFolder, *, dense: bool) -> Source:
+def fused(source: SourceModel, adapter: AdapterFolder, *, dense: bool) -> SourceModel:
     """The source with the adapter merged into its tensors.
 
     Args:
@@ -61,7 +61,7 @@ def fused(source: Source, adapter: AdapterFolder, *, dense: bool) -> Source:
         merging = _Merging(adapter, loaded, source, info, each)
         merging.check_shapes()
         codes = None if info.lossless is None else merging.codes
-        readers[name] = Reader(info, source.readers[name].parts, merging.values, codes)
+        readers[name] = TensorReader(info, source.readers[name].parts, merging.values, codes)
     notes = [*source.notes, f"The adapter {adapter.folder.name} is merged into it."]
     if count := sum(readers[name].info.lossless is not None for name in changes):
         notes.append(
@@ -78,8 +78,8 @@ class _Merging:
 
     adapter: AdapterFolder
     matrices: Mapping[str, mx.array]  # of the adapter
-    source: Source
-    info: TensorInfo
+    source: SourceModel
+    info: SourceTensor
     changes: Mapping[int | None, Change]  # by expert; None: the tensor is one matrix
 
     def values(self, rows: slice) -> mx.array:
@@ -155,7 +155,7 @@ class _Merging:
 
 
 def _changes(
-    source: Source, adapter: AdapterFolder
+    source: SourceModel, adapter: AdapterFolder
 ) -> Iterator[tuple[str, dict[int | None, Change]]]:
     """Name of a tensor -> what is done to each of its matrices, by expert; None: it has one."""
     builder = family(normalise(source.config).model_type)
@@ -177,7 +177,10 @@ def _changes(
 
 
 def _check_complete(
-    source: Source, adapter: AdapterFolder, names: Mapping[str | None, str], found: Collection[str]
+    source: SourceModel,
+    adapter: AdapterFolder,
+    names: Mapping[str | None, str],
+    found: Collection[str],
 ) -> None:
     """Raise CheckpointError where the adapter should change more of the base than it does.
 

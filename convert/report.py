@@ -16,7 +16,7 @@ from ..memory import human_bytes
 from .calibration.logits import LogitCheck
 from .files import write_file
 from .plan import ConversionPlan, PlannedTensor
-from .read import Source
+from .read import SourceModel
 from .verify import Entry
 
 
@@ -62,7 +62,7 @@ class ConversionReport:
 
 
 def make_report(
-    source: Source, plan: ConversionPlan, tensors: list[dict[str, Any]], *, compared: bool
+    source: SourceModel, plan: ConversionPlan, tensors: list[dict[str, Any]], *, compared: bool
 ) -> ConversionReport:
     """Without logits, which come last."""
     return ConversionReport(
@@ -116,7 +116,7 @@ NO_FIGURE = 'The figure needs matplotlib: pip install "mlxinfer[plots]"'
 _WORST = 5
 
 
-def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: bool) -> None:
+def write_card(folder: Path, report: ConversionReport, source: SourceModel, *, draw: bool) -> None:
     """Write README.md and, with `draw` and matplotlib, its figure."""
     drawn = draw and available()
     if drawn:
@@ -128,7 +128,7 @@ def write_card(folder: Path, report: ConversionReport, source: Source, *, draw: 
     write_file(folder / "README.md", text.encode())
 
 
-def _front(report: ConversionReport, source: Source) -> list[str]:
+def _front(report: ConversionReport, source: SourceModel) -> list[str]:
     """The lines in front of the card, which the hub reads."""
     origin = source.origin
     lines = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]

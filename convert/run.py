@@ -38,7 +38,7 @@ from .plan import (
     make_budget,
     make_plan,
 )
-from .read import MLXFormat, Source
+from .read import MLXFormat, SourceModel
 from .recipes import ConversionOptions, identity
 from .report import ConversionReport, make_report, write_card
 from .sidefiles import (
@@ -82,7 +82,7 @@ OpenModel = Callable[[Path], AbstractContextManager[LogitsOf]]
 class Conversion:
     """One source on its way to one folder."""
 
-    source: Source
+    source: SourceModel
     out: Path
     options: ConversionOptions
     open_model: OpenModel | None = None  # None: logits are not checked

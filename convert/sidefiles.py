@@ -18,7 +18,7 @@ from ..models.weights.files import INDEX
 from .arrange import language_config
 from .files import write_file
 from .plan import ConversionPlan
-from .read import Source
+from .read import SourceModel
 
 _LEFT_OUT = ("_name_or_path", "vision_config", "audio_config", "auto_map")
 _OF_ALL_SENSES = ("text_config", "architectures")
@@ -30,7 +30,7 @@ _NEVER = (".py", ".safetensors", ".gguf", ".bin", ".pt", ".pth")
 UNREAD_BY_MLX_LM = ("falcon_h1", "gemma3n_text", "granitemoehybrid", "llama4_text", "qwen3_next")
 
 
-def read_by_mlx_lm(source: Source, model: ModelConfig) -> bool:
+def read_by_mlx_lm(source: SourceModel, model: ModelConfig) -> bool:
     """Whether mlx-lm takes this family's tensors in the layout that transformers gives them."""
     nested = language_config(source.config) is not None
     return model.model_type not in UNREAD_BY_MLX_LM or (
@@ -38,7 +38,7 @@ def read_by_mlx_lm(source: Source, model: ModelConfig) -> bool:
     )
 
 
-def config_json(source: Source, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
+def config_json(source: SourceModel, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
     """The output's config.json; `model` is what the source's says."""
     config = {key: value for key, value in source.config.items() if key not in _LEFT_OUT}
     config = spelled_out(config, model)
@@ -66,7 +66,7 @@ def index_json(plan: ConversionPlan) -> dict[str, Any]:
     }
 
 
-def write_side_files(folder: Path, source: Source) -> None:
+def write_side_files(folder: Path, source: SourceModel) -> None:
     """Tokenizer, templates and the like, as the source has them; never code."""
     for name, content in sorted(source.side_files().items()):
         of_module = name.endswith(_MODULE)

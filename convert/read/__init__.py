@@ -10,9 +10,16 @@ from ...hub.cache import RepoName, find_snapshot, missing_files, parse_repo_name
 from ...hub.remote import endpoint, hub_failures, list_files
 from .folder import local_side_files, open_folder
 from .gguf.source import open_gguf, part_names
-from .source import MLXFormat, Packed, Source, TensorInfo, expert_groups
+from .source import MLXFormat, Packed, SourceModel, SourceTensor, expert_groups
 
-__all__ = ["MLXFormat", "Packed", "Source", "TensorInfo", "expert_groups", "open_source"]
+__all__ = [
+    "MLXFormat",
+    "Packed",
+    "SourceModel",
+    "SourceTensor",
+    "expert_groups",
+    "open_source",
+]
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -20,7 +27,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 def open_source(
     source: str | Path, *, tokenizer: Path | None = None, progress: Progress = lambda *_: None
-) -> Source:
+) -> SourceModel:
     """Open a checkpoint for reading, tensor by tensor.
 
     Args:
@@ -44,7 +51,7 @@ def open_source(
     return replace(_open(_fetch_repo(source, progress), found), label=source)
 
 
-def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> Source:
+def _open(path: Path, tokenizer: Mapping[str, bytes | Path] | None) -> SourceModel:
     """Open a folder or a file of this disk."""
     if path.is_dir() and not any(path.glob("*.safetensors")):
         path = _only_gguf(path) or path

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from ..arrays import Words, mx_dtype, unpack
-from .source import MLXFormat, Packed, Reader, TensorInfo
+from .source import MLXFormat, Packed, SourceTensor, TensorReader
 from .stored import E2M1, E4M3, FLOATS, Array, StoredArray, to_float32
 
 _BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -35,18 +35,18 @@ def affine_format(bits: int, group_size: int) -> MLXFormat | None:
 class AffineMatrix:
     """A matrix, or stacked matrices, of codes in groups along the last axis."""
 
-    info: TensorInfo
+    info: SourceTensor
     parts: Sequence[StoredArray]
     bits: int
     group_size: int  # of the source; that of MLX's format may be a divisor
     triple: Callable[[slice], Triple]  # of a range of the first axis
 
-    def reader(self) -> Reader:
+    def reader(self) -> TensorReader:
         """Exact values, and codes where MLX has a format for them."""
         codes = None if self.info.lossless is None else self._packed
-        return Reader(self.info, self.parts, self._values, codes)
+        return TensorReader(self.info, self.parts, self._values, codes)
 
-    def mixed(self, group_of: StoredArray) -> Reader:
+    def mixed(self, group_of: StoredArray) -> TensorReader:
         """The reader where inputs lie in groups of any order: values, but no format of MLX.
 
         Args:
@@ -69,7 +69,7 @@ class AffineMatrix:
             found += biases[:, groups]
             return mx.array(found)
 
-        return Reader(info, (*self.parts, group_of), values)
+        return TensorReader(info, (*self.parts, group_of), values)
 
     def _values(self, rows: slice) -> mx.array:
         words, scales, biases = self._checked(rows)
@@ -127,7 +127,7 @@ def affine_matrix(
     dtype = FLOATS[scales.dtype]
     if dtype == "bfloat16" and not exact:
         dtype = "float16"  # as many bytes, and an eighth of the error in -zero * scale
-    info = TensorInfo(
+    info = SourceTensor(
         name=f"{path}.weight",
         shape=shape,
         dtype="float32",
@@ -144,12 +144,12 @@ Octets = tuple[Array, Array]
 
 
 def float_reader(
-    info: TensorInfo,
+    info: SourceTensor,
     parts: Sequence[StoredArray],
     form: MLXFormat,
     octets: Callable[[slice], Octets],
     rescaled: Callable[[Array], Array] = lambda scales: scales,
-) -> Reader:
+) -> TensorReader:
     """The reader of floats in groups.
 
     Args:
@@ -175,4 +175,4 @@ def float_reader(
         codes, scales = map(np.ascontiguousarray, octets(slice(0, info.shape[0])))
         return Packed(mx.array(codes.view(np.uint32)), mx.array(scales), None)
 
-    return Reader(info, parts, values, None if info.lossless is None else packed)
+    return TensorReader(info, parts, values, None if info.lossless is None else packed)

@@ -10,7 +10,7 @@ from ...models.weights.files import TensorInfo as Entry
 from ...models.weights.files import read_headers
 from .methods import choose_method, readers_of, without_quantization
 from .origin import origin_of_folder
-from .source import Source, majority_dtype
+from .source import SourceModel, majority_dtype
 from .stored import StoredArray
 
 QUANT_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -30,7 +30,7 @@ _NOT_THE_TOKENIZERS = (
 )
 
 
-def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = None) -> Source:
+def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = None) -> SourceModel:
     """The checkpoint in a folder, in any of the formats that methods.py knows.
 
     Args:
@@ -57,7 +57,7 @@ def open_folder(folder: Path, tokenizer: Mapping[str, bytes | Path] | None = Non
     infos = [reader.info for reader in readers.values()]
     if method.label == "FP8" and not any(info.stored.startswith("fp8") for info in infos):
         notes = (*notes, "config.json says that weights are fp8; all of them are plain floats.")
-    return Source(
+    return SourceModel(
         label=str(folder),
         format=method.label,
         config=without_quantization(config),

@@ -17,7 +17,7 @@ from .schemes.floats import BLOCK, FP8, fp4_modules, read_block
 from .schemes.gptq import AWQ, GPTQ
 from .schemes.integers import Integers, groups_of
 from .schemes.mlx import MLXModules
-from .source import Claim, Leaves, Reader, dense_reader
+from .source import Claim, Leaves, TensorReader, dense_reader
 from .stored import FLOATS, StoredArray
 
 _ACTIVATIONS = frozenset(
@@ -46,14 +46,14 @@ ACTIVATIONS_NOTE = "Scales of activations and of the KV cache are left out: they
 
 def readers_of(
     arrays: Mapping[str, StoredArray], claims: Sequence[Claim]
-) -> tuple[dict[str, Reader], tuple[str, ...]]:
+) -> tuple[dict[str, TensorReader], tuple[str, ...]]:
     """A reader for each tensor, and notes for the user.
 
     Raises:
         CheckpointError: arrays that do not go together, or that nothing claims.
         UnsupportedModelError: arrays that change what a layer computes.
     """
-    readers: dict[str, Reader] = {}
+    readers: dict[str, TensorReader] = {}
     notes: dict[str, None] = {}
     for path, leaves in _by_module(arrays).items():
         _refuse(leaves)
@@ -89,7 +89,7 @@ def _refuse(leaves: Leaves) -> None:
             )
 
 
-def _plain(array: StoredArray) -> Reader:
+def _plain(array: StoredArray) -> TensorReader:
     if array.dtype not in FLOATS:
         raise array.fail(
             f"is {array.dtype}, and config.json has no quantisation that explains it; expected "
@@ -98,7 +98,7 @@ def _plain(array: StoredArray) -> Reader:
     return dense_reader(array.name, array)
 
 
-def _place(reader: Reader) -> tuple[str, int]:
+def _place(reader: TensorReader) -> tuple[str, int]:
     return reader.parts[0].path.name, reader.parts[0].offset
 
 

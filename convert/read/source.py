@@ -1,4 +1,4 @@
-"""A checkpoint that is read tensor by tensor: `Source`, and the `Reader` of each tensor.
+"""A checkpoint that is read tensor by tensor: `SourceModel`, and the `TensorReader` of a tensor.
 
 Names. `tensors` are named as transformers names them: `model.layers.0.self_attn.q_proj.weight`.
 Experts that a checkpoint stores one by one keep their names (`...mlp.experts.7.up_proj.weight`,
@@ -29,11 +29,11 @@ from ..arrays import as_numpy
 from .origin import Origin
 from .stored import FLOATS, StoredArray, to_mlx
 
-__all__ = ["MLXFormat", "Packed", "Reader", "Source", "TensorInfo"]
+__all__ = ["MLXFormat", "Packed", "SourceModel", "SourceTensor", "TensorReader"]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
+class SourceTensor:
     """One tensor of a source, known from headers alone."""
 
     name: str
@@ -58,27 +58,27 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class TensorReader:
     """One tensor: what it is made of, and how."""
 
-    info: TensorInfo
+    info: SourceTensor
     parts: Sequence[StoredArray]  # the first decides the tensor's place in the order
     values: Callable[[slice], mx.array]  # of a range of the first axis, in info.dtype
     codes: Callable[[], Packed] | None = None  # in the format info.lossless
 
 
 Leaves = dict[str, StoredArray]
-Claim = Callable[[str, Leaves], Iterable[Reader]]
+Claim = Callable[[str, Leaves], Iterable[TensorReader]]
 """Takes the arrays that a scheme knows out of the leaves of the module at a path."""
 
 
-def dense_reader(name: str, array: StoredArray) -> Reader:
+def dense_reader(name: str, array: StoredArray) -> TensorReader:
     """Values as they are stored."""
     dtype = FLOATS.get(array.dtype)
     if dtype is None:
         raise array.fail(f"is {array.dtype}; expected {' or '.join(FLOATS)}")
-    info = TensorInfo(name, array.shape, dtype, array.dtype.lower(), array.num_bytes)
-    return Reader(info, (array,), lambda rows: to_mlx(array.view(rows), array.dtype))
+    info = SourceTensor(name, array.shape, dtype, array.dtype.lower(), array.num_bytes)
+    return TensorReader(info, (array,), lambda rows: to_mlx(array.view(rows), array.dtype))
 
 
 SideFiles = Callable[[], Mapping[str, bytes | Path]]
@@ -86,19 +86,19 @@ SideFiles = Callable[[], Mapping[str, bytes | Path]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceModel:
     """A checkpoint that can be read tensor by tensor."""
 
     label: str  # as the user named it: a path or the name of a repository
     format: str  # for people: "safetensors", "AWQ", "GPTQ", "GGUF", "MLX" and so on
     config: Mapping[str, Any]  # config.json as transformers writes it, without its quantisation
     dtype: str  # of the activations that the model was made for
-    readers: Mapping[str, Reader]  # in the order of their bytes, file by file
+    readers: Mapping[str, TensorReader]  # in the order of their bytes, file by file
     side_files: SideFiles
     fingerprint: str  # changes with sizes, times, headers, metadata, and contents of side files
     notes: tuple[str, ...] = ()  # sentences for the user on what was left out or assumed
     origin: Origin = field(default_factory=Origin)
-    tensors: Mapping[str, TensorInfo] = field(init=False)
+    tensors: Mapping[str, SourceTensor] = field(init=False)
 
     def __post_init__(self) -> None:
         """Raise CheckpointError where there are no tensors."""
@@ -108,7 +108,7 @@ class Source:
         object.__setattr__(self, "tensors", MappingProxyType(infos))
 
     def read(self, name: str, rows: slice | None = None) -> mx.array:
-        """The values of a tensor, or of a range of its first axis, in TensorInfo.dtype.
+        """The values of a tensor, or of a range of its first axis, in SourceTensor.dtype.
 
         Memory is that of the values asked for and, while they are made from codes, up to three
         times as much again (12 bytes a value): ask for rows of what is large. Files are mapped, so
@@ -140,7 +140,7 @@ class Source:
                 raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged.")
         return packed
 
-    def _reader(self, name: str) -> Reader:
+    def _reader(self, name: str) -> TensorReader:
         if name not in self.readers:
             raise CheckpointError(f"{self.label} has no tensor {name!r}.")
         return self.readers[name]
@@ -174,7 +174,7 @@ def _may_overflow(packed: Packed, form: MLXFormat) -> bool:
     return form.mode == "mxfp8" and bool(((codes & 0x7F) == 0x7F).any())
 
 
-def _is_finite(reader: Reader) -> bool:
+def _is_finite(reader: TensorReader) -> bool:
     """Whether all values of a tensor are finite, a part of the first axis at a time."""
     length = reader.info.shape[0]
     step = max(1, length // 8)
@@ -182,7 +182,7 @@ def _is_finite(reader: Reader) -> bool:
     return all(bool(mx.isfinite(reader.values(rows)).all()) for rows in parts)
 
 
-def majority_dtype(config: Mapping[str, Any], infos: Iterable[TensorInfo], default: str) -> str:
+def majority_dtype(config: Mapping[str, Any], infos: Iterable[SourceTensor], default: str) -> str:
     """The dtype that the config states, or that most dense numbers have."""
     known = ("bfloat16", "float16", "float32")
     text = config.get("text_config")

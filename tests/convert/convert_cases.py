@@ -13,7 +13,7 @@ from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlxinfer.convert.read import Packed, TensorInfo, open_source
+from mlxinfer.convert.read import Packed, SourceTensor, open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
@@ -102,7 +102,7 @@ def logits(folder: Path, ids: Iterable[int] = range(3, 33)) -> np.ndarray:
     return np.array(DenseCache(model).run(model, [("a", list(ids))]).astype(mx.float32))
 
 
-def dequantised(packed: Packed, info: TensorInfo) -> np.ndarray:
+def dequantised(packed: Packed, info: SourceTensor) -> np.ndarray:
     """Codes as MLX reads them, scales in float32."""
     form = info.lossless
     assert form is not None

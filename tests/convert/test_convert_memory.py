@@ -11,7 +11,7 @@ import pytest
 from convert_cases import TEXT, write_source
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read import SourceModel, open_source
 from tests.bench.checkpoints import Dense
 
 WIDE = Dense(hidden=1024, inner=3072, layers=24, heads=8, kv_heads=8, head_dim=128, vocab=8192)
@@ -72,7 +72,7 @@ def peaks(folder: Path, *options: str) -> tuple[int, int]:
 def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> None:
     source = open_source(write_source(tmp_path / "source", case))
     read: list[str] = []
-    monkeypatch.setattr(Source, "read", lambda self, name, rows=None: read.append(name))
+    monkeypatch.setattr(SourceModel, "read", lambda self, name, rows=None: read.append(name))
     assert arrange(source).outputs
     assert read == []
 

@@ -21,7 +21,7 @@ from mlxinfer.convert.plan import (
     make_plan,
 )
 from mlxinfer.convert.quantise import ErrorStats
-from mlxinfer.convert.read import Packed, Source, open_source
+from mlxinfer.convert.read import Packed, SourceModel, open_source
 from mlxinfer.convert.recipes import make_recipe
 from mlxinfer.convert.verify import (
     EXACT,
@@ -325,13 +325,13 @@ def test_copied_codes_that_are_others_are_found(tmp_path: Path, monkeypatch, par
     tensor = next(t for t in make_plan(arranged, make_recipe("keep")).tensors if t.packed)
     reader = ShardReader(tmp_path / "source" / "model.safetensors")
     assert _check_copy(reader, tensor, arranged)[0] == EXACT
-    right = Source.read_packed
+    right = SourceModel.read_packed
 
-    def other(self: Source, name: str) -> Packed:
+    def other(self: SourceModel, name: str) -> Packed:
         packed = right(self, name)
         return replace(packed, **{part: getattr(packed, part) + 1})
 
-    monkeypatch.setattr(Source, "read_packed", other)
+    monkeypatch.setattr(SourceModel, "read_packed", other)
     with pytest.raises(ConversionError, match="is not what the source holds"):
         _check_copy(reader, tensor, arranged)
 

@@ -12,7 +12,7 @@ from models.tiny import tiny_checkpoint, tiny_config
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_folder
 from oracles.floats import E2M1_VALUES, E4M3_VALUES, finite_e4m3, fp4_rows
 
-from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 
 PATH = "model.layers.0.mlp.up_proj"
@@ -21,7 +21,9 @@ OUT, IN = 192, 320  # no multiples of 128
 RNG = np.random.default_rng(0)
 
 
-def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any] | None) -> Source:
+def opened(
+    folder: Path, leaves: dict[str, Any], quantization: dict[str, Any] | None
+) -> SourceModel:
     tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
     return open_source(write_folder(folder, tensors, quantization))
 

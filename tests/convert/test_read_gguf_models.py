@@ -14,7 +14,7 @@ from models.tiny import tiny_checkpoint, tiny_config
 from oracles.gguf_files import llama3_factors, write_model
 
 from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 
 YARN = {
@@ -62,14 +62,14 @@ def make(case: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return config, tiny_tensors(config)
 
 
-def opened(folder: Path, case: str, **more: Any) -> Source:
+def opened(folder: Path, case: str, **more: Any) -> SourceModel:
     config, tensors = make(case)
     path = folder / "model.gguf"
     write_model(path, config, tensors, rope_factors=llama3_factors(config), **more)
     return open_source(path)
 
 
-def read(source: Source) -> dict[str, mx.array]:
+def read(source: SourceModel) -> dict[str, mx.array]:
     arranged = arrange(source)
     return {output.name: arranged.whole(output) for output in arranged.outputs}
 

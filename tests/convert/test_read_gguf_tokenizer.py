@@ -16,7 +16,7 @@ from oracles.gguf_files import write_model
 from oracles.sentencepiece import pieces_of
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.convert.read.gguf.tokenizer import PRETOKENIZERS, merges_from_scores
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.text.tokenizer import Tokenizer
@@ -99,13 +99,13 @@ def expressions(name: str) -> tuple[str, ...]:
     return own if isinstance(own, tuple) else (own,)
 
 
-def with_tokenizer(folder: Path, tokenizer: dict[str, Any], case: str = "qwen3-v4") -> Source:
+def with_tokenizer(folder: Path, tokenizer: dict[str, Any], case: str = "qwen3-v4") -> SourceModel:
     config = {**tiny_config(case), "vocab_size": len(tokenizer["tokens"])}
     write_model(folder / "m.gguf", config, tiny_tensors(config), tokenizer=tokenizer)
     return open_source(folder / "m.gguf")
 
 
-def written(source: Source, folder: Path) -> Path:
+def written(source: SourceModel, folder: Path) -> Path:
     """The source's side files beside its config."""
     folder.mkdir(exist_ok=True)
     for name, content in source.side_files().items():
@@ -343,9 +343,8 @@ def test_merges_follow_from_scores(words: list[str], data: st.DataObject) -> Non
     tokens = [*"abc", *(word for word in words if len(word) > 1)]
     order = data.draw(st.permutations(range(len(tokens))))
     scores = [-float(place) for place in order]
-    merges = [(left, right) for left, right in merges_from_scores(tokens, scores)]
-    model = models.BPE({token: index for index, token in enumerate(tokens)}, merges)
-    made = tokenizers.Tokenizer(model)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    made = tokenizers.Tokenizer(models.BPE(vocab, merges_from_scores(tokens, scores)))
     text = data.draw(st.text("abc", max_size=12))
     assert made.encode(text).ids == pieces_of(text, tokens, scores, prefix=False)
 
@@ -360,4 +359,4 @@ def test_scores_are_needed(tmp_path: Path) -> None:
 
 def test_a_long_piece_takes_no_time() -> None:
     tokens = ["a" * 100_000, "a", "aa"]
-    assert merges_from_scores(tokens, np.zeros(3).tolist()) == [["a", "a"]]
+    assert merges_from_scores(tokens, np.zeros(3).tolist()) == [("a", "a")]

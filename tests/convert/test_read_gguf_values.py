@@ -11,7 +11,7 @@ from convert_cases import dequantised
 from gguf import GGMLQuantizationType as Kind
 from oracles.gguf_files import random_blocks
 
-from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.errors import UnsupportedModelError
 
 LOSSLESS = {  # the format of MLX, and whether float16 holds the scales
@@ -42,7 +42,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPE = (48, 512)
 
 
-def one_tensor(folder: Path, kind: Kind, data: np.ndarray, arch: str = "qwen3") -> Source:
+def one_tensor(folder: Path, kind: Kind, data: np.ndarray, arch: str = "qwen3") -> SourceModel:
     """A GGUF file with an embedding and one matrix."""
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)

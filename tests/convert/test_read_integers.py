@@ -22,7 +22,7 @@ from oracles.integers import (
 from mlxinfer.convert.arrange import OutputTensor
 from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.plan import MemoryBudget, PlannedTensor
-from mlxinfer.convert.read import Source, open_source
+from mlxinfer.convert.read import SourceModel, open_source
 from mlxinfer.convert.verify import ShardReader
 from mlxinfer.convert.write import TensorWriter
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
@@ -41,7 +41,7 @@ def numbers(bits: int, group_size: int, seed: int = 0) -> tuple[np.ndarray, np.n
     return codes, zeros, rng.normal(0.01, 0.003, (groups, OUT)).astype(np.float16)
 
 
-def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any]) -> Source:
+def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any]) -> SourceModel:
     tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
     tensors["model.norm.weight"] = bf16(np.ones(8))
     return open_source(write_folder(folder, tensors, quantization))
@@ -398,7 +398,7 @@ def test_compressed_zeros_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, leaves, sparse)
 
 
-def asymmetric(folder: Path, scales: np.ndarray) -> Source:
+def asymmetric(folder: Path, scales: np.ndarray) -> SourceModel:
     """8-bit codes with zero points and bfloat16 scales, as the last matrix of a tiny model."""
     codes, zeros, _ = numbers(8, 64)
     leaves = {
@@ -411,7 +411,7 @@ def asymmetric(folder: Path, scales: np.ndarray) -> Source:
     return opened(folder, leaves, config)
 
 
-def written(folder: Path, source: Source) -> np.ndarray:
+def written(folder: Path, source: SourceModel) -> np.ndarray:
     """The matrix after it was copied to a file and read again, (OUT, IN)."""
     info = source.tensors[NAME]
     output = OutputTensor(NAME, (NAME,), info.shape, info.dtype, info.stored, info.stored_bytes,

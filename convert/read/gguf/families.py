@@ -1,5 +1,7 @@
 """config.json of each family, from GGUF metadata and the shapes of tensors.
 
+Metadata are read as the architecture spells them, rotary embeddings among them.
+
 Adds what llama.cpp keeps in its code instead of its files: Gemma 3's period of six layers and local
 frequency, gpt-oss's alternation and limits, Qwen 3's normalised expert weights.
 """
@@ -11,7 +13,140 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import CheckpointError, UnsupportedModelError
-from .facts import ArchitectureFields
+from ....models.jsonfields import Fields
+from ..stored import Array
+
+_MAX_LAYERS = 2000
+
+
+class ArchitectureFields:
+    """The metadata of one architecture, read key by key."""
+
+    def __init__(self, metadata: Mapping[str, Any], label: str) -> None:
+        self.all = Fields(metadata, label)
+        self.architecture = self.all.text("general.architecture")
+
+    @property
+    def num_layers(self) -> int:
+        """Of the decoder: blocks that predict further ahead lie behind them."""
+        name = f"{self.architecture}.block_count"
+        count = self.all.integer(name, high=_MAX_LAYERS) - self.count("nextn_predict_layers")
+        if count < 1:
+            raise CheckpointError(f"{name} in {self.all.where} leaves no layer.")
+        return count
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer; an array of the same one for each layer counts."""
+        name = f"{self.architecture}.{key}"
+        value = self.all.get(name)
+        if isinstance(value, np.ndarray):
+            different = np.unique(value).tolist() if value.dtype.kind in "iu" else []
+            if len(different) != 1:
+                raise UnsupportedModelError(
+                    f"{name} in {self.all.where} differs between layers; not supported."
+                )
+            return Fields({name: different[0]}, self.all.where).integer(name)
+        return (
+            self.all.integer(name) if default is None else self.all.integer(name, default=default)
+        )
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """A positive number, or the default."""
+        name = f"{self.architecture}.{key}"
+        return self.all.number(name, above=0.0, default=default)
+
+    def count(self, key: str) -> int:
+        """A number that may be 0, which is what it is where the file does not say."""
+        return self.all.integer(f"{self.architecture}.{key}", low=0, default=0)
+
+    def by_layer(self, key: str, num_layers: int) -> list[int]:
+        """An integer for each layer, listed or one for all."""
+        name = f"{self.architecture}.{key}"
+        value = self.all.get(name)
+        if not isinstance(value, np.ndarray):
+            return [self.all.integer(name, low=0)] * num_layers
+        if value.dtype.kind not in "biu" or len(value) < num_layers or value.min() < 0:
+            raise CheckpointError(f"{name} in {self.all.where} is not one number for each layer.")
+        return [int(each) for each in value[:num_layers]]
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there."""
+        return self.all.get(f"{self.architecture}.{key}") is not None
+
+
+def check_rope_dims(facts: ArchitectureFields, head_dim: int) -> None:
+    """Raise UnsupportedModelError where a head is turned in part."""
+    dims = facts.integer("rope.dimension_count", head_dim)
+    if dims != head_dim:
+        raise UnsupportedModelError(
+            f"{facts.all.where} turns {dims} of {head_dim} dimensions; expected all of them."
+        )
+
+
+def rope_scaling(
+    facts: ArchitectureFields, factors: Array | None, head_dim: int
+) -> dict[str, Any] | None:
+    """`rope_scaling` of config.json; `factors` are the tensor that stands for Llama 3's.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: a kind that is not known.
+    """
+    if factors is not None:
+        return _llama3_scaling(facts, factors, head_dim)
+    # As llama.cpp: linear where no type is stated, with a factor under its older name perhaps.
+    kind = facts.all.text(f"{facts.architecture}.rope.scaling.type", default="linear")
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"rope.scaling.type in {facts.all.where} is {kind[:40]!r}; expected linear or yarn."
+        )
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        stated = facts.integer("context_length")
+        context = facts.integer("rope.scaling.original_context_length", stated)
+        scaling["original_max_position_embeddings"] = context
+        scaling["beta_fast"] = facts.number("rope.scaling.yarn_beta_fast", 32.0)
+        scaling["beta_slow"] = facts.number("rope.scaling.yarn_beta_slow", 1.0)
+        if (tenth := facts.number("rope.scaling.yarn_log_multiplier")) is not None:
+            # A tenth of mscale_all_dim. What divides it, mscale, is the same in published models.
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * tenth, 6))
+    return scaling
+
+
+def _llama3_scaling(
+    facts: ArchitectureFields, factors: Array, head_dim: int
+) -> dict[str, Any] | None:
+    """The settings that give these divisors of the frequencies; files have no other trace of them.
+
+    Llama 3 (github.com/meta-llama/llama-models, apply_scaling) leaves short waves as they are,
+    divides the frequency of long ones by `factor`, and blends in between.
+    """
+    theta = facts.number("rope.freq_base", 10_000.0)
+    assert theta is not None
+    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or factors.min() < 1.0:
+        raise CheckpointError(f"rope_freqs.weight of {facts.all.where} is not as expected.")
+    if (factors == 1.0).all():
+        return None
+    factor = round(float(factors.max()), 4)
+    waves = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    for context in (2**power for power in range(1, 24)):
+        smooth = np.clip((context / waves - 1.0) / 3.0, 0.0, 1.0)
+        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-3):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": context,
+            }
+    raise UnsupportedModelError(
+        f"rope_freqs.weight of {facts.all.where} is not Llama 3's scaling of any context length."
+    )
+
+
+# -- families -----------------------------------------------------------------------------------
 
 _KINDS = ("sliding_attention", "full_attention")
 _GEMMA3_27B = 62  # layers: how llama.cpp recognises the 27B, which scales by hidden / heads

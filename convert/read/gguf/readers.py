@@ -9,7 +9,7 @@ from ....errors import UnsupportedModelError
 from ...arrays import pack
 from ..codes import AffineMatrix, Octets, Triple, affine_format, float_reader
 from ..schemes.floats import MXFP4
-from ..source import Reader, TensorInfo
+from ..source import SourceTensor, TensorReader
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
 from .blocks import AFFINE, AffineBlocks, nibbles, values_of
 from .header import BlockType
@@ -63,13 +63,13 @@ class GGUFTensor:
         """(num_blocks, num_bytes) uint8."""
         return self.rows(rows).reshape(-1, self.block.num_bytes)
 
-    def info(self, **more: object) -> TensorInfo:
+    def info(self, **more: object) -> SourceTensor:
         """The description that all kinds share."""
         size = self.array.num_bytes
-        return TensorInfo(self.name, self.shape, "float32", self.block.name, size, **more)  # type: ignore[arg-type]
+        return SourceTensor(self.name, self.shape, "float32", self.block.name, size, **more)  # type: ignore[arg-type]
 
 
-def reader_of(place: GGUFTensor) -> Reader:
+def reader_of(place: GGUFTensor) -> TensorReader:
     """The reader for the type of a tensor.
 
     Raises:
@@ -92,10 +92,10 @@ def reader_of(place: GGUFTensor) -> Reader:
         """float32 values: no MLX format has groups of 16 integers, or such levels."""
         return mx.array(place.values(decode(place.blocks(rows)), rows))
 
-    return Reader(place.info(), (place.array,), values)
+    return TensorReader(place.info(), (place.array,), values)
 
 
-def _floats(place: GGUFTensor) -> Reader:
+def _floats(place: GGUFTensor) -> TensorReader:
     """As stored, or changed in float32."""
     kind, change = place.block.name, place.layout.change
 
@@ -104,11 +104,11 @@ def _floats(place: GGUFTensor) -> Reader:
         return to_mlx(found, kind) if change is None else mx.array(change(to_float32(found, kind)))
 
     dtype = FLOATS[kind] if change is None else "float32"
-    info = TensorInfo(place.name, place.shape, dtype, kind.lower(), place.array.num_bytes)
-    return Reader(info, (place.array,), values)
+    info = SourceTensor(place.name, place.shape, dtype, kind.lower(), place.array.num_bytes)
+    return TensorReader(info, (place.array,), values)
 
 
-def _affine(place: GGUFTensor, blocks: AffineBlocks) -> Reader:
+def _affine(place: GGUFTensor, blocks: AffineBlocks) -> TensorReader:
     def triple(rows: slice) -> Triple:
         """Blocks taken apart, and codes packed in MLX's order."""
         codes, scales, biases = blocks.decode(place.blocks(rows))
@@ -127,7 +127,7 @@ def _affine(place: GGUFTensor, blocks: AffineBlocks) -> Reader:
     return AffineMatrix(info, (place.array,), blocks.bits, 32, triple).reader()
 
 
-def _mxfp4(place: GGUFTensor) -> Reader:
+def _mxfp4(place: GGUFTensor) -> TensorReader:
     """An exponent and 16 bytes: the low halves are the first 16 values, the high ones the rest."""
 
     def octets(rows: slice) -> Octets:

@@ -1,4 +1,4 @@
-"""GGUF files, one or split into several, as a Source."""
+"""GGUF files, one or split into several, as a SourceModel."""
 
 import mmap
 import re
@@ -12,10 +12,17 @@ from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelErro
 from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..origin import origin_of_metadata
-from ..source import SideFiles, Source
+from ..source import SideFiles, SourceModel
 from ..stored import FLOATS, Array, StoredArray
-from .facts import ArchitectureFields, check_rope_dims, rope_scaling
-from .families import BY_LAYER, FAMILIES, PARTIAL, gemma4_ropes
+from .families import (
+    BY_LAYER,
+    FAMILIES,
+    PARTIAL,
+    ArchitectureFields,
+    check_rope_dims,
+    gemma4_ropes,
+    rope_scaling,
+)
 from .header import GGUFHeader, TensorEntry, parse_header
 from .layout import layout_of
 from .names import ARCHITECTURES, ROPE_FACTORS, hf_names
@@ -28,7 +35,7 @@ _WIDE = ("gemma3", "gemma4", "glm4", "gpt-oss")  # activations do not fit float1
 Entry = tuple[TensorEntry, StoredArray]
 
 
-def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) -> Source:
+def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) -> SourceModel:
     """A GGUF file; of a split one, any part.
 
     Args:
@@ -60,7 +67,7 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
     own: SideFiles = dict
     if side_files is None and check_tokenizer(metadata, label):
         own = partial(tokenizer_files, metadata, label)
-    return Source(
+    return SourceModel(
         label=label,
         format="GGUF",
         config=config,

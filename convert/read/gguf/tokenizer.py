@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from ....errors import CheckpointError, UnsupportedModelError
+from ....errors import CheckpointError, MlxinferError, UnsupportedModelError
 from ....models.jsonfields import Fields
 from ....text.tokenizer import panic_guard
 
@@ -137,6 +138,7 @@ PRETOKENIZERS = {
 MAX_PIECE = 256  # characters of a piece that is made by merges
 
 Json = dict[str, Any]
+Merges = list[tuple[str, str]]
 
 
 def pretokenizer_of(fields: Fields) -> Pretokenizer:
@@ -154,79 +156,57 @@ def pretokenizer_of(fields: Fields) -> Pretokenizer:
     return PRETOKENIZERS[name]
 
 
-def byte_level(fields: Fields, tokens: list[str]) -> Json:
-    """Byte-level BPE: its normalizer, pre_tokenizer, decoder and model for tokenizer.json."""
+def _byte_level(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Byte-level BPE."""
     own = pretokenizer_of(fields)
-    bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    cut: list[Json] = [
-        {
-            "type": "Split",
-            "pattern": {"Regex": pattern},
-            "behavior": "Isolated",
-            "invert": False,
-        }
-        for pattern in own.patterns
-    ]
-    cut.append({**bytes_as_letters, "use_regex": not own.patterns})
-    pairs = _merges(fields)
-    return {
-        "normalizer": {"type": "NFC"} if own.normal_form else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cut},
-        "decoder": {**bytes_as_letters, "use_regex": True},
-        "model": _bpe(tokens, pairs, ignore_merges=own.whole_words),
-    }
+    made = _bpe(tokens, _merges(fields), ignore_merges=own.whole_words)
+    if own.normal_form:
+        made.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in own.patterns]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not own.patterns)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
-def _merges(fields: Fields) -> list[list[str]]:
+def _merges(fields: Fields) -> Merges:
     """The pairs of tokens that become one, in order."""
     merges = fields.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise CheckpointError(f"{fields.where} has no tokenizer.ggml.merges.")
-    pairs = [merge.split(" ", 1) for merge in merges]
-    if not all(len(pair) == 2 for pair in pairs):
+    if not all(" " in merge for merge in merges):
         raise CheckpointError(f"tokenizer.ggml.merges in {fields.where} are not pairs of tokens.")
-    return pairs
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
 
 
-def sentence_pieces(fields: Fields, tokens: list[str]) -> Json:
-    """SentencePiece's BPE: the same parts."""
+def _sentence_pieces(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE."""
     merged = fields.text("tokenizer.ggml.model") == GEMMA4
-    prefixed = fields.boolean("tokenizer.ggml.add_space_prefix", default=not merged)
-    space: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    steps: list[Json] = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    normalizer: Json = space
-    if prefixed:
-        normalizer = {
-            "type": "Sequence",
-            "normalizers": [{"type": "Prepend", "prepend": "▁"}, space],
-        }
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {
-        "normalizer": normalizer,
-        "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": steps},
-        "model": _bpe(
-            tokens,
-            _merges(fields) if merged else _merges_from_scores(fields, tokens),
-            byte_fallback=True,
-            fuse_unk=True,
-            unk_token=token_of(fields, "unknown", tokens),
-        ),
-    }
+    unknown = token_of(fields, "unknown", tokens)
+    made = _bpe(
+        tokens,
+        _merges(fields) if merged else _merges_from_scores(fields, tokens),
+        byte_fallback=True,
+        fuse_unk=True,
+        **({} if unknown is None else {"unk_token": unknown}),
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.normalizer = normalizers.Replace(" ", "▁")
+    if fields.boolean("tokenizer.ggml.add_space_prefix", default=not merged):
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), made.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    made.decoder = decoders.Sequence(steps)
+    return made
 
 
-def _merges_from_scores(fields: Fields, tokens: list[str]) -> list[list[str]]:
+def _merges_from_scores(fields: Fields, tokens: list[str]) -> Merges:
     scores = fields.get("tokenizer.ggml.scores")
     if scores is None:
         raise CheckpointError(f"{fields.where} has no tokenizer.ggml.scores.")
     return merges_from_scores(tokens, scores.tolist())
 
 
-def merges_from_scores(tokens: list[str], scores: list[float]) -> list[list[str]]:
+def merges_from_scores(tokens: list[str], scores: list[float]) -> Merges:
     """The merges of a SentencePiece BPE model, in the order in which they are tried."""
     ids = {token: index for index, token in reversed(list(enumerate(tokens)))}
     found: list[tuple[float, int, int, str, str]] = []
@@ -236,16 +216,12 @@ def merges_from_scores(tokens: list[str], scores: list[float]) -> list[list[str]
             if left in ids and right in ids:
                 found.append((-scores[index], ids[left], ids[right], left, right))
     found.sort(key=lambda merge: merge[:3])
-    return [[left, right] for *_, left, right in found]
+    return [(left, right) for *_, left, right in found]
 
 
-def _bpe(tokens: list[str], merges: list[list[str]], **settings: Any) -> Json:
-    vocab: dict[str, int] = {}
-    for index, token in enumerate(tokens):
-        vocab.setdefault(token, index)
-    defaults = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    plain = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    return {"type": "BPE", **defaults, **plain, **settings, "vocab": vocab, "merges": merges}
+def _bpe(tokens: list[str], merges: Merges, **settings: Any) -> tokenizers.Tokenizer:
+    vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first counts
+    return tokenizers.Tokenizer(models.BPE(vocab, merges, **settings))
 
 
 def token_id(fields: Fields, name: str, tokens: list[str]) -> int | None:
@@ -301,15 +277,34 @@ def tokenizer_files(metadata: Mapping[str, Any], label: str) -> dict[str, bytes]
     """
     fields = Fields(metadata, label)
     tokens, kinds = _lists(fields)
-    by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
-    spec = byte_level(fields, tokens) if by_bytes else sentence_pieces(fields, tokens)
-    spec["added_tokens"] = _added(tokens, kinds)
-    spec["post_processor"] = _frame(fields, tokens, by_bytes=by_bytes)
     return {
-        "tokenizer.json": _verified(spec, label),
+        "tokenizer.json": _tokenizer_json(fields, tokens, kinds),
         "tokenizer_config.json": _dump(_tokenizer_config(fields, tokens)),
         "generation_config.json": _dump(_generation_config(fields, tokens)),
     }
+
+
+def _tokenizer_json(fields: Fields, tokens: list[str], kinds: Any) -> bytes:
+    try:
+        with panic_guard():
+            by_bytes = fields.text("tokenizer.ggml.model") == "gpt2"
+            made = _byte_level(fields, tokens) if by_bytes else _sentence_pieces(fields, tokens)
+            made.add_tokens(
+                [
+                    tokenizers.AddedToken(
+                        tokens[index], normalized=False, special=int(kinds[index]) == _CONTROL
+                    )
+                    for index in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED))
+                    if tokens[index]
+                ]
+            )
+            _frame(made, fields, tokens, pretokenizer_of(fields).adds_bos if by_bytes else True)
+            text: str = made.to_str()
+    except (MemoryError, RecursionError, MlxinferError):
+        raise
+    except Exception as error:  # the library raises bare Exception for every broken vocabulary
+        raise CheckpointError(f"The tokenizer in {fields.where} is broken: {error}.") from None
+    return text.encode()
 
 
 def _lists(fields: Fields) -> tuple[list[str], Any]:
@@ -332,42 +327,26 @@ def _lists(fields: Fields) -> tuple[list[str], Any]:
     return tokens, kinds
 
 
-def _added(tokens: list[str], kinds: Any) -> list[Json]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return [
-        {"id": index, "content": tokens[index], **flags, "special": int(kinds[index]) == _CONTROL}
-        for index in np.flatnonzero((kinds == _CONTROL) | (kinds == _USER_DEFINED)).tolist()
-        if tokens[index]
-    ]
+def _frame(made: tokenizers.Tokenizer, fields: Fields, tokens: list[str], usual: bool) -> None:
+    """Put tokens before and after a text; `usual`: bos where the file does not say."""
+    put = {}
+    for name, default in (("bos", usual), ("eos", False)):
+        token = token_of(fields, name, tokens)
+        stated = fields.boolean(f"tokenizer.ggml.add_{name}_token", default=default)
+        if stated and token is not None:
+            put[name] = {"id": name, "ids": [tokens.index(token)], "tokens": [token]}
 
+    def around(text: str) -> list[str]:
+        kind = text.partition(":")[2] or "0"
+        ends = {name: [f"{name}:{kind}"] for name in put}
+        return [*ends.get("bos", ()), text, *ends.get("eos", ())]
 
-def _frame(fields: Fields, tokens: list[str], *, by_bytes: bool) -> Json | None:
-    """Tokens put before and after a text."""
-    usual = pretokenizer_of(fields).adds_bos if by_bytes else True
-    ends = {
-        "bos": fields.boolean("tokenizer.ggml.add_bos_token", default=usual),
-        "eos": fields.boolean("tokenizer.ggml.add_eos_token", default=False),
-    }
-    named = {name: token_of(fields, name, tokens) for name, wanted in ends.items() if wanted}
-    put = {name: token for name, token in named.items() if token is not None}
-    if not put:
-        return None
-    special = {
-        token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
-        for token in put.values()
-    }
-
-    def around(text: str, kind: int) -> list[Json]:
-        parts: list[Json] = [{"Sequence": {"id": text, "type_id": kind}}]
-        if "bos" in put:
-            parts.insert(0, {"SpecialToken": {"id": put["bos"], "type_id": kind}})
-        if "eos" in put:
-            parts.append({"SpecialToken": {"id": put["eos"], "type_id": kind}})
-        return parts
-
-    single = around("A", 0)
-    pair = [*single, *around("B", 1)]
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    if put:
+        made.post_processor = processors.TemplateProcessing(
+            single=around("$A"),
+            pair=[*around("$A"), *around("$B:1")],
+            special_tokens=list(put.values()),
+        )
 
 
 def _tokenizer_config(fields: Fields, tokens: list[str]) -> Json:
@@ -395,19 +374,6 @@ def _generation_config(fields: Fields, tokens: list[str]) -> Json:
     config: Json = {"eos_token_id": known} if known else {}
     first = token_id(fields, "bos", tokens)
     return config if first is None else {"bos_token_id": first, **config}
-
-
-def _verified(spec: Json, label: str) -> bytes:
-    """tokenizer.json as the library itself writes it."""
-    text = json.dumps({"version": "1.0", "truncation": None, "padding": None, **spec})
-    try:
-        with panic_guard():
-            made: str = tokenizers.Tokenizer.from_str(text).to_str()
-    except (MemoryError, RecursionError):
-        raise
-    except Exception as error:  # the library raises bare Exception for every broken vocabulary
-        raise CheckpointError(f"The tokenizer in {label} is broken: {error}.") from None
-    return made.encode()
 
 
 def _dump(value: Json) -> bytes:

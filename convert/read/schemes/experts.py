@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..codes import Octets, float_reader
-from ..source import Leaves, Reader, TensorInfo
+from ..source import Leaves, SourceTensor, TensorReader
 from ..stored import FLOATS, StoredArray, to_mlx
 from .floats import MXFP4
 
@@ -41,7 +41,7 @@ class StackedExperts:
     inputs_first: bool = False
     interleaved: bool = False
 
-    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """gate_proj, up_proj and down_proj of the experts at a path."""
         layer, _, last = path.rpartition(".")
         if last != "experts":
@@ -72,7 +72,7 @@ class StackedExperts:
 
     def _stack(
         self, name: str, stored: StoredArray, part: tuple[int, int], inputs_first: bool
-    ) -> Reader:
+    ) -> TensorReader:
         """Some outputs of every expert of a stack, (E, out, in)."""
         order = "(experts, in, out)" if inputs_first else "(experts, out, in)"
         if len(stored.shape) != 3 or 0 in stored.shape:
@@ -100,9 +100,11 @@ def _plain(
     stored: StoredArray,
     part: tuple[int, int],
     values: Callable[[slice], mx.array],
-) -> Reader:
+) -> TensorReader:
     dtype, size = FLOATS[stored.dtype], stored.num_bytes // part[1]
-    return Reader(TensorInfo(name, shape, dtype, stored.dtype.lower(), size), (stored,), values)
+    return TensorReader(
+        SourceTensor(name, shape, dtype, stored.dtype.lower(), size), (stored,), values
+    )
 
 
 def _rows(
@@ -118,7 +120,9 @@ def _rows(
     )
 
 
-def _mxfp4(name: str, blocks: StoredArray, scales: StoredArray, part: tuple[int, int]) -> Reader:
+def _mxfp4(
+    name: str, blocks: StoredArray, scales: StoredArray, part: tuple[int, int]
+) -> TensorReader:
     """mxfp4, every value of it exact in bfloat16."""
     if len(blocks.expect(["U8"]).shape) != 4 or blocks.shape[3] != 16 or 0 in blocks.shape:
         raise blocks.fail(f"has shape {blocks.shape}; expected (experts, out, in / 32, 16)")
@@ -132,11 +136,11 @@ def _mxfp4(name: str, blocks: StoredArray, scales: StoredArray, part: tuple[int,
 
     shape = (count, out_dims // part[1], groups * 32)
     size = shape[0] * shape[1] * groups * 17
-    info = TensorInfo(name, shape, "bfloat16", "mxfp4 g32", size, lossless=MXFP4)
+    info = SourceTensor(name, shape, "bfloat16", "mxfp4 g32", size, lossless=MXFP4)
     return float_reader(info, (blocks, scales), MXFP4, octets)
 
 
-def _bias(name: str, bias: StoredArray, part: tuple[int, int]) -> Reader:
+def _bias(name: str, bias: StoredArray, part: tuple[int, int]) -> TensorReader:
     """(E, out)."""
     if len(bias.expect([*FLOATS]).shape) != 2 or 0 in bias.shape:
         raise bias.fail(f"has shape {bias.shape}; expected (experts, out)")

@@ -20,7 +20,7 @@ import numpy as np
 from ....errors import CheckpointError
 from ....models.jsonfields import Fields
 from ..codes import float_reader
-from ..source import Leaves, MLXFormat, Packed, Reader, TensorInfo
+from ..source import Leaves, MLXFormat, Packed, SourceTensor, TensorReader
 from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
 
 MXFP8, NVFP4, MXFP4 = (
@@ -58,7 +58,7 @@ class FP8:
     block: tuple[int, int] = BLOCK
     powers: bool = False
 
-    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """The matrix of a module with eight-bit floats as weights."""
         weight = leaves.get("weight")
         if weight is None or not weight.dtype.startswith("F8_E"):
@@ -72,8 +72,8 @@ class FP8:
                 f"{path}.weight", self.powers
             )
         else:  # values that were cast, without a scale; bfloat16 holds them all
-            info = TensorInfo(f"{path}.weight", weight.shape, "bfloat16", "fp8", weight.num_bytes)
-            yield Reader(
+            info = SourceTensor(f"{path}.weight", weight.shape, "bfloat16", "fp8", weight.num_bytes)
+            yield TensorReader(
                 info, (weight,), lambda rows: mx.array(weight.floats(rows)).astype(mx.bfloat16)
             )
 
@@ -86,11 +86,11 @@ class _Scaled:
     scale: StoredArray
     block: tuple[int, int]
 
-    def reader(self, name: str, powers: bool) -> Reader:
+    def reader(self, name: str, powers: bool) -> TensorReader:
         weight, scale = self.weight, self.scale
         whole = self.block[1] % 32 == 0 and weight.shape[1] % 32 == 0
         exact = whole and (powers or scale.dtype in _POWERS)
-        info = TensorInfo(
+        info = SourceTensor(
             name=name,
             shape=weight.shape,
             dtype="float32",
@@ -98,7 +98,7 @@ class _Scaled:
             stored_bytes=weight.num_bytes + scale.num_bytes,
             lossless=MXFP8 if exact else None,
         )
-        return Reader(info, (weight, scale), self._values, self._codes if exact else None)
+        return TensorReader(info, (weight, scale), self._values, self._codes if exact else None)
 
     def _values(self, rows: slice) -> mx.array:
         """Code times scale, rounded to float32 once."""
@@ -184,7 +184,7 @@ def _described(shape: tuple[int, ...], block: tuple[int, int]) -> str:
     return "per row" if block == (1, shape[1]) else f"{block[0]}x{block[1]}"
 
 
-def fp4_modules(path: str, leaves: Leaves) -> Iterator[Reader]:
+def fp4_modules(path: str, leaves: Leaves) -> Iterator[TensorReader]:
     """The matrix of a module with codes of four bits and scales of eight."""
     name = "weight_packed" if "weight_packed" in leaves else "weight"
     codes, scale = leaves.get(name), leaves.get("weight_scale")
@@ -201,7 +201,7 @@ def _fp4_matrix(
     scale: StoredArray,
     divisor: StoredArray | None,
     factor: StoredArray | None,
-) -> Reader:
+) -> TensorReader:
     if len(codes.shape) != 2 or 0 in codes.shape:
         raise codes.fail(f"has shape {codes.shape}; expected (out, in / 2)")
     form = NVFP4 if scale.expect(["F8_E4M3", "F8_E8M0", "U8"]).dtype == "F8_E4M3" else MXFP4
@@ -220,7 +220,7 @@ def _fp4_matrix(
         whole = np.float32(np.asarray(third.view()).reshape(()))
         return steps * whole if divisor is None else steps / whole
 
-    info = TensorInfo(
+    info = SourceTensor(
         name=name,
         shape=(out_dims, in_dims),
         dtype="float32" if third else "bfloat16",

@@ -21,7 +21,7 @@ from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
 from ...arrays import pack, unpack
 from ..codes import AffineMatrix, Triple, affine_matrix
-from ..source import Leaves, MLXFormat, Reader
+from ..source import Leaves, MLXFormat, TensorReader
 from ..stored import FLOATS, Array, StoredArray
 
 Arrays = tuple[StoredArray, StoredArray, StoredArray]  # qweight, qzeros, scales
@@ -61,7 +61,7 @@ class GPTQ:
         self._group_size = config.integer("group_size", low=-1, default=-1)
         self._symmetric = config.boolean("sym", default=False)
 
-    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """The matrix of a module that has codes."""
         if "qweight" not in leaves:
             return
@@ -141,7 +141,7 @@ class AWQ:
         self._gemv = version == "gemv"
         self._group_size = config.integer("group_size", "q_group_size", low=-1, default=128)
 
-    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """The matrix of a module that has codes."""
         if "qweight" in leaves:
             yield self._matrix(path, _taken(leaves)).reader()

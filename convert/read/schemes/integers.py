@@ -16,7 +16,7 @@ from ....errors import UnsupportedModelError
 from ....models.jsonfields import Fields
 from ...arrays import Codes, Words, pack, unpack
 from ..codes import AffineMatrix, Triple, affine_matrix
-from ..source import Leaves, MLXFormat, Reader
+from ..source import Leaves, MLXFormat, TensorReader
 from ..stored import FLOATS, Array, StoredArray
 
 _FORMATS = (
@@ -43,7 +43,7 @@ class Integers:
         if sparsity is not None and sparsity.text("format", default="dense") != "dense":
             raise UnsupportedModelError(f"{sparsity.where} compresses zeros; not supported.")
 
-    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """The matrix of a module with integers as codes."""
         packed, plain = leaves.get("weight_packed"), leaves.get("weight")
         if packed is not None and packed.dtype == "I32":
@@ -57,7 +57,7 @@ class Integers:
             self._check_zeros(plain, zeros, [w for w in self._weights if w.bits == 8])
             yield _bytes(path, plain, scale, zeros).reader()
 
-    def _packed(self, path: str, leaves: Leaves) -> Reader:
+    def _packed(self, path: str, leaves: Leaves) -> TensorReader:
         names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
         words, scale, zeros, shape = (leaves.pop(name, None) for name in names)
         assert words is not None

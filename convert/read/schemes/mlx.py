@@ -11,7 +11,7 @@ import numpy as np
 
 from ....models.quantization import QuantFormat, Quantization
 from ..codes import AffineMatrix, Octets, Triple, affine_matrix, float_reader
-from ..source import Leaves, Reader, TensorInfo
+from ..source import Leaves, SourceTensor, TensorReader
 from ..stored import FLOATS, StoredArray
 
 
@@ -21,7 +21,7 @@ class MLXModules:
 
     quantization: Quantization
 
-    def __call__(self, path: str, leaves: Leaves) -> Iterator[Reader]:
+    def __call__(self, path: str, leaves: Leaves) -> Iterator[TensorReader]:
         """The matrix of a module that has scales."""
         if "scales" not in leaves or "weight" not in leaves:
             return
@@ -67,7 +67,7 @@ def _affine(
     )
 
 
-def _floats(path: str, weight: StoredArray, scales: StoredArray, form: QuantFormat) -> Reader:
+def _floats(path: str, weight: StoredArray, scales: StoredArray, form: QuantFormat) -> TensorReader:
     """mxfp4, mxfp8 and nvfp4; bfloat16 holds every value that is not too small for it."""
     shape = _shape(weight, scales, form)
     stored = f"MLX {form.mode} {form.bits}-bit g{form.group_size}"
@@ -76,5 +76,5 @@ def _floats(path: str, weight: StoredArray, scales: StoredArray, form: QuantForm
     def octets(rows: slice) -> Octets:
         return np.ascontiguousarray(weight.view(rows)).view(np.uint8), scales.view(rows)
 
-    info = TensorInfo(f"{path}.weight", shape, "bfloat16", stored, size, form)
+    info = SourceTensor(f"{path}.weight", shape, "bfloat16", stored, size, form)
     return float_reader(info, (weight, scales), form, octets)

@@ -79,31 +79,26 @@ def test_awq_of_other_kinds_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, leaves, awq_config())
 
 
-def test_awq_arrays_must_fit_each_other(tmp_path: Path) -> None:
-    leaves = awq_gemm(*numbers(4, 128))
-    for name, wrong in (
-        ("qzeros", i32(np.zeros((3, OUT // 8)))),
-        ("scales", f16(np.zeros((2, OUT + 1)))),
-        ("qweight", i32(np.zeros((IN + 1, OUT // 8)))),
-        ("qweight", f16(np.zeros((IN, OUT // 8)))),
-    ):
-        with pytest.raises(CheckpointError):
-            opened(tmp_path, {**leaves, name: wrong}, awq_config())
-
-
 @pytest.mark.parametrize(
-    ("name", "wrong", "words"),
+    ("version", "name", "wrong", "words"),
     [
-        ("qzeros", i32(np.zeros((OUT, 0))), "room for"),
-        ("scales", f16(np.zeros((OUT, 4))), "expected"),
-        ("qweight", f16(np.zeros((OUT, IN // 8))), "is F16"),
-        ("qweight", i32(np.zeros((1, OUT, IN // 8))), r"expected \(out, in / 8\)"),
+        ("gemm", "qzeros", i32(np.zeros((3, OUT // 8))), "expected"),
+        ("gemm", "scales", f16(np.zeros((2, OUT + 1))), "expected"),
+        ("gemm", "qweight", i32(np.zeros((IN + 1, OUT // 8))), "do not divide"),
+        ("gemm", "qweight", f16(np.zeros((IN, OUT // 8))), "is F16"),
+        ("gemv", "qzeros", i32(np.zeros((OUT, 0))), "room for"),
+        ("gemv", "scales", f16(np.zeros((OUT, 4))), "expected"),
+        ("gemv", "qweight", f16(np.zeros((OUT, IN // 8))), "is F16"),
+        ("gemv", "qweight", i32(np.zeros((1, OUT, IN // 8))), r"expected \(out, in / 8\)"),
     ],
 )
-def test_awq_arrays_of_gemv_must_fit_too(tmp_path: Path, name: str, wrong: Any, words: str) -> None:
-    leaves = {**awq_gemv(*numbers(4, 128)), name: wrong}
+def test_awq_arrays_must_fit(
+    tmp_path: Path, version: str, name: str, wrong: Any, words: str
+) -> None:
+    layout = awq_gemm if version == "gemm" else awq_gemv
+    leaves = {**layout(*numbers(4, 128)), name: wrong}
     with pytest.raises(CheckpointError, match=words):
-        opened(tmp_path, leaves, awq_config(version="gemv"))
+        opened(tmp_path, leaves, awq_config(version=version))
 
 
 def gptq_config(bits: int, group_size: int, version: int = 1, **more: Any) -> dict[str, Any]:
@@ -239,21 +234,26 @@ def compressed(bits: int, group_size: int | None, kind: str = "int", **more: Any
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize(
+    ("bits", "pack"),
+    [
+        *((bits, pack_columns) for bits in (2, 3, 4, 5, 6, 7, 8)),
+        *((bits, pack_padded) for bits in (3, 5, 6, 7)),  # before words were dense
+    ],
+)
 @pytest.mark.parametrize("zero_points", [False, True])
-def test_pack_quantized(tmp_path: Path, bits: int, zero_points: bool) -> None:
+def test_pack_quantized(tmp_path: Path, bits: int, pack: Any, zero_points: bool) -> None:
     codes, zeros, scales = numbers(bits, 64)
-    middle = 1 << (bits - 1)
     stored = bf16(scales.T.astype(np.float32))
     leaves = {
-        "weight_packed": i32(pack_columns(codes.T, bits)),
+        "weight_packed": i32(pack(codes.T, bits)),
         "weight_scale": stored,
         "weight_shape": ("I64", np.array([OUT, IN])),
     }
     if zero_points:
-        leaves["weight_zero_point"] = i32(pack_columns(zeros, bits).T)
+        leaves["weight_zero_point"] = i32(pack(zeros, bits).T)
     else:
-        zeros = np.full_like(zeros, middle)
+        zeros = np.full_like(zeros, 1 << (bits - 1))
     source = opened(tmp_path, leaves, compressed(bits, 64, format="pack-quantized"))
     expected = (codes - np.repeat(zeros, 64, axis=0)).T * np.repeat(from_bf16(stored), 64, axis=1)
     info = source.tensors[NAME]
@@ -265,34 +265,6 @@ def test_pack_quantized(tmp_path: Path, bits: int, zero_points: bool) -> None:
         exact = mx.float16 if bits < 4 else mx.float32  # -zero * scale, of bfloat16 scales
         assert packed.scales.dtype == (exact if zero_points else mx.bfloat16)
         assert np.array_equal(dequantised(packed, info), expected)
-
-
-@pytest.mark.parametrize("bits", [3, 5, 6, 7])
-@pytest.mark.parametrize("zero_points", [False, True])
-def test_pack_quantized_with_whole_codes_in_each_word(
-    tmp_path: Path, bits: int, zero_points: bool
-) -> None:
-    """As compressed-tensors packed before its words were dense: 32 // bits codes in each."""
-    codes, zeros, scales = numbers(bits, 64)
-    stored = f16(scales.T)
-    leaves = {
-        "weight_packed": i32(pack_padded(codes.T, bits)),
-        "weight_scale": stored,
-        "weight_shape": ("I64", np.array([OUT, IN])),
-    }
-    config = compressed(bits, 64, format="pack-quantized")
-    if zero_points:
-        leaves["weight_zero_point"] = i32(pack_padded(zeros, bits).T)
-    else:
-        zeros = np.full_like(zeros, 1 << (bits - 1))
-    source = opened(tmp_path, leaves, config)
-    each = np.repeat(scales.T.astype(np.float32), 64, axis=1)
-    expected = (codes - np.repeat(zeros, 64, axis=0)).T * each
-    info = source.tensors[NAME]
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert np.array_equal(np.array(source.read(NAME, slice(8, 12))), expected[8:12])
-    if info.lossless is not None:
-        assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
 
 
 @pytest.mark.parametrize("kind", ["pack-quantized", "int-quantized"])
@@ -344,36 +316,28 @@ def test_the_shape_must_be_what_the_words_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (OUT, 1), (OUT, 4)])
-def test_int_quantized(tmp_path: Path, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_int_quantized(tmp_path: Path, shape: tuple[int, ...], zero_points: bool) -> None:
     rng = np.random.default_rng(0)
-    codes = rng.integers(-128, 128, (OUT, IN)).astype(np.int8)
-    scale = bf16(rng.normal(0.01, 0.002, shape))
+    codes, zeros = (rng.integers(-128, 128, size).astype(np.int8) for size in ((OUT, IN), shape))
+    scale = f16(rng.normal(0.01, 0.002, shape))
     leaves = {"weight": ("I8", codes), "weight_scale": scale, "input_scale": f16(1.0)}
+    if zero_points:
+        leaves["weight_zero_point"] = ("I8", zeros)
     source = opened(tmp_path, leaves, compressed(8, None, format="int-quantized"))
-    grid = from_bf16(scale).reshape(-1, shape[1] if len(shape) == 2 else 1)
-    each = np.repeat(np.broadcast_to(grid, (OUT, grid.shape[1])), IN // grid.shape[1], axis=1)
-    expected = codes * each
+    groups = shape[1] if len(shape) == 2 else 1
+
+    def each(values: Any) -> np.ndarray:
+        grid = np.asarray(values, np.float32).reshape(-1, groups)
+        return np.repeat(np.broadcast_to(grid, (OUT, groups)), IN // groups, axis=1)
+
+    expected = (codes - each(zeros * zero_points)) * each(scale[1])
     info = source.tensors[NAME]
     assert np.array_equal(np.array(source.read(NAME)), expected)
     assert np.array_equal(np.array(source.read(NAME, slice(50, 60))), expected[50:60])
     assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
-    assert source.read_packed(NAME).scales.dtype == mx.bfloat16
+    assert zero_points or source.read_packed(NAME).scales.dtype == mx.float16
     assert "activations" in source.notes[0]
-
-
-def test_int_quantized_with_zero_points(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    codes = rng.integers(-128, 128, (OUT, IN)).astype(np.int8)
-    zeros = rng.integers(-128, 128, (OUT, 1)).astype(np.int8)
-    scale = rng.normal(0.01, 0.002, (OUT, 1)).astype(np.float16)
-    leaves = {
-        "weight": ("I8", codes),
-        "weight_scale": f16(scale),
-        "weight_zero_point": ("I8", zeros),
-    }
-    source = opened(tmp_path, leaves, compressed(8, None, format="int-quantized"))
-    expected = (codes.astype(np.int32) - zeros) * scale.astype(np.float32)
-    assert np.array_equal(np.array(source.read(NAME)), expected)
 
 
 @pytest.mark.parametrize("location", ["input", "output", "weight_input", None])

@@ -17,7 +17,7 @@ from ..arrange import ArrangedSource, OutputTensor
 from ..arrays import Floats
 from ..quantise import ErrorFeedback, make_feedback
 from . import logits
-from .stream import HiddenStates, StreamedModel
+from .stream import StreamedModel
 from .texts import Texts
 
 FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
@@ -135,23 +135,29 @@ class CalibrationPass:
     ) -> None:
         self._arranged, self._block = arranged, block
         self._num_layers = arranged.config.num_layers
-        self._calibration = [texts.calibration] if calibrating else []
-        self._references = references
-        self._checks = [texts.short, texts.long] if references else []
-        self._calibrated: list[HiddenStates] = []
-        self._begin()
+        self._calibrating, self._references = calibrating, references
+        self._next, self._observed = 0, -1  # layers; behind the last one is the output projection
+        self._moments = Moments(block)
+        self._streamed = StreamedModel(arranged)
+        self._calibrated = [self._streamed.states(texts.calibration)] if calibrating else []
+        checked = [texts.short, texts.long] if references else []
+        self._compared = [self._streamed.states(text) for text in checked]
 
     def of(self, output: OutputTensor) -> Statistics:
         """The statistics of a matrix, or of each expert of a stack.
 
-        Quickest in the order of the layers, the output projection last.
+        To be asked for in the order of the layers, the output projection last.
         """
         is_head = output.name == self._streamed.head.name
         index = self._num_layers if is_head else output.layer
-        if index is None or output.ahead or not self._calibration:
+        if index is None or output.ahead or not self._calibrating:
             return Statistics()
         if self._observed != index:
-            self._observe(index)
+            assert self._next <= index, "a layer's statistics are not kept"
+            while self._next < index:
+                self._advance(watching=False)
+            self._advance(watching=True)
+            self._observed = index
         path = self._streamed.name_of(output).removesuffix(".weight")
         return self._moments.statistics(path, output.shape[0] if len(output.shape) == 3 else 1)
 
@@ -166,24 +172,8 @@ class CalibrationPass:
         for path, states in zip(self._references, self._compared, strict=True):
             logits.write(path, self._arranged, self._streamed, norm(states.joined))
 
-    def _begin(self) -> None:
-        self._next, self._observed = 0, -1
-        self._moments = Moments(self._block)
-        self._streamed = StreamedModel(self._arranged)
-        self._calibrated = [self._streamed.states(text) for text in self._calibration]
-        self._compared = [self._streamed.states(text) for text in self._checks]
-
-    def _observe(self, index: int) -> None:
-        """Run the layers up to this one, and keep the moments of this one alone."""
-        if index < self._next:
-            self._begin()
-        while self._next < index:
-            self._advance(watching=False)
-        self._advance(watching=True)
-        self._observed = index
-
     def _advance(self, *, watching: bool) -> None:
-        """Run the next layer; behind the last one is the output projection."""
+        """Run the next layer, and keep the moments of this one alone."""
         streamed, index = self._streamed, self._next
         self._moments = Moments(self._block)
         if index < self._num_layers:

@@ -11,9 +11,10 @@ import numpy as np
 from models.cases import CASES
 from models.dense_kv import DenseCache
 from models.random_weights import tiny_tensors
+from oracles.checkpoints import Stored, bf16, write_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlxinfer.convert.read import Packed, SourceTensor, open_source
+from mlxinfer.convert.read import Packed, SourceModel, SourceTensor, open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
 from mlxinfer.convert.run import Conversion
@@ -111,3 +112,12 @@ def dequantised(packed: Packed, info: SourceTensor) -> np.ndarray:
         parts = [packed.weight, *(p.astype(mx.float32) for p in (packed.scales, packed.biases))]
     how = {"group_size": form.group_size, "bits": form.bits, "mode": form.mode}
     return np.array(mx.dequantize(*parts, **how, dtype=mx.float32))
+
+
+def opened(
+    folder: Path, leaves: dict[str, Stored], quantization: dict[str, Any] | None, *, path: str
+) -> SourceModel:
+    """A checkpoint of one module at a path, with a norm that is not quantised."""
+    tensors = {f"{path}.{leaf}": stored for leaf, stored in leaves.items()}
+    tensors["model.norm.weight"] = bf16(np.ones(8))
+    return open_source(write_folder(folder, tensors, quantization))

@@ -11,9 +11,7 @@ import pytest
 from convert_cases import TEXT, contents, convert, write_source
 from numpy.typing import NDArray
 
-from mlxinfer.convert.arrange import arrange
-from mlxinfer.convert.calibration.feedback import FEW_TOKENS, CalibrationPass, Moments, Statistics
-from mlxinfer.convert.calibration.texts import Texts
+from mlxinfer.convert.calibration.feedback import FEW_TOKENS, Moments, Statistics
 from mlxinfer.convert.files import ShardFile
 from mlxinfer.convert.quantise import (
     ErrorFeedback,
@@ -22,7 +20,7 @@ from mlxinfer.convert.quantise import (
     quantise,
     unpacked,
 )
-from mlxinfer.convert.read import MLXFormat, open_source
+from mlxinfer.convert.read import MLXFormat
 from mlxinfer.convert.recipes import FLOATS, affine
 from mlxinfer.errors import ConversionError
 
@@ -137,29 +135,6 @@ def test_each_expert_has_the_moments_of_its_own_tokens() -> None:
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
     assert seen.statistics("up", 4).feedbacks[3] is None
     assert seen.statistics("down", 1) == Statistics()
-
-
-@pytest.mark.parametrize("case", ["llama-v4", "qwen3_moe-v4", "gemma3_text-v5"])
-def test_the_order_in_which_matrices_are_asked_for_changes_nothing(
-    tmp_path: Path, case: str
-) -> None:
-    arranged = arrange(open_source(write_source(tmp_path / "m", case)))
-    ids = [RNG.integers(3, 90, 40).tolist() for _ in range(4)]
-    matrices = [o for o in arranged.outputs if len(o.shape) > 1 and "embed" not in o.name]
-    forth, back = (
-        CalibrationPass(arranged, Texts(ids, [], []), 128, calibrating=True, references=())
-        for _ in range(2)
-    )
-    first = {output.name: forth.of(output).feedbacks for output in matrices}
-    known = [name for name, made in first.items() if made]
-    assert len(known) > len(matrices) * 0.6
-    for output in reversed(matrices[:: len(matrices) // 5]):
-        for one, other in zip(first[output.name], back.of(output).feedbacks, strict=True):
-            assert (one is None) == (other is None)
-            for a, b in zip(
-                one.factors if one else (), other.factors if other else (), strict=True
-            ):
-                np.testing.assert_array_equal(a, b)
 
 
 def stops(after: int) -> Iterator[None]:

@@ -28,7 +28,9 @@ def calibrated(folder: Path) -> dict[str, np.ndarray | None]:
     """The importance of each matrix; logits of the first of IDS are in the file "short"."""
     arranged, files = arrange(open_source(folder)), (folder / "short", folder / "long")
     found = CalibrationPass(arranged, TEXTS, 0, calibrating=True, references=files)
-    importance = {output.path: found.of(output).importance for output in arranged.outputs}
+    last = arranged.config.num_layers
+    outputs = sorted(arranged.outputs, key=lambda o: last if o.layer is None else o.layer)
+    importance = {output.path: found.of(output).importance for output in outputs}
     found.write_references()
     return importance
 

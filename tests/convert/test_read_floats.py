@@ -1,5 +1,6 @@
 """fp8, nvfp4, mxfp4, mxfp8, gpt-oss and MLX folders: values and codes against plain definitions."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,25 +8,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import dequantised
+from convert_cases import opened as opened_module
 from models.random_weights import tiny_tensors
 from models.tiny import tiny_checkpoint, tiny_config
 from oracles.checkpoints import bf16, f16, f32, from_bf16, write_folder
 from oracles.floats import E2M1_VALUES, E4M3_VALUES, finite_e4m3, fp4_rows
 
-from mlxinfer.convert.read import SourceModel, open_source
+from mlxinfer.convert.read import open_source
 from mlxinfer.errors import CheckpointError, UnsupportedModelError
 
 PATH = "model.layers.0.mlp.up_proj"
 NAME = f"{PATH}.weight"
 OUT, IN = 192, 320  # no multiples of 128
+opened = partial(opened_module, path=PATH)
 RNG = np.random.default_rng(0)
-
-
-def opened(
-    folder: Path, leaves: dict[str, Any], quantization: dict[str, Any] | None
-) -> SourceModel:
-    tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
-    return open_source(write_folder(folder, tensors, quantization))
 
 
 def spread(scale: np.ndarray, rows: int, columns: int) -> np.ndarray:

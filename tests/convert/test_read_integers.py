@@ -1,5 +1,6 @@
 """AWQ, GPTQ and compressed-tensors' integers: values and MLX codes against plain packings."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from convert_cases import dequantised
+from convert_cases import opened as opened_module
 from oracles.checkpoints import bf16, f16, from_bf16, i32, write_folder
 from oracles.integers import (
     awq_gemm,
@@ -30,6 +32,7 @@ from mlxinfer.errors import CheckpointError, UnsupportedModelError
 PATH = "model.layers.0.self_attn.q_proj"
 NAME = f"{PATH}.weight"
 IN, OUT = 256, 64
+opened = partial(opened_module, path=PATH)
 
 
 def numbers(bits: int, group_size: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -39,12 +42,6 @@ def numbers(bits: int, group_size: int, seed: int = 0) -> tuple[np.ndarray, np.n
     codes = rng.integers(0, 1 << bits, (IN, OUT))
     zeros = rng.integers(0, 1 << bits, (groups, OUT))
     return codes, zeros, rng.normal(0.01, 0.003, (groups, OUT)).astype(np.float16)
-
-
-def opened(folder: Path, leaves: dict[str, Any], quantization: dict[str, Any]) -> SourceModel:
-    tensors = {f"{PATH}.{leaf}": stored for leaf, stored in leaves.items()}
-    tensors["model.norm.weight"] = bf16(np.ones(8))
-    return open_source(write_folder(folder, tensors, quantization))
 
 
 def awq_config(**more: Any) -> dict[str, Any]:

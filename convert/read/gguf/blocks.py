@@ -11,23 +11,13 @@ Source: github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from ....errors import UnsupportedModelError
 from ..stored import Array
 
-Triple = tuple[Array, Array, Array]
-
-
-@dataclass(frozen=True, slots=True)
-class AffineBlocks:
-    """A format that MLX's affine quantisation holds."""
-
-    bits: int
-    decode: Callable[[Array], Triple]
-    half_scales: bool  # scales and biases are exact in float16
+Decoded = tuple[Array, Array, Array]
 
 
 def half(octets: Array) -> Array:
@@ -46,26 +36,26 @@ def _fifth_bits(octets: Array) -> Array:
     return np.unpackbits(octets, axis=1, bitorder="little") << 4
 
 
-def _q4_0(blocks: Array) -> Triple:
+def _q4_0(blocks: Array) -> Decoded:
     scale = half(blocks[:, :2])
     return nibbles(blocks[:, 2:], 16), scale, -8 * scale
 
 
-def _q4_1(blocks: Array) -> Triple:
+def _q4_1(blocks: Array) -> Decoded:
     return nibbles(blocks[:, 4:], 16), half(blocks[:, :2]), half(blocks[:, 2:4])
 
 
-def _q5_0(blocks: Array) -> Triple:
+def _q5_0(blocks: Array) -> Decoded:
     scale = half(blocks[:, :2])
     return nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6]), scale, -16 * scale
 
 
-def _q5_1(blocks: Array) -> Triple:
+def _q5_1(blocks: Array) -> Decoded:
     codes = nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
     return codes, half(blocks[:, :2]), half(blocks[:, 2:4])
 
 
-def _q8_0(blocks: Array) -> Triple:
+def _q8_0(blocks: Array) -> Decoded:
     scale = half(blocks[:, :2])
     return blocks[:, 2:] ^ np.uint8(128), scale, -128 * scale
 
@@ -87,25 +77,25 @@ def _scales_k(blocks: Array) -> tuple[Array, Array]:
     return half(blocks[:, :2]) * steps, -half(blocks[:, 2:4]) * minima
 
 
-def _q4_k(blocks: Array) -> Triple:
+def _q4_k(blocks: Array) -> Decoded:
     return nibbles(blocks[:, 16:], 32), *_scales_k(blocks)
 
 
-def _q5_k(blocks: Array) -> Triple:
+def _q5_k(blocks: Array) -> Decoded:
     """Bit g of byte i is the fifth bit of value i of group g."""
     places = blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None]
     fifth = ((places & 1) << 4).reshape(len(blocks), -1)
     return nibbles(blocks[:, 48:], 32) | fifth, *_scales_k(blocks)
 
 
-AFFINE = {
-    "Q4_0": AffineBlocks(4, _q4_0, True),
-    "Q4_1": AffineBlocks(4, _q4_1, True),
-    "Q5_0": AffineBlocks(5, _q5_0, True),
-    "Q5_1": AffineBlocks(5, _q5_1, True),
-    "Q8_0": AffineBlocks(8, _q8_0, True),
-    "Q4_K": AffineBlocks(4, _q4_k, False),
-    "Q5_K": AffineBlocks(5, _q5_k, False),
+AFFINE: dict[str, tuple[int, Callable[[Array], Decoded]]] = {  # bits, and the function
+    "Q4_0": (4, _q4_0),
+    "Q4_1": (4, _q4_1),
+    "Q5_0": (5, _q5_0),
+    "Q5_1": (5, _q5_1),
+    "Q8_0": (8, _q8_0),
+    "Q4_K": (4, _q4_k),
+    "Q5_K": (5, _q5_k),
 }
 
 

@@ -1,5 +1,6 @@
 """Readers of GGUF tensors: blocks to values or codes, in the order of transformers (layout.py)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -9,9 +10,9 @@ from ....errors import UnsupportedModelError
 from ...arrays import pack
 from ..codes import AffineMatrix, Octets, Triple, affine_format, float_reader
 from ..schemes.floats import MXFP4
-from ..source import SourceTensor, TensorReader
+from ..source import MLXFormat, SourceTensor, TensorReader
 from ..stored import FLOATS, Array, StoredArray, to_float32, to_mlx
-from .blocks import AFFINE, AffineBlocks, nibbles, values_of
+from .blocks import AFFINE, Decoded, nibbles, values_of
 from .header import BlockType
 from .layout import PLAIN, Order, TensorLayout
 
@@ -63,10 +64,10 @@ class GGUFTensor:
         """(num_blocks, num_bytes) uint8."""
         return self.rows(rows).reshape(-1, self.block.num_bytes)
 
-    def info(self, **more: object) -> SourceTensor:
-        """The description that all kinds share."""
+    def info(self, lossless: MLXFormat | None = None) -> SourceTensor:
+        """The description of a tensor in blocks."""
         size = self.array.num_bytes
-        return SourceTensor(self.name, self.shape, "float32", self.block.name, size, **more)  # type: ignore[arg-type]
+        return SourceTensor(self.name, self.shape, "float32", self.block.name, size, lossless)
 
 
 def reader_of(place: GGUFTensor) -> TensorReader:
@@ -83,7 +84,7 @@ def reader_of(place: GGUFTensor) -> TensorReader:
         raise place.array.fail(f"is {kind}; expected {' or '.join(FLOATS)}")
     place.groups(32)
     if kind in AFFINE:
-        return _affine(place, AFFINE[kind])
+        return _affine(place, *AFFINE[kind])
     if kind == "MXFP4":
         return _mxfp4(place)
     decode = values_of(kind, f"Tensor {place.array.name!r} of {place.array.path.name}")
@@ -108,23 +109,20 @@ def _floats(place: GGUFTensor) -> TensorReader:
     return TensorReader(info, (place.array,), values)
 
 
-def _affine(place: GGUFTensor, blocks: AffineBlocks) -> TensorReader:
+def _affine(place: GGUFTensor, bits: int, decode: Callable[[Array], Decoded]) -> TensorReader:
     def triple(rows: slice) -> Triple:
         """Blocks taken apart, and codes packed in MLX's order."""
-        codes, scales, biases = blocks.decode(place.blocks(rows))
+        codes, scales, biases = decode(place.blocks(rows))
         *middle, in_dims = place.shape[1:]
         lead = (rows.stop - rows.start, *middle)
         groups = (*lead, in_dims // 32)
         order = place.groups(32)
         codes = codes.reshape(-1, in_dims // 32, 32)[:, order].reshape(-1, in_dims)
-        words = pack(codes, blocks.bits).reshape(*lead, -1)
+        words = pack(codes, bits).reshape(*lead, -1)
         return words, scales.reshape(groups)[..., order], biases.reshape(groups)[..., order]
 
-    info = place.info(
-        lossless=affine_format(blocks.bits, 32),
-        scales_dtype="float16" if blocks.half_scales else "float32",
-    )
-    return AffineMatrix(info, (place.array,), blocks.bits, 32, triple).reader()
+    info = place.info(affine_format(bits, 32))
+    return AffineMatrix(info, (place.array,), bits, 32, triple).reader()
 
 
 def _mxfp4(place: GGUFTensor) -> TensorReader:
@@ -142,4 +140,4 @@ def _mxfp4(place: GGUFTensor) -> TensorReader:
         packed = packed.reshape(*lead, in_dims // 32, 16)[..., order, :]
         return packed.reshape(*lead, in_dims // 2), exponents
 
-    return float_reader(place.info(lossless=MXFP4), (place.array,), MXFP4, octets)
+    return float_reader(place.info(MXFP4), (place.array,), MXFP4, octets)

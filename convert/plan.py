@@ -7,7 +7,6 @@ names single experts, `experts.7.gate_proj.weight`; their bytes are the same. Bi
 together: they are few numbers, which a model holds in memory.
 """
 
-import hashlib
 import os
 import re
 from collections import Counter
@@ -245,17 +244,6 @@ def _check_overrides(arranged: ArrangedSource, recipe: Recipe) -> None:
             raise InvalidRequestError(
                 f"No matrix of {arranged.source.label} matches {override.pattern!r}.", param="set"
             )
-
-
-def digest_of(plan: ConversionPlan) -> str:
-    """The same for the same plan, for the journal."""
-    rows = [
-        [array.name, array.dtype, list(array.shape), name_of(tensor.form), tensor.packed]
-        for tensor in plan.tensors
-        for array in tensor.arrays
-    ]
-    text = repr([plan.recipe.name, plan.shard_bytes, plan.split_experts, rows])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # -- experts side by side -----------------------------------------------------------------------

@@ -33,7 +33,6 @@ from .plan import (
     ConversionPlan,
     MemoryBudget,
     PlannedTensor,
-    digest_of,
     disk_bytes,
     make_budget,
     make_plan,
@@ -192,7 +191,6 @@ class Conversion:
         unloadable = self._check_side_files(place)
         texts = self._texts(place.model) if self._needs_texts else None
         plan = self.plan(self._formats(place, texts))
-        journal.planned(digest_of(plan))
         write_json(
             place.model / "config.json", config_json(self.source, self.arranged.config, plan)
         )

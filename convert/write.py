@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,7 @@ def _clear(place: Workplace) -> None:
             _delete(place.root / name)
 
 
-VERSION = 3
+VERSION = 3  # of the journal; another mlxinfer may plan otherwise
 
 
 class Journal:
@@ -271,7 +272,6 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.start: dict[str, Any] = {}
-        self.plan: str | None = None
         self.tensors: dict[str, dict[str, Any]] = {}
         self.shards: dict[str, list[dict[str, Any]]] = {}
         if path.exists():
@@ -283,7 +283,7 @@ class Journal:
         Raises:
             ConversionError: it is another one.
         """
-        start = {"version": VERSION, **start}
+        start = {"version": f"{VERSION} of mlxinfer {version('mlxinfer')}", **start}
         if not self.start:
             self.start = start
             self._append([start])
@@ -291,21 +291,6 @@ class Journal:
         for key, value in start.items():
             if self.start.get(key) != value:
                 raise ConversionError(_changed(key, self.start.get(key), value))
-
-    def planned(self, plan: str) -> None:
-        """Record formats and files, or check that they are those of the interrupted conversion.
-
-        Raises:
-            ConversionError: they are others, as of another version of mlxinfer.
-        """
-        if self.plan is None:
-            self.plan = plan
-            self._append([{"plan": plan}])
-        elif self.plan != plan:
-            raise ConversionError(
-                "This version of mlxinfer plans otherwise than the one that was interrupted; use "
-                "--restart to begin anew."
-            )
 
     def add_tensors(self, entries: dict[str, dict[str, Any]]) -> None:
         """These tensors are on the disk."""
@@ -347,8 +332,6 @@ class Journal:
         for line in lines[1:]:
             if "tensor" in line:
                 self.tensors[line.pop("tensor")] = line
-            elif "plan" in line:
-                self.plan = line["plan"]
             elif "gone" in line:
                 self._drop(line["gone"], line["tensors"])
             else:

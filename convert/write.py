@@ -383,8 +383,12 @@ class TensorWriter:
         """End the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def write(self, tensor: PlannedTensor, file: ShardFile) -> "WrittenTensor":
-        """Put one tensor into its file."""
+    def write(self, tensor: PlannedTensor, file: ShardFile) -> dict[str, Any]:
+        """Put one tensor into its file; returns what the journal notes.
+
+        That is its `error`, the `checksums` of its arrays, and how many of its experts were rounded
+        to the `nearest` for want of tokens.
+        """
         target, known = _Target(tensor, file), Statistics()
         if tensor.packed:
             self._copy(tensor, target)
@@ -392,7 +396,8 @@ class TensorWriter:
             if tensor.form is not None:
                 known = self.statistics(tensor.output)
             self._spread(tensor, target, known)
-        return WrittenTensor(target.error, target.checksums, known.nearest)
+        error, checksums = asdict(target.error), target.checksums
+        return {"error": error, "checksums": checksums, "nearest": known.nearest}
 
     def _spread(self, tensor: PlannedTensor, target: "_Target", known: Statistics) -> None:
         """Pass blocks to the threads, one to each at a time, and write the results in order."""
@@ -499,15 +504,6 @@ def _check_finite(values: Floats, tensor: PlannedTensor, what: str) -> None:
         raise CheckpointError(f"{tensor.output.name} {what}.")
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenTensor:
-    """One tensor, as it was handed to the disk."""
-
-    error: ErrorStats
-    checksums: list[int]  # CRC-32 of each of its arrays
-    nearest: int = 0  # experts that were rounded without error feedback, for want of tokens
-
-
 class _Target:
     """The arrays of one tensor, each growing in its place in the file."""
 
@@ -565,7 +561,7 @@ def write_shard(
 @contextmanager
 def checkpoints(
     file: ShardFile, journal: Journal
-) -> Iterator[Callable[[PlannedTensor, WrittenTensor], None]]:
+) -> Iterator[Callable[[PlannedTensor, dict[str, Any]], None]]:
     """Lines in the journal for what is on the disk, not too often: each waits for the disk."""
     pending: dict[str, dict[str, Any]] = {}
     size, started = 0, time.monotonic()
@@ -578,9 +574,9 @@ def checkpoints(
             pending.clear()
         size, started = 0, time.monotonic()
 
-    def record(tensor: PlannedTensor, written: WrittenTensor) -> None:
+    def record(tensor: PlannedTensor, entry: dict[str, Any]) -> None:
         nonlocal size
-        pending[tensor.output.name] = asdict(written)
+        pending[tensor.output.name] = entry
         size += tensor.num_bytes
         if size >= CHECKPOINT_BYTES or time.monotonic() - started >= CHECKPOINT_S:
             settle()

@@ -96,19 +96,51 @@ def test_fp8_of_which_every_code_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_scales_that_are_powers_of_two_are_mxfp8(tmp_path: Path) -> None:
-    codes = finite_e4m3((OUT, IN), seed=2)
-    exponents = RNG.integers(100, 140, (2, 3)).astype(np.uint8)
-    scale = np.exp2(exponents.astype(np.float64) - 127)
-    for kind, stored in (("F32", f32(scale)), ("F8_E8M0", ("F8_E8M0", exponents))):
-        leaves = {"weight": ("F8_E4M3", codes), "weight_scale_inv": stored}
-        source = opened(tmp_path / kind, leaves, fp8(scale_fmt="ue8m0"))
-        info, packed = source.tensors[NAME], source.read_packed(NAME)
-        expected = E4M3_VALUES[codes] * spread(scale, 128, 128)
-        assert info.lossless is not None
-        assert info.lossless.mode == "mxfp8"
-        assert np.array_equal(np.array(source.read(NAME)), expected)
-        assert np.array_equal(dequantised(packed, info), expected)
+def compressed(form: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": form, **more}
+
+
+OCTETS = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
+CODES, STEPS = finite_e4m3((OUT, IN), seed=3), finite_e4m3((OUT, IN // 16), seed=5) & 0x7F
+BLOCKS, POWERS = (RNG.integers(110, 130, shape).astype(np.uint8) for shape in ((2, 3), (OUT, 10)))
+
+
+def power(exponents: np.ndarray) -> np.ndarray:
+    return np.exp2(exponents.astype(float) - 127)
+
+
+EIGHT = E4M3_VALUES[CODES] * np.repeat(power(POWERS), 32, axis=1)
+BLOCKED = E4M3_VALUES[CODES] * spread(power(BLOCKS), 128, 128)
+FOUR = fp4_rows(OCTETS) * np.repeat(power(POWERS), 32, axis=1)
+NV = fp4_rows(OCTETS) * np.repeat(E4M3_VALUES[STEPS], 16, axis=1)
+LOSSLESS: dict[str, tuple[str, dict[str, Any], Any, Any, np.ndarray]] = {  # mode, config, arrays
+    "fp8, powers as floats": (
+        *("mxfp8", fp8(scale_fmt="ue8m0"), ("F8_E4M3", CODES), f32(power(BLOCKS)), BLOCKED),
+    ),
+    "fp8, powers": (
+        *("mxfp8", fp8(scale_fmt="ue8m0"), ("F8_E4M3", CODES), ("F8_E8M0", BLOCKS), BLOCKED),
+    ),
+    "mxfp8": ("mxfp8", compressed("mxfp8-quantized"), ("F8_E4M3", CODES), ("U8", POWERS), EIGHT),
+    "mxfp4": ("mxfp4", compressed("mxfp4-pack-quantized"), ("U8", OCTETS), ("U8", POWERS), FOUR),
+    "mxfp4, powers": (
+        *("mxfp4", compressed("mxfp4-pack-quantized"), ("U8", OCTETS), ("F8_E8M0", POWERS), FOUR),
+    ),
+    "nvfp4": (
+        *("nvfp4", compressed("nvfp4-pack-quantized"), ("U8", OCTETS), ("F8_E4M3", STEPS), NV),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSLESS)
+def test_formats_that_mlx_has(tmp_path: Path, case: str) -> None:
+    mode, config, codes, scales, expected = LOSSLESS[case]
+    leaves = {"weight_packed" if codes[0] == "U8" else "weight": codes, "weight_scale": scales}
+    source = opened(tmp_path, leaves, config)
+    info = source.tensors[NAME]
+    assert info.lossless is not None
+    assert info.lossless.mode == mode
+    assert np.array_equal(np.array(source.read(NAME).astype(mx.float32)), expected)
+    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
 
 
 def test_scales_that_only_claim_to_be_powers_of_two(tmp_path: Path) -> None:
@@ -119,27 +151,12 @@ def test_scales_that_only_claim_to_be_powers_of_two(tmp_path: Path) -> None:
         source.read_packed(NAME)
 
 
-def test_compressed_mxfp8(tmp_path: Path) -> None:
-    codes = finite_e4m3((OUT, IN), seed=3)
-    exponents = RNG.integers(110, 130, (OUT, IN // 32)).astype(np.uint8)
-    leaves = {"weight": ("F8_E4M3", codes), "weight_scale": ("U8", exponents)}
-    method = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
-    source = opened(tmp_path, leaves, method)
-    info = source.tensors[NAME]
-    expected = E4M3_VALUES[codes] * np.exp2(np.repeat(exponents.astype(float), 32, axis=1) - 127)
-    assert np.array_equal(np.array(source.read(NAME)), expected)
-    assert np.array_equal(dequantised(source.read_packed(NAME), info), expected)
-
-
 def test_compressed_fp8_with_blocks(tmp_path: Path) -> None:
     codes = finite_e4m3((OUT, IN), seed=4)
     scale = RNG.uniform(0.1, 1, (3, 5)).astype(np.float32)
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]}
-    method = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-    }
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    method = compressed("float-quantized", config_groups=groups)
     leaves = {"weight": ("F8_E4M3", codes), "weight_scale": f32(scale)}
     expected = E4M3_VALUES[codes].astype(np.float32) * spread(scale, 64, 64)
     assert np.array_equal(np.array(opened(tmp_path, leaves, method).read(NAME)), expected)
@@ -165,8 +182,7 @@ def test_mxfp4_that_is_not_finite_is_refused(
     octets = np.full((OUT, IN // 2), 0x11, np.uint8)
     octets[7, 3 * 16] = 0x10 | code
     leaves = {"weight_packed": ("U8", octets), "weight_scale": ("U8", exponents)}
-    method = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-    source = opened(tmp_path, leaves, method)
+    source = opened(tmp_path, leaves, compressed("mxfp4-pack-quantized"))
     if damaged:
         with pytest.raises(CheckpointError, match="NaN or infinity"):
             source.read_packed(NAME)
@@ -182,9 +198,8 @@ def test_mxfp8_that_is_not_finite_is_refused(tmp_path: Path, where: str) -> None
     else:
         exponents[3, 5] = 255
     leaves = {"weight": ("F8_E4M3", codes), "weight_scale": ("U8", exponents)}
-    method = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
     with pytest.raises(CheckpointError, match=r"NaN or infinity|no number"):
-        opened(tmp_path, leaves, method).read_packed(NAME)
+        opened(tmp_path, leaves, compressed("mxfp8-quantized")).read_packed(NAME)
 
 
 def test_scales_of_no_known_shape_are_refused(tmp_path: Path) -> None:
@@ -209,37 +224,13 @@ def test_nvfp4_with_a_global_scale(tmp_path: Path, by: str) -> None:
     else:
         leaves = {"weight_packed": ("U8", octets), "weight_scale": ("F8_E4M3", blocks)}
         leaves |= {"weight_global_scale": f32([812.5]), "input_global_scale": f32([1.0])}
-        method = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-        source = opened(tmp_path, leaves, method)
+        source = opened(tmp_path, leaves, compressed("nvfp4-pack-quantized"))
         steps = E4M3_VALUES[blocks].astype(np.float32) / np.float32(812.5)
     info = source.tensors[NAME]
     assert (info.shape, info.lossless) == ((OUT, IN), None)
     expected = fp4_rows(octets).astype(np.float32) * np.repeat(steps, 16, axis=1)
     assert np.array_equal(np.array(source.read(NAME)), expected)
     assert np.array_equal(np.array(source.read(NAME, slice(9, 11))), expected[9:11])
-
-
-def test_nvfp4_without_a_global_scale_is_mlx_own(tmp_path: Path) -> None:
-    octets = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
-    blocks = finite_e4m3((OUT, IN // 16), seed=5) & 0x7F
-    leaves = {"weight_packed": ("U8", octets), "weight_scale": ("F8_E4M3", blocks)}
-    method = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
-    source = opened(tmp_path, leaves, method)
-    expected = fp4_rows(octets) * np.repeat(E4M3_VALUES[blocks], 16, axis=1)
-    assert np.array_equal(np.array(source.read(NAME).astype(mx.float32)), expected)
-    assert np.array_equal(dequantised(source.read_packed(NAME), source.tensors[NAME]), expected)
-
-
-@pytest.mark.parametrize("dtype", ["U8", "F8_E8M0"])
-def test_compressed_mxfp4(tmp_path: Path, dtype: str) -> None:
-    octets = RNG.integers(0, 256, (OUT, IN // 2)).astype(np.uint8)
-    exponents = RNG.integers(100, 140, (OUT, IN // 32)).astype(np.uint8)
-    leaves = {"weight_packed": ("U8", octets), "weight_scale": (dtype, exponents)}
-    method = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-    source = opened(tmp_path, leaves, method)
-    expected = fp4_rows(octets) * np.exp2(np.repeat(exponents.astype(float), 32, axis=1) - 127)
-    assert np.array_equal(np.array(source.read(NAME).astype(mx.float32)), expected)
-    assert np.array_equal(dequantised(source.read_packed(NAME), source.tensors[NAME]), expected)
 
 
 def test_modelopt_describes_itself_beside_the_config(tmp_path: Path) -> None:

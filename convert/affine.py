@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Codes, Floats, rounded
+from .arrays import Floats, rounded
 
 # Shares of a group's range, by bits and group size, and shifts of the grid. Of three shifts of one
 # cut the best has 3 to 5 % less squared error than the best of three cuts without a shift.
@@ -101,11 +101,6 @@ def encode(
     np.rint(codes, out=codes)
     np.clip(codes, 0, 2**bits - 1, out=codes)
     return codes
-
-
-def as_codes(codes: Floats) -> Codes:
-    """float32 -> uint8."""
-    return codes.astype(np.uint8)
 
 
 def error_of(

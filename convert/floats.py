@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from .arrays import Codes, Floats
 from .read import MLXFormat
+from .read.codes import scale_values
 from .read.stored import E2M1 as ALL_E2M1
 from .read.stored import E4M3 as ALL_E4M3
 
@@ -44,16 +45,9 @@ def search(
     return best
 
 
-def scale_of(byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
-    """The number that a scale's byte stands for."""
-    if form.mode == "nvfp4":
-        return E4M3[byte]
-    return np.ldexp(np.float32(1), byte.astype(np.int32) - 127)
-
-
 def encode(groups: Floats, byte: NDArray[np.uint8], form: MLXFormat) -> Codes:
     """The nearest element of each number, sign in the highest bit."""
-    scale = scale_of(byte, form)
+    scale = scale_values(byte, form)
     ratio = groups / np.where(scale > 0, scale, 1)
     edges = E2M1_EDGES if form.bits == 4 else E4M3_EDGES
     codes = np.searchsorted(edges, np.abs(ratio)).astype(np.uint8)
@@ -63,9 +57,8 @@ def encode(groups: Floats, byte: NDArray[np.uint8], form: MLXFormat) -> Codes:
 
 def decode(codes: Codes, byte: NDArray[np.uint8], form: MLXFormat) -> Floats:
     """Elements times scale."""
-    values = E2M1 if form.bits == 4 else np.append(E4M3, np.float32(0))
-    table = np.concatenate([values, -values])
-    return table[codes] * scale_of(byte, form)
+    table: Floats = ALL_E2M1 if form.bits == 4 else ALL_E4M3
+    return table[codes] * scale_values(byte, form)
 
 
 def _choices(largest: Floats, form: MLXFormat) -> list[NDArray[np.uint8]]:

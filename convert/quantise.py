@@ -190,7 +190,7 @@ def _tile(
         codes = method.codes(groups, scales)
     else:
         codes, scales = _fed_back(groups, method, method.feedback, importance)
-    packed = pack(affine.as_codes(codes).reshape(values.shape), form.bits)
+    packed = pack(codes.astype(np.uint8).reshape(values.shape), form.bits)
     if form.mode == "affine":
         scale, bias = (narrow(part[..., 0], method.dtype) for part in scales)
         rows = QuantisedRows(packed, scale, bias)

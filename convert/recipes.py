@@ -23,15 +23,12 @@ from typing import Any, Final
 from ..errors import InvalidRequestError
 from .arrange import OutputTensor
 from .read import MLXFormat
+from .read.schemes.floats import MXFP4, MXFP8, NVFP4
 
 BITS: Final = (2, 3, 4, 5, 6, 8)
 GROUPS: Final = (32, 64, 128)
 GROUP: Final = 64  # where nothing else was asked for
-FLOATS: Final = {
-    "mxfp4": MLXFormat(32, 4, "mxfp4"),
-    "mxfp8": MLXFormat(32, 8, "mxfp8"),
-    "nvfp4": MLXFormat(16, 4, "nvfp4"),
-}
+FLOATS: Final = {form.mode: form for form in (MXFP4, MXFP8, NVFP4)}
 DENSE: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ITEM_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -291,7 +288,7 @@ class ConversionOptions:
     learn_minutes: float | None = None  # for scales and biases (learn.py); None: they stay
     check_text: str | None = None  # text; None: a part of the calibration text
     check_tensors: bool = True
-    max_kl: float | None = None  # None: limit_for() the bits
+    max_kl: float | None = None  # None: limits_for() the bits
     max_memory: int | None = None  # bytes
     shard_bytes: int = SHARD_BYTES
     figures: bool = True  # in the model card

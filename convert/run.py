@@ -25,7 +25,7 @@ from .calibration.allocation import choose_formats, least_bytes
 from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
 from .calibration.learn import LearnedLayer, LearningPass, put_into_file, summary
-from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limit_for, top1_for
+from .calibration.logits import LogitCheck, LogitsOf, compare_logits, limits_for
 from .calibration.measure import load_formats, measure_units, save_formats
 from .calibration.texts import Texts, make_texts
 from .files import partial_path
@@ -363,8 +363,8 @@ class Conversion:
 
     def _compare(self, place: Workplace, plan: ConversionPlan, texts: Texts) -> list[LogitCheck]:
         assert self.open_model is not None
-        bits = judged_bits(plan)
-        limit, least = self.options.max_kl or limit_for(bits), top1_for(bits)
+        limit, least = limits_for(judged_bits(plan))
+        limit = self.options.max_kl or limit
         pairs = list(zip((texts.short, texts.long), place.references, strict=True))
         with self.open_model(place.model) as logits_of:
             found = []

@@ -126,8 +126,10 @@ def _most_probable(
 
 
 LogitsOf = Callable[[list[int]], NDArray[np.float32]]  # ids (T,) -> logits (T, vocab_size)
-MAX_KL = ((15.0, 0.005), (7.5, 0.02), (5.5, 0.1), (4.9, 0.2), (3.9, 0.4), (2.9, 1.5), (0.0, 4.0))
-MIN_TOP1 = ((15.0, 0.99), (7.5, 0.97), (5.5, 0.9), (4.9, 0.85), (3.9, 0.8), (2.9, 0.5), (0.0, 0.2))
+LIMITS = (  # from so many bits a weight on: mean divergence at most, share of same tokens at least
+    *((15.0, (0.005, 0.99)), (7.5, (0.02, 0.97)), (5.5, (0.1, 0.9)), (4.9, (0.2, 0.85))),
+    *((3.9, (0.4, 0.8)), (2.9, (1.5, 0.5)), (0.0, (4.0, 0.2))),
+)
 CLEAR = np.log(2.0)  # by which the most probable token leads where it is clear
 
 
@@ -152,14 +154,9 @@ class LogitCheck:
         return self.kl_mean <= self.max_kl and self.clear_top1 >= self.min_top1
 
 
-def limit_for(bits_per_weight: float) -> float:
-    """The limit of the mean divergence, in nats."""
-    return next(limit for bits, limit in MAX_KL if bits_per_weight >= bits)
-
-
-def top1_for(bits_per_weight: float) -> float:
-    """The least share of clear positions that keep their most probable token."""
-    return next(limit for bits, limit in MIN_TOP1 if bits_per_weight >= bits)
+def limits_for(bits_per_weight: float) -> tuple[float, float]:
+    """Most mean divergence, in nats; least share of clear positions with the same best token."""
+    return next(limits for bits, limits in LIMITS if bits_per_weight >= bits)
 
 
 def compare_logits(

@@ -139,6 +139,11 @@ def affine_matrix(
     return AffineMatrix(info, parts, form.bits, form.group_size, triple)
 
 
+def scale_values(octets: Array, form: MLXFormat) -> Array:
+    """The numbers that scales of eight bits stand for."""
+    return to_float32(octets, "F8_E4M3" if form.mode == "nvfp4" else "F8_E8M0")
+
+
 Octets = tuple[Array, Array]
 """Codes (n, ..., bytes) uint8 and the bytes of scales (n, ..., groups)."""
 
@@ -162,7 +167,7 @@ def float_reader(
     def values(rows: slice) -> mx.array:
         """Code times scale."""
         codes, scales = octets(rows)
-        steps = rescaled(to_float32(scales, "F8_E4M3" if form.mode == "nvfp4" else "F8_E8M0"))
+        steps = rescaled(scale_values(scales, form))
         found = E4M3[codes]
         if form.bits == 4:
             found = E2M1[np.stack([codes & 0xF, codes >> 4], axis=-1)]

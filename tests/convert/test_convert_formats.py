@@ -13,7 +13,7 @@ from models.tiny import tiny_checkpoint, tiny_config
 from oracles.gguf_files import as_llama_cpp, write_model
 
 from mlxinfer.convert.arrange import OutputTensor, arrange
-from mlxinfer.convert.calibration.logits import limit_for
+from mlxinfer.convert.calibration.logits import limits_for
 from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.read import open_source
 from mlxinfer.convert.recipes import ConversionOptions, affine, make_recipe, name_of
@@ -107,16 +107,16 @@ def test_float32_norms_of_a_gguf_become_what_its_matrices_are(
 def test_a_divergence_is_judged_by_the_bits_of_what_is_kept(tmp_path: Path) -> None:
     """Of the source, where a format is kept; of the output, where one was asked for."""
     arranged = arrange(open_source(write_source(tmp_path / "m")))
-    assert limit_for(judged_bits(make_plan(arranged, make_recipe("keep")))) == limit_for(16)
+    assert limits_for(judged_bits(make_plan(arranged, make_recipe("keep")))) == limits_for(16)
     four = make_plan(arranged, make_recipe("4bit-g32"))
-    assert limit_for(judged_bits(four)) == limit_for(four.bits_per_weight) > limit_for(16)
+    assert limits_for(judged_bits(four)) == limits_for(four.bits_per_weight) > limits_for(16)
     both = make_plan(arranged, make_recipe("4bit-g32", keep_format=True))
-    assert limit_for(judged_bits(both)) == limit_for(judged_bits(four))
+    assert limits_for(judged_bits(both)) == limits_for(judged_bits(four))
     stored = {"stored": "Q6_K", "stored_bytes": 10**6, "lossless": affine(4, 32)}
     outputs = tuple(replace(output, **stored) for output in arranged.outputs)
     kept = make_plan(replace(arranged, outputs=outputs), make_recipe("keep"))
     assert kept.bits_per_weight < 16
-    assert limit_for(judged_bits(kept)) == limit_for(16)
+    assert limits_for(judged_bits(kept)) == limits_for(16)
 
 
 @pytest.mark.parametrize(

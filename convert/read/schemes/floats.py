@@ -23,11 +23,8 @@ from ..codes import float_reader
 from ..source import Leaves, MLXFormat, Packed, SourceTensor, TensorReader
 from ..stored import E4M3, FLOATS, Array, StoredArray, to_float32
 
-MXFP8, NVFP4, MXFP4 = (
-    MLXFormat(32, 8, "mxfp8"),
-    MLXFormat(16, 4, "nvfp4"),
-    MLXFormat(32, 4, "mxfp4"),
-)
+MXFP8, MXFP4 = MLXFormat(32, 8, "mxfp8"), MLXFormat(32, 4, "mxfp4")
+NVFP4 = MLXFormat(16, 4, "nvfp4")
 BLOCK = (128, 128)
 _POWERS = ("F8_E8M0", "U8")  # exponents, biased by 127
 

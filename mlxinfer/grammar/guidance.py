@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..core import Grammar
 from ..text import ReasoningFormat, Tokenizer, ToolUse
 from ..text.reasoning import answer_prefix
 from ..text.tools.schema import Tool, Toolbox
-from ..text.tools.use import after_reasoning, calls_or_answer
+from ..text.tools.use import AnswerGrammar
 from .compiler import GrammarCompiler
 from .relaxed import Unenforced, any_of
 from .schema import check_schema
-from .spec import GrammarSpec, enforceable, response_format, schema_part, strictly, tool_calls
+from .spec import GrammarSpec, enforceable, schema_part, strictly, tool_calls
 
 if TYPE_CHECKING:
     from .compiled import TokenGrammar
@@ -42,24 +42,6 @@ class Guidance:
         self._budget_rule: BudgetRule | None = None
         self.compiler = GrammarCompiler(tokenizer, vocab_size=vocab_size, end_ids=end_ids)
 
-    def plan(
-        self, prompt_ids: Sequence[int], format: Any = None, use: ToolUse | None = None
-    ) -> GrammarSpec | None:
-        """Return the grammar of the answer to a prompt, None for any text. Compiles nothing.
-
-        With a response_format and tools the answer is calls, or a text of that format.
-
-        Args:
-            prompt_ids: the prompt, which may have opened the reasoning.
-            format: a request's response_format.
-            use: the request's tools.
-
-        Raises:
-            InvalidRequestError: no such response_format, or a schema is too large.
-        """
-        spec = None if format is None else response_format(format)
-        return self.rule(prompt_ids, spec, use)
-
     def rule(
         self,
         prompt_ids: Sequence[int],
@@ -68,11 +50,23 @@ class Guidance:
         *,
         reasons: bool = True,
     ) -> GrammarSpec | None:
-        """Do the same for a spec; with `reasons` the model may reason before the answer."""
+        """Return the grammar of the answer to a prompt, None for any text. Compiles nothing.
+
+        With a spec and tools the answer is calls, or a text that the spec allows.
+
+        Args:
+            prompt_ids: the prompt, which may have opened the reasoning.
+            spec: of a request's response_format.
+            use: the request's tools.
+            reasons: the model may reason before the answer.
+
+        Raises:
+            InvalidRequestError: a schema of a tool is too large, or none.
+        """
         if use is not None and (spec is None or use.must_call):
             return self.forced(use, prompt_ids)
         if spec is not None and use is not None:
-            return calls_or(spec, use, self._tokenizer, self._reasoning, prompt_ids)
+            return self._calls_or(spec, use, prompt_ids)
         return self.after_reasoning(spec, prompt_ids) if spec is not None and reasons else spec
 
     def forced(self, use: ToolUse, prompt_ids: Sequence[int]) -> GrammarSpec | None:
@@ -85,8 +79,20 @@ class Guidance:
         """Return the same grammar, after reasoning if the model reasons."""
         if self._reasoning is None:
             return spec
-        before = after_reasoning(self._tokenizer, self._reasoning, prompt_ids)
-        return replace(spec, before=before)
+        grammar = AnswerGrammar(self._tokenizer, self._reasoning, prompt_ids)
+        return replace(spec, before=grammar.main())
+
+    def _calls_or(self, spec: GrammarSpec, use: ToolUse, prompt_ids: Sequence[int]) -> GrammarSpec:
+        """Return the grammar of calls, or of what `spec` allows, optionally after reasoning."""
+        use, unenforced = enforceable_use(use)
+        tools = [schema_part(schema, place=place) for place, schema in use.schemas]
+        grammar = AnswerGrammar(self._tokenizer, self._reasoning, prompt_ids, use)
+        return replace(
+            spec,
+            before=grammar.calls_or_main(),
+            schemas=(*spec.schemas, *tools),
+            unenforced=(*spec.unenforced, *unenforced),
+        )
 
     def start(self, spec: GrammarSpec) -> "TokenGrammar":
         """Return the compiled grammar of one request.
@@ -122,29 +128,6 @@ class Guidance:
     def close(self) -> None:
         """End the process that tries grammars out."""
         self.compiler.close()
-
-
-def calls_or(
-    spec: GrammarSpec,
-    use: ToolUse,
-    tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
-    prompt_ids: Sequence[int],
-) -> GrammarSpec:
-    """Return the grammar of calls, or of what `spec` allows, optionally after reasoning.
-
-    Raises:
-        InvalidRequestError: the schema of a tool is too large, or none.
-    """
-    use, unenforced = enforceable_use(use)
-    tools = [schema_part(schema, place=place) for place, schema in use.schemas]
-    before = calls_or_answer(tokenizer, use, reasoning, prompt_ids)
-    return replace(
-        spec,
-        before=before,
-        schemas=(*spec.schemas, *tools),
-        unenforced=(*spec.unenforced, *unenforced),
-    )
 
 
 def enforceable_use(use: ToolUse) -> tuple[ToolUse, tuple[Unenforced, ...]]:

@@ -224,10 +224,8 @@ class TextHider:
             return self._folded(value).translate(self._hidden)
         if isinstance(value, dict):
             return {
-                key
-                if not isinstance(key, str) or key.isidentifier()
-                else self.hide(key): self.hide(x)
-                for key, x in value.items()
+                key if str(key).isidentifier() else self.hide(key): self.hide(each)
+                for key, each in value.items()
             }
         return [self.hide(each) for each in value] if isinstance(value, (list, tuple)) else value
 
@@ -246,9 +244,6 @@ class TextHider:
         _ConstantHider(self).visit(tree)
         assert tree.environment is not None
         tree.set_environment(tree.environment)
-
-    def _hidden_key(self, key: Any) -> Any:
-        return self.hide(key) if isinstance(key, str) and not key.isidentifier() else key
 
     def _folded(self, text: str) -> str:
         return unicodedata.normalize("NFKC", text) if self._fold else text

@@ -8,6 +8,7 @@ import pytest
 
 import mlxinfer
 from mlxinfer import LLM, SamplingParams
+from mlxinfer.grammar import response_format
 from mlxinfer.grammar.guidance import Guidance
 from mlxinfer.text import ReasoningFormat
 
@@ -119,7 +120,7 @@ def test_a_model_may_reason_first(llm: LLM, prompt: str, before: str) -> None:
     guidance = Guidance(
         llm.tokenizer, ReasoningFormat(), vocab_size=llm.model_info.vocab_size, end_ids=llm.end_ids
     )
-    spec = guidance.plan(llm.tokenizer.encode(prompt, parse_special=True), FORM)
+    spec = guidance.rule(llm.tokenizer.encode(prompt, parse_special=True), response_format(FORM))
     assert spec is not None
     grammar = guidance.start(spec)
     for token in llm.tokenizer.encode_plain(before + '{"name": "A", "age": 1}'):

@@ -5,14 +5,12 @@ import json
 import llguidance
 import pytest
 from text_data import DATA, load_tokenizer
-from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS
+from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, grammar_of
 
-from mlxinfer.errors import InvalidRequestError
 from mlxinfer.text import ReasoningFormat, Tokenizer
 from mlxinfer.text.tokenizer import load_backend
-from mlxinfer.text.tools import Toolbox, ToolUse, forced_grammar
+from mlxinfer.text.tools import Toolbox
 from mlxinfer.text.tools.lark import MAX_CALLS
-from mlxinfer.text.tools.use import after_reasoning, calls_or_answer, offered_grammar
 
 BOX = Toolbox.of(TOOLS)
 THINK = ReasoningFormat()
@@ -56,7 +54,7 @@ def written(name, writer, calls):
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @every_format
 def test_calls_are_allowed_and_text_is_not(kind, name, writer):
-    grammar = forced_grammar(TOKENIZERS[kind], FORMATS[name], BOX)
+    grammar = grammar_of("forced", TOKENIZERS[kind], FORMATS[name], BOX)
     for calls in (ONE, ALL, TWO):
         if name in ("lfm2", "tool_code", "llama", "python_list") and calls is not ALL:
             calls = [("get_weather", {"city": "x"}), *calls[1:]]
@@ -70,7 +68,7 @@ def test_calls_are_allowed_and_text_is_not(kind, name, writer):
 
 @every_format
 def test_what_the_schema_forbids_is_not_allowed(name, writer):
-    grammar = forced_grammar(TOKENIZERS["text"], FORMATS[name], BOX)
+    grammar = grammar_of("forced", TOKENIZERS["text"], FORMATS[name], BOX)
     for arguments in ({"city": "x", "days": "many"}, {"days": 3}, {"city": "x", "units": "K"}):
         text = written(name, writer, [("get_weather", arguments)])
         assert not allowed("text", grammar, text), text
@@ -79,14 +77,14 @@ def test_what_the_schema_forbids_is_not_allowed(name, writer):
 @every_format
 def test_one_tool_and_one_call(name, writer):
     tokenizer, known = TOKENIZERS["special"], FORMATS[name]
-    named = forced_grammar(tokenizer, known, BOX, only="now")
+    named = grammar_of("forced", tokenizer, known, BOX, only="now")
     assert allowed(
         "special",
         named,
         written(name, writer, [("now", {})]),
     )
     assert not allowed("special", named, written(name, writer, ALL))
-    single = forced_grammar(tokenizer, known, BOX, parallel=False)
+    single = grammar_of("forced", tokenizer, known, BOX, parallel=False)
     assert allowed("special", single, written(name, writer, ALL))
     assert not allowed("special", single, written(name, writer, [*ALL, *ALL]))
 
@@ -94,7 +92,7 @@ def test_one_tool_and_one_call(name, writer):
 @every_format
 def test_forced_calls_come_to_an_end(name, writer):
     """A model that repeats itself may do so MAX_CALLS times, and then it is at its end."""
-    grammar = forced_grammar(TOKENIZERS["special"], FORMATS[name], BOX)
+    grammar = grammar_of("forced", TOKENIZERS["special"], FORMATS[name], BOX)
     for count, fits in ((MAX_CALLS, True), (MAX_CALLS + 1, False)):
         text = written(name, writer, ALL * count)
         assert allowed("special", grammar, text) is fits
@@ -105,7 +103,7 @@ CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 def test_reasoning_may_come_first():
     tokenizer = TOKENIZERS["text"]
-    grammar = forced_grammar(tokenizer, FORMATS["hermes"], BOX, reasoning=THINK)
+    grammar = grammar_of("forced", tokenizer, FORMATS["hermes"], BOX, reasoning=THINK)
     assert allowed("text", grammar, CALL)
     assert allowed("text", grammar, f"<think>\nhm {{}} <tool\n</think>\n\n{CALL}")
     assert not allowed("text", grammar, f"<think>hm</think>ok{CALL}")
@@ -114,7 +112,9 @@ def test_reasoning_may_come_first():
 def test_reasoning_opened_by_the_prompt_is_split_at_its_end_tag():
     tokenizer = TOKENIZERS["text"]
     prompt = tokenizer.encode("x<think>\n", parse_special=True)
-    grammar = forced_grammar(tokenizer, FORMATS["hermes"], BOX, reasoning=THINK, prompt_ids=prompt)
+    grammar = grammar_of(
+        "forced", tokenizer, FORMATS["hermes"], BOX, reasoning=THINK, prompt_ids=prompt
+    )
     assert allowed("text", grammar, f"hm</think>\n{CALL}")
     assert not allowed("text", grammar, CALL)
 
@@ -124,7 +124,7 @@ def test_reasoning_that_the_prompt_has_closed_is_not_opened_again():
     text = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     prompt = tokenizer.encode(text, parse_special=True)
     hermes = FORMATS["hermes"]
-    forced = forced_grammar(tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
+    forced = grammar_of("forced", tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
     assert allowed("text", forced, CALL)
     assert not allowed("text", forced, f"<think>hm</think>\n{CALL}")
 
@@ -135,12 +135,13 @@ def test_reasoning_that_is_continued_comes_to_its_end(thought):
     text = f"<|im_start|>assistant\n<think>{thought}"
     prompt = tokenizer.encode(text, parse_special=True)
     hermes = FORMATS["hermes"]
-    forced = forced_grammar(tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
-    use = ToolUse([], BOX, hermes)
-    for grammar in (forced, with_main(calls_or_answer(tokenizer, use, THINK, prompt))):
+    forced = grammar_of("forced", tokenizer, hermes, BOX, reasoning=THINK, prompt_ids=prompt)
+    given = {"reasoning": THINK, "prompt_ids": prompt}
+    either = grammar_of("calls_or_main", tokenizer, hermes, BOX, **given)
+    for grammar in (forced, with_main(either)):
         assert allowed("text", grammar, f" hm</think>\n{CALL}")
         assert not allowed("text", grammar, CALL)
-    answer = with_main(after_reasoning(tokenizer, THINK, prompt))
+    answer = with_main(grammar_of("main", tokenizer, hermes, BOX, **given))
     assert allowed("text", answer, " hm</think>\nyes")
     assert not allowed("text", answer, "yes")
 
@@ -161,41 +162,31 @@ def test_harmony_continues_in_the_channel_of_the_prompt(said):
     }
     reasoning = ReasoningFormat("", "", harmony=True)
     ended, final = "hm<|end|><|start|>assistant", "<|channel|>final<|message|>yes"
-    use = ToolUse([], BOX, harmony)
-    for made in (
-        after_reasoning(tokenizer, reasoning, channel["analysis"]),
-        calls_or_answer(tokenizer, use, reasoning, channel["analysis"]),
-        offered_grammar(
-            tokenizer, harmony, BOX, reasoning=reasoning, prompt_ids=channel["analysis"]
-        ),
-    ):
-        assert allowed("special", with_main(made), ended + final)
-        assert not allowed("special", with_main(made), final)
-    for made in (
-        after_reasoning(tokenizer, reasoning, channel["final"]),
-        calls_or_answer(tokenizer, use, reasoning, channel["final"]),
-    ):
-        assert allowed("special", with_main(made), "yes")
-        assert not allowed("special", with_main(made), final)
-    strict = {"reasoning": reasoning, "prompt_ids": channel["final"]}
-    assert offered_grammar(tokenizer, harmony, BOX, **strict) is None
+
+    def made(how, name):
+        given = {"reasoning": reasoning, "prompt_ids": channel[name]}
+        grammar = grammar_of(how, tokenizer, harmony, BOX, **given)
+        return grammar and with_main(grammar)
+
+    for how in ("main", "calls_or_main", "offered"):
+        assert allowed("special", made(how, "analysis"), ended + final)
+        assert not allowed("special", made(how, "analysis"), final)
+    for how in ("main", "calls_or_main"):
+        assert allowed("special", made(how, "final"), "yes")
+        assert not allowed("special", made(how, "final"), final)
+    assert made("offered", "final") is None
 
 
 def test_harmony_reasons_in_its_channel():
     harmony = ReasoningFormat("", "", harmony=True)
-    grammar = forced_grammar(TOKENIZERS["special"], FORMATS["harmony"], BOX, reasoning=harmony)
+    grammar = grammar_of(
+        "forced", TOKENIZERS["special"], FORMATS["harmony"], BOX, reasoning=harmony
+    )
     head = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
     assert allowed("special", grammar, head + call)
     assert allowed("special", grammar, call)
     assert not allowed("special", grammar, head)
-
-
-def test_a_tool_that_is_not_there():
-    with pytest.raises(InvalidRequestError, match="other"):
-        forced_grammar(TOKENIZERS["text"], FORMATS["hermes"], BOX, only="other")
-    with pytest.raises(InvalidRequestError, match="no tools"):
-        forced_grammar(TOKENIZERS["text"], FORMATS["hermes"], Toolbox())
 
 
 def test_definitions_reach_the_parameters():
@@ -212,14 +203,14 @@ def test_definitions_reach_the_parameters():
         ]
     )
     for name in ("qwen_xml", "glm", "python_list", "hermes"):
-        grammar = forced_grammar(TOKENIZERS["text"], FORMATS[name], tools)
+        grammar = grammar_of("forced", TOKENIZERS["text"], FORMATS[name], tools)
         writer = dict(SAMPLES)[name]
         assert allowed("text", grammar, written(name, writer, [("f", {"p": 5})]))
         assert not allowed("text", grammar, written(name, writer, [("f", {"p": "x"})])), name
 
 
 def test_json_is_written_in_one_way():
-    grammar = forced_grammar(TOKENIZERS["text"], FORMATS["hermes"], BOX)
+    grammar = grammar_of("forced", TOKENIZERS["text"], FORMATS["hermes"], BOX)
     spaced = CALL.replace("{}", json.dumps({}) + " ")
     assert allowed("text", grammar, CALL)
     assert not allowed("text", grammar, spaced)
@@ -230,7 +221,7 @@ MARKED = [(n, w) for n, w in SAMPLES if n != "harmony" and FORMATS[n].marks[0] i
 
 @pytest.mark.parametrize(("name", "writer"), MARKED, ids=[n for n, _ in MARKED])
 def test_strict_tools_leave_text_free_and_calls_not(name, writer):
-    grammar = offered_grammar(TOKENIZERS["special"], FORMATS[name], BOX, reasoning=THINK)
+    grammar = grammar_of("offered", TOKENIZERS["special"], FORMATS[name], BOX, reasoning=THINK)
     call = written(name, writer, ALL)
     for text in (
         "Hello {[<",
@@ -247,7 +238,9 @@ def test_strict_tools_leave_text_free_and_calls_not(name, writer):
 
 def test_strict_tools_in_harmony():
     harmony = ReasoningFormat("", "", harmony=True)
-    grammar = offered_grammar(TOKENIZERS["special"], FORMATS["harmony"], BOX, reasoning=harmony)
+    grammar = grammar_of(
+        "offered", TOKENIZERS["special"], FORMATS["harmony"], BOX, reasoning=harmony
+    )
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     said = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
@@ -259,15 +252,15 @@ def test_strict_tools_in_harmony():
 
 def test_strict_cannot_be_where_calls_have_no_token():
     for name in ("llama", "tool_code"):
-        assert offered_grammar(TOKENIZERS["special"], FORMATS[name], BOX) is None
-    assert offered_grammar(TOKENIZERS["text"], FORMATS["lfm2"], BOX) is None
+        assert grammar_of("offered", TOKENIZERS["special"], FORMATS[name], BOX) is None
+    assert grammar_of("offered", TOKENIZERS["text"], FORMATS["lfm2"], BOX) is None
 
 
 def test_many_parameters_make_no_huge_grammar():
     properties = {f"p{i}": {"type": "boolean"} for i in range(300)}
     tools = Toolbox.of([{"name": "f", "parameters": {"properties": properties}}])
     for name in ("qwen_xml", "python_list"):
-        grammar = forced_grammar(TOKENIZERS["text"], FORMATS[name], tools)
+        grammar = grammar_of("forced", TOKENIZERS["text"], FORMATS[name], tools)
         assert len(grammar) < 300_000
         calls = [("f", {"p7": True, "p200": False})]
         assert allowed(

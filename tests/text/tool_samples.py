@@ -7,9 +7,10 @@ from functools import partial
 from tool_templates import rendered
 
 from mlxinfer.text import samples
-from mlxinfer.text.tools import tool_format
+from mlxinfer.text.tools import ToolUse, tool_format
 from mlxinfer.text.tools.infer import WrittenCalls, template_format
 from mlxinfer.text.tools.marks import words_of
+from mlxinfer.text.tools.use import AnswerGrammar
 
 TOOLS = [
     {
@@ -233,3 +234,11 @@ CONTROL = sorted(  # the marks that are control tokens to the models
         if re.fullmatch(r"<[^=]*>|\[[A-Z_]+\]", word)
     }
 )
+
+
+def grammar_of(
+    how, tokenizer, format, tools, *, only=None, parallel=True, reasoning=None, prompt_ids=()
+):
+    """The grammar of an answer that uses these tools, by a method of AnswerGrammar."""
+    use = ToolUse([], tools, format, True, only, parallel)
+    return getattr(AnswerGrammar(tokenizer, reasoning, prompt_ids, use), how)()

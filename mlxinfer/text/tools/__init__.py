@@ -9,7 +9,7 @@ from .format import ToolFormat, ToolParser
 from .generic import generic_messages
 from .known import FORMATS, GENERIC, detect_tools, tool_format
 from .schema import Tool, Toolbox
-from .use import ToolUse, forced_grammar
+from .use import ToolUse
 
 __all__ = [
     "FORMATS",
@@ -20,7 +20,6 @@ __all__ = [
     "ToolUse",
     "Toolbox",
     "detect_tools",
-    "forced_grammar",
     "generic_messages",
     "tool_format",
 ]

@@ -25,7 +25,7 @@ from .marks import (
 )
 from .reader import MAX_WORD, Malformed, Parse, Reader, compiled
 from .schema import Tool, Toolbox, json_of, standalone_schema
-from .values import copy_literal, copy_value, read_string, read_value
+from .values import copy_literal, copy_value, read_string, read_value, within_quotes
 
 NAME, ARGUMENT_OBJECT = "\0name\0", "\0arguments\0"  # within the text of a call, as ID
 _NAMES = ("name", "function", "tool_name")  # keys of the name that are read in any JSON object
@@ -400,24 +400,12 @@ class _ParameterWriter:
         self._calls.end()
 
     def _stream(self, ends: Sequence[str]) -> Parse[None]:
-        reader = self._reader
-        firsts = re.escape("".join(sorted({end[0] for end in ends})))
-        plain = compiled(f"[^\n{firsts}]+")
         stops = [*ends, *(f"\n{end}" for end in ends)] if self._trim else list(ends)
         self._calls.arguments('"')
-        while True:
-            piece = yield from reader.run(plain)
-            if not piece:
-                if not (yield from reader.more()):
-                    raise Malformed(f"the text ended before {ends[0]}")
-                stop = yield from reader.ahead(stops)
-                if stop is not None:
-                    break
-                if reader.at_end:
-                    raise Malformed("the text ended within a mark")
-                piece = reader.take()
-            self._calls.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])
-        reader.take(len(stop) - len(stop.removeprefix("\n")))
+        stop = yield from self._reader.pass_until(
+            stops, lambda piece: self._calls.arguments(within_quotes(piece))
+        )
+        self._reader.take(len(stop) - len(stop.removeprefix("\n")))
         self._calls.arguments('"')
 
 

@@ -7,13 +7,13 @@ between <escape>). Keys are bare, or strings; lists, objects, numbers, true, fal
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from .format import CallWriter, ToolFormat
 from .lark import Lark
 from .reader import Malformed, Parse, Reader, compiled
 from .schema import Tool, Toolbox, enum_values, standalone_schema
-from .values import MAX_DEPTH, MAX_KEY, Emit
+from .values import MAX_DEPTH, MAX_KEY, Emit, copy_items, within_quotes
 
 _NAME = compiled(r"[\w.:/-]+")
 _BARE_KEY = compiled(r"\w+")
@@ -37,7 +37,6 @@ class Gemma(ToolFormat):
         self.begins = (begin,)  # type: ignore[misc]
         self.ends = (end, quote)  # type: ignore[misc]
         self._end, self._quote = end, quote
-        self._plain = compiled(f"[^{re.escape(quote[0])}]+")
 
     def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call; a missing end mark is tolerated."""
@@ -72,10 +71,10 @@ class Gemma(ToolFormat):
             yield from reader.space()
             yield from self._value(reader, emit, depth + 1)
 
-        yield from _items(reader, emit, "}", member)
+        yield from copy_items(reader, emit, "}", member)
 
     def _list(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
-        yield from _items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
+        yield from copy_items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
 
     def _key(self, reader: Reader, emit: Emit) -> Parse[None]:
         if (yield from reader.accept(self._quote)):
@@ -91,17 +90,8 @@ class Gemma(ToolFormat):
     def _string(self, reader: Reader, emit: Emit) -> Parse[None]:
         """Read a string after its first mark; it has no escapes."""
         emit('"')
-        while True:
-            piece = yield from reader.run(self._plain)
-            if not piece:
-                if not (yield from reader.more()):
-                    raise Malformed("the text ended within a string")
-                if (yield from reader.accept(self._quote)):
-                    break
-                if reader.at_end:
-                    raise Malformed("the text ended within a mark")
-                piece = reader.take()
-            emit(json.dumps(piece, ensure_ascii=False)[1:-1])
+        yield from reader.pass_until((self._quote,), lambda piece: emit(within_quotes(piece)))
+        reader.take(len(self._quote))
         emit('"')
 
     def _spelled(self, value: object) -> str:
@@ -142,22 +132,6 @@ class Gemma(ToolFormat):
 
         call = lark.one_of([call_rule(tool) for tool in tools.alternatives()])
         return lark.repeated(call, "", parallel=parallel)
-
-
-def _items(reader: Reader, emit: Emit, end: str, item: Callable[[], Parse[None]]) -> Parse[None]:
-    """Read a bracket, items with commas between them, and the closing bracket."""
-    emit(reader.take())
-    yield from reader.space()
-    first = True
-    while not (yield from reader.accept(end)):
-        if not first:
-            yield from reader.expect(",")
-            yield from reader.space()
-            emit(", ")
-        yield from item()
-        yield from reader.space()
-        first = False
-    emit(end)
 
 
 def _bare(word: str) -> str:

@@ -6,7 +6,7 @@ Each character is looked at a bounded number of times.
 """
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -142,17 +142,29 @@ class Reader:
         Raises Malformed at the end of the text, and past `limit` characters.
         """
         pieces: list[str] = []
+        yield from self.pass_until(marks, pieces.append, limit)
+        return "".join(pieces)
+
+    def pass_until(
+        self, marks: Sequence[str], emit: Callable[[str], object], limit: int | None = None
+    ) -> Parse[str]:
+        """Read up to one of the marks, and pass the text on as it arrives; return that mark.
+
+        Raises as `until`.
+        """
         size = 0
-        stops = _stops(marks)
+        stops = _stops(tuple(marks))
         while True:
             piece = yield from self.run(stops)
             if not piece:
-                if not (yield from self.more()):
+                more = yield from self.more()
+                mark = (yield from self.ahead(marks)) if more else None
+                if mark is not None:
+                    return mark
+                if not more or self.at_end:
                     raise Malformed(f"the text ended before {marks[0]}")
-                if (yield from self.ahead(marks)) is not None:
-                    return "".join(pieces)
                 piece = self.take()
-            pieces.append(piece)
+            emit(piece)
             size += len(piece)
             if limit is not None and size > limit:
                 raise Malformed(f"more than {limit} characters before {marks[0]}")

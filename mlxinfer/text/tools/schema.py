@@ -111,22 +111,12 @@ def enum_values(schema: object, root: Schema) -> list[object]:
 
 
 def standalone_schema(schema: object, root: Schema) -> Schema:
-    """Return a parameter's schema as a document, with the tool's schema if it refers to that.
-
-    Raises:
-        InvalidRequestError: it is nested too deeply.
-    """
+    """Return a parameter's schema as a document, with the tool's schema if it refers to that."""
     own = _mapping(schema)
-    try:
-        if not _refers(own):
-            return own
-        moved: dict[str, Any] = _moved(own)
-        return {**moved, "$defs": {**_mapping(moved.get("$defs")), "tool": _moved(root)}}
-    except RecursionError:
-        raise InvalidRequestError(
-            "The schema of a tool's parameters is nested too deeply to force calls of it.",
-            param="tools",
-        ) from None
+    if not any(_references(own)):
+        return own
+    moved: dict[str, Any] = _moved(own)
+    return {**moved, "$defs": {**_mapping(moved.get("$defs")), "tool": _moved(root)}}
 
 
 def _allows_object(schema: object) -> bool:
@@ -134,25 +124,17 @@ def _allows_object(schema: object) -> bool:
     return schema is not False and (types == "object" or "object" in as_list(types))
 
 
-def _refers_to_root(value: object) -> bool:
-    """Whether a schema holds a reference to its whole document, or into its alternatives."""
+def _references(value: object) -> Iterator[str]:
+    """Yield the references in a schema."""
     stack = [value]
     while stack:
         place = stack.pop()
         if isinstance(place, Mapping):
-            target = place.get("$ref")
-            if target == "#" or str(target).startswith(("#/anyOf", "#/oneOf")):
-                return True
+            if "$ref" in place:
+                yield str(place["$ref"])
             stack += place.values()
         elif isinstance(place, (list, tuple)):
             stack += place
-    return False
-
-
-def _refers(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return "$ref" in value or any(_refers(inner) for inner in value.values())
-    return isinstance(value, (list, tuple)) and any(map(_refers, value))
 
 
 def _moved(value: Any, key: str = "") -> Any:
@@ -208,7 +190,8 @@ class Tool:
         options = {k: [o for o in as_list(root.get(k)) if _allows_object(o)] for k in ALTERNATIVES}
         options = {keyword: found for keyword, found in options.items() if found}
         count = math.prod(map(len, options.values()))
-        if not options or count > MAX_ALTERNATIVES or _refers_to_root(root):
+        leads_back = (r == "#" or r.startswith(("#/anyOf", "#/oneOf")) for r in _references(root))
+        if not options or count > MAX_ALTERNATIVES or any(leads_back):
             return [self]
         rest = {key: value for key, value in root.items() if key not in options}
         shared = as_list(root.get("allOf"))

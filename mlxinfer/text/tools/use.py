@@ -93,26 +93,10 @@ class ToolUse:
         A required call keeps to the schema of its tool. Optional calls do so if a tool is `strict`,
         as far as the model marks its calls by tokens.
         """
-        if not self.must_call:
-            if not any(tool.strict for tool in self.tools):
-                return None
-            return offered_grammar(
-                tokenizer,
-                self.format,
-                self.tools,
-                parallel=self.parallel,
-                reasoning=reasoning,
-                prompt_ids=prompt_ids,
-            )
-        return forced_grammar(
-            tokenizer,
-            self.format,
-            self.tools,
-            only=self.only,
-            parallel=self.parallel,
-            reasoning=reasoning,
-            prompt_ids=prompt_ids,
-        )
+        grammar = AnswerGrammar(tokenizer, reasoning, prompt_ids, self)
+        if self.must_call:
+            return grammar.forced()
+        return grammar.offered() if any(tool.strict for tool in self.tools) else None
 
 
 def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | None]:
@@ -140,142 +124,93 @@ def _read_choice(choice: Choice | None, tools: Toolbox) -> tuple[bool, str | Non
     return True, only
 
 
-def forced_grammar(
-    tokenizer: Tokenizer,
-    format: ToolFormat,
-    tools: Toolbox,
-    *,
-    only: str | None = None,
-    parallel: bool = True,
-    reasoning: ReasoningFormat | None = None,
-    prompt_ids: Sequence[int] = (),
-) -> str:
-    """Return a Lark grammar (llguidance) of answers that are calls, optionally after reasoning.
+class AnswerGrammar:
+    """Writes the Lark grammar (llguidance) of one answer, by one of its public methods.
 
     Args:
-        tokenizer: its control tokens mark the calls.
-        format: how the model writes calls.
-        tools: the tools, with their schemas.
-        only: the one tool that must be called; None: any.
-        parallel: more than one call may be made.
-        reasoning: how the model reasons, which it may do before it calls.
+        tokenizer: its control tokens mark calls and reasoning.
+        reasoning: how the model reasons, which it may do before it answers; None: it does not.
         prompt_ids: the prompt, which may have opened the reasoning.
-
-    Raises:
-        InvalidRequestError: there is no tool called `only`, or no tool at all.
+        use: the tools of the request; None: it has none.
     """
-    chosen = [tool for tool in tools if only in (None, tool.name)]
-    if not chosen:
-        what = "there are no tools" if only is None else f"no tool is called {only!r}"
-        raise InvalidRequestError(f"tool_choice demands a call, but {what}.", param="tool_choice")
-    lark = _lark_for(tokenizer, reasoning, format)
-    before = _reasoning_rule(lark, reasoning, answer_prefix(tokenizer, reasoning, prompt_ids))
-    calls = format.grammar(lark, Toolbox(chosen), parallel=parallel and only is None)
-    return lark.grammar(f"{before} {calls}".strip())
 
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reasoning: ReasoningFormat | None,
+        prompt_ids: Sequence[int],
+        use: ToolUse | None = None,
+    ) -> None:
+        self._reasoning, self._use = reasoning, use
+        self._prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
+        marks = [*(use.format.marks if use else ()), *(reasoning.marks if reasoning else ())]
+        # control tokens, and added tokens that are parts of marks
+        self._lark = Lark(
+            {
+                token.content: token_id
+                for token_id, token in tokenizer.added_tokens.items()
+                if token.special or any(token.content in mark for mark in marks)
+            }
+        )
 
-def offered_grammar(
-    tokenizer: Tokenizer,
-    format: ToolFormat,
-    tools: Toolbox,
-    *,
-    parallel: bool = True,
-    reasoning: ReasoningFormat | None = None,
-    prompt_ids: Sequence[int] = (),
-) -> str | None:
-    """Return a Lark grammar of any text, in which calls, if there are any, keep to the schemas.
+    def forced(self) -> str:
+        """Return the grammar of calls, optionally after reasoning."""
+        return self._lark.grammar(f"{self._thought()} {self._calls()}".strip())
 
-    None where the mark that begins a call is no token: a grammar cannot distinguish text from a
-    call there. None too where the prompt has begun the answer in its own channel, which holds no
-    calls.
+    def offered(self) -> str | None:
+        """Return the grammar of any text, in which calls, if there are any, keep to the schemas.
 
-    Args: those of forced_grammar.
-    """
-    lark = _lark_for(tokenizer, reasoning, format)
-    if format.bare or not lark.is_token(format.begins[0]):
-        return None
-    prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
-    if reasoning is not None and reasoning.is_over(prefix):
-        return None
-    before = _reasoning_rule(lark, reasoning, prefix)
-    calls = format.grammar(lark, tools, parallel=parallel)
-    text = lark.rule("/(?s:.+)/")
-    if reasoning is not None and reasoning.harmony:
-        said = f"{lark.text('<|channel|>commentary<|message|>')} {lark.free_text('<|end|>')}"
-        preamble = f"({said} {lark.text('<|start|>assistant')})?"
-        answer = f"{lark.text('<|channel|>final<|message|>')} ({text})?"
-        return lark.grammar(f"{before} {preamble} ({calls} | {answer})")
-    return lark.grammar(f"{before} ({text})? ({calls} ({text})?)?".strip())
+        None where the mark that begins a call is no token: a grammar cannot distinguish text from
+        a call there. None too where the prompt has begun the answer in its own channel, which holds
+        no calls.
+        """
+        assert self._use is not None
+        lark, format = self._lark, self._use.format
+        if format.bare or not lark.is_token(format.begins[0]) or self._is_over:
+            return None
+        before, calls = self._thought(), self._calls()
+        text = lark.rule("/(?s:.+)/")
+        if self._reasoning is not None and self._reasoning.harmony:
+            said = f"{lark.text('<|channel|>commentary<|message|>')} {lark.free_text('<|end|>')}"
+            preamble = f"({said} {lark.text('<|start|>assistant')})?"
+            return lark.grammar(f"{before} {preamble} ({calls} | {self._header()} ({text})?)")
+        return lark.grammar(f"{before} ({text})? ({calls} ({text})?)?".strip())
 
+    def main(self) -> str:
+        """Return the grammar of what @main allows, optionally after reasoning."""
+        return self._lark.grammar(f"{self._thought()} {self._header()} @main".strip())
 
-def _lark_for(
-    tokenizer: Tokenizer, reasoning: ReasoningFormat | None, format: ToolFormat | None = None
-) -> Lark:
-    """Return a grammar that knows control tokens, and added tokens that are parts of marks."""
-    marks = [mark for each in (format, reasoning) if each is not None for mark in each.marks]
-    control = {
-        token.content: token_id
-        for token_id, token in tokenizer.added_tokens.items()
-        if token.special or any(token.content in mark for mark in marks)
-    }
-    return Lark(control)
+    def calls_or_main(self) -> str:
+        """Return the grammar of calls, or of what @main allows, optionally after reasoning."""
+        calls, before = self._calls(), self._thought()
+        return self._lark.grammar(f"{before} ({calls} | {self._header()} @main)".strip())
 
+    @property
+    def _is_over(self) -> bool:
+        return self._reasoning is not None and self._reasoning.is_over(self._prefix)
 
-def _reasoning_rule(lark: Lark, reasoning: ReasoningFormat | None, prefix: str) -> str:
-    """Return what matches the reasoning of an answer with this prefix."""
-    if reasoning is None or reasoning.is_over(prefix) or reasoning.is_closed(prefix):
-        return ""
-    if reasoning.harmony:
-        head = lark.text("<|channel|>analysis<|message|>")
-        rest = f"{lark.free_text('<|end|>')} {lark.text('<|start|>assistant')}"
-    else:
-        head = lark.text(reasoning.start)
-        space = lark.rule(r"/\s*/")
-        rest = f"{lark.free_text(reasoning.end)} {space}"
-    return rest if reasoning.is_open(prefix) else f"({head} {rest})?"
+    def _calls(self) -> str:
+        assert self._use is not None
+        use, only = self._use, self._use.only
+        tools = Toolbox([tool for tool in use.tools if only in (None, tool.name)])
+        return use.format.grammar(self._lark, tools, parallel=use.parallel and only is None)
 
+    def _thought(self) -> str:
+        """Return what matches the reasoning of the answer, as far as it is still to come."""
+        lark, reasoning = self._lark, self._reasoning
+        if reasoning is None or self._is_over or reasoning.is_closed(self._prefix):
+            return ""
+        if reasoning.harmony:
+            head = lark.text("<|channel|>analysis<|message|>")
+            rest = f"{lark.free_text('<|end|>')} {lark.text('<|start|>assistant')}"
+        else:
+            head = lark.text(reasoning.start)
+            space = lark.rule(r"/\s*/")
+            rest = f"{lark.free_text(reasoning.end)} {space}"
+        return rest if reasoning.is_open(self._prefix) else f"({head} {rest})?"
 
-def after_reasoning(
-    tokenizer: Tokenizer, reasoning: ReasoningFormat, prompt_ids: Sequence[int]
-) -> str:
-    """Return a Lark grammar (llguidance) of what @main allows, optionally after reasoning.
-
-    Args:
-        tokenizer: its control tokens mark the reasoning.
-        reasoning: how the model reasons.
-        prompt_ids: the prompt, which may have opened the reasoning.
-    """
-    lark = _lark_for(tokenizer, reasoning)
-    prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
-    before = f"{_reasoning_rule(lark, reasoning, prefix)} {_answer_header(lark, reasoning, prefix)}"
-    return lark.grammar(f"{before} @main".strip())
-
-
-def calls_or_answer(
-    tokenizer: Tokenizer,
-    use: ToolUse,
-    reasoning: ReasoningFormat | None,
-    prompt_ids: Sequence[int],
-) -> str:
-    """Return a Lark grammar (llguidance) of answers that call tools, or that @main allows.
-
-    Args:
-        tokenizer: its control tokens mark the calls.
-        use: the tools.
-        reasoning: how the model reasons, which it may do first.
-        prompt_ids: the prompt, which may have opened the reasoning.
-    """
-    lark = _lark_for(tokenizer, reasoning, use.format)
-    calls = use.format.grammar(lark, use.tools, parallel=use.parallel)
-    if reasoning is None:
-        return lark.grammar(f"{calls} | @main")
-    prefix = answer_prefix(tokenizer, reasoning, prompt_ids)
-    answer = f"{_answer_header(lark, reasoning, prefix)} @main"
-    return lark.grammar(f"{_reasoning_rule(lark, reasoning, prefix)} ({calls} | {answer})")
-
-
-def _answer_header(lark: Lark, reasoning: ReasoningFormat, prefix: str) -> str:
-    """Return what matches the header of the answer after the reasoning."""
-    if not reasoning.harmony or reasoning.is_over(prefix):
-        return ""
-    return lark.text("<|channel|>final<|message|>")
+    def _header(self) -> str:
+        """Return what matches the header of the answer after the reasoning."""
+        if self._reasoning is None or not self._reasoning.harmony or self._is_over:
+            return ""
+        return self._lark.text("<|channel|>final<|message|>")

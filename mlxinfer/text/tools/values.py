@@ -37,12 +37,21 @@ def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Parse[str]:
     """Read a value and pass its text on; return its type: object, array, string, number, ..."""
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
+
+    def member() -> Parse[None]:
+        yield from copy_string(reader, emit)
+        yield from reader.space()
+        yield from reader.expect(":")
+        emit(": ")
+        yield from reader.space()
+        yield from copy_value(reader, emit, depth + 1)
+
     first = yield from reader.peek()
     if first == "{":
-        yield from _copy_object(reader, emit, depth)
+        yield from copy_items(reader, emit, "}", member)
         return "object"
     if first == "[":
-        yield from _copy_array(reader, emit, depth)
+        yield from copy_items(reader, emit, "]", lambda: copy_value(reader, emit, depth + 1))
         return "array"
     if first == '"':
         yield from copy_string(reader, emit)
@@ -131,44 +140,27 @@ def _hex_digits(reader: Reader) -> Parse[str]:
     return digits
 
 
-def _copy_object(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
+def copy_items(
+    reader: Reader, emit: Emit, end: str, item: Callable[[], Parse[object]]
+) -> Parse[None]:
+    """Read a bracket, items with commas between them, and the closing bracket; pass them on."""
     emit(reader.take())
     yield from reader.space()
-    if (yield from reader.accept("}")):
-        emit("}")
-        return
-    while True:
-        yield from copy_string(reader, emit)
+    first = True
+    while not (yield from reader.accept(end)):
+        if not first:
+            yield from reader.expect(",")
+            yield from reader.space()
+            emit(", ")
+        yield from item()
         yield from reader.space()
-        yield from reader.expect(":")
-        emit(": ")
-        yield from reader.space()
-        yield from copy_value(reader, emit, depth + 1)
-        if (yield from _goes_on(reader, emit, "}")):
-            return
+        first = False
+    emit(end)
 
 
-def _copy_array(reader: Reader, emit: Emit, depth: int) -> Parse[None]:
-    emit(reader.take())
-    yield from reader.space()
-    if (yield from reader.accept("]")):
-        emit("]")
-        return
-    while True:
-        yield from copy_value(reader, emit, depth + 1)
-        if (yield from _goes_on(reader, emit, "]")):
-            return
-
-
-def _goes_on(reader: Reader, emit: Emit, end: str) -> Parse[bool]:
-    """Read the comma or the end after an item; return whether it was the end."""
-    yield from reader.space()
-    mark = yield from reader.expect(",", end)
-    emit(", " if mark == "," else end)
-    if mark == end:
-        return True
-    yield from reader.space()
-    return False
+def within_quotes(text: str) -> str:
+    """Return a text as it stands within the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def python_to_json(text: str) -> str | None:

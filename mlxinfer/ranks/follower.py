@@ -32,12 +32,12 @@ from .control import Connection, connect
 from .disk import OwnDisk
 from .hosts import Place, require_free
 from .join import FORM_S, JOIN_S, WAIT_S, GroupLink, hello_of, join_group
-from .wire import Reader, StepMessage, WorkMessage, checksum
+from .wire import StepMessage, StepReader, WorkMessage, checksum
 
 END_S = 2.0
 SILENCE_S = JOIN_S + 20.0  # without a word of rank 0, which says one every second but as it joins
 Find = Callable[[str], Path]  # a model's name -> its folder on this machine
-PING = messages.Call("ping", [])  # is answered by `Pong`, whatever else is being done
+PING = messages.Order("ping", [])  # is answered by `Pong`, whatever else is being done
 log = logging.getLogger("mlxinfer.ranks")
 
 
@@ -80,7 +80,7 @@ class Follower:
         self._lock = threading.Lock()
         self._link: GroupLink | None = None  # until all are there
         self._sums_tokens = True
-        self._reader: Reader
+        self._reader: StepReader
         self._model: LanguageModel | None = None
         self._forward: Forward | None = None
         self._in_flight: _InFlight | None = None
@@ -104,7 +104,7 @@ class Follower:
             remove_adapter=self._adapters.remove,
         )
         obey: dict[type, Callable[[Any], None]] = {
-            messages.Call: orders.obey,
+            messages.Order: orders.obey,
             StepMessage: self._step,
             WorkMessage: self._work,
         }
@@ -223,7 +223,7 @@ class Follower:
         cache = cache_of(self._model, config, choose_on_this_machine())
         link = self._link if self._sums_tokens else None
         self._forward = Forward(self._model, cache, taps=taps, link=link)
-        self._reader = Reader(page_size)
+        self._reader = StepReader(page_size)
         self._in_flight = None
         self._say(messages.ready(cache))
 

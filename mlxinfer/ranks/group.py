@@ -33,7 +33,7 @@ from .adapters import OtherAdapters
 from .disk import OtherDisks
 from .hosts import LocalRanks, Place, RankOptions, local_place, shared_secret
 from .join import GroupLink, gather_others, join_group, shut_ring
-from .wire import Writer, checksum
+from .wire import StepWriter, checksum
 
 PING_S = 1.0
 SILENCE_S = 20.0  # after which a rank that does not answer counts as lost
@@ -199,7 +199,7 @@ class RankGroup:
         Raises:
             RanksFailedError: the group has failed, or another's cache is different.
         """
-        self._writer = Writer()
+        self._writer = StepWriter()
         self._sent_s.clear()
         self._groups = cache.groups
         sizes = config.page_size, config.max_batch, config.prefill_chunk
@@ -317,7 +317,7 @@ class RankGroup:
 
     def _tell(self, name: str, *arguments: object) -> None:
         """Let all others call a method, see `messages.Orders`."""
-        self._send_frame(messages.encode(messages.Call(name, list(arguments))))
+        self._send_frame(messages.encode(messages.Order(name, list(arguments))))
 
     def _send_frame(self, frame: bytes) -> None:
         try:

@@ -15,7 +15,7 @@ from ..models.weights.files import read_headers
 from .wire import StepMessage, WorkMessage
 
 
-class Call(msgspec.Struct, array_like=True, tag="call"):
+class Order(msgspec.Struct, array_like=True, tag="order"):
     """An order of rank 0: the others call the method of this name, see `Orders`."""
 
     name: str
@@ -40,10 +40,10 @@ class Orders:
             hints.pop("return", None)
             self._types[name] = GenericAlias(tuple, tuple(hints.values()))
 
-    def obey(self, call: Call) -> None:
+    def obey(self, order: Order) -> None:
         """Call a method; msgspec.ValidationError where the arguments are not of its types."""
-        arguments = msgspec.convert(call.arguments, self._types[call.name])
-        self._methods[call.name](*arguments)
+        arguments = msgspec.convert(order.arguments, self._types[order.name])
+        self._methods[order.name](*arguments)
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
@@ -120,7 +120,7 @@ class Others:
     step_s: float
 
 
-ORDERS = msgspec.msgpack.Decoder(Call | StepMessage | WorkMessage)  # of rank 0
+ORDERS = msgspec.msgpack.Decoder(Order | StepMessage | WorkMessage)  # of rank 0
 REPLIES = msgspec.msgpack.Decoder(Loaded | Ready | AdapterDone | DiskDone | Checked | Failed | Pong)
 encode = msgspec.msgpack.Encoder().encode
 

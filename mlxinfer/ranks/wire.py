@@ -118,7 +118,7 @@ class _Sent:
     length: int
 
 
-class Writer:
+class StepWriter:
     """Steps to messages, in their order."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class Writer:
         return noted
 
 
-class Reader:
+class StepReader:
     """Messages to steps, in their order.
 
     Args:

@@ -60,18 +60,16 @@ def encode_rows(
             f"{max_tokens} tokens leave no room beside the {count} that stand around a text.",
             param=param,
         )
-    if not truncate:
-        for index, text in enumerate(texts):
-            both = [text] if pairs is None else [text, pairs[index]]
-            _check_length(tokenizer, both, max_tokens, f"{param} {index}", param)
+    for index, text in enumerate(() if truncate else texts):
+        both = [text] if pairs is None else [text, pairs[index]]
+        _check_length(tokenizer, both, max_tokens, f"{param} {index}", param)
     rows: list[EncodedRow] = []
     for index, (first, second) in enumerate(_encoded(tokenizer, texts, pairs)):
         total = len(first.ids) + (0 if second is None else len(second.ids))
+        if total > room and not truncate:
+            raise too_long(f"{param} {index}", total + count, max_tokens, param)
         if total > room:
-            if not truncate:
-                raise too_long(f"{param} {index}", total + count, max_tokens, param)
-            first, second = deepcopy(first), deepcopy(second)  # other rows have the same
-            _cut(first, second, room)
+            first, second = _cut(first, second, room)
         whole = tokenizer.with_special_tokens(first, second)
         rows.append(EncodedRow(whole.ids, whole.type_ids))
     return rows
@@ -171,13 +169,18 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.En
     return found
 
 
-def _cut(first: tokenizers.Encoding, second: tokenizers.Encoding | None, room: int) -> None:
-    """Truncate to `room` tokens together, the longer of two first: transformers' longest_first."""
-    if second is None:
-        first.truncate(room)
-        return
-    one, two = len(first.ids), len(second.ids)
+def _cut(
+    first: tokenizers.Encoding, second: tokenizers.Encoding | None, room: int
+) -> tuple[tokenizers.Encoding, tokenizers.Encoding | None]:
+    """Return copies of `room` tokens together, the longer cut first: transformers' longest_first.
+
+    Other rows may have the same encodings.
+    """
+    first, second = deepcopy(first), deepcopy(second)
+    one, two = len(first.ids), 0 if second is None else len(second.ids)
     half = room - room // 2 if one > two else room // 2
-    kept_one = min(one, max(room - two, half))
-    first.truncate(kept_one)
-    second.truncate(min(two, room - kept_one))
+    kept = min(one, max(room - two, half if second is not None else room))
+    first.truncate(kept)
+    if second is not None:
+        second.truncate(min(two, room - kept))
+    return first, second

@@ -5,8 +5,9 @@ message. What differs between their renderings shows how the model writes calls 
 and marks its reasoning (`reasoning.py`). The names, keys and values occur nowhere else.
 
 Templates come with checkpoints, and a hostile one may run for ever. So the renderings are made in a
-process with a deadline (`sample_process.py`), once for each template, before it renders anything
-else.
+process with a deadline, once for each template, before it renders anything else. That process runs
+this module (`killable`). A job is {"sources": {name: jinja source}, "variables": {name: text}}, and
+its reply {conversation: rendering or null}.
 """
 
 import weakref
@@ -15,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import TemplateError
-from ..killable import EndedError, KillableProcess
+from ..killable import EndedError, KillableProcess, serve
 from .template import ChatTemplate, with_text_arguments
 
 KEYS = ("akey", "bkey")  # in the order of the alphabet: some templates sort them
@@ -48,7 +49,7 @@ ID_STYLES: tuple[Callable[[str, int], str], ...] = (  # several templates check 
 MAX_SECONDS = 10.0  # of all conversations together
 _USER = {"role": "user", "content": "Begin."}
 _GREETING = {"sources": {"default": ""}, "variables": {}}
-_process = KillableProcess("mlxinfer.text.sample_process", _GREETING, max_seconds=MAX_SECONDS)
+_process = KillableProcess("mlxinfer.text.samples", _GREETING, max_seconds=MAX_SECONDS)
 _samples: "weakref.WeakKeyDictionary[ChatTemplate, dict[str, str | None] | str]"
 _samples = weakref.WeakKeyDictionary()
 
@@ -119,3 +120,7 @@ def _rendered(
         with suppress(TemplateError):
             return template.render(given, tools=tools, add_generation_prompt=False)
     return None
+
+
+if __name__ == "__main__":
+    serve(lambda job: rendered_samples(ChatTemplate(**job)), idle_s=5.0)

@@ -22,7 +22,7 @@ from mlxinfer.ranks.group import RankGroup
 from mlxinfer.ranks.hosts import LocalRanks, Place, local_place
 from mlxinfer.ranks.join import hello_of, shut_ring
 from mlxinfer.ranks.messages import Checked, Loaded
-from mlxinfer.ranks.wire import Writer, checksum
+from mlxinfer.ranks.wire import StepWriter, checksum
 
 Group = tuple[RankGroup, dict[int, Connection]]
 
@@ -67,7 +67,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
 
 def test_the_checksum_of_every_rank_is_compared(three: Group) -> None:
     group, theirs = three
-    group._writer, group._groups = Writer(), []
+    group._writer, group._groups = StepWriter(), []
     step = step_of([[PageTable(PAGE, pages=[1])]], None, 3)
     group.send(step)
     say = messages.encode
@@ -169,7 +169,7 @@ def test_ranks_run_one_model_at_a_time(three: Group) -> None:
 
 def test_a_step_that_is_not_read_before_the_model_goes_is_not_late_afterwards(three: Group) -> None:
     group, _ = three
-    group._writer, group._groups = Writer(), []
+    group._writer, group._groups = StepWriter(), []
     group.send(step_of([[PageTable(PAGE, pages=[1])]], None, 3))
     group.release()
     group._heard_s = {}  # only steps are looked at
@@ -180,7 +180,7 @@ def test_a_step_that_is_not_read_before_the_model_goes_is_not_late_afterwards(th
 def test_an_adapter_that_is_loaded_beside_a_step_is_not_the_step_s_time(three: Group) -> None:
     """Its pieces have a deadline of their own; the step's goes on where their answers end."""
     group, theirs = three
-    group._writer, group._groups, group._num_loads = Writer(), [], 1
+    group._writer, group._groups, group._num_loads = StepWriter(), [], 1
     group._heard_s = {}  # only steps are looked at
     group.send(step_of([[PageTable(PAGE, pages=[1])]], None, 3))
     sent_s = group._sent_s[0]
@@ -233,10 +233,10 @@ def test_an_order_with_arguments_of_other_types_is_refused() -> None:
         came.append((num_pages, kv))
 
     orders = messages.Orders(resize=resize)
-    call = messages.Call("resize", [[3, 4], KVOptions(window=8, sinks=2)])
+    call = messages.Order("resize", [[3, 4], KVOptions(window=8, sinks=2)])
     orders.obey(messages.ORDERS.decode(messages.encode(call)))
     assert came == [([3, 4], KVOptions(window=8, sinks=2))]
     with pytest.raises(msgspec.ValidationError):
-        orders.obey(messages.Call("resize", [["3"], {}]))
+        orders.obey(messages.Order("resize", [["3"], {}]))
     with pytest.raises(msgspec.ValidationError):
-        orders.obey(messages.Call("resize", [[3]]))
+        orders.obey(messages.Order("resize", [[3]]))

@@ -21,7 +21,7 @@ from mlxinfer.cache.inputs import (
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.engine.runner import StepInputs
 from mlxinfer.ranks import messages
-from mlxinfer.ranks.wire import LongSegment, Reader, Writer, checksum
+from mlxinfer.ranks.wire import LongSegment, StepReader, StepWriter, checksum
 
 PAGE = 16
 
@@ -64,7 +64,7 @@ def step_of(tables: list[list[PageTable]], segments: Segments | None, start: int
 @given(data=st.data())
 @settings(max_examples=60)
 def test_the_other_side_has_the_same_step(data: st.DataObject) -> None:
-    writer, reader = Writer(), Reader(PAGE)
+    writer, reader = StepWriter(), StepReader(PAGE)
     tables = [[PageTable(PAGE, kept) for kept in (0, 2)] for _ in range(3)]
     segments = None
     for start in range(data.draw(st.integers(1, 12))):
@@ -92,7 +92,7 @@ def test_a_steady_batch_is_its_positions() -> None:
     """64 sequences of 100,000 tokens each: a step is a few hundred bytes beside positions."""
     pages = list(range(6250))
     tables = [[PageTable(PAGE, pages=pages)] for _ in range(64)]
-    writer = Writer()
+    writer = StepWriter()
     first = step_of(tables, None, 99_000)
     first.work = CacheWork()
     writer.message(first, [6250])
@@ -194,6 +194,6 @@ def test_the_checksum_takes_in_everything(kind: type) -> None:
 
 
 def test_a_step_with_everything_has_one_checksum_on_both_sides() -> None:
-    writer, reader = Writer(), Reader(PAGE)
+    writer, reader = StepWriter(), StepReader(PAGE)
     sent = messages.ORDERS.decode(messages.encode(writer.message(full_step(), [3])))
     assert checksum(reader.step(sent, {b"other": memoryview(b"")})) == checksum(full_step())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError
-from mlxinfer.text.tools.reader import Malformed, Reader
+from mlxinfer.text.tools.reader import Malformed, TextReader
 from mlxinfer.text.tools.schema import Toolbox, json_of
 from mlxinfer.text.tools.values import copy_value, python_to_json
 
@@ -29,7 +29,7 @@ marks = st.text(st.sampled_from('{}[]",:\\u0019eE.+- \ntrufalsn'), max_size=12)
 
 def read_json(text):
     """The value that was passed on, and what was left over; None where it is no JSON."""
-    reader = Reader()
+    reader = TextReader()
     reader.feed(text)
     reader.close()
     pieces = []
@@ -232,7 +232,7 @@ def test_arguments_are_what_strict_readers_read(text):
     for types in (frozenset(), frozenset({"array", "object"}), frozenset({"number", "string"})):
         msgspec.json.decode(json_of(text, types).encode())
     for value in (f'"{text}', f"[{text}"):
-        reader, pieces = Reader(), []
+        reader, pieces = TextReader(), []
         reader.feed(value)
         reader.close()
         with suppress(Malformed):

@@ -23,7 +23,7 @@ from .marks import (
     skip_text,
     words_of,
 )
-from .reader import MAX_WORD, Malformed, Parse, Reader, compiled
+from .reader import MAX_WORD, Malformed, Parse, TextReader, compiled
 from .schema import Tool, Toolbox, json_of, standalone_schema
 from .values import copy_literal, copy_value, read_string, read_value, within_quotes
 
@@ -53,7 +53,9 @@ class CallCore(Protocol):
         """A pattern of the first character of a call that follows another without a mark."""
         ...
 
-    def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
+    def read(
+        self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
+    ) -> Parse[None]:
         """Read one call and end it; raise Malformed where there is none.
 
         Args:
@@ -96,7 +98,9 @@ class ObjectCore:
         """The first character of the object."""
         return "\\{"
 
-    def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
+    def read(
+        self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
+    ) -> Parse[None]:
         """Read the object."""
         if not opened:
             yield from reader.expect("{")
@@ -126,7 +130,7 @@ class _CallObject:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: TextReader,
         calls: CallWriter,
         keys: tuple[Sequence[str], Sequence[str]],
         *,
@@ -193,7 +197,7 @@ def _unwrapped(text: str) -> str:
     if value is None or value == "":
         return "{}"
     if isinstance(value, str):
-        reader = Reader()
+        reader = TextReader()
         reader.feed(value.strip())
         reader.close()
         pieces: list[str] = []
@@ -204,7 +208,7 @@ def _unwrapped(text: str) -> str:
     raise Malformed("the arguments are no object")
 
 
-def read_arguments(reader: Reader, calls: CallWriter, name: str) -> Parse[None]:
+def read_arguments(reader: TextReader, calls: CallWriter, name: str) -> Parse[None]:
     """Read arguments that follow the name of their call, and end the call."""
     yield from reader.space()
     if (yield from reader.peek()) != "{":
@@ -230,7 +234,9 @@ class NamedCore:
         """Nothing: a name could be any text."""
         return ""
 
-    def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
+    def read(
+        self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
+    ) -> Parse[None]:
         """Read name and arguments."""
         words = words_of(self.after_name)
         tags = [number for number, word in enumerate(words) if word[0] in "<["]
@@ -289,7 +295,9 @@ class ParameterCore:
         """Nothing: a name could be any text."""
         return ""
 
-    def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
+    def read(
+        self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
+    ) -> Parse[None]:
         """Read the name and parameters up to one of `stops`."""
         begin, end = first_word(self.begin), first_word(self.end)
         after = first_word(self.after_name)
@@ -365,7 +373,7 @@ class _ParameterWriter:
             to the tags.
     """
 
-    def __init__(self, reader: Reader, calls: CallWriter, *, trim: bool) -> None:
+    def __init__(self, reader: TextReader, calls: CallWriter, *, trim: bool) -> None:
         self._reader, self._calls, self._trim = reader, calls, trim
         self._tool = calls.tools.get(calls.name)
         self._names: set[str] = set()
@@ -426,7 +434,9 @@ class PythonCore:
         """Its first character."""
         return "[A-Za-z_]"
 
-    def read(self, reader: Reader, calls: CallWriter, *, bare: bool, opened: bool) -> Parse[None]:
+    def read(
+        self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
+    ) -> Parse[None]:
         """Read one call."""
         yield from reader.space()
         name = yield from reader.whole_run(_NAME)
@@ -448,7 +458,7 @@ class PythonCore:
         calls.arguments("}")
         calls.end()
 
-    def _keyword(self, reader: Reader, calls: CallWriter, names: set[str]) -> Parse[None]:
+    def _keyword(self, reader: TextReader, calls: CallWriter, names: set[str]) -> Parse[None]:
         key = yield from reader.whole_run(_KEY)
         if not key or key in names:
             raise Malformed("an argument without a name, or twice the same")

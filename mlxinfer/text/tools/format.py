@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ...outputs import CallStatus, Part, TextPart, ToolCallDelta, merged
 from .lark import Lark
-from .reader import Malformed, Parse, Reader, compiled
+from .reader import Malformed, Parse, TextReader, compiled
 from .schema import Toolbox
 
 
@@ -29,7 +29,7 @@ class CallWriter:
         is_open: that call has not ended.
     """
 
-    def __init__(self, reader: Reader, tools: Toolbox, new_id: Callable[[], str]) -> None:
+    def __init__(self, reader: TextReader, tools: Toolbox, new_id: Callable[[], str]) -> None:
         self.tools = tools
         self.parts: list[Part] = []
         self.count = 0
@@ -101,7 +101,7 @@ class ToolFormat(ABC):
         return self.begins + self.ends
 
     @abstractmethod
-    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
+    def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call or several, of which `mark` has just been read.
 
         Raises:
@@ -150,7 +150,7 @@ class ToolParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._format = format
-        self._reader = Reader()
+        self._reader = TextReader()
         self._calls = CallWriter(self._reader, tools, new_id or format.new_id)
         self.marks = format.marks
         self._must_call = must_call

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from .format import CallWriter, ToolFormat
 from .lark import Lark
-from .reader import Malformed, Parse, Reader, compiled
+from .reader import Malformed, Parse, TextReader, compiled
 from .schema import Tool, Toolbox, enum_values, standalone_schema
 from .values import MAX_DEPTH, MAX_KEY, Emit, copy_items, within_quotes
 
@@ -38,7 +38,7 @@ class Gemma(ToolFormat):
         self.ends = (end, quote)  # type: ignore[misc]
         self._end, self._quote = end, quote
 
-    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
+    def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one call; a missing end mark is tolerated."""
         yield from reader.space()
         yield from reader.expect("call:")
@@ -52,7 +52,7 @@ class Gemma(ToolFormat):
         if (yield from reader.accept(self._end)):
             reader.commit()
 
-    def _value(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
+    def _value(self, reader: TextReader, emit: Emit, depth: int) -> Parse[None]:
         if depth > MAX_DEPTH:
             raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
         first = yield from reader.peek()
@@ -65,7 +65,7 @@ class Gemma(ToolFormat):
         else:
             emit(_bare((yield from reader.until(",", "}", "]", limit=MAX_KEY)).strip()))
 
-    def _object(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
+    def _object(self, reader: TextReader, emit: Emit, depth: int) -> Parse[None]:
         def member() -> Parse[None]:
             yield from self._key(reader, emit)
             yield from reader.space()
@@ -73,10 +73,10 @@ class Gemma(ToolFormat):
 
         yield from copy_items(reader, emit, "}", member)
 
-    def _list(self, reader: Reader, emit: Emit, depth: int) -> Parse[None]:
+    def _list(self, reader: TextReader, emit: Emit, depth: int) -> Parse[None]:
         yield from copy_items(reader, emit, "]", lambda: self._value(reader, emit, depth + 1))
 
-    def _key(self, reader: Reader, emit: Emit) -> Parse[None]:
+    def _key(self, reader: TextReader, emit: Emit) -> Parse[None]:
         if (yield from reader.accept(self._quote)):
             yield from self._string(reader, emit)
             yield from reader.space()
@@ -87,7 +87,7 @@ class Gemma(ToolFormat):
             emit(json.dumps(key, ensure_ascii=False))
         emit(": ")
 
-    def _string(self, reader: Reader, emit: Emit) -> Parse[None]:
+    def _string(self, reader: TextReader, emit: Emit) -> Parse[None]:
         """Read a string after its first mark; it has no escapes."""
         emit('"')
         yield from reader.pass_until((self._quote,), lambda piece: emit(within_quotes(piece)))

@@ -24,7 +24,7 @@ from .gemma import FUNCTION_GEMMA, GEMMA4
 from .infer import template_format, written_calls
 from .lark import Lark
 from .marks import COUNT
-from .reader import Malformed, Parse, Reader
+from .reader import Malformed, Parse, TextReader
 from .schema import Toolbox
 from .template_format import CallSyntax, TemplateFormat
 
@@ -43,7 +43,7 @@ class Harmony(ToolFormat):
     begins = ("<|start|>",)
     ends = ("<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
-    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
+    def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read one message; a message without a tool, or without JSON in its body, is text."""
         header = yield from reader.until("<|message|>", limit=1024)
         yield from reader.expect("<|message|>")

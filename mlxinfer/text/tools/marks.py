@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from .lark import Lark
-from .reader import Parse, Reader
+from .reader import Parse, TextReader
 
 COUNT = "\0count\0"  # a number that counts calls, within a text
 ID = "\0id\0"  # the id of a call, within a text
@@ -35,12 +35,12 @@ def pattern_of(words: Sequence[str]) -> str:
     )
 
 
-def expect_text(reader: Reader, text: str) -> Parse[None]:
+def expect_text(reader: TextReader, text: str) -> Parse[None]:
     """Read a text, but for white space; raise Malformed if anything else stands here."""
     yield from expect_words(reader, words_of(text))
 
 
-def expect_words(reader: Reader, words: Sequence[str]) -> Parse[None]:
+def expect_words(reader: TextReader, words: Sequence[str]) -> Parse[None]:
     """Read marks in a row, with any white space; raise Malformed if anything else stands here."""
     for word in words:
         yield from reader.space()
@@ -50,7 +50,7 @@ def expect_words(reader: Reader, words: Sequence[str]) -> Parse[None]:
             yield from reader.expect(word)
 
 
-def skip_text(reader: Reader, text: str) -> Parse[bool]:
+def skip_text(reader: TextReader, text: str) -> Parse[bool]:
     """Read the marks of a text as far as they stand here; return whether the first one does."""
     words = words_of(text)
     for number, word in enumerate(words):

@@ -21,7 +21,7 @@ class Malformed(Exception):
     """The text is no call of this format after all; the message says why."""
 
 
-class Reader:
+class TextReader:
     """The characters still to be read, and those read since the last `commit`.
 
     Text that was read stays available until it is committed: if it turns out to be no call, it is

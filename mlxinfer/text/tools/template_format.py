@@ -9,7 +9,7 @@ from .cores import CallCore, ObjectCore
 from .format import CallWriter, ToolFormat
 from .lark import Lark
 from .marks import exact_text, expect_text, first_word, literals_of, skip_text, words_of
-from .reader import Parse, Reader
+from .reader import Parse, TextReader
 from .schema import Toolbox
 
 _ID_CHARS = string.ascii_letters + string.digits
@@ -73,7 +73,7 @@ class TemplateFormat(ToolFormat):
             return super().new_id()
         return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
 
-    def read(self, reader: Reader, calls: CallWriter, mark: str) -> Parse[None]:
+    def read(self, reader: TextReader, calls: CallWriter, mark: str) -> Parse[None]:
         """Read a section or one call; missing end marks are tolerated."""
         syntax = self.syntax
         bare = mark in self.bare
@@ -94,7 +94,7 @@ class TemplateFormat(ToolFormat):
         if (yield from skip_text(reader, syntax.section[1])):
             reader.commit()
 
-    def _another(self, reader: Reader, *, bare: bool) -> Parse[bool]:
+    def _another(self, reader: TextReader, *, bare: bool) -> Parse[bool]:
         """Read what stands before a further call; return whether it was there."""
         between = self.syntax.between
         if self.syntax.single:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 
-from .reader import Malformed, Parse, Reader
+from .reader import Malformed, Parse, TextReader
 
 Emit = Callable[[str], object]
 
@@ -33,7 +33,7 @@ _ESCAPES = frozenset("\\'\"abfnrtvxuU01234567\n")  # Python keeps the backslash 
 _CONSTANTS = {"true": True, "false": False, "null": None}  # Python's, as JSON spells them
 
 
-def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Parse[str]:
+def copy_value(reader: TextReader, emit: Emit, depth: int = 0) -> Parse[str]:
     """Read a value and pass its text on; return its type: object, array, string, number, ..."""
     if depth > MAX_DEPTH:
         raise Malformed(f"more than {MAX_DEPTH} objects and lists within each other")
@@ -66,14 +66,14 @@ def copy_value(reader: Reader, emit: Emit, depth: int = 0) -> Parse[str]:
     return _LITERALS.get(word, "number")
 
 
-def read_value(reader: Reader) -> Parse[str]:
+def read_value(reader: TextReader) -> Parse[str]:
     """Read a value; return its text."""
     pieces: list[str] = []
     yield from copy_value(reader, pieces.append)
     return "".join(pieces)
 
 
-def read_string(reader: Reader, limit: int = MAX_KEY) -> Parse[str]:
+def read_string(reader: TextReader, limit: int = MAX_KEY) -> Parse[str]:
     """Read a string; return its value. Raise Malformed past `limit` characters."""
     pieces: list[str] = []
     yield from copy_string(reader, pieces.append)
@@ -84,7 +84,7 @@ def read_string(reader: Reader, limit: int = MAX_KEY) -> Parse[str]:
     return said
 
 
-def copy_string(reader: Reader, emit: Emit) -> Parse[None]:
+def copy_string(reader: TextReader, emit: Emit) -> Parse[None]:
     """Read a string and pass its text on with its quotes."""
     yield from reader.expect('"')
     emit('"')
@@ -107,7 +107,7 @@ def without_halves(text: str) -> str:
     return _HALF.sub("\ufffd", text)
 
 
-def _escape(reader: Reader) -> Parse[str]:
+def _escape(reader: TextReader) -> Parse[str]:
     """Read what follows a backslash; a half of a surrogate pair becomes U+FFFD."""
     said, high = "", ""
     while True:
@@ -129,7 +129,7 @@ def _escape(reader: Reader) -> Parse[str]:
             return said + LOST
 
 
-def _hex_digits(reader: Reader) -> Parse[str]:
+def _hex_digits(reader: TextReader) -> Parse[str]:
     """Read the four digits of a \\u escape."""
     digits = ""
     while len(digits) < 4:
@@ -141,7 +141,7 @@ def _hex_digits(reader: Reader) -> Parse[str]:
 
 
 def copy_items(
-    reader: Reader, emit: Emit, end: str, item: Callable[[], Parse[object]]
+    reader: TextReader, emit: Emit, end: str, item: Callable[[], Parse[object]]
 ) -> Parse[None]:
     """Read a bracket, items with commas between them, and the closing bracket; pass them on."""
     emit(reader.take())
@@ -165,7 +165,7 @@ def within_quotes(text: str) -> str:
 
 def python_to_json(text: str) -> str | None:
     """Return the JSON of a text that is one Python literal, None for any other text."""
-    reader = Reader()
+    reader = TextReader()
     reader.feed(text.strip())
     reader.close()
     pieces: list[str] = []
@@ -177,7 +177,7 @@ def python_to_json(text: str) -> str | None:
     return "".join(pieces) if reader.at_end else None
 
 
-def copy_literal(reader: Reader, emit: Emit, *, may_end: bool = False) -> Parse[None]:
+def copy_literal(reader: TextReader, emit: Emit, *, may_end: bool = False) -> Parse[None]:
     """Read a Python literal up to a comma or a bracket that is not its own; pass it on as JSON.
 
     With `may_end` it may also reach up to the end of the text.
@@ -205,7 +205,7 @@ def copy_literal(reader: Reader, emit: Emit, *, may_end: bool = False) -> Parse[
     emit(_json_of_literal("".join(pieces)))
 
 
-def _copy_python_string(reader: Reader, emit: Emit) -> Parse[None]:
+def _copy_python_string(reader: TextReader, emit: Emit) -> Parse[None]:
     """Read a string and pass it on in Python's syntax, with its control characters escaped."""
     quote = yield from reader.expect(*_QUOTES)
     emit(quote)

@@ -35,16 +35,8 @@ def text_of(parts):
     return "".join(part.text for part in parts if isinstance(part, TextPart))
 
 
+CUT = CallStatus.CUT
 TWO = [("get_weather", {"city": 'Par"is\n<é🙂', "days": 3}), ("now", {})]
-
-
-@every_writer
-def test_calls_are_read_back(name, writer):
-    parts = parse(name, [writer(TWO)])
-    assert calls_of(parts) == TWO
-    assert text_of(parts) == ""
-    assert [part.index for part in parts] == [0, 1]
-    assert [part.id for part in parts] == ["id0", "id1"]
 
 
 @every_writer
@@ -55,6 +47,8 @@ def test_text_around_calls_is_kept(name, writer):
     assert calls_of(parts) == TWO
     assert text_of(parts) == before.strip() + "\nDone. "
     assert isinstance(parts[-1], TextPart)
+    calls = [(part.index, part.id) for part in parts if isinstance(part, ToolCallDelta)]
+    assert calls == [(0, "id0"), (1, "id1")]
 
 
 strings = st.text(st.sampled_from("ab\"'\\\n\t é🙂{}[],:"), max_size=6)
@@ -116,16 +110,6 @@ def test_whatever_comes_nothing_is_lost(name, data, cuts):
 
 
 @every_writer
-def test_a_call_that_is_cut_off_within_its_arguments_is_their_beginning(name, writer):
-    text = writer(TWO[:1])
-    (whole,) = parse(name, [text])
-    (cut,) = parse(name, [text[: text.index("days") + 3]])
-    assert (cut.name, cut.status) == (whole.name, CallStatus.CUT)
-    assert whole.arguments.startswith(cut.arguments)
-    assert "city" in cut.arguments
-
-
-@every_writer
 def test_a_call_that_is_cut_off_anywhere_is_either_text_or_a_call(name, writer):
     text = writer(TWO[:1])
     (whole,) = parse(name, [text])
@@ -134,7 +118,7 @@ def test_a_call_that_is_cut_off_anywhere_is_either_text_or_a_call(name, writer):
         calls = [part for part in parts if isinstance(part, ToolCallDelta)]
         if calls:
             (call,) = parts
-            assert call.name == whole.name
+            assert (call.name, call.status) in {(whole.name, s) for s in (CUT, whole.status)}
             assert whole.arguments.startswith(call.arguments)
         else:
             assert text_of(parts) == text[:end]

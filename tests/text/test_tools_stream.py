@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_data import DATA, KINDS, load_tokenizer, pieces
-from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, harmony, hermes
+from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, harmony
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
 from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
@@ -16,6 +16,7 @@ from mlxinfer.text.tools import Toolbox, ToolParser
 THINK = ReasoningFormat()
 HARMONY = ReasoningFormat("", "", harmony=True)
 BOX = Toolbox.of(TOOLS)
+hermes = WRITERS["hermes"]
 CALL = hermes([("get_weather", {"city": "Zürich 🙂"})])
 
 

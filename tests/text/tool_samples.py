@@ -38,42 +38,6 @@ def js(value):
     return json.dumps(value, ensure_ascii=False)
 
 
-def hermes(calls):
-    return "\n".join(
-        f'<tool_call>\n{{"name": {js(name)}, "arguments": {js(args)}}}\n</tool_call>'
-        for name, args in calls
-    )
-
-
-def plain(value):
-    return value if isinstance(value, str) else js(value)
-
-
-def qwen_xml(calls):
-    return "\n".join(
-        f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={k}>\n{plain(v)}\n</parameter>\n" for k, v in args.items())
-        + "</function>\n</tool_call>"
-        for name, args in calls
-    )
-
-
-def glm(calls, gap="\n"):
-    return "".join(
-        f"{gap}<tool_call>{name}{gap}"
-        + "".join(
-            f"<arg_key>{k}</arg_key>{gap}<arg_value>{plain(v)}</arg_value>{gap}"
-            for k, v in args.items()
-        )
-        + "</tool_call>"
-        for name, args in calls
-    )
-
-
-def glm_dense(calls):
-    return glm(calls, gap="")
-
-
 def mistral_list(calls):
     inner = ", ".join(
         f'{{"name": {js(name)}, "arguments": {js(args)}, "id": "abcdefgh{i}"}}'
@@ -151,37 +115,12 @@ def harmony_role(calls):
     )
 
 
-def deepseek(calls):
-    inner = "".join(
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{js(args)}<｜tool▁call▁end｜>"
-        for name, args in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-
-
 def deepseek_fenced(calls):
     inner = "\n".join(
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{js(args)}\n```<｜tool▁call▁end｜>"
         for name, args in calls
     )
     return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-
-
-def invoke(calls, section="minimax:tool_call", p="", typed=False):
-    def parameter(key, value):
-        kind = f' string="{js(isinstance(value, str))}"' if typed else ""
-        return f'<{p}parameter name="{key}"{kind}>{plain(value)}</{p}parameter>\n'
-
-    def call(name, args):
-        inner = "".join(parameter(k, v) for k, v in args.items())
-        return f'<{p}invoke name="{name}">\n{inner}</{p}invoke>\n'
-
-    inner = "".join(call(name, args) for name, args in calls)
-    return f"<{section}>\n{inner}</{section}>"
-
-
-def dsml(calls):
-    return invoke(calls, "｜DSML｜function_calls", "｜DSML｜", typed=True)
 
 
 def kimi(calls):
@@ -204,9 +143,10 @@ def _format_of(name, writer):
     return found
 
 
-READ_OFF = (  # families beyond those above
+READ_OFF = (  # families whose templates write any call
     *("command_r7b", "granite3", "phi4_mini", "nemotron", "seed_oss", "olmo3", "apriel"),
-    *("functionary", "hunyuan", "hy3", "kimi_k3"),
+    *("functionary", "hunyuan", "hy3", "kimi_k3", "hermes", "qwen_xml", "glm", "glm_dense"),
+    *("deepseek", "minimax", "deepseek_dsml"),
 )
 BY_HAND = {
     "gemma4": "gemma4",
@@ -218,9 +158,9 @@ IDS = ("abcdefghi", *(f"abcdefgh{number}" for number in range(9)))
 WRITERS = {
     writer.__name__: writer
     for writer in (
-        *(hermes, qwen_xml, glm, glm_dense, mistral_list, mistral_named, mistral_with_ids),
+        *(mistral_list, mistral_named, mistral_with_ids),
         *(llama, llama_tagged, python_list, lfm2, tool_code, gemma4, functiongemma),
-        *(harmony, harmony_role, deepseek, deepseek_fenced, invoke, dsml, kimi),
+        *(harmony, harmony_role, deepseek_fenced, kimi),
     )
 }
 WRITERS |= {name: partial(rendered, name) for name in READ_OFF}

@@ -101,6 +101,10 @@ CALLS = {  # family -> the calls of its template
         items("\n<tool_call>NAME\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "")
         + "{{- '</tool_call>' }}"
     ),
+    "glm_dense": each(
+        items("<tool_call>NAME", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "")
+        + "{{- '</tool_call>' }}"
+    ),
     "mistral": each(OBJECT, "[TOOL_CALLS][", "]", ", "),
     "llama": "{{- '<|python_tag|>' if false }}" + ONE_ONLY + each(PARAMETERS),
     "llama_pythonic": each(python(), "<|python_start|>[", "]<|python_end|>", ", "),

@@ -32,7 +32,7 @@ class AdapterTable:
         model: that they change.
         reserve: makes room for so many bytes of all adapters together; False: there is none.
         renamed: called when requests may name others.
-        others: what other ranks load of each; None: there are none.
+        others: what other ranks load of each.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdapterTable:
         model: LanguageModel,
         reserve: Callable[[int], bool],
         renamed: Callable[[], None],
-        others: FollowerAdapters | None = None,
+        others: FollowerAdapters,
     ) -> None:
         self._others = others
         self._reserve = reserve
@@ -86,11 +86,12 @@ class AdapterTable:
         needed = self._loaded.estimate(placements)
         loaded = LoadedAdapter(name, self._loaded.new_number(), adapter, num_bytes=needed)
         try:
-            if self._others is not None:
-                others = yield from self._others.check(loaded.number, adapter)
-                loaded.num_bytes = max(needed, others)
+            of_others = yield from self._others.check(loaded.number, adapter)
+            loaded.num_bytes = max(needed, of_others)
             self._hold(loaded)
             yield from self._load_pieces(loaded, placements)
+            loaded.num_bytes = max(self._loaded.bytes_of(loaded.number), of_others)
+            self._reserve(self.num_bytes)
             self._check_name(name)  # another may have come first
         except BaseException:  # what was loaded of it goes, whatever ended it
             self._free(loaded)
@@ -117,17 +118,12 @@ class AdapterTable:
         pieces = self._loaded.load(number, adapter, placements)
         ended = False
         while not ended:
-            if self._others is not None:
-                self._others.begin_piece(number)
+            self._others.begin_piece(number)
             try:
                 ended = bool(next(pieces, True))
             finally:  # they have done theirs, whatever came of this one
-                if self._others is not None:
-                    ended &= self._others.end_piece(number, adapter)
+                ended &= self._others.end_piece(number, adapter)
             yield 0.0
-        if self._others is None:
-            loaded.num_bytes = self._loaded.bytes_of(number)
-            self._reserve(self.num_bytes)
 
     def unload(self, name: str) -> Generator[float]:
         """Refuse an adapter to new requests; its memory is freed when its last request has ended.
@@ -154,7 +150,9 @@ class AdapterTable:
         for each in list(self._in_use.values()):
             self._loaded.remove(each.number)
         self._in_use, self._by_name = {}, {}
-        self._others = None  # a load that ends later is none of the model that they have then
+        self._others = (
+            FollowerAdapters()
+        )  # a load that ends later is none of the model that they have then
 
     def stats(self) -> list[dict[str, object]]:
         """Each adapter, as plain values."""
@@ -176,8 +174,7 @@ class AdapterTable:
             )
 
     def _free(self, loaded: LoadedAdapter) -> None:
-        if self._others is not None:
-            self._others.remove(loaded.number)
+        self._others.remove(loaded.number)
         if self._in_use.pop(loaded.number, None) is None:
             return  # there was no room for it, or `close` took all of them off meanwhile
         self._loaded.remove(loaded.number)

@@ -48,11 +48,6 @@ class Sequence:
     sharers: dict["Sequence", int] = field(default_factory=dict)
 
     @property
-    def priority(self) -> int:
-        """The priority of its pages in the prefix cache."""
-        return self.request.priority
-
-    @property
     def lease_of(self) -> Lease:
         """The lease of a running sequence."""
         assert self.lease is not None
@@ -88,11 +83,6 @@ class Sequence:
     def num_left(self) -> int:
         """Positions that have a token and no computed KV yet: 1 in decode."""
         return len(self.token_ids) + self.num_pending - self.num_computed
-
-    @property
-    def decoding(self) -> bool:
-        """Whether only the newest token is left to compute, and it was sampled (not a prompt's)."""
-        return self.num_left == 1 and self.num_computed >= self.num_prompt
 
     @property
     def decodes(self) -> bool:

@@ -30,7 +30,7 @@ from ..models.language import LanguageModel
 from ..threads import Reply, start
 from .kernels import choose_on_this_machine
 from .loop import Loop
-from .runner import Followers
+from .runner import NO_FOLLOWERS, Followers
 from .scheduler import Proposer
 
 Listener = Callable[[TokenEvent], None]
@@ -103,12 +103,12 @@ MakeLoop = Callable[[Emit], EngineLoop]
 Stop = Callable[[], None]
 
 
-def generation(load: Load, followers: Followers | None = None) -> Callable[[Emit], Loop]:
+def generation(load: Load, followers: Followers = NO_FOLLOWERS) -> Callable[[Emit], Loop]:
     """A factory of the loop of a model that generates; the engine calls it on its own thread.
 
     Args:
         load: returns the model, how to run it, and the proposer of tokens that steps verify.
-        followers: the other ranks of a model that is spread over several; None: it is not.
+        followers: the other ranks of a model that is spread over several.
     """
 
     def make(emit: Emit) -> Loop:
@@ -124,8 +124,7 @@ def generation(load: Load, followers: Followers | None = None) -> Callable[[Emit
                 followers=followers,
             )
         except BaseException:  # there is no loop that would release them
-            if followers is not None:
-                followers.release()
+            followers.release()
             raise
 
     return make

@@ -98,7 +98,7 @@ class KVManager:
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
         point = self.tree.probe(sequence.namespace, sequence.token_ids, limit=limit)
         while True:
-            lease = self.tree.lock(point, priority=sequence.priority)
+            lease = self.tree.lock(point, priority=sequence.request.priority)
             if self._room(point, sequence, spare):
                 sequence.lease = lease
                 self.tree.count(point)
@@ -216,11 +216,6 @@ class KVManager:
         """
         if self._recycling or not of_answer:
             self._written.append(sequence)
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether `settle` has pages to publish or to recycle."""
-        return bool(self._written or self._recycling)
 
     def settle(self, running: Seq[Sequence]) -> bool:
         """Between two launches: publish what the last one writes, recycle pages behind windows.

@@ -33,6 +33,7 @@ from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .pagestore import SAVE_S, PageStore
 from .runner import (
+    NO_FOLLOWERS,
     Followers,
     Launched,
     Runner,
@@ -59,7 +60,7 @@ class Loop:
         kernels_when_idle: kernels that the first steps do not need are checked later, by
             `prepare_kernel`.
         proposer: of tokens that steps verify; None: every step gives a sequence one token.
-        followers: the other ranks of a model that is spread over several; None: it is not.
+        followers: the other ranks of a model that is spread over several.
 
     Attributes:
         adapters: that requests may name.
@@ -75,7 +76,7 @@ class Loop:
         kernels: Chooser = choose_none,
         kernels_when_idle: bool = False,
         proposer: Proposer | None = None,
-        followers: Followers | None = None,
+        followers: Followers = NO_FOLLOWERS,
     ) -> None:
         self.model = model
         self._followers = followers
@@ -94,12 +95,11 @@ class Loop:
         )
         self._emit = emit
         self._in_flight: deque[Launched] = deque()  # steps that were not read, oldest first
-        self._num_stages = 1 if followers is None else followers.num_stages
+        self._num_stages = followers.num_stages
         self._ended_s = 0.0  # by when the last step that was read had ended
         self.store: PageStore | None = None
         self._proposer = proposer
-        others = None if followers is None else followers.adapters
-        self.adapters = AdapterTable(model, self._reserve, self._state_limits, others)
+        self.adapters = AdapterTable(model, self._reserve, self._state_limits, followers.adapters)
         self._counters = EngineCounters()  # kept where the loop starts afresh
         self.assemble()
 
@@ -108,17 +108,15 @@ class Loop:
         config = self.config
         self.cache = make_cache(self.model, config, self._layers)
         taps = () if self._proposer is None else self._proposer.taps
-        if self._followers is not None:
-            self._followers.assembled(self.cache, config, taps)
+        self._followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
         if config.disk is not None and self.store is None:
-            disks = None if self._followers is None else self._followers.disks
             self.store = PageStore(
                 None,
                 groups=self.cache.groups,
                 states=self.cache.state_group,
                 max_bytes=config.disk.max_bytes,
-                others=disks,
+                others=self._followers.disks,
             )
             self._open_tier(OPEN_WAIT_S)
         self.scheduler = self._make_scheduler()
@@ -159,7 +157,7 @@ class Loop:
             return
         identity = options.identity(wait_s)
         if identity is not None:
-            namespace = disk_namespace(identity, self.cache, store.form)
+            namespace = disk_namespace(identity, self.cache, store.others.form)
             store.open(str(options.folder.resolve()), namespace)
 
     @property
@@ -243,8 +241,7 @@ class Loop:
         """Limit the pages of every rank, so that so many bytes of adapters fit; whether they do."""
         beyond = max(num_bytes - self.config.adapter_bytes, 0)  # what was kept for them at load
         is_there = self.cache.reserve(beyond, lengths)
-        if self._followers is not None:
-            self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
+        self._followers.resize([g.allocator.num_pages for g in self.cache.groups])
         return is_there
 
     def abort(self, request_id: str) -> None:
@@ -393,8 +390,7 @@ class Loop:
             RanksFailedError: it failed on other ranks too.
         """
         traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
-        if self._followers is not None:
-            self._followers.reset(error)
+        self._followers.reset(error)
         queues = self.scheduler.queues
         self._in_flight.clear()
         self._counters.step_failures += 1
@@ -448,8 +444,7 @@ class Loop:
                     self._save(self.store)
             self.store.close()
         self.adapters.close()
-        if self._followers is not None:
-            self._followers.release()
+        self._followers.release()
         del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
         del self.adapters, self.kernels, self._layers  # the last two refer to pages
 
@@ -458,8 +453,7 @@ class Loop:
         self._read(0)
         kv_manager = self.scheduler.kv_manager
         work = kv_manager.take_work()
-        if self._followers is not None:
-            self._followers.carry_out(work)
+        self._followers.carry_out(work)
         self.cache.make_room(work.num_slots)
         store.put(self.cache.carry_out(work))
         store.save(kv_manager.take_all(), self.cache.read_out)
@@ -468,8 +462,8 @@ class Loop:
         """Plain numbers of what was done and what is held."""
         stats = self._cache_stats()
         stats["adapters"], stats["adapter_bytes"] = self.adapters.stats(), self.adapters.num_bytes
-        if self._followers is not None:
-            stats["ranks"] = self._followers.stats()
+        if ranks := self._followers.stats():
+            stats["ranks"] = ranks
         if self.model.expert_store is not None:
             stats["experts"] = self.model.expert_store.stats()
         return {**stats, "kernels": self.kernels.stats()}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..cache.disk import DiskStats, DiskTier, Entry, chain_keys, namespace_key, page_key
 from ..cache.inputs import Load, Spill
@@ -47,33 +47,34 @@ Found = list[dict[int, Entry]]
 """Pages on the disk that lengthen the prefix of a prompt: by group, page number -> payload."""
 
 
-class FollowerDisks(Protocol):
-    """The disks of the other ranks of a model, each with its part of every page."""
+class FollowerDisks:
+    """The disks of the other ranks of a model, each with its part of every page. Here: no others.
 
-    @property
-    def form(self) -> str:
-        """How the model is divided among them: pages of another division are of no use."""
-        ...
+    Attributes:
+        form: how the model is divided among them, as text: pages of another division are of no use.
+    """
+
+    form = ""
 
     def open(self, folder: str, namespace: bytes, max_bytes: int) -> None:
         """Let them open a folder of this path."""
-        ...
 
     def begin_fetch(self, places: Seq[tuple[int, bytes]]) -> None:
         """Let them read (group, key), for the step that comes next."""
-        ...
 
     def end_fetch(self) -> list[int]:
         """Places that one of them lacks, or found broken, in order."""
-        ...
+        return []
 
     def begin_save(self, spills: Seq[Spill], timeout_s: float) -> None:
         """Let them store pages, and wait for the writes."""
-        ...
 
     def end_save(self, timeout_s: float) -> bool:
         """Wait for `begin_save`; whether every rank has written its part."""
-        ...
+        return True
+
+
+NO_DISKS = FollowerDisks()
 
 
 class PageStore:
@@ -85,7 +86,7 @@ class PageStore:
         groups: what layers keep in pages.
         states: of recurrent layers: their snapshots are entries, too; None: there are none.
         max_bytes: what the tier may hold.
-        others: disks of other ranks; None: there are none.
+        others: disks of other ranks.
         clock: seconds that only grow.
     """
 
@@ -96,11 +97,11 @@ class PageStore:
         groups: Seq[PageGroup],
         states: StateGroup | None = None,
         max_bytes: int,
-        others: FollowerDisks | None = None,
+        others: FollowerDisks = NO_DISKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tier = tier
-        self._others = others
+        self.others = others
         self.groups = groups
         self.state_group = len(groups)  # its number among the groups of entries
         self.page_bytes = [group.page_bytes for group in groups]
@@ -114,15 +115,9 @@ class PageStore:
         self._read_meanwhile = False  # since the last step ended
         self._num_refused = 0
 
-    @property
-    def form(self) -> str:
-        """How the model is divided over ranks, as text; empty: there is one rank."""
-        return "" if self._others is None else self._others.form
-
     def open(self, folder: str, namespace: bytes) -> None:
         """Open the tier, on all ranks."""
-        if self._others is not None:
-            self._others.open(folder, namespace, self._max_bytes)
+        self.others.open(folder, namespace, self._max_bytes)
         self.tier = DiskTier(folder, namespace, max_bytes=self._max_bytes)
 
     # -- to the disk ----------------------------------------------------------------------------
@@ -181,12 +176,10 @@ class PageStore:
         deadline_s = self._clock() + SAVE_S
         for chunk in self._chunks(spills):
             left_s = max(deadline_s - self._clock(), 0.0)
-            if self._others is not None:
-                self._others.begin_save(chunk, left_s)
+            self.others.begin_save(chunk, left_s)
             self.put(read(chunk))
             written = self.tier.flush(max(deadline_s - self._clock(), 0.0))
-            if self._others is not None:
-                written &= self._others.end_save(max(deadline_s - self._clock(), 0.0))
+            written &= self.others.end_save(max(deadline_s - self._clock(), 0.0))
             if not written:
                 return
 
@@ -229,15 +222,12 @@ class PageStore:
         """Read pages; False: one is not there, which the search knows now."""
         started_s = self._clock()
         keys = [search.key(*place) for place in wanted]
-        if self._others is not None:
-            self._others.begin_fetch([(place[1], k) for place, k in zip(wanted, keys, strict=True)])
+        self.others.begin_fetch([(place[1], k) for place, k in zip(wanted, keys, strict=True)])
         entries = search.tier.get_chain(keys)
-        count = len(entries)
-        if self._others is not None:
-            missing = self._others.end_fetch()
-            count = min([count, *missing])
-            for lacking in missing:  # to be stored again, by all
-                search.tier.remove(keys[lacking])
+        missing = self.others.end_fetch()
+        count = min([len(entries), *missing])
+        for lacking in missing:  # to be stored again, by all
+            search.tier.remove(keys[lacking])
         self._reading.add(sum(e.payload.nbytes for e in entries), self._clock() - started_s)
         self._read_meanwhile = True
         for place, entry in zip(wanted, entries[:count], strict=False):

@@ -24,7 +24,6 @@ from ..cache.kv import KVCache
 from ..cache.layout import LayerCache, kernel_uses, lay_out
 from ..config import EngineConfig
 from ..core import TokenLogprobs
-from ..errors import RanksFailedError
 from ..layers.ranks import AbsentMixer, Link
 from ..layers.step import Step, Taps
 from ..metal_kernels.variants import KernelUse
@@ -77,46 +76,48 @@ class InFlight(Protocol):
         ...
 
 
-class FollowerAdapters(Protocol):
-    """The adapters on the other ranks, each of which loads its part of them."""
+class FollowerAdapters:
+    """The adapters on the other ranks, each of which loads its part of them. Here: no others."""
 
     def check(self, number: int, adapter: AdapterFolder) -> Generator[float, None, int]:
         """Let them read an adapter; the most bytes on one of them. Raises CheckpointError.
 
         Yields seconds until the next look for their answers.
         """
-        ...
+        yield from ()
+        return 0
 
     def begin_piece(self, number: int) -> None:
         """Let them load the next piece of it."""
-        ...
 
     def end_piece(self, number: int, adapter: AdapterFolder) -> bool:
         """Wait until they have; whether that was all. Raises CheckpointError."""
-        ...
+        return True
 
     def remove(self, number: int) -> None:
         """Let them take an adapter off."""
-        ...
 
 
-class Followers(Protocol):
-    """The other ranks, which run every step that is sent to them."""
+class Followers:
+    """The other ranks, which run every step that is sent to them. Here: there are none.
 
-    @property
-    def disks(self) -> FollowerDisks:
-        """Their disk tiers."""
-        ...
+    Attributes:
+        disks: their disk tiers.
+        adapters: their parts of adapters.
+    """
 
-    @property
-    def adapters(self) -> FollowerAdapters:
-        """Their parts of adapters."""
-        ...
+    disks = FollowerDisks()
+    adapters = FollowerAdapters()
 
     @property
     def link(self) -> Link | None:
         """The link by which every rank gets the tokens of a step; None: only this one does."""
-        ...
+        return None
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks have layers: from a step without samples nothing comes back."""
+        return False
 
     @property
     def num_stages(self) -> int:
@@ -124,7 +125,7 @@ class Followers(Protocol):
 
         1: all of them work on each step together.
         """
-        ...
+        return 1
 
     def assembled(self, cache: KVCache, config: EngineConfig, taps: Seq[int]) -> None:
         """Let them make a cache like this; every step gives the outputs of the layers `taps`.
@@ -132,23 +133,18 @@ class Followers(Protocol):
         Raises:
             RanksFailedError: one of them cannot.
         """
-        ...
 
     def send(self, step: StepInputs) -> None:
         """Let them run a step too; raises RanksFailedError where one of them cannot."""
-        ...
 
     def commit(self, num_kept: Mapping[int, int]) -> None:
         """End the oldest step that was sent and not read; `num_kept` as of `KVCache.commit`."""
-        ...
 
     def carry_out(self, work: CacheWork) -> None:
         """Let them do to their caches what no step does."""
-        ...
 
     def resize(self, num_pages: Seq[int]) -> None:
         """So many pages of each layer group may be in use from now on."""
-        ...
 
     def reset(self, error: BaseException) -> None:
         """A step failed by this error: what is in the cache is forgotten.
@@ -156,19 +152,20 @@ class Followers(Protocol):
         Raises:
             RanksFailedError: the step failed on other ranks too, and nothing there can be trusted.
         """
-        ...
 
-    def fail(self, error: BaseException) -> RanksFailedError:
+    def fail(self, error: BaseException) -> BaseException:
         """End the other ranks after a fault, and return the error to raise for it."""
-        ...
+        return error
 
     def release(self) -> None:
         """Let the other ranks go: the model is not used any more."""
-        ...
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers."""
-        ...
+        return {}
+
+
+NO_FOLLOWERS = Followers()
 
 
 class Forward:
@@ -385,7 +382,7 @@ class Runner:
 
     Args:
         taps: layers of which every step gives the outputs beside its tokens, see `Taps`.
-        followers: the other ranks of a model that is spread over several; None: it is not.
+        followers: the other ranks of a model that is spread over several.
     """
 
     def __init__(
@@ -395,13 +392,12 @@ class Runner:
         sampler: Sampler,
         *,
         taps: Seq[int] = (),
-        followers: Followers | None = None,
+        followers: Followers = NO_FOLLOWERS,
     ) -> None:
-        link = None if followers is None else followers.link
-        self.forward = Forward(model, cache, taps=taps, link=link)
+        self.forward = Forward(model, cache, taps=taps, link=followers.link)
         self._followers = followers
-        self._streams = followers is not None and link is None and not taps
-        self._defers = followers is not None and followers.num_stages > 1
+        self._streams = followers.is_pipeline and not taps
+        self._defers = followers.num_stages > 1
         self.cache = cache
         self.sampler = sampler
         self._used_slots: set[int] = set()
@@ -422,13 +418,14 @@ class Runner:
             admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
             self._has_variants |= any(s.namespace is not None for s in admitted)
         step = self._inputs(batch, previous, admitted)
-        if self._followers is None:
-            return self._launch(batch, step, previous, admitted)
         self._followers.send(step)
         try:
             return self._launch(batch, step, previous, admitted)
         except BaseException as error:  # the other ranks learn of it
-            raise self._followers.fail(error) from error
+            failure = self._followers.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
 
     def _inputs(
         self, batch: Batch, previous: Launched | None, admitted: list[Sequence]
@@ -508,8 +505,7 @@ class Runner:
         """Let the sampler know the tokens (R,) that were read and kept."""
         sampling, proposals = batch.sampling, batch.sampling.proposals
         num_kept = {} if proposals is None else batch.num_kept(result)
-        if self._followers is not None:
-            self._followers.commit(num_kept)
+        self._followers.commit(num_kept)
         slots = sampling.slot_ids
         gone = [*result.released, *result.discarded]
         if gone:

@@ -299,7 +299,7 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """The next step; None where nothing can be computed now."""
         queues = self.queues
-        if self.kv_manager.unsettled and self.kv_manager.settle(queues.running):
+        if self.kv_manager.settle(queues.running):
             self._steady = []
         decodes, verified, num_decoding = self._next_decodes()
         preemptions = self.counters.preemptions
@@ -382,7 +382,7 @@ class Scheduler:
         prefilling = []
         if not all_decode:
             behind = [s for s in queues.running if s.num_left > 0 and not s.num_pending]
-            prefilling = [s for s in behind if not s.decoding]
+            prefilling = [s for s in behind if not s.decodes]
         max_prefilling = self.prefill.most // self.page_size  # each gets a page at least
         preemptions = self.counters.preemptions
         while admitted := queues.admit(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..engine.runner import FollowerAdapters
 from ..errors import CheckpointError, MlxinferError
 from ..models.adapters.folder import AdapterFolder
 from ..models.adapters.loaded import ModelAdapters, read_adapter
@@ -25,8 +26,8 @@ CHECK_S = 600.0  # that a rank may take to read the files
 Say = Callable[[msgspec.Struct], None]
 
 
-class OtherAdapters:
-    """The adapters of the other ranks, as rank 0 sees them; see `engine.runner.FollowerAdapters`.
+class OtherAdapters(FollowerAdapters):
+    """The adapters of the other ranks, as rank 0 sees them.
 
     Args:
         others: the way to them.

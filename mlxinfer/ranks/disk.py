@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..cache.disk import DiskTier, namespace_key
 from ..cache.inputs import Spill
+from ..engine.pagestore import FollowerDisks
 from . import messages
 
 GRACE_S = 5.0  # that a rank may take to answer, beside the time that it was given to write
 
 
-class OtherDisks:
-    """The disks of the other ranks, as rank 0 sees them; see `engine.pagestore.FollowerDisks`.
+class OtherDisks(FollowerDisks):
+    """The disks of the other ranks, as rank 0 sees them.
 
     Args:
         others: the way to them.

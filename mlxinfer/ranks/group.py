@@ -23,7 +23,7 @@ import msgspec
 from ..cache.inputs import CacheWork
 from ..cache.kv import KVCache
 from ..config import EngineConfig
-from ..engine.runner import StepInputs
+from ..engine.runner import Followers, StepInputs
 from ..errors import CheckpointError, InvalidRequestError, MlxinferError, RanksFailedError
 from ..memory import default_kv_bytes
 from ..models import load_share
@@ -44,8 +44,8 @@ OfModel = messages.Loaded | messages.AdapterDone
 log = logging.getLogger("mlxinfer.ranks")
 
 
-class RankGroup:
-    """The other ranks, as rank 0 sees them; see `engine.runner.Followers`.
+class RankGroup(Followers):
+    """The other ranks, as rank 0 sees them.
 
     Args:
         place: this process, as rank 0.
@@ -105,6 +105,11 @@ class RankGroup:
     def link(self) -> GroupLink | None:
         """The link for tokens; None with pipeline stages, which give each other no tokens."""
         return None if self._pipeline else self._group_link
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks have layers."""
+        return self._pipeline
 
     @property
     def num_stages(self) -> int:

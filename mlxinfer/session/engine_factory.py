@@ -108,6 +108,7 @@ def open_engine(
     """
     require_mlx()  # says why, where what follows cannot import MLX
     from ..engine.engine import Engine, generation
+    from ..engine.runner import NO_FOLLOWERS
     from ..models import load_any, stoppable
     from ..speculation.sources import open_speculation
 
@@ -135,7 +136,7 @@ def open_engine(
             options.speculation, folder, model, config, kv_bytes, dtype=options.dtype
         )
 
-    engine = Engine(generation(build, group), owner=owner, stop_loading=stop)
+    engine = Engine(generation(build, group or NO_FOLLOWERS), owner=owner, stop_loading=stop)
     if group is not None:
         group.on_failure = engine.fail
     return engine, engine.call(lambda loop: describe(name, folder, loop.model))

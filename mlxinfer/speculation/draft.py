@@ -139,9 +139,8 @@ class DraftProposer(ProposalSource):
             found = self._follow(sequence, depth, keep=wanted)
             if found is not None:
                 rows[sequence] = found, depth
-        kv_manager = self._loop.scheduler.kv_manager
-        if kv_manager.unsettled:
-            kv_manager.settle([counterpart.own for counterpart, _ in rows.values()])
+        owns = [counterpart.own for counterpart, _ in rows.values()]
+        self._loop.scheduler.kv_manager.settle(owns)
         self._weights = {}
         self._run([(counterpart.own, depth) for counterpart, depth in rows.values()])
         return [self._proposal(*rows[s]) if s in rows else Proposal(()) for s in sequences]

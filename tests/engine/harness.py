@@ -23,7 +23,7 @@ from mlxinfer.core import (
 )
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
-from mlxinfer.engine.runner import Followers
+from mlxinfer.engine.runner import NO_FOLLOWERS, Followers
 from mlxinfer.engine.scheduler import Proposer
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
@@ -81,7 +81,7 @@ class Harness:
         kernels: Chooser = choose_none,
         proposer: Proposer | None = None,
         adapters: Mapping[str, Path] | None = None,
-        followers: Followers | None = None,
+        followers: Followers = NO_FOLLOWERS,
         **changes: object,
     ) -> None:
         self.outcomes: dict[str, Outcome] = {}

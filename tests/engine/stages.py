@@ -1,21 +1,16 @@
 """Pipeline stages of which one process has all the layers: steps take turns, nothing is sent."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mlxinfer.cache.inputs import CacheWork
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.config import EngineConfig
 from mlxinfer.engine.runner import Followers, StepInputs
-from mlxinfer.errors import RanksFailedError
 
 
 class NoOtherRanks(Followers):
-    """See `engine.runner.Followers`; as many stages as are asked for."""
+    """As many stages as are asked for."""
 
-    disks: Any = None
-    adapters: Any = None
-    link = None
+    is_pipeline = True
     num_stages = 1
 
     def __init__(self, num_stages: int) -> None:
@@ -33,17 +28,5 @@ class NoOtherRanks(Followers):
     def commit(self, num_kept: Mapping[int, int]) -> None:
         assert bool(num_kept) == self._verified.pop(0)
 
-    def carry_out(self, work: CacheWork) -> None: ...
-
-    def resize(self, num_pages: Sequence[int]) -> None: ...
-
     def reset(self, error: BaseException) -> None:
         self._verified.clear()
-
-    def fail(self, error: BaseException) -> RanksFailedError:
-        return RanksFailedError(str(error))
-
-    def release(self) -> None: ...
-
-    def stats(self) -> dict[str, Any]:
-        return {}

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, LatentSpec, SamplingParams
 from mlxinfer.engine import kv_manager
+from mlxinfer.engine.runner import NO_FOLLOWERS
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -282,7 +283,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
             plains = plain_runs(case, options, run)
             answers = {name: plain.token_ids for name, plain in plains.items()}
             proposer = some_proposer(guess_seed, model_of(case), answers)
-            followers = NoOtherRanks(num_stages) if num_stages > 1 else None
+            followers = NoOtherRanks(num_stages) if num_stages > 1 else NO_FOLLOWERS
             harness = Harness(
                 model_of(case),
                 proposer=proposer,

@@ -35,7 +35,7 @@ def test_memory_grows_with_the_lengths_of_mixed_requests() -> None:
     harness = Harness(model, prefill_chunk=512, max_context=10_000, num_pages=600)
     for seed, length in enumerate([5000] + [100] * 7):
         harness.add(str(seed), prompt(length, seed), SamplingParams(max_tokens=40))
-    while any(not s.decoding for s in harness.loop.scheduler.queues.unfinished()):
+    while any(not s.decodes for s in harness.loop.scheduler.queues.unfinished()):
         harness.turn()
     harness.turn(5)
     assert len(harness.loop.scheduler.queues.running) == 8

@@ -213,7 +213,7 @@ def test_a_prompt_waits_for_whole_pages_that_another_computes_and_no_longer() ->
     scheduler.queues.add(request("b", 12 * PAGE, shared=shared), max_output=8)
     assert rows(step(scheduler)) == {"a": 4 * PAGE}
     assert set(rows(step(scheduler))) == {"a", "b"}
-    while not first.decoding:
+    while not first.decodes:
         step(scheduler)
     assert first.sharers == {}, "no sequence waits for it any more"
     scheduler = build(chunk=4 * PAGE)

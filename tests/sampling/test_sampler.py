@@ -8,11 +8,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling_cases import VOCAB, logits, rows
 from sampling_reference import Row, draw, greedy, kept_tokens
+from sampling_reference import logprobs as reference_logprobs
 
 from mlxinfer.core import SamplingParams, TokenLogprobs
 from mlxinfer.sampling.draw import stream_of, uniforms
 from mlxinfer.sampling.parts import EXCLUDING
-from mlxinfer.sampling.sampler import Sampler
+from mlxinfer.sampling.sampler import LogprobArrays, Sampler, apply_bitmask, num_words
 from mlxinfer.sampling.tokens import MIN_ROOM, TokenBuffer
 
 Choice = tuple[int, TokenLogprobs | None]
@@ -316,3 +317,55 @@ def test_nothing_of_a_step_is_held_after_it():
         step(count)
     mx.synchronize()
     assert mx.get_active_memory() - before < 5000
+
+
+def test_each_row_gets_as_many_logprobs_as_it_asks_for():
+    logits = (np.random.default_rng(0).normal(size=(4, 3000)) * 3).astype(np.float32)
+    tokens = [5, 6, 7, 8]
+    asked = {3: 2, 0: 20, 2: 0}
+    found = LogprobArrays.of(mx.array(logits), mx.array(tokens, mx.int32), asked).read()
+    assert set(found) == {0, 2, 3}
+    for row, num in zip((3, 0, 2), (2, 20, 0), strict=True):
+        expected = reference_logprobs(logits[row])
+        assert found[row].logprob == pytest.approx(expected[tokens[row]], abs=1e-5)
+        best = np.argsort(-expected)[:num]
+        assert [token for token, _ in found[row].top] == best.tolist()
+        assert [value for _, value in found[row].top] == pytest.approx(expected[best], abs=1e-5)
+
+
+def test_a_vocabulary_smaller_than_asked_for_and_tokens_that_cannot_be():
+    logits = mx.array([[0.0, -np.inf, 0.0]])
+    arrays = LogprobArrays.of(logits, mx.array([0], mx.int32), {0: 20})
+    found = arrays.read()[0]
+    assert [token for token, _ in found.top] == [0, 2, 1]
+    assert found.top[2][1] == -np.inf
+
+
+def pack(allowed: np.ndarray) -> mx.array:
+    """(R, V) bool -> (R, words) uint32, bit by bit."""
+    words = np.zeros((len(allowed), num_words(allowed.shape[1])), np.uint32)
+    for row, token in np.argwhere(allowed):
+        words[row, token // 32] |= np.uint32(1) << np.uint32(token % 32)
+    return mx.array(words)
+
+
+@given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from([1, 31, 32, 33, 100]))
+def test_only_allowed_tokens_keep_their_logits(seed: int, vocab_size: int):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(3, vocab_size)).astype(np.float32)
+    allowed = rng.random((3, vocab_size)) < 0.5
+    got = apply_bitmask(mx.array(x), pack(allowed))
+    np.testing.assert_array_equal(got, np.where(allowed, x, -np.inf))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_keeps_the_type(dtype: mx.Dtype):
+    mask = mx.array([[0xFFFFFFFF, 0x80000000]], mx.uint32)
+    got = apply_bitmask(mx.zeros((1, 64), dtype), mask)
+    assert got.dtype == dtype
+    assert (got == 0).tolist() == [[True] * 32 + [False] * 31 + [True]]
+
+
+def test_a_mask_of_another_size_is_a_mistake():
+    with pytest.raises(AssertionError):
+        apply_bitmask(mx.zeros((1, 64)), mx.zeros((1, 1), mx.uint32))

@@ -22,6 +22,7 @@ KV_BITS = (16, 8, 4)
 CONTEXTS = (4096, 32_768)
 OF_CONFIG = {  # fact -> field of the config
     "definition": "definition",
+    "compared": "compared",
     "alone_because": "alone_because",
     "layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -179,7 +180,10 @@ def _runs(facts: dict[str, Any]) -> str:
         return "natively, batched"
     because = facts["alone_because"]
     how = f"one sequence after another: {because}" if because else "batched"
-    return f"by {facts['definition']}'s definition, checked when it is loaded, {how}"
+    return (
+        f"by {facts['definition']}'s definition ({facts['compared']}), checked when it is loaded, "
+        f"{how}"
+    )
 
 
 def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:

@@ -71,7 +71,8 @@ def test_kv_bytes_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "definition", "says"),
     [
-        ("stablelm", "mlx-lm", "by mlx-lm's definition, checked when it is loaded, batched"),
+        ("stablelm", "mlx-lm", "by mlx-lm's definition (it agrees with transformers "),
+        ("internlm2", "mlx-lm", "this was not compared with it), checked when it is loaded, batch"),
         ("mamba", "mlx-lm", "one sequence after another: a layer keeps the state of a recurrence"),
         ("llama", "native", "natively, batched"),
         ("no_such", None, "is defined neither here nor by mlx-lm"),
@@ -105,6 +106,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "task",
         "pooling",
         "alone_because",
+        "compared",
         "architecture",
         "parameters",
         "weight_bytes",

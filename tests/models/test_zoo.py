@@ -19,8 +19,9 @@ from mlxinfer.errors import CheckpointError, UnsupportedModelError
 from mlxinfer.models import load_any, load_any_config
 from mlxinfer.models.zoo import choice, definitions
 from mlxinfer.models.zoo.choice import choose, quantise
-from mlxinfer.models.zoo.definitions import Definition, module_of, respelled, with_narrow_windows
+from mlxinfer.models.zoo.definitions import Definition, module_of, with_narrow_windows
 from mlxinfer.models.zoo.running import AloneModel, FlatCache, FlatModel
+from mlxinfer.models.zoo.spelling import respelled
 
 IDS = mx.array([[5, 9, 100, 3, 77]])
 
@@ -94,9 +95,9 @@ def test_what_is_kept_is_learnt_from_the_definition() -> None:
     sizes = {"swa_head_dim": 24, "swa_num_key_value_heads": 4, "v_head_dim": 8}
     raw = {**small_config("mimo_v2_flash", module), **sizes}
     config, _ = choose(raw, {})
-    full, window = KVSpec(2, 16, 8), KVSpec(4, 24, 16, 8)
+    full, window = KVSpec(2, 16, 8), KVSpec(4, 24, 16, 9)  # 8 tokens before, and itself
     assert config.cache_specs == (full, window, window, full)
-    assert config.windows == (None, 8, 8, None)
+    assert config.windows == (None, 9, 9, None)
 
 
 def test_the_spelling_of_transformers_5_is_read() -> None:

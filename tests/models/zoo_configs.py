@@ -179,6 +179,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
     },
     "jamba": {
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
         "attn_layer_offset": 1,
         "attn_layer_period": 2,
         "expert_layer_offset": 1,

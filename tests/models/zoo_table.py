@@ -1,7 +1,8 @@
 """What runs each architecture that mlx-lm defines: `python -m tests.models.zoo_table`.
 
 Builds a small model of each with random weights, runs the check that loading runs, and prints a
-Markdown table for docs/models.md.
+Markdown table for docs/models.md. With `generating` it prints the table of transformers' types, for
+which it builds nothing.
 """
 
 import sys
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxinfer.errors import MlxinferError
 from mlxinfer.models.registry import SUPPORTED
 from mlxinfer.models.zoo.choice import Formats, build, choose, quantise
+from mlxinfer.models.zoo.compared import verdicts
 from mlxinfer.models.zoo.definitions import Definition, architectures, installed, module_of
 from mlxinfer.models.zoo.running import AloneModel, FlatModel
 
@@ -24,6 +26,19 @@ from .zoo_configs import small_config
 FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 LINEAR = ("Linear", "SwitchLinear")  # layers of mlx.nn, and of mlx-lm's
 HOW = ("native", "batched", "alone", "refused")
+STATUSES = {
+    "native": "native",
+    "compared": "mlx-lm's definition, compared",
+    "impossible": "mlx-lm's definition, could not be compared",
+    "refused": "refused",
+    "none": "defined neither here nor by mlx-lm",
+}
+BY_VERDICT = {
+    "agrees": "compared",
+    "differs": "refused",
+    "refused": "refused",
+    "impossible": "impossible",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +119,23 @@ def table(found: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def generating_table() -> str:
+    """Markdown: what runs each type of transformers' lists for text generation."""
+    kinds, types = verdicts()["generating"], verdicts()["types"]
+    of: dict[str, list[str]] = {status: [] for status in STATUSES}
+    for kind in kinds:
+        row = types.get(kind, {})
+        status = "native" if kind in SUPPORTED else BY_VERDICT.get(row.get("verdict", ""), "none")
+        but = f" (not {', '.join(row['wrong'])})" if row.get("wrong") else ""
+        of[status].append(f"`{kind}`{but}")
+    lines = ["| status | types |", "|---|---|"]
+    lines += [f"| {STATUSES[s]} ({len(found)}) | {', '.join(found)} |" for s, found in of.items()]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     names = sys.argv[1:]
-    print(table([row(name) for name in names] if names else rows()))  # type: ignore[misc]
+    if names == ["generating"]:
+        print(generating_table())
+    else:
+        print(table([row(name) for name in names] if names else rows()))  # type: ignore[misc]

@@ -2,6 +2,8 @@
 
     definitions.py   mlx-lm's modules as a private copy, and models of theirs built from a config
     running.py       these models as the engine runs them: batched, or one sequence after another
+    spelling.py      configs and tensors as mlx-lm's definitions read them
+    compared.py      what comparing the definitions with transformers has shown
     choice.py        which of the two it is, its weights, and the check of its logits
 
 mlx-lm is found where it is installed (`pip install "mlxinfer[zoo]"`) and is not imported: its
@@ -14,6 +16,7 @@ from pathlib import Path
 from ..jsonfields import read_json
 from .choice import build, choose, lazy_arrays, load_weights
 from .running import AloneModel, FlatModel, ZooConfig
+from .spelling import tensors_respelled
 
 __all__ = ["ZooConfig", "load", "load_config"]
 
@@ -27,7 +30,8 @@ def load(folder: Path, *, dtype: str = "auto") -> FlatModel | AloneModel:
         UnsupportedModelError, CheckpointError, ModelNotFoundError: as of `models.load`.
     """
     config, definition = choose(*_read(folder))
-    formats = load_weights(definition, lazy_arrays(folder), config.quantization, dtype)
+    tensors = tensors_respelled(config.model_type, lazy_arrays(folder))
+    formats = load_weights(definition, tensors, config.quantization, dtype)
     model = build(config, definition, formats)
     because = model.config.alone_because
     if because is not None:

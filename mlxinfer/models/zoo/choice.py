@@ -26,6 +26,7 @@ from ..quantization import Quantization, format_of_shapes
 from ..registry import SUPPORTED
 from ..weights.files import read_headers
 from ..weights.tensors import FLOATS, choose_dtype
+from .compared import refuse_wrong
 from .definitions import (
     Definition,
     architectures,
@@ -44,6 +45,7 @@ from .running import (
     read_config,
     trace,
 )
+from .spelling import classes_of
 
 Formats = dict[str, dict[str, Any]]  # path of a layer -> arguments of its quantised form
 
@@ -322,9 +324,10 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
         CheckpointError: the definition does not take this config.
     """
     model_type = str(raw.get("model_type"))
-    module = module_of(model_type)
+    module = module_of(model_type, classes_of(raw))
     if module is None:
         raise _unknown(model_type)
+    refuse_wrong(raw)
     definition = Definition.of(module, raw)
     specs: Sequence[CacheSpec]
     because = None

@@ -11,7 +11,6 @@ A model is cut before its output projection, so that only the rows that are samp
 import ast
 import contextlib
 import dataclasses
-import inspect
 import io
 import sys
 import threading
@@ -30,6 +29,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from ...errors import CheckpointError, UnsupportedModelError
+from .spelling import respelled
 
 COPY = "mlxinfer_private_mlx_lm"  # the name of the copy's package
 INSTALL = 'pip install "mlxinfer[zoo]"'
@@ -104,18 +104,31 @@ def _folder() -> Path:
 
 
 @cache
-def _renamed() -> Mapping[str, str]:
-    """Architectures that mlx-lm defines under another's name: a literal of its utils.py."""
+def _table(name: str) -> Mapping[Any, str]:
+    """A literal of mlx-lm's utils.py; empty where this version has none of that name."""
     try:
         tree = ast.parse((_folder() / "utils.py").read_text())
         found = next(
             ast.literal_eval(node.value)
             for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING"
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
         )
     except (OSError, SyntaxError, ValueError, StopIteration):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def module_name(model_type: str, classes: Sequence[Any] = ()) -> str:
+    """The name of the module that mlx-lm has for an architecture: by its class, else by its type.
+
+    Args:
+        model_type, classes: as config.json states them; `classes` are its `architectures`.
+    """
+    by_class = _table("MODEL_ARCHITECTURE_REMAPPING")
+    for name in classes:
+        if (model_type, name) in by_class:
+            return by_class[model_type, name]
+    return _table("MODEL_REMAPPING").get(model_type, model_type)
 
 
 def _package(name: str, folder: Path) -> ModuleType:
@@ -144,8 +157,11 @@ def architectures() -> list[str]:
     return sorted(path.stem for path in (_folder() / "models").glob("*.py") if path.stem[0] != "_")
 
 
-def module_of(model_type: str) -> ModuleType | None:
+def module_of(model_type: str, classes: Sequence[Any] = ()) -> ModuleType | None:
     """The copied module that defines an architecture; None: mlx-lm has none.
+
+    Args:
+        model_type, classes: as of `module_name`.
 
     Raises:
         UnsupportedModelError: mlx-lm is not installed, or the module does not load here.
@@ -155,7 +171,7 @@ def module_of(model_type: str) -> ModuleType | None:
             f"The architecture {model_type[:60]!r} has no native definition here, and mlx-lm, "
             f"which may define it, is not installed: {INSTALL}."
         )
-    name = _renamed().get(model_type, model_type)
+    name = module_name(model_type, classes)
     if name not in architectures():
         return None
     if name in BROKEN:
@@ -351,41 +367,6 @@ class _Watched:
 def _hollow(array: mx.array) -> mx.array:
     """Zeros of the same shape that take no memory."""
     return mx.broadcast_to(mx.zeros((), array.dtype), array.shape)
-
-
-def respelled(args_type: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config in the spelling that mlx-lm reads, for a ModelArgs that ignores what it lacks.
-
-    transformers 5 writes `rope_parameters`, which holds the theta, the kind of scaling and the part
-    of a head that turns; before, each was a key of its own.
-    """
-    known = inspect.signature(args_type).parameters
-    out = {key: _respelled_inner(value) for key, value in config.items()}
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_parameters" in known:
-        return out
-    return _with_old_rope(out, rope)
-
-
-def _respelled_inner(value: Any) -> Any:
-    """The config of a language model inside another; definitions read some keys of either kind."""
-    if not isinstance(value, dict) or not isinstance(value.get("rope_parameters"), dict):
-        return value
-    return _with_old_rope(value, value["rope_parameters"])
-
-
-def _with_old_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """Copy the fields of `rope_parameters` to the older keys, unless those are stated."""
-    if "full_attention" in rope and isinstance(rope["full_attention"], dict):
-        rope = rope["full_attention"]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    old: dict[str, Any] = {
-        key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
-    }
-    if kind != "default":
-        old["rope_scaling"] = {**rope, "rope_type": kind, "type": kind}
-    silent = {key: value for key, value in old.items() if config.get(key) is None}
-    return {**config, **silent}
 
 
 def with_narrow_windows(definition: Definition, window: int) -> Definition | None:

@@ -27,6 +27,7 @@ from ...metal_kernels.variants import KernelUse
 from ..config import eos_token_ids
 from ..jsonfields import Fields
 from ..quantization import Quantization, read_quantization
+from .compared import verdict_of
 from .definitions import AttendingCache, Definition, one_line
 
 # Spellings of one thing; the first that is stated counts.
@@ -72,6 +73,11 @@ class ZooConfig:
     def definition(self) -> str:
         """Not a family of this library."""
         return "mlx-lm"
+
+    @property
+    def compared(self) -> str:
+        """As a table of verdicts says."""
+        return verdict_of(self.model_type)
 
     def cache_spec(self, index: int) -> CacheSpec:
         """The specs of all layers that keep something, in order."""

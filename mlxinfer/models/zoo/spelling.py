@@ -1,0 +1,159 @@
+"""Configs and tensors in the spelling that mlx-lm's definitions read.
+
+transformers 5 writes some keys under other names than the vendors did, and vendors other names of
+tensors than mlx-lm expects. No mlx.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# model_type -> a key that mlx-lm reads, and the one that is read where a config lacks it.
+OTHER_KEYS: Mapping[str, Mapping[str, str]] = {
+    "bailing_hybrid": {
+        "n_group": "num_expert_group",
+        "num_experts_per_tok": "num_experts_per_token",
+        "max_position_embeddings": "model_max_length",
+        "moe_shared_expert_intermediate_size": "moe_intermediate_size",
+    },
+    "exaone": {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
+    "gpt2": {"n_ctx": "n_positions"},
+    "gpt_neox": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+    "mellum": {"num_experts": "num_local_experts"},
+}
+# model_type -> values of keys that a config may leave out.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.25},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "mla_scale_kv_lora": True,
+        "mla_scale_q_lora": True,
+        "zero_expert_type": "identity",
+    },
+}
+# model_type -> parts of names of tensors, and mlx-lm's; None: a tensor that it does without.
+TENSORS: Mapping[str, Mapping[str, str | None]] = {
+    "gpt2": {"transformer.": ""},
+    "muse_glimmer": {"model.vision_": None},
+    "olmo_hybrid": {
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    },
+}
+
+
+def classes_of(config: Mapping[str, Any]) -> list[Any]:
+    """The vendor's names of the model's class, by which mlx-lm tells some designs apart.
+
+    Ling 2.6 and 3.0 have one model_type; only 3.0 has delta attention (KDA).
+    """
+    stated = config.get("architectures")
+    classes = list(stated) if isinstance(stated, list) else []
+    if config.get("model_type") == "bailing_hybrid" and "kda_safe_gate" in config:
+        classes.append("BailingMoeV3ForCausalLM")
+    return classes
+
+
+def tensors_respelled(model_type: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of a checkpoint by the names that mlx-lm expects."""
+    out: dict[str, T] = {}
+    kda = {name.removesuffix("A_log") for name in tensors if name.endswith(".attention.A_log")}
+    for name, tensor in tensors.items():
+        found: str | None = name
+        if name.endswith(".dense.weight") and name.removesuffix("dense.weight") in kda:
+            found = name.replace(".dense.", ".o_proj.")  # as transformers 5 writes Ling 3.0
+        for part, theirs in TENSORS.get(model_type, {}).items():
+            if part in name:
+                found = None if theirs is None else name.replace(part, theirs)
+        if found is not None:
+            out[found] = tensor
+    return out
+
+
+def respelled(args_type: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config in the spelling that mlx-lm reads, for a ModelArgs that ignores what it lacks.
+
+    transformers 5 writes `rope_parameters`, which holds the theta, the kind of scaling and the part
+    of a head that turns; before, each was a key of its own.
+    """
+    known = inspect.signature(args_type).parameters
+    out = {key: _respelled_inner(value) for key, value in config.items()}
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_parameters" not in known:
+        out = _with_old_rope(out, rope)
+    return _with_their_keys(out)
+
+
+def _with_their_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """With the keys that one definition reads, from others or by default."""
+    model_type = str(config.get("model_type"))
+    for key, other in OTHER_KEYS.get(model_type, {}).items():
+        if config.get(key) is None and config.get(other) is not None:
+            config[key] = config[other]
+    for key, value in DEFAULTS.get(model_type, {}).items():
+        config.setdefault(key, value)
+    if model_type == "gpt_bigcode" and config.get("n_inner") is None:
+        config["n_inner"] = 4 * config["n_embd"]
+    if model_type == "mamba2":
+        config.setdefault("intermediate_size", config["num_heads"] * config["head_dim"])
+    if model_type == "bailing_hybrid" and "linear_head_dim" in config:
+        config["head_dim"] = config["linear_head_dim"]  # beside it, head_dim is the rope's part
+    if model_type == "mimo_v2_flash":
+        return _mimo_v2_flash(config)
+    return config
+
+
+def _mimo_v2_flash(config: dict[str, Any]) -> dict[str, Any]:
+    """With the window that mlx-lm counts, which is one token longer than the vendor states.
+
+    The vendor's window is the number of earlier tokens. transformers 5 writes the sum.
+    """
+    if "sliding_window_size" in config:
+        return {**config, "sliding_window_size": config["sliding_window_size"] + 1}
+    ropes = config.get("rope_parameters") or {}
+    full, sliding = (ropes.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+    own = {
+        "hybrid_layer_pattern": [
+            int(kind == "sliding_attention") for kind in config.get("layer_types") or ()
+        ],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.get("mlp_layer_types") or ()],
+        "sliding_window_size": config.get("sliding_window"),
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "rope_theta": full.get("rope_theta", 5_000_000.0),
+        "swa_rope_theta": sliding.get("rope_theta", 10_000.0),
+        "partial_rotary_factor": full.get("partial_rotary_factor", 0.334),
+        "swa_num_attention_heads": config.get("num_attention_heads"),
+        "swa_num_key_value_heads": 2 * config.get("num_key_value_heads", 4),
+        "swa_head_dim": config.get("head_dim"),
+        "swa_v_head_dim": config.get("v_head_dim"),
+        "n_shared_experts": None,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "layernorm_epsilon": config.get("rms_norm_eps"),
+    }
+    return {**config, **own}
+
+
+def _respelled_inner(value: Any) -> Any:
+    """The config of a language model inside another; definitions read some keys of either kind."""
+    if not isinstance(value, dict) or not isinstance(value.get("rope_parameters"), dict):
+        return value
+    return _with_old_rope(value, value["rope_parameters"])
+
+
+def _with_old_rope(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Copy the fields of `rope_parameters` to the older keys, unless those are stated."""
+    if "full_attention" in rope and isinstance(rope["full_attention"], dict):
+        rope = rope["full_attention"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    old: dict[str, Any] = {
+        key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
+    }
+    if kind != "default":
+        old["rope_scaling"] = {**rope, "rope_type": kind, "type": kind}
+    silent = {key: value for key, value in old.items() if config.get(key) is None}
+    return {**config, **silent}

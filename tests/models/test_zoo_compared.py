@@ -1,0 +1,168 @@
+"""Verdicts of comparing mlx-lm's definitions with transformers, and what follows from them."""
+
+from typing import Any
+
+import pytest
+from models.zoo_configs import SIZES, small_config
+
+from mlxinfer.errors import UnsupportedModelError
+from mlxinfer.models.registry import SUPPORTED
+from mlxinfer.models.zoo.choice import choose
+from mlxinfer.models.zoo.compared import refuse_wrong, settings, verdict_of, verdicts
+from mlxinfer.models.zoo.definitions import Definition, module_of
+from mlxinfer.models.zoo.spelling import classes_of, tensors_respelled
+
+TYPES = verdicts()["types"]
+WRONG = [(kind, key) for kind, row in TYPES.items() for key in row.get("wrong", ())]
+LINEAR = {"rope_type": "linear", "type": "linear", "factor": 4.0}
+
+
+def config_with(kind: str, key: str) -> dict[str, Any]:
+    """A small config with a value of a key that the definition gets wrong."""
+    config = {key: value for key, value in SIZES.items() if key != "sliding_window"}
+    wrong = TYPES[kind]["wrong"][key]
+    value: Any = next((other for other in (True, False, "relu", 7.5) if other not in wrong), None)
+    if wrong and type(wrong[0]) is str:
+        value = "relu"
+    if key == "rope_scaling":
+        value = LINEAR
+    if key == "sliding_window":
+        value = 8
+    return {**config, "model_type": kind, key: value}
+
+
+@pytest.mark.parametrize(("kind", "key"), WRONG)
+def test_a_config_that_a_definition_gets_wrong_is_refused_by_key(kind: str, key: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"ignores {key}, which config.json sets to"):
+        refuse_wrong(config_with(kind, key))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, row in TYPES.items() if row.get("wrong")])
+def test_what_a_definition_gets_right_is_not_refused(kind: str) -> None:
+    right = {key: values[0] for key, values in TYPES[kind]["wrong"].items() if values}
+    if "rope_scaling" in right:
+        right["rope_scaling"] = {"type": right["rope_scaling"], "factor": 4.0}
+    refuse_wrong({"model_type": kind, "sliding_window": None, **right})
+    refuse_wrong({"model_type": kind})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("qwen2_moe", {"sliding_window": 8, "use_sliding_window": True}, "ignores sliding_window"),
+        ("stablelm", {"rope_scaling": LINEAR}, "ignores rope_scaling"),
+        ("phi", {"rope_parameters": {**LINEAR, "rope_theta": 1e4}}, "ignores rope_scaling"),
+        ("jamba", {"num_experts": 16}, "ignores num_experts.*with num_experts = 1 run"),
+    ],
+)
+def test_loading_asks_the_verdicts(kind: str, changes: dict[str, Any], says: str) -> None:
+    module = module_of(kind)
+    assert module is not None
+    config = {**small_config(kind, module), **changes}
+    with pytest.raises(UnsupportedModelError, match=says):
+        choose(config, {})
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"use_sliding_window": False},
+        {"layer_types": ["full_attention"] * 4},
+        {"max_position_embeddings": 8},
+        {"rope_scaling": None, "sliding_window": None},
+    ],
+)
+def test_a_window_that_hides_nothing_is_no_window(off: dict[str, Any]) -> None:
+    assert "sliding_window" not in dict(settings({"sliding_window": 8, **off}))
+
+
+def test_the_verdicts_are_of_types_that_no_family_builds() -> None:
+    assert not TYPES.keys() & set(SUPPORTED)
+    assert TYPES.keys() <= set(verdicts()["generating"])
+    assert "agrees with transformers" in verdict_of("olmoe")
+    assert "no such model" in verdict_of("internlm2")
+
+
+def args_of(config: dict[str, Any]) -> Any:
+    module = module_of(config["model_type"], classes_of(config))
+    assert module is not None
+    return Definition.of(module, config).args
+
+
+def test_windows_of_mimo_count_the_token_itself_in_both_spellings() -> None:
+    module = module_of("mimo_v2_flash")
+    assert module is not None
+    old = small_config("mimo_v2_flash", module)
+    assert args_of(old).sliding_window_size == old["sliding_window_size"] + 1
+    ropes = {
+        kind: {"rope_theta": 1e4, "partial_rotary_factor": 0.5} for kind in ("full", "sliding")
+    }
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    new = {
+        **{
+            key: value for key, value in old.items() if not key.startswith(("swa", "hybrid", "add"))
+        },
+        "layer_types": kinds,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "rope_parameters": {f"{kind}_attention": rope for kind, rope in ropes.items()},
+        "sliding_window": old["sliding_window_size"] + 1,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+    }
+    del new["sliding_window_size"], new["moe_layer_freq"], new["layernorm_epsilon"]
+    expected = args_of({**old, "num_key_value_heads": 1})
+    expected.n_shared_experts = None
+    assert args_of(new) == expected
+
+
+def test_ling_3_is_told_from_ling_2_6_by_its_class_or_its_keys() -> None:
+    for stated in ({"architectures": ["BailingMoeV3ForCausalLM"]}, {"kda_safe_gate": True}):
+        module = module_of("bailing_hybrid", classes_of({"model_type": "bailing_hybrid", **stated}))
+        assert module is not None
+        assert module.__name__.endswith(".bailing_moe_v3")
+    older = module_of("bailing_hybrid", classes_of({"model_type": "bailing_hybrid"}))
+    assert older is not None
+    assert older.__name__.endswith(".bailing_hybrid")
+
+
+def test_names_of_vendors_become_mlx_lms() -> None:
+    layer = "model.layers.0."
+    names = {
+        "muse_glimmer": {"model.vision_tower.a": None, "model.language_model.b": "same"},
+        "olmo_hybrid": {
+            layer + "attention_layer_norm.weight": layer + "input_layernorm.weight",
+            layer + "feedforward_layer_norm.weight": layer + "post_attention_layernorm.weight",
+        },
+        "gpt2": {"transformer.h.0.ln_1.weight": "h.0.ln_1.weight", "wte.weight": "same"},
+        "bailing_hybrid": {
+            layer + "attention.A_log": "same",
+            layer + "attention.dense.weight": layer + "attention.o_proj.weight",
+            "model.layers.1.attention.dense.weight": "same",
+        },
+    }
+    for kind, wanted in names.items():
+        found = tensors_respelled(kind, {name: name for name in wanted})
+        theirs = {(n if w == "same" else w): n for n, w in wanted.items() if w is not None}
+        assert found == theirs
+
+
+@pytest.mark.parametrize(
+    ("kind", "renamed"),
+    [
+        ("gpt2", {"n_ctx": None}),
+        ("gpt_neox", {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}),
+        ("gpt_bigcode", {"n_inner": None}),
+        ("exaone", {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"}),
+        ("mellum", {"num_experts": "num_local_experts"}),
+        ("apertus", {"post_norm": None, "qk_norm": None, "mlp_bias": None}),
+    ],
+)
+def test_keys_of_transformers_5_are_read(kind: str, renamed: dict[str, str | None]) -> None:
+    module = module_of(kind)
+    assert module is not None
+    old = small_config(kind, module)
+    new = {renamed.get(key, key): value for key, value in old.items()}
+    new.pop(None, None)
+    for key in renamed:
+        expected = {"n_ctx": old.get("n_positions"), "n_inner": 4 * old.get("n_embd", 0)}
+        assert getattr(args_of(new), key) == expected.get(key, old.get(key))

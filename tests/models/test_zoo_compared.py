@@ -1,9 +1,11 @@
 """Verdicts of comparing mlx-lm's definitions with transformers, and what follows from them."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from models.zoo_configs import SIZES, small_config
+from models.zoo_table import generating_table
 
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models.registry import SUPPORTED
@@ -81,6 +83,11 @@ def test_the_verdicts_are_of_types_that_no_family_builds() -> None:
     assert TYPES.keys() <= set(verdicts()["generating"])
     assert "agrees with transformers" in verdict_of("olmoe")
     assert "no such model" in verdict_of("internlm2")
+
+
+def test_the_documentation_has_the_table_of_all_types() -> None:
+    """`python -m tests.models.zoo_table generating` prints it."""
+    assert generating_table() in (Path(__file__).parents[2] / "docs/models.md").read_text()
 
 
 def args_of(config: dict[str, Any]) -> Any:

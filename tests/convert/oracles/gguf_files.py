@@ -93,8 +93,7 @@ def write_model(
             writer.add_tensor(name, _blocks(values, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, values)
-    _METADATA.get(kind, _plain_metadata)(writer, config)
-    _common(writer, config, ahead)
+    _add_metadata(writer, config, ahead)
     _add_tokenizer(writer, tokenizer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -297,24 +296,77 @@ def _ropes(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **(config.get("rope_parameters") or {})}
 
 
-def _common(writer: gguf.GGUFWriter, config: dict[str, Any], ahead: int) -> None:
+_KEYS = {  # of configs: what the writer calls them
+    "hidden_size": "embedding_length",
+    "max_position_embeddings": "context_length",
+    "num_attention_heads": "head_count",
+    "rms_norm_eps": "layer_norm_rms_eps",
+    "norm_eps": "layer_norm_rms_eps",
+    "linear_conv_kernel_dim": "ssm_conv_kernel",
+    "linear_key_head_dim": "ssm_state_size",
+    "linear_num_key_heads": "ssm_group_count",
+    "linear_num_value_heads": "ssm_time_step_rank",
+    "conv_L_cache": "shortconv_l_cache",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "top_k_experts": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "num_dense_layers": "leading_dense_block_count",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "num_kv_shared_layers": "shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_SIGMOID = ("lfm2_moe", "glm4_moe", "deepseek_v3")
+_WINDOWED = ("mistral", "gemma3_text", "gpt_oss", "gemma4_text")
+_TURNED = {"qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
+_TURNED |= {"glm4": 0.5, "glm4_moe": 0.5}
+
+
+def _add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any], ahead: int) -> None:
+    kind = config["model_type"]
     writer.add_block_count(config["num_hidden_layers"] + ahead)
     if ahead:
         writer.add_nextn_predict_layers(ahead)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", config.get("norm_eps")))
-    if config["model_type"] == "gemma4_text":
-        return
+    if not config.get("enable_moe_block", True):
+        config = {key: value for key, value in config.items() if "expert" not in key}
+    for key, name in _KEYS.items():
+        if config.get(key) is not None:
+            getattr(writer, f"add_{name}")(config[key])
+    for name, value in _attention(config).items():
+        getattr(writer, f"add_{name}")(value)
+    if "linear_num_value_heads" in config:
+        heads = config["linear_num_value_heads"]
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * heads)
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if kind in _SIGMOID:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind in _WINDOWED and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if kind != "gemma4_text":
+        _add_sizes(writer, config)
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Of feed-forward blocks, and how positions are turned."""
     inner = config.get("intermediate_size")
     if config.get("block_auto_adjust_ff_dim"):
         inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["block_ff_dim"] / 3))
         inner = config["block_multiple_of"] * -(-inner // config["block_multiple_of"])
     if "intermediate_size" in config:
         writer.add_feed_forward_length(inner)
-    ropes = _ropes(config)
-    writer.add_rope_freq_base(ropes["rope_theta"])
+    writer.add_rope_freq_base(_ropes(config)["rope_theta"])
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = scaling.get("rope_type", scaling.get("type"))
     if stretched in ("linear", "yarn"):
@@ -326,122 +378,44 @@ def _common(writer: gguf.GGUFWriter, config: dict[str, Any], ahead: int) -> None
         writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
 
 
-def _experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    writer.add_expert_count(next(config[name] for name in names if config.get(name)))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    inner = config.get("moe_intermediate_size", config.get("intermediate_size"))
-    writer.add_expert_feed_forward_length(inner)
+def _attention(config: dict[str, Any]) -> dict[str, Any]:
+    """Heads and their sizes, by the writer's names."""
+    if config["model_type"] == "gemma4_text":
+        return _gemma4_attention(config)
+    if "kv_lora_rank" in config:
+        rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        key = config["qk_nope_head_dim"] + rope
+        heads = {"head_count_kv": 1, "key_length": rank + rope, "value_length": rank}
+        mla = {"key_length_mla": key, "value_length_mla": config["v_head_dim"]}
+        return {**heads, **mla, "rope_dimension_count": rope}
+    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    share = _ropes(config).get("partial_rotary_factor", _TURNED.get(config["model_type"], 1.0))
+    heads = config["num_key_value_heads"]
+    if "conv_L_cache" in config:
+        attending = config.get("full_attn_idxs", range(config["num_hidden_layers"]))
+        kinds = ["" if i in attending else "conv" for i in range(config["num_hidden_layers"])]
+        heads = [0 if kind == "conv" else heads for kind in config.get("layer_types", kinds)]
+    sizes = {"head_count_kv": heads, "key_length": dim, "value_length": dim}
+    return {**sizes, "rope_dimension_count": int(dim * share)}
 
 
-def _plain_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    if "num_experts_per_tok" in config:
-        _experts(writer, config)
-    windowed = config["model_type"] in ("mistral", "gemma3_text", "gpt_oss")
-    if windowed and config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
-
-
-def _partial(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    default = 0.25 if config["model_type"].startswith("qwen") else 0.5
-    share = _ropes(config).get("partial_rotary_factor", default)
-    writer.add_rope_dimension_count(int(config["head_dim"] * share))
-
-
-def _qwen_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    _partial(writer, config)
-    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-    writer.add_ssm_state_size(config["linear_key_head_dim"])
-    writer.add_ssm_group_count(config["linear_num_key_heads"])
-    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
-    if "num_experts" in config:
-        _experts(writer, config)
-        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-
-
-def _lfm2_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    heads, count = config["num_key_value_heads"], config["num_hidden_layers"]
-    attending = config.get("full_attn_idxs", range(count))
-    kinds = config.get(
-        "layer_types", ["attends" if i in attending else "conv" for i in range(count)]
-    )
-    writer.add_head_count_kv([heads if kind != "conv" else 0 for kind in kinds])
-    writer.add_shortconv_l_cache(config["conv_L_cache"])
-    if "num_experts" in config:
-        _experts(writer, config)
-        writer.add_leading_dense_block_count(config["num_dense_layers"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-
-
-def _routed(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    _experts(writer, config)
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_group_count(config["n_group"])
-    writer.add_expert_group_used_count(config["topk_group"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(config["norm_topk_prob"])
-    if config["model_type"] != "deepseek_v2":
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-
-
-def _glm4_moe_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    _partial(writer, config)
-    _routed(writer, config)
-
-
-def _deepseek_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    _routed(writer, config)
-    writer.add_head_count_kv(1)
-    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    if config["q_lora_rank"] is not None:
-        writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_kv_lora_rank(rank)
-    writer.add_key_length(rank + rope)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_rope_dimension_count(rope)
-
-
-def _gemma4_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _gemma4_attention(config: dict[str, Any]) -> dict[str, Any]:
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     count, shared = len(slides), config.get("num_kv_shared_layers", 0)
-    inner = config["intermediate_size"]
-    wide = config.get("use_double_wide_mlp", False)
-    writer.add_feed_forward_length(
-        [inner * (1 + (wide and i >= count - shared)) for i in range(count)]
-    )
+    inner, wide = config["intermediate_size"], config.get("use_double_wide_mlp", False)
     heads = config["num_key_value_heads"]
     full = config.get("num_global_key_value_heads") or heads
-    writer.add_head_count_kv([heads if flag else full for flag in slides])
-    writer.add_shared_kv_layers(shared)
-    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern(slides)
-    writer.add_key_length(config["global_head_dim"])
-    writer.add_value_length(config["global_head_dim"])
-    writer.add_key_length_swa(config["head_dim"])
-    writer.add_value_length_swa(config["head_dim"])
-    writer.add_rope_dimension_count(config["global_head_dim"])
-    writer.add_rope_dimension_count_swa(config["head_dim"])
+    sizes = {"": config["global_head_dim"], "_swa": config["head_dim"]}
+    names = ("key_length", "value_length", "rope_dimension_count")
     ropes = config["rope_parameters"]
-    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
-    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
-    if config.get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if config.get("enable_moe_block"):
-        used = {"num_experts_per_tok": config["top_k_experts"]}
-        _experts(writer, {**config, **used})
+    return {
+        "feed_forward_length": [inner * (1 + (wide and i >= count - shared)) for i in range(count)],
+        "head_count_kv": [heads if flag else full for flag in slides],
+        "sliding_window_pattern": slides,
+        **{f"{name}{end}": size for name in names for end, size in sizes.items()},
+        "rope_freq_base": ropes["full_attention"]["rope_theta"],
+        "rope_freq_base_swa": ropes["sliding_attention"]["rope_theta"],
+    }
 
 
 def _gemma4_factors(config: dict[str, Any]) -> np.ndarray:
@@ -470,17 +444,3 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any] | None) ->
         writer.add_bool(f"tokenizer.ggml.{name}", flag)
     if "template" in tokenizer:
         writer.add_chat_template(tokenizer["template"])
-
-
-_METADATA = {
-    "qwen3_next": _qwen_metadata,
-    "qwen3_5_text": _qwen_metadata,
-    "qwen3_5_moe_text": _qwen_metadata,
-    "gemma4_text": _gemma4_metadata,
-    "lfm2": _lfm2_metadata,
-    "lfm2_moe": _lfm2_metadata,
-    "glm4": _partial,
-    "glm4_moe": _glm4_moe_metadata,
-    "deepseek_v2": _deepseek_metadata,
-    "deepseek_v3": _deepseek_metadata,
-}

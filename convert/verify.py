@@ -97,27 +97,15 @@ class ShardReader:
 def with_stacks(
     header: Mapping[str, TensorInfo], names: Iterable[str]
 ) -> tuple[dict[str, TensorInfo], dict[str, list[str]]]:
-    """A header as if its stacks were not taken apart, and the parts of each.
-
-    Raises:
-        CheckpointError: an expert's part is not as the first one's.
-    """
+    """A header as if its stacks were not taken apart, and the parts of each."""
     whole, parts = dict(header), dict[str, list[str]]()
     for name in names:
         found: list[str] = []
         while name not in header and (single := single_name(name, len(found))) in header:
             found.append(str(single))
-        if not found:
-            continue
-        first, parts[name] = header[found[0]], found
-        whole[name] = replace(first, shape=(len(found), *first.shape))
-        for single in found:
-            info = whole.pop(single)
-            if (info.dtype, info.shape) != (first.dtype, first.shape):
-                raise CheckpointError(
-                    f"Tensor {single!r} is {info.dtype} {info.shape}; expected {first.dtype} "
-                    f"{first.shape}, as {found[0]!r}: convert the model again."
-                )
+        if found:
+            first, *_ = [whole.pop(single) for single in found]
+            whole[name], parts[name] = replace(first, shape=(len(found), *first.shape)), found
     return whole, parts
 
 

@@ -14,6 +14,7 @@ from models.random_weights import tiny_tensors
 from oracles.checkpoints import Stored, bf16, write_folder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from mlxinfer import LLM
 from mlxinfer.convert.read import Packed, SourceModel, SourceTensor, open_source
 from mlxinfer.convert.recipes import ConversionOptions, make_recipe
 from mlxinfer.convert.report import ConversionReport
@@ -23,6 +24,7 @@ from mlxinfer.models import load
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times; then it sleeps. " * 5
 NAMES = {mx.bfloat16: "bfloat16", mx.float32: "float32"}
 Outcome = Callable[..., SimpleNamespace]  # of `mlxinfer convert ARGS`: code, out, err
+IDS = [5, 17, 3, 80, 41, 9, 22, 64]  # no longer than the shortest window: mlx-lm ignores some
 NUM_TOKENS = 95  # below every case's vocabulary
 
 
@@ -121,3 +123,23 @@ def opened(
     tensors = {f"{path}.{leaf}": stored for leaf, stored in leaves.items()}
     tensors["model.norm.weight"] = bf16(np.ones(8))
     return open_source(write_folder(folder, tensors, quantization))
+
+
+def by_mlxinfer(folder: Path) -> np.ndarray:
+    with LLM(str(folder), dtype="float32") as llm:
+        return llm.logits(IDS)
+
+
+def by_mlx_lm(folder: Path) -> np.ndarray:
+    from mlx_lm.utils import load_model
+
+    model, _ = load_model(folder)
+    model.set_dtype(mx.float32)
+    return np.array(model(mx.array([IDS]))[0].astype(mx.float32))
+
+
+def agreed(folder: Path) -> np.ndarray:
+    """The logits of a folder, after a look whether mlx-lm finds the same."""
+    ours, theirs = by_mlxinfer(folder), by_mlx_lm(folder)
+    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    return ours

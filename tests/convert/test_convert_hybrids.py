@@ -6,11 +6,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import TEXT, convert, write_source
+from convert_cases import TEXT, by_mlxinfer, convert, write_source
 from models.dense_kv import DenseCache
 from models.test_hybrid_layouts import packed, tensors_of
 from speculation.head_checkpoints import MTP_CASES, mtp_tensors, write
-from test_convert_run import by_mlxinfer
 
 from mlxinfer.errors import UnsupportedModelError
 from mlxinfer.models import load

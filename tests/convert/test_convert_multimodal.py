@@ -7,9 +7,8 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import TEXT, convert, write_source
+from convert_cases import TEXT, by_mlx_lm, by_mlxinfer, convert, write_source
 from models.test_hybrid_layouts import packed, prefixed
-from test_convert_run import by_mlx_lm, by_mlxinfer
 
 from mlxinfer.convert import run
 from mlxinfer.errors import ConversionError

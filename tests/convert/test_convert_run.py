@@ -10,16 +10,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import TEXT, contents, convert, write_source
+from convert_cases import TEXT, agreed, by_mlx_lm, by_mlxinfer, contents, convert, write_source
 from models.cases import CASES
 from models.random_weights import tiny_tensors
 
 from mlxinfer import LLM
 from mlxinfer.convert.arrange import arrange
 from mlxinfer.convert.files import ShardFile
-from mlxinfer.convert.plan import (
-    make_plan,
-)
+from mlxinfer.convert.plan import make_plan
 from mlxinfer.convert.quantise import ErrorStats
 from mlxinfer.convert.read import Packed, SourceModel, open_source
 from mlxinfer.convert.recipes import make_recipe
@@ -34,7 +32,6 @@ from mlxinfer.convert.verify import (
 from mlxinfer.convert.write import write_shard
 from mlxinfer.errors import ConversionError
 
-IDS = [5, 17, 3, 80, 41, 9, 22, 64]  # no longer than the shortest window: mlx-lm ignores some
 FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3_moe-v4",
             "qwen3_moe-v5", "gemma3_text-v4", "olmo2-v4", "olmo3-v5", "glm4-v4", "smollm3-v5",
             "cohere2-v4", "seed_oss-v4", "exaone4-v4", "ernie4_5-v4")  # fmt: skip
@@ -44,19 +41,6 @@ FAMILIES = ("llama-v4", "llama-v5", "mistral-v4", "qwen2-v4", "qwen3-v4", "qwen3
 def open_logits(folder: Path) -> Iterator[object]:
     with LLM(str(folder), dtype="float32") as llm:
         yield llm.logits
-
-
-def by_mlxinfer(folder: Path) -> np.ndarray:
-    with LLM(str(folder), dtype="float32") as llm:
-        return llm.logits(IDS)
-
-
-def by_mlx_lm(folder: Path) -> np.ndarray:
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(folder)
-    model.set_dtype(mx.float32)
-    return np.array(model(mx.array([IDS]))[0].astype(mx.float32))
 
 
 TARGETED = {"target_bpw": 7.5, "calibration": TEXT[:200]}
@@ -75,8 +59,7 @@ def test_mlx_lm_loads_it_and_answers_the_same(
     """One format for all matrices, or one for each."""
     source = write_source(tmp_path / "source", case)
     convert(source, tmp_path / "out", **options)
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    agreed(tmp_path / "out")
 
 
 @pytest.mark.parametrize("case", ["deepseek_v2-v4", "deepseek_v3-v4", "glm4_moe-v4"])
@@ -91,8 +74,7 @@ def test_routers_that_mlx_lm_holds_in_plain_arrays_stay_dense(tmp_path: Path, ca
     if case != "glm4_moe-v4":  # mlx-lm quantises its own layout of latent attention anew
         assert by_mlx_lm(tmp_path / "out").shape == by_mlxinfer(tmp_path / "out").shape
         return
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    agreed(tmp_path / "out")
 
 
 @pytest.mark.parametrize("case", ["lfm2-v5", "minimax_m2-v5", "deepseek_v2-v5"])
@@ -100,9 +82,7 @@ def test_keys_that_mlx_lm_asks_for_stand_beside_the_new_ones(tmp_path: Path, cas
     changes = {"tie_word_embeddings": "lfm2" in case}  # mlx-lm always has it so
     source = write_source(tmp_path / "source", case, changes=changes, dtype=mx.float32)
     report = convert(source, tmp_path / "out", "fp32")
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.array_equal(ours, by_mlxinfer(source))
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    assert np.array_equal(agreed(tmp_path / "out"), by_mlxinfer(source))
     assert not [note for note in report.notes if "mlx-lm" in note]
 
 
@@ -114,8 +94,7 @@ def test_the_end_says_what_mlx_lm_does_not_read(tmp_path: Path) -> None:
 def test_ropes_of_each_layer_type_survive(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source", "gemma4_text-v4")
     convert(source, tmp_path / "out", "bf16")
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    ours = agreed(tmp_path / "out")
     assert np.abs(ours - by_mlxinfer(source)).max() <= 1e-3
 
 
@@ -145,8 +124,7 @@ def test_gemma_in_every_spelling(
 ) -> None:
     source = write_source(tmp_path / "source", case, changes=changes, inner=inner)
     convert(source, tmp_path / "out", "8bit-g32")
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    ours = agreed(tmp_path / "out")
     plain = by_mlxinfer(source)
     assert np.abs(ours - plain).max() < 0.2 * plain.std()
 
@@ -184,8 +162,7 @@ def test_a_silent_config_means_the_same_in_mlx_lm(
     silent = {key: value for key, value in config.items() if key not in dropped}
     (source / "config.json").write_text(json.dumps(silent))
     convert(source, tmp_path / "out", "8bit-g32")
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    ours = agreed(tmp_path / "out")
     assert np.array_equal(ours, by_mlxinfer(tmp_path / "spelled"))
 
 
@@ -217,8 +194,7 @@ def test_a_head_beside_the_table_it_is_tied_to(tmp_path: Path, same: bool) -> No
 def test_every_format_loads_in_both(tmp_path: Path, recipe: str) -> None:
     source = write_source(tmp_path / "source", "qwen3_moe-v4")
     report = convert(source, tmp_path / "out", recipe, overrides=("layers.0=dense",))
-    ours, theirs = by_mlxinfer(tmp_path / "out"), by_mlx_lm(tmp_path / "out")
-    assert np.abs(ours - theirs).max() <= 2e-4 * max(1.0, theirs.std())
+    agreed(tmp_path / "out")
     assert report.worst is not None
     assert (report.worst["relative"] == 0) == (recipe == "bf16")
 

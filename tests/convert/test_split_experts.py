@@ -8,10 +8,8 @@ import pytest
 from convert_cases import Outcome, convert, write_source
 
 from mlxinfer import LLM
-from mlxinfer.convert.verify import with_stacks
-from mlxinfer.errors import CheckpointError
 from mlxinfer.models import ExpertOptions, load
-from mlxinfer.models.weights.files import TensorInfo, read_headers
+from mlxinfer.models.weights.files import read_headers
 
 IDS = [5, 17, 3, 80, 41, 9, 22, 64]
 
@@ -84,13 +82,3 @@ def test_a_model_without_single_experts_is_refused(tmp_path: Path, outcome: Outc
     assert done.code != 0
     assert "leave --split-experts out" in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]  # before anything is measured
-
-
-@pytest.mark.parametrize(
-    "odd", [TensorInfo("F32", (4, 8), 64, 192), TensorInfo("BF16", (8, 4), 64, 128)]
-)
-def test_parts_of_a_stack_that_differ_are_refused_by_name(odd: TensorInfo) -> None:
-    name = "model.layers.0.mlp.experts.{}.up_proj.weight"
-    header = {name.format(0): TensorInfo("BF16", (4, 8), 0, 64), name.format(1): odd}
-    with pytest.raises(CheckpointError, match=r"experts\.1\.up_proj.*expected BF16 \(4, 8\)"):
-        with_stacks(header, ["model.layers.0.mlp.switch_mlp.up_proj.weight"])

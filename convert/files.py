@@ -9,8 +9,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,15 +96,8 @@ class ShardFile:
         os.replace(self._partial, self.path)
         sync_folder(self.path.parent)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Let go of the file; it keeps the name of a part unless it is finished."""
         os.close(self._file)
 
 

@@ -55,7 +55,6 @@ from .write import (
     Workplace,
     check_target,
     checked_entries,
-    disk_failures,
     little_cached,
     working,
     write_shard,
@@ -143,11 +142,7 @@ class Conversion:
         place = Workplace(self.out)
         self._check_room(place)
         self._check_tokenizer()
-        with (
-            working(place, resume=resume, restart=restart),
-            little_cached(),
-            disk_failures(place),
-        ):
+        with working(place, resume=resume, restart=restart), little_cached():
             return self._run(place)
 
     @property

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from math import prod
@@ -550,7 +550,7 @@ def write_shard(
     journal: Journal,
 ) -> None:
     """All tensors of one file that the journal does not have; then the file has its name."""
-    with ShardFile(path, plan.pieces(tensors)) as file:
+    with closing(ShardFile(path, plan.pieces(tensors))) as file:
         with checkpoints(file, journal) as record:
             for tensor in tensors:
                 if tensor.output.name not in journal.tensors:

@@ -154,7 +154,7 @@ def _bounded(rows: slice | None, length: int, name: str) -> slice:
     return slice(start, max(start, stop))
 
 
-_OVERFLOW = {"mxfp4": 253, "mxfp8": 246, "nvfp4": 127}  # scale bytes from which code x scale may
+_OVERFLOW = {"mxfp4": 253, "mxfp8": 246}  # scale bytes from which code x scale may
 
 
 def _may_overflow(packed: Packed, form: MLXFormat) -> bool:
@@ -163,7 +163,7 @@ def _may_overflow(packed: Packed, form: MLXFormat) -> bool:
     Affine scales are checked where they are read. E8M0 has NaN (255), and its largest powers
     overflow float32 with the largest codes; E4M3 has NaN (0x7F, either sign) and no infinity.
     """
-    if form.mode not in _OVERFLOW:
+    if form.mode == "affine":
         return False
     scales = np.asarray(as_numpy(packed.scales), np.uint8)
     if form.mode == "nvfp4":

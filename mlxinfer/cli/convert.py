@@ -30,18 +30,7 @@ BITS = ("2", "3", "4", "5", "6", "8")  # as convert/formats.py has them, which i
 GROUPS = ("32", "64", "128")
 
 
-class Above(click.FloatRange):
-    """A number above `low`, at most `high`; no NaN."""
-
-    def __init__(self, low: float, high: float | None = None) -> None:
-        super().__init__(low, high, min_open=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number."""
-        if str(value).strip().lower() == "nan":
-            self.fail(f"{value!r} is no number.", param, ctx)
-        return super().convert(value, param, ctx)
-
+ABOVE_ZERO = click.FloatRange(0, min_open=True)
 
 OPTIONS = (
     click.option("--recipe", metavar="NAME", help="4bit, 8bit, 6bit-g32, mixed, mxfp4, mxfp8, "
@@ -56,7 +45,7 @@ OPTIONS = (
     click.option("--keep-format", is_flag=True,
                  help="Tensors that the source has quantised stay so, or close to it; --recipe is "
                  "for the rest.  [default then: keep]"),
-    click.option("--target-bpw", type=Above(1, 32), metavar="X",
+    click.option("--target-bpw", type=click.FloatRange(1, 32, min_open=True), metavar="X",
                  help="Most bits per weight. Each tensor gets the format that loses least, as "
                  "measured."),
     click.option("--target-size", type=Size(), metavar="SIZE",
@@ -67,7 +56,7 @@ OPTIONS = (
     click.option("--rounding", type=click.Choice(["gptq", "nearest"]),
                  help="How weights are rounded: with error feedback, which needs calibration, or "
                  "to the nearest code.  [default: gptq]"),
-    click.option("--learn", type=Above(0), metavar="MINUTES",
+    click.option("--learn", type=ABOVE_ZERO, metavar="MINUTES",
                  help="Minutes to fit scales and biases afterwards, layer by layer."),
     click.option("--calibration", metavar="FILE",
                  help="Text by which the importance of weights is measured; 'none': all count the "
@@ -76,7 +65,7 @@ OPTIONS = (
                  help="Compare tensors, or also logits (full), with the source.  [default: full]"),
     click.option("--check-text", type=click.Path(path_type=Path), metavar="FILE",
                  help="Text for comparing logits.  [default: a part of the calibration text]"),
-    click.option("--max-kl", type=Above(0), metavar="X",
+    click.option("--max-kl", type=ABOVE_ZERO, metavar="X",
                  help="Fail above this mean KL divergence.  [default: by bits per weight]"),
     click.option("--fast", is_flag=True,
                  help="Same as --scales minmax --calibration none --check none; no figure."),

@@ -170,7 +170,6 @@ def test_failing_the_limit_is_exit_status_one(
         (["--private"], "goes with --upload"),
         (["--target-bpw", "77"], "1<x<=32"),
         (["--target-bpw", "0.5"], "1<x<=32"),
-        (["--target-bpw", "nan"], "no number"),
         (["--target-size", "much"], "such as '8GB'"),
         (["--max-kl", "-1"], "x>0"),
         (["--max-kl", "1", "--fast"], "give --check full"),

@@ -1,5 +1,6 @@
 """AWQ, GPTQ and compressed-tensors' integers: values and MLX codes against plain packings."""
 
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,7 +382,8 @@ def written(folder: Path, source: SourceModel) -> np.ndarray:
     tensor = PlannedTensor(output, info.lossless, info.scales_dtype, packed=True)
     writer = TensorWriter(arranged, MemoryBudget(0, 0, 0, 1 << 20, 2, 0), False)  # type: ignore[arg-type]
     try:
-        with ShardFile(folder / "out.safetensors", {a.name: [a] for a in tensor.arrays}) as file:
+        pieces = {array.name: [array] for array in tensor.arrays}
+        with closing(ShardFile(folder / "out.safetensors", pieces)) as file:
             writer.write(tensor, file)
             file.finish()
     finally:

@@ -13,8 +13,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from .launch import MIN_NUMBERS, Launch, MetalKernel, launch_of
-from .variants import Case, Form, Kind, Variant
+from .launch import MIN_NUMBERS, Launch, MetalKernel
+from .variants import Case, Form, Kind, Variant, launch_of
 
 LANES, MAX_THREADS = 32, 512
 MAX_DIMS = 16_384  # 8 vectors of 4 numbers a lane

@@ -1,85 +1,151 @@
 """Self-checks of the attention kernels: sequences over shuffled pages, tolerances. Knows no GPU."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from .attention_plan import AttentionPlan, page_table
-from .attention_scene import PAGE, Scene, build_scene
-from .attention_shape import prefill_shape, registers, threadgroup_shape
+from .attention_plan import (
+    AttentionPlan,
+    AttentionPlanner,
+    Ints,
+    page_table,
+    prefill_shape,
+    registers,
+    threadgroup_shape,
+    tile_sizes,
+)
+from .kv_write import stored
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
 from .paged_attention import paged_attention_gathered, paged_attention_on_metal
-from .prefill_plan import Chunks, tiled
-from .stored import numbers_of
-from .variants import Case, Kind, Value, Variant, dtype_name
+from .stored import FORMATS, PLAIN, KVFormat, Vectors, numbers_of
+from .variants import Case, Form, Kind, Variant
 
+PAGE = 16
 PAGED, PREFILL, MLA = "paged_attention", "prefill_attention", "mla_attention"
 STARTS = (5, 70, 33)  # positions of first queries: a tail alone, pages and a tail
 QUERIES, TIMED_QUERIES = 40, 2_048  # of a chunk of a prompt
 LOADS = ((1, 512), (8, 512), (1, 16_384), (8, 4_096))
 PREFILL_LOADS = ((1, 2_048), (1, 6_144))
 ROUNDING = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of outputs below 1
-LATENT_DIM = 512  # what the values of a latent cache are
+KEY_DIM, LATENT_DIM = 576, 512  # of vectors of a latent cache, and of their values
 
 
-def paged_variant(
-    dtype: mx.Dtype,
-    *,
-    key_dim: int,
-    value_dim: int,
-    group: int,
-    queries: int = 1,
-    key_bits: int = 0,
-    value_bits: int = 0,
-    sink_logits: bool = False,
-    joint_dim: int = 0,
-) -> Variant:
-    """The kernel that `paged_attention_on_metal` compiles for few queries of each sequence.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm(Form):
+    """What is compiled into an attention kernel.
 
-    Args:
+    Attributes:
+        dtype: of queries and outputs.
+        key_dim, value_dim: numbers of a key and of a value.
         group: query heads per KV head.
-        queries: most query tokens of a sequence in one step.
+        key_format, value_format: of what is stored.
+        queries: most query tokens of a sequence in one step; of prompts it does not matter.
+        sink_logits: logits join each softmax.
         joint_dim: of vectors that hold keys and values both; 0: there are none.
+        log_sums: log-sum-exps are asked for, as by `attend_in_tiles`, which joins blocks by them.
     """
-    return Variant.of(
-        PAGED,
-        dtype=dtype_name(dtype),
-        key_dim=key_dim,
-        value_dim=value_dim,
-        group=group,
-        queries=queries,
-        key_bits=key_bits,
-        value_bits=value_bits,
-        sink_logits=sink_logits,
-        joint_dim=joint_dim,
-    )
+
+    dtype: mx.Dtype
+    key_dim: int
+    value_dim: int
+    group: int
+    key_format: KVFormat = PLAIN
+    value_format: KVFormat = PLAIN
+    queries: int = 1
+    sink_logits: bool = False
+    joint_dim: int = 0
+    log_sums: bool = False
+
+    def variant(self, kind: str) -> Variant:
+        """The kernel of a kind: PAGED, PREFILL or MLA."""
+        return Variant.from_form(kind, self)
 
 
-def prefill_variant(dtype: mx.Dtype, *, log_sums: bool = False, **sizes: Any) -> Variant:
-    """The kernel for prompts in tiles; `sizes` as of `paged_variant`.
+def mla_variant(dtype: mx.Dtype, num_heads: int, fmt: KVFormat, queries: int = 1) -> Variant:
+    """The kernel that `mla_attention_on_metal` compiles; keys are whole vectors."""
+    sizes = KEY_DIM, LATENT_DIM, num_heads, fmt, fmt, queries
+    return AttentionForm(dtype, *sizes, joint_dim=KEY_DIM, log_sums=True).variant(MLA)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Some sequences of as many queries each, and their cache."""
+
+    queries: mx.array  # (T, H * G, D)
+    keys: Vectors
+    values: Vectors
+    starts: Ints
+    sealed: Ints
+    tables: list[Ints]
+
+    def plan(self, **how: Any) -> AttentionPlan:
+        """The plan of all queries; `how` is as for `AttentionPlanner`."""
+        count = len(self.queries) // len(self.starts)
+        planner = AttentionPlanner(
+            counts=np.full_like(self.starts, count),
+            sealed=self.sealed,
+            slots=np.arange(len(self.starts), dtype=np.int32),
+            page_size=PAGE,
+            **how,
+        )
+        return planner(self.starts, page_table(self.tables))
+
+
+def in_shared_tails(keys: Vectors, values: Vectors) -> tuple[Vectors, Vectors]:
+    """Keys and values that are stored alike, in the same tails."""
+    pairs = zip(keys.tails, values.tails, strict=True)
+    tails = [mx.concatenate([*pair], axis=1) for pair in pairs]
+    heads = keys.tail_heads
+    keys = replace(keys, tails=tails, tail_heads=2 * heads)
+    return keys, replace(values, tails=tails, tail_heads=2 * heads, tail_head=heads)
+
+
+def in_one_vector(whole: Vectors, key_dim: int, vector_dim: int) -> tuple[Vectors, Vectors]:
+    """Keys, the last numbers of vectors, and values, the first ones."""
+    return replace(whole, first=vector_dim - key_dim), whole
+
+
+def build_scene(
+    form: AttentionForm, starts: Ints, kv_heads: int, queries: int, *, shuffled: bool
+) -> Scene:
+    """Random sequences, always the same.
 
     Args:
-        log_sums: of `attend_in_tiles`, which joins blocks by them.
+        form: of an attention kernel.
+        starts: (B,) position of the first query of each.
+        kv_heads: one where keys and values are one latent vector.
+        queries: of each.
+        shuffled: pages lie anywhere; else each sequence's lie in order, one after the other.
     """
-    values = dict(paged_variant(dtype, **sizes).values)
-    del values["queries"]
-    return Variant.of(PREFILL, **values, log_sums=log_sums)
+    rng = np.random.default_rng(0)
+    dtype, key_dim = form.dtype, form.key_dim
+    sealed = starts // PAGE * PAGE
+    counts = sealed // PAGE
+    pages = np.arange(counts.sum(), dtype=np.int32)
+    if shuffled:
+        pages = rng.permutation(pages)
+    tables = np.split(pages, np.cumsum(counts)[:-1])
+    num_tokens = max(len(pages), 1) * PAGE
 
+    def plane(dim: int, fmt: KVFormat) -> Vectors:
+        shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
+        vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
+        pages, tails = (stored(v, fmt, dtype) for v in vectors)
+        return Vectors(fmt, pages, tails, dim, kv_heads)
 
-def mla_variant(dtype: mx.Dtype, *, num_heads: int, queries: int = 1, bits: int = 0) -> Variant:
-    """The kernel that `mla_attention_on_metal` compiles; `queries` as for `paged_variant`."""
-    return Variant.of(
-        MLA,
-        dtype=dtype_name(dtype),
-        key_dim=576,
-        value_dim=LATENT_DIM,
-        group=num_heads,
-        queries=queries,
-        key_bits=bits,
-    )
+    keys = plane(form.joint_dim or key_dim, form.key_format)
+    if form.joint_dim:
+        keys, values = in_one_vector(keys, key_dim, form.joint_dim)
+    else:
+        values = plane(form.value_dim, form.value_format)
+        if key_dim == form.value_dim and form.key_format == form.value_format:
+            keys, values = in_shared_tails(keys, values)
+    shape = (len(starts) * queries, kv_heads * form.group, key_dim)
+    drawn = mx.array(rng.uniform(-1, 1, shape).astype(np.float32)).astype(dtype)
+    return Scene(drawn, keys, values, starts, sealed, tables)
 
 
 def _case(variant: Variant) -> Case:
@@ -90,8 +156,7 @@ def _case(variant: Variant) -> Case:
     plans = [_plan(variant, scene), _plan(variant, scene, window=24, sinks=4)]
     rounding = ROUNDING[str(variant["dtype"])]
     # What the engine makes of it; log-sum-exps are of up to 8.
-    has_sums = variant.kind == MLA or dict(variant.values).get("log_sums", False)
-    tolerances = (rounding, 8 * rounding) if has_sums else (rounding,)
+    tolerances = (rounding, 8 * rounding) if variant.form.log_sums else (rounding,)
 
     def outputs(on_metal: bool) -> list[mx.array]:
         found = [
@@ -121,39 +186,27 @@ def _scene(
     variant: Variant, starts: Any, heads: int, *, queries: int = QUERIES, shuffled: bool = True
 ) -> Scene:
     """Sequences with their first queries at `starts`; a prompt's chunk lies in whole pages."""
+    form: AttentionForm = variant.form
     if variant.kind != PREFILL:
-        return build_scene(variant, starts, heads, shuffled=shuffled)
-    asked = Variant.of(PAGED, **dict(variant.values), queries=queries)
+        return build_scene(form, starts, heads, form.queries, shuffled=shuffled)
     sealed = -(-(starts + queries) // PAGE) * PAGE
-    scene = build_scene(asked, sealed, heads, shuffled=shuffled)
-    return replace(scene, starts=starts)
+    return replace(build_scene(form, sealed, heads, queries, shuffled=shuffled), starts=starts)
 
 
 def _plan(
     variant: Variant, scene: Scene, window: int | None = None, sinks: int = 0
 ) -> AttentionPlan:
     """One pass over everything that is seen; two behind a window."""
-    if variant.kind == PREFILL:
-        count = len(scene.queries) // len(scene.starts)
-        counts = np.full(len(scene.starts), count, np.int32)
-        chunks = Chunks(
-            rows=np.cumsum(counts, dtype=np.int32) - counts,
-            starts=scene.starts,
-            counts=counts,
-            sealed=scene.sealed,
-            slots=np.arange(len(counts), dtype=np.int32),
-            pages=page_table(scene.tables),
-            page_size=PAGE,
-            window=window,
-            sinks=sinks,
-        )
-        return tiled(chunks, scene.queries, scene.keys, variant.number("value_dim"))
     heads = len(scene.keys.pages[0])
+    if variant.kind == PREFILL:
+        num_heads, key_dim = scene.queries.shape[1:]
+        sizes = tile_sizes(num_heads, heads, key_dim, variant.form.value_dim)
+        return scene.plan(**sizes, window=window, sinks=sinks)
     if variant.kind == MLA:
-        heads = row_blocks(variant.number("queries") * variant.number("group"))
+        heads = row_blocks(variant.form.queries * variant.form.group)
     if window is None:
-        return scene.plan(heads)
-    return scene.plan(heads, window=window, sinks=sinks, item_blocks=1)
+        return scene.plan(kv_heads=heads)
+    return scene.plan(kv_heads=heads, window=window, sinks=sinks, item_blocks=1)
 
 
 def _attend(
@@ -164,7 +217,7 @@ def _attend(
     on_metal: bool,
     soft_cap: float | None = None,
 ) -> list[mx.array]:
-    scale = _scale(variant)
+    form, scale = variant.form, _scale(variant)
     if variant.kind == MLA:
         mla = mla_attention_on_metal if on_metal else mla_attention_gathered
         return mla(scene.queries, scene.keys, plan, scale=scale)
@@ -176,17 +229,17 @@ def _attend(
         scene.values,
         plan,
         scale=scale,
-        sink_logits=mx.linspace(-1, 1, num_heads) if variant["sink_logits"] else None,
+        sink_logits=mx.linspace(-1, 1, num_heads) if form.sink_logits else None,
         soft_cap=soft_cap,
-        value_dim=variant.number("value_dim"),
-        log_sums=bool(dict(variant.values).get("log_sums", False)),
+        value_dim=form.value_dim,
+        log_sums=form.log_sums,
     )
 
 
 def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
     """MLX's attention over each sequence's pages as one view, decoded where they are codes."""
     count, outputs = len(scene.queries) // len(scene.starts), []
-    dims = variant.number("key_dim"), variant.number("value_dim")
+    dims = variant.form.key_dim, variant.form.value_dim
     mask = "causal" if variant.kind == PREFILL else None
     for seq, start in enumerate(scene.starts.tolist()):  # all have as many
         context = start + count if mask else start
@@ -205,44 +258,38 @@ def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
 
 
 def _scale(variant: Variant) -> float:
-    return float(4 / variant.number("key_dim") ** 0.5)
+    return float(4 / variant.form.key_dim**0.5)
 
 
 def _sample(
-    kind: str, dim: int, group: int, bits: tuple[int, int] = (0, 0), **more: Value
+    kind: str, dim: int, group: int, bits: tuple[int, int] = (0, 0), **more: Any
 ) -> Variant:
-    values: dict[str, Value] = {"key_dim": dim, "value_dim": dim, "group": group}
-    values |= {"key_bits": bits[0], "value_bits": bits[1], "sink_logits": False, "joint_dim": 0}
-    values["dtype"] = "float16" if kind == PAGED else "bfloat16"
-    values |= {"queries": 1} if kind == PAGED else {"log_sums": False}
-    return Variant.of(kind, **{**values, **more})
+    dtype = mx.float16 if kind == PAGED else mx.bfloat16
+    how: dict[str, Any] = {"dtype": dtype, "key_dim": dim, "value_dim": dim, "group": group, **more}
+    how |= {"key_format": FORMATS[bits[0]], "value_format": FORMATS[bits[1]]}
+    return AttentionForm(**how).variant(kind)
 
 
 def _registers(variant: Variant) -> int:
-    dims = {"key_dim": variant.number("key_dim"), "value_dim": variant.number("value_dim")}
-    itemsize = variant.dtype.size
-    codes = variant.kind == PAGED and any(map(variant.number, ("key_bits", "value_bits")))
+    form: AttentionForm = variant.form
+    dims: dict[str, Any] = {"key_dim": form.key_dim, "value_dim": form.value_dim}
+    itemsize = form.dtype.size
     if variant.kind == MLA:  # outputs, queries and latents of an eighth; 16 rows, 16 tokens
-        held = dims["key_dim"] // 16
-        return dims["value_dim"] // 16 + held * itemsize // 4 + held + 8 + 14
+        held = form.key_dim // 16
+        return form.value_dim // 16 + held * itemsize // 4 + held + 8 + 14
     if variant.kind == PREFILL:
-        shape = prefill_shape(**dims)
-    else:
-        rows = variant.number("queries") * variant.number("group")
-        shape = threadgroup_shape(rows, **dims, itemsize=itemsize)
-    key_dim, value_dim = dims.values()
-    return registers(shape, key_dim=key_dim, value_dim=value_dim, itemsize=itemsize, codes=codes)
+        return registers(prefill_shape(**dims), **dims, itemsize=itemsize)
+    shape = threadgroup_shape(form.queries * form.group, **dims, itemsize=itemsize)
+    codes = form.key_format.bits + form.value_format.bits > 0
+    return registers(shape, **dims, itemsize=itemsize, codes=codes)
 
 
 _SHARED_FILES = (
     *("attention_fragments.h", "attention_outputs.h", "attention_softmax.h", "paged_spans.h"),
-    *("stored_codes.h", "attention_reduce.metal", "attention_reduce.py", "attention_plan.py"),
-    *("attention_shape.py", "chips.py", "stored.py"),
+    *("stored_codes.h", "attention_reduce.metal", "attention_plan.py", "paged_attention.py"),
+    *("chips.py", "stored.py"),
 )
-PAGED_FILES = (
-    *("paged_attention.metal", "tiled_attention.metal", "paged_attention.py"),
-    *_SHARED_FILES,
-)
+PAGED_FILES = ("paged_attention.metal", "tiled_attention.metal", *_SHARED_FILES)
 _kind = partial(Kind, case=_case, timed=_timed, registers=_registers)
 PAGED_ATTENTION = _kind(
     name=PAGED,
@@ -253,14 +300,14 @@ PAGED_ATTENTION = _kind(
         _sample(PAGED, 128, 8, (4, 4), queries=4),
         _sample(PAGED, 64, 8, (8, 4), sink_logits=True),
         _sample(PAGED, 128, 4, (8, 8)),
-        _sample(PAGED, 256, 2, dtype="bfloat16"),
+        _sample(PAGED, 256, 2, dtype=mx.bfloat16),
         _sample(PAGED, 80, 1, (4, 4)),
         _sample(PAGED, 512, 8, (8, 8), joint_dim=640),
     ),
 )
 PREFILL_ATTENTION = _kind(
     name=PREFILL,
-    files=("prefill_plan.py", *PAGED_FILES),
+    files=PAGED_FILES,
     loads=PREFILL_LOADS,
     samples=(
         _sample(PREFILL, 256, 4),
@@ -276,7 +323,7 @@ MLA_ATTENTION = _kind(
     files=("mla_attention.metal", "mla_attention.py", *_SHARED_FILES),
     loads=LOADS,
     samples=(
-        mla_variant(mx.float16, num_heads=16),
-        mla_variant(mx.bfloat16, num_heads=16, queries=2, bits=8),
+        mla_variant(mx.float16, 16, PLAIN),
+        mla_variant(mx.bfloat16, 16, FORMATS[8], queries=2),
     ),
 )

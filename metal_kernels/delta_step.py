@@ -14,20 +14,19 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from .launch import Launch, MetalKernel
+from .launch import Launch, MetalKernel, TemplateValue
 from .state_step import (
     ARRAYS,
     INPUTS,
-    LANES,
     Arrays,
     Result,
     StateStep,
+    matrix_launch,
     step_kind,
     takes,
     team_lanes,
 )
 
-TEAMS = 8  # SIMD-groups of a threadgroup
 EPS = 1e-6  # of the norms of queries and keys, added to the sum of squares
 
 
@@ -115,30 +114,17 @@ class DeltaStep(StateStep):
         """See `StateStep`."""
         count, tokens, width = shape
         assert width == self.key_width + self.value_heads * self.value_dim, shape
-        lanes = team_lanes(self.key_dim)
-        assert lanes is not None, self
-        across = self.value_dim * lanes
-        return Launch(
-            _kernel(),
-            template=[
-                ("T", self.dtype),
-                ("KEYS", self.key_heads),
-                ("DK", self.key_dim),
-                ("HEADS", self.value_heads),
-                ("DV", self.value_dim),
-                ("TEAM", lanes),
-                ("EACH", self.each),
-                ("STRENGTHS_AT", self.strengths_at),
-                ("TIMES_AT", self.times_at),
-            ],
-            grid=(across, self.value_heads, count),
-            threadgroup=(min(TEAMS * LANES, across), 1, 1),
-            output_shapes=[
-                (count, tokens, self.value_heads * self.value_dim),
-                (count, *self.state_shape),
-            ],
-            output_dtypes=[self.dtype, mx.float32],
-        )
+        template: list[tuple[str, TemplateValue]] = [
+            ("T", self.dtype),
+            ("KEYS", self.key_heads),
+            ("DK", self.key_dim),
+            ("HEADS", self.value_heads),
+            ("DV", self.value_dim),
+            ("EACH", self.each),
+            ("STRENGTHS_AT", self.strengths_at),
+            ("TIMES_AT", self.times_at),
+        ]
+        return matrix_launch(self, _kernel(), template, (count, tokens), self.dtype)
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
         """See `StateStep`."""

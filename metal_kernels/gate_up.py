@@ -13,8 +13,8 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
-from .launch import Launch, MetalKernel, launch_of
-from .variants import Case, Form, Kind, Variant
+from .launch import Launch, MetalKernel
+from .variants import Case, Form, Kind, Variant, launch_of
 
 LANES, SIMD_GROUPS, PAIRS, PART = 32, 2, 2, 8  # as in gate_up.metal
 PER_THREADGROUP = SIMD_GROUPS * PAIRS  # numbers of an output row

@@ -4,42 +4,60 @@ Knows no kernel. D = head_dim, H = query heads, K = KV heads.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
 from .launch import MIN_NUMBERS
 from .stored import PLAIN, KVFormat, group_size
+from .variants import Form
 
 MAX_DIM = 512
 HADAMARD_ORDERS = (28, 20, 12, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
+class HeadsForm(Form):
     """What layers share that one launch can serve: all but their arrays and scalars.
 
-    The same object for the same values, from `form_of`: steps look up launches by it.
+    Attributes:
+        num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
+        key_format, value_format: how they are stored. Keys of a format that rotates are multiplied
+            by a Hadamard matrix (D as `hadamard_order` knows), and queries too; with `joint` values
+            too, all in blocks of so many numbers.
+        norm: queries and keys have an RMS norm.
+        norms_values: values are divided by their root mean square.
+        turning: leading numbers of a head that turn; 0: none does.
+        traditional: pairs are neighbours, not half of the turning dims apart.
+        joint: keys and values are one vector (see `cache.keys_values.JointLayer`), where so many
+            numbers of a key are stored behind its value; 0: they are apart. As `has_joint` says.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    key_format: KVFormat
-    value_format: KVFormat
-    has_norm: bool
-    num_turning: int  # leading dims of a head
-    traditional: bool
-    hadamard_order: int  # 0: not rotated
-    joined: bool  # keys and values are written side by side
-    norms_values: bool
-    joint: int  # numbers of a key that are stored behind its value, in one vector; 0: all, apart
+    key_format: KVFormat = PLAIN
+    value_format: KVFormat = PLAIN
+    norm: bool = False
+    norms_values: bool = False
+    turning: int = 0
+    traditional: bool = False
+    joint: int = 0
 
     @property
     def width(self) -> int:
         """Of a token's fused projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def hadamard_order(self) -> int:
+        """Of the matrix that keys are multiplied by; 0: by none."""
+        return hadamard_order(self.joint or self.head_dim) if self.key_format.rotates else 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether keys and values are written side by side."""
+        return not self.joint and self.key_format == self.value_format
 
     @property
     def stored_dim(self) -> int:
@@ -53,70 +71,42 @@ class Form:
 
     @property
     def in_one(self) -> bool:
-        """Keys and values are stored in the same arrays."""
+        """Whether keys and values are stored in the same arrays."""
         return self.joined or self.joint > 0
-
-
-form_of = cache(Form)
 
 
 class Heads:
     """What is done to the heads of a layer.
 
     Args:
-        num_heads, num_kv_heads, head_dim: H, K and D; D a multiple of 8, up to 512.
-        key_format, value_format: how they are stored. Keys of a format that rotates are multiplied
-            by a Hadamard matrix (D as `hadamard_order` knows), and queries too; with `joint` values
-            too, all in blocks of so many numbers.
+        form: of the layer.
         norm_weight: (H + K, D) or (D,) of the RMS norm of queries and keys; None: no norm.
         norm_eps: added to the mean square.
-        norms_values: values are divided by their root mean square.
-        frequencies: (dims / 2,) float32 radians a token of the pairs of the leading dims that turn;
-            None: nothing turns.
-        traditional: pairs are neighbours, not half of the turning dims apart.
+        frequencies: (turning / 2,) float32 radians a token of the pairs of the leading dims that
+            turn; None: nothing turns.
         magnitude: multiplies what turns.
-        joint: keys and values are one vector (see `cache.joint`), where so many numbers of a key
-            are stored behind its value; 0: they are apart. As `has_joint` says.
     """
 
     def __init__(
         self,
+        form: HeadsForm,
         *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        key_format: KVFormat = PLAIN,
-        value_format: KVFormat = PLAIN,
         norm_weight: mx.array | None = None,
         norm_eps: float = 0.0,
-        norms_values: bool = False,
         frequencies: mx.array | None = None,
-        traditional: bool = False,
         magnitude: float = 1.0,
-        joint: int = 0,
     ) -> None:
-        assert head_dim % 8 == 0, head_dim
-        assert head_dim <= MAX_DIM, head_dim
-        rotates = key_format.rotates
+        assert form.head_dim % 8 == 0, form
+        assert form.head_dim <= MAX_DIM, form
+        assert form.norm == (norm_weight is not None), form
+        assert form.turning == (0 if frequencies is None else 2 * len(frequencies)), form
+        assert form.turning <= form.head_dim, form
+        assert form.hadamard_order or not form.key_format.rotates, form
+        formats = form.key_format, form.value_format
+        assert not form.joint or has_joint(form.head_dim, form.joint, formats), form
+        self.form = form
         self.norm_weight, self.norm_eps = norm_weight, norm_eps
         self.frequencies, self.magnitude = frequencies, magnitude
-        self.form = form_of(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            key_format,
-            value_format,
-            has_norm=norm_weight is not None,
-            num_turning=0 if frequencies is None else 2 * len(frequencies),
-            traditional=traditional,
-            hadamard_order=hadamard_order(joint or head_dim) if rotates else 0,
-            joined=not joint and key_format == value_format,
-            norms_values=norms_values,
-            joint=joint,
-        )
-        assert not joint or has_joint(head_dim, joint, (key_format, value_format)), self.form
-        assert self.form.num_turning <= head_dim
-        assert self.form.hadamard_order or not rotates, head_dim
         self.constants = self._constants()  # as kv_write.metal reads them
         mx.eval(self.constants)
 

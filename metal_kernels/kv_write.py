@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 import numpy as np
 
-from .heads import Form, Heads
+from .heads import Heads, HeadsForm
 from .launch import Launch, MetalKernel, TemplateValue
 from .stored import KVFormat, part_names
 
@@ -150,15 +150,15 @@ def stored(vectors: mx.array, fmt: KVFormat, dtype: mx.Dtype) -> list[mx.array]:
     return [part.astype(kind) for part, (_, kind) in zip(fmt.encode(vectors), kinds, strict=True)]
 
 
-def template_of(form: Form, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
+def template_of(form: HeadsForm, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
     """What is compiled into a kernel for heads of this form."""
     return [
         ("T", dtype),
         ("D", form.head_dim),
         ("QUERY_HEADS", form.num_heads),
         ("KV_HEADS", form.num_kv_heads),
-        ("NORM", form.has_norm),
-        ("DIMS", form.num_turning),
+        ("NORM", form.norm),
+        ("DIMS", form.turning),
         ("TRADITIONAL", form.traditional),
         ("ROTATE", form.hadamard_order > 0),
         ("M", max(form.hadamard_order, 1)),
@@ -170,7 +170,7 @@ def template_of(form: Form, dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
 
 @lru_cache(MAX_LAUNCHES)
 def _launch(
-    form: Form, shape: tuple[int, ...], positions_shape: tuple[int, ...], dtype: mx.Dtype
+    form: HeadsForm, shape: tuple[int, ...], positions_shape: tuple[int, ...], dtype: mx.Dtype
 ) -> Launch:
     """Norm, rope and storing of projections (T, width) in a layer of this form."""
     num_tokens = _checked(form, shape, positions_shape)
@@ -191,7 +191,7 @@ def _launch(
     )
 
 
-def stored_outputs(form: Form) -> tuple[list[str], list[str]]:
+def stored_outputs(form: HeadsForm) -> tuple[list[str], list[str]]:
     """Names of the arrays that are written, and what writes keys and values to them, in Metal."""
     formats, stored_dim, dim = (form.key_format, form.value_format), form.stored_dim, form.head_dim
     places = [(dim, 0, dim), (dim, 0, dim)]
@@ -208,7 +208,7 @@ def stored_outputs(form: Form) -> tuple[list[str], list[str]]:
 
 
 @cache
-def _kernel(form: Form) -> MetalKernel:
+def _kernel(form: HeadsForm) -> MetalKernel:
     """The kernel with as many outputs as these formats have parts."""
     names, made = stored_outputs(form)
     return MetalKernel(
@@ -226,7 +226,7 @@ def _kernel(form: Form) -> MetalKernel:
     )
 
 
-def _checked(form: Form, shape: tuple[int, ...], positions_shape: tuple[int, ...]) -> int:
+def _checked(form: HeadsForm, shape: tuple[int, ...], positions_shape: tuple[int, ...]) -> int:
     num_tokens, width = shape
     (num_positions,) = positions_shape
     assert width == form.width, shape

@@ -1,46 +1,35 @@
 """Self-check of the kernel that writes keys and values: inputs and tolerances. Knows no GPU."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
-from .heads import Heads
+from .heads import Heads, HeadsForm
 from .kv_write import Written, kv_write, kv_write_twin, stored_in_mlx
 from .launch import MIN_NUMBERS
 from .stored import FORMATS
 from .tail_write import put, write_tails, write_tails_twin
-from .variants import Case, Kind, Value, Variant, dtype_name
+from .variants import Case, Kind, Variant, dtype_name
 
 ROUNDING = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 0.0625}  # of numbers below 8
 CASE_PAGE = 16
 FEW_TOKENS, SOME_TOKENS = 3, 9  # fewer than 8 positions are passed in another way
 
 
-def kv_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
-    """What `kv_write` compiles for the heads of a layer."""
-    return Variant.of(
-        "kv_write",
-        dtype=dtype_name(dtype),
-        num_heads=heads.form.num_heads,
-        num_kv_heads=heads.form.num_kv_heads,
-        head_dim=heads.form.head_dim,
-        key_bits=heads.form.key_format.bits,
-        value_bits=heads.form.value_format.bits,
-        rotate=heads.form.hadamard_order > 0,
-        norm=heads.norm_weight is not None,
-        norms_values=heads.form.norms_values,
-        turning=heads.form.num_turning,
-        traditional=heads.form.traditional,
-        joint=heads.form.joint,
-    )
+def kv_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
+    """What `kv_write` compiles for heads of this form."""
+    return Variant.from_form("kv_write", form, dtype=dtype_name(dtype))
 
 
 def _kv_write_case(variant: Variant) -> Case:
     heads = _heads(variant)
     steps = [_tokens(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
     tolerances = [ROUNDING[str(variant["dtype"])]]
-    names = ("key_bits",) if heads.form.joint else ("key_bits", "value_bits")
-    for bits in map(variant.number, names):
-        tolerances.append(tolerances[0] + (16 / (2**bits - 1) if bits else 0.0))  # one code
+    formats = heads.form.key_format, heads.form.value_format
+    for fmt in formats[:1] if heads.form.joint else formats:
+        code = 16 / (2**fmt.bits - 1) if fmt.bits else 0.0
+        tolerances.append(tolerances[0] + code)
     return Case(
         lambda: [x for step in steps for x in _seen(kv_write(*step, heads), heads)],
         lambda: [x for step in steps for x in _seen(kv_write_twin(*step, heads), heads)],
@@ -68,7 +57,7 @@ def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Wr
     if heads.frequencies is not None:
         x = mx.fast.rope(
             x[:, :, None],
-            heads.form.num_turning,
+            heads.form.turning,
             traditional=heads.form.traditional,
             base=None,
             scale=1.0,
@@ -80,31 +69,22 @@ def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Wr
 
 
 def _heads(variant: Variant) -> Heads:
-    rng = np.random.default_rng(0)
-    num_normed = variant.number("num_heads") + variant.number("num_kv_heads")
-    weight = rng.uniform(0.5, 1.5, (num_normed, variant.number("head_dim")))
-    turning = variant.number("turning")
+    form: HeadsForm = variant.form
+    rng, turning = np.random.default_rng(0), form.turning
+    weight = rng.uniform(0.5, 1.5, (form.num_heads + form.num_kv_heads, form.head_dim))
     slowing = np.arange(turning // 2) / max(turning // 2, 1)
     return Heads(
-        num_heads=variant.number("num_heads"),
-        num_kv_heads=variant.number("num_kv_heads"),
-        head_dim=variant.number("head_dim"),
-        key_format=FORMATS[variant.number("key_bits")],
-        value_format=FORMATS[variant.number("value_bits")],
-        norm_weight=mx.array(weight.astype(np.float32)) if variant["norm"] else None,
+        form,
+        norm_weight=mx.array(weight.astype(np.float32)) if form.norm else None,
         norm_eps=1e-6,
-        norms_values=bool(variant["norms_values"]),
         frequencies=mx.array((10_000.0**-slowing).astype(np.float32)) if turning else None,
-        traditional=bool(variant["traditional"]),
-        joint=variant.number("joint"),
     )
 
 
 def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
     """The projection of `count` tokens and their positions."""
     rng = np.random.default_rng(count)
-    heads = variant.number("num_heads") + 2 * variant.number("num_kv_heads")
-    qkv = rng.uniform(-2, 2, (count, heads * variant.number("head_dim"))).astype(np.float32)
+    qkv = rng.uniform(-2, 2, (count, variant.form.width)).astype(np.float32)
     positions = rng.integers(0, 4_000, count).astype(np.int32)
     return mx.array(qkv).astype(variant.dtype), mx.array(positions)
 
@@ -121,9 +101,9 @@ def _seen(written: Written, heads: Heads) -> list[mx.array]:
     ]
 
 
-def tail_write_variant(heads: Heads, dtype: mx.Dtype) -> Variant:
-    """What `write_tails` compiles for the heads of a layer."""
-    return Variant("tail_write", kv_write_variant(heads, dtype).values)
+def tail_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
+    """What `write_tails` compiles for heads of this form."""
+    return Variant.from_form("tail_write", form, dtype=dtype_name(dtype))
 
 
 TailCall = tuple[mx.array, mx.array, Heads, mx.array, mx.array, list[mx.array]]
@@ -149,7 +129,7 @@ def _tail_case(variant: Variant) -> Case:
     calls = [_tail_call(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
     rounding = ROUNDING[str(variant["dtype"])]
     found = len(_seen_tails(write_tails_twin(*calls[0]), calls[0])) - 1
-    bits = min(variant.number(f"{name}_bits") or 16 for name in ("key", "value"))
+    bits = min(fmt.bits or 16 for fmt in (variant.form.key_format, variant.form.value_format))
     tolerance = rounding + (16 / (2**bits - 1) if bits < 16 else 0.0)  # one code
     return Case(
         lambda: [x for call in calls for x in _seen_tails(write_tails(*call), call)],
@@ -180,25 +160,31 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
     return Case(lambda: write_tails(*call), in_parts, ())
 
 
-def _kv_sample(**values: int | bool | str) -> Variant:
-    plain: dict[str, Value] = {
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "key_bits": 0,
-        "value_bits": 0,
-    }
-    how: dict[str, Value] = {"rotate": False, "norm": True, "turning": 128, "traditional": False}
-    how |= {"norms_values": False, "joint": 0}
-    return Variant.of("kv_write", **{**plain, **how, "dtype": "float16", **values})
+def _sample(dtype: mx.Dtype, bits: tuple[int, int], dim: int, **how: Any) -> Variant:
+    how = {"norm": True, "turning": dim, **how}
+    return kv_write_variant(HeadsForm(8, 2, dim, FORMATS[bits[0]], FORMATS[bits[1]], **how), dtype)
 
 
 def _registers(variant: Variant) -> int:
-    return 24 + (variant.number("head_dim") + 31) // 32  # where it rotates
+    return 24 + (variant.form.head_dim + 31) // 32  # where it rotates
 
 
 # Layers of Gemma 4 that see everything: a quarter of a head turns.
-JOINT: dict[str, Value] = {"head_dim": 512, "turning": 512, "norms_values": True, "joint": 128}
+JOINT: dict[str, Any] = {"norms_values": True, "joint": 128}
+_F16, _BF16, _F32 = mx.float16, mx.bfloat16, mx.float32
+_SAMPLES = (
+    _sample(_F16, (4, 4), 128),
+    _sample(_BF16, (0, 0), 128),
+    _sample(_F16, (8, 8), 128),
+    _sample(_F16, (8, 4), 64, turning=32, norm=False),
+    _sample(_F16, (4, 4), 80),
+    _sample(_F16, (4, 4), 256),
+    _sample(_BF16, (0, 0), 256, norms_values=True),
+    _sample(_BF16, (0, 0), 512, **JOINT),
+    _sample(_F16, (4, 4), 512, **JOINT),
+    _sample(_F32, (0, 0), 96, turning=0, norm=False),
+    _sample(_F32, (0, 0), 64, traditional=True),
+)
 KV_WRITE = Kind(
     name="kv_write",
     files=("kv_write.metal", "kv_write.py", "heads.py"),
@@ -206,19 +192,7 @@ KV_WRITE = Kind(
     timed=_timed_kv_write,
     loads=((8, 0), (32, 0)),  # fewer positions are padded to as many
     registers=_registers,
-    samples=(
-        _kv_sample(key_bits=4, value_bits=4, rotate=True),
-        _kv_sample(dtype="bfloat16"),
-        _kv_sample(key_bits=8, value_bits=8),
-        _kv_sample(key_bits=8, value_bits=4, head_dim=64, turning=32, norm=False),
-        _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=80, turning=80),
-        _kv_sample(key_bits=4, value_bits=4, rotate=True, head_dim=256, turning=256),
-        _kv_sample(dtype="bfloat16", head_dim=256, turning=256, norms_values=True),
-        _kv_sample(**JOINT, dtype="bfloat16"),
-        _kv_sample(**JOINT, key_bits=4, value_bits=4, rotate=True),
-        _kv_sample(head_dim=96, turning=0, norm=False, dtype="float32"),
-        _kv_sample(head_dim=64, turning=64, traditional=True, dtype="float32"),
-    ),
+    samples=_SAMPLES,
 )
 TAIL_WRITE = Kind(
     name="tail_write",
@@ -228,8 +202,6 @@ TAIL_WRITE = Kind(
     loads=KV_WRITE.loads,
     registers=_registers,
     samples=tuple(
-        Variant("tail_write", sample.values)
-        for sample in KV_WRITE.samples
-        if sample in KV_WRITE.samples[:4] or sample["joint"]
+        tail_write_variant(sample.form, sample.dtype) for sample in (*_SAMPLES[:4], *_SAMPLES[7:9])
     ),
 )

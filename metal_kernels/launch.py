@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -78,7 +78,7 @@ class Launch:
         self.function = compiled(self.kernel, tuple(self.template), math.prod(self.threadgroup))
 
     def on_metal(self, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """Lazy outputs, from MLX."""
+        """Lazy outputs, from MLX. Raises RuntimeError: there is no Metal here."""
         return self.function(
             inputs=inputs,
             grid=self.grid,
@@ -89,41 +89,11 @@ class Launch:
 
     def __call__(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs; lazy on Metal. Inputs that are not row-contiguous are copied first."""
-        return _devices[-1].run(self, inputs)
+        return _devices[-1](self, inputs)
 
 
-class Launchable(Protocol):
-    """A description of a kernel's computation, compared by identity; see `variants.Form`."""
-
-    def launch(self, *sizes: Any) -> Launch:
-        """The call for arrays of some sizes."""
-        ...
-
-
-@lru_cache(MAX_LAUNCHES)
-def launch_of(form: Launchable, *sizes: Any) -> Launch:
-    """The call for arrays of some sizes: a decode step makes the same calls in every layer."""
-    return form.launch(*sizes)
-
-
-class Device(Protocol):
-    """Runs the calls of kernels."""
-
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """The outputs, evaluated or not."""
-        ...
-
-
-class Metal:
-    """The GPU, through MLX."""
-
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """Lazy outputs.
-
-        Raises:
-            RuntimeError: there is no Metal here.
-        """
-        return launch.on_metal(inputs)
+Device = Callable[[Launch, Sequence[mx.array]], list[mx.array]]
+"""Runs the call of a kernel on inputs; outputs are evaluated or not."""
 
 
 @cache
@@ -173,7 +143,7 @@ def running_on(device: Device) -> Iterator[None]:
         _devices.remove(device)
 
 
-_devices: list[Device] = [Metal()]
+_devices: list[Device] = [Launch.on_metal]
 
 
 @cache

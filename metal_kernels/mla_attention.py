@@ -5,16 +5,23 @@ too. T = query tokens of all sequences, D = numbers of a key, V = numbers of the
 Source: DeepSeek-V2, arXiv:2405.04434, with the projections absorbed into queries and outputs.
 """
 
-from functools import cache, lru_cache
+from functools import cache
 
 import mlx.core as mx
 
-from .attention_plan import AttentionPlan
-from .attention_reduce import Attention, includes, output_sizes, partial_sizes, reduction
-from .attention_shape import LANES
+from .attention_plan import LANES, AttentionPlan
 from .launch import Launch, MetalKernel
-from .paged_attention import DTYPES, MAX_PASSES, paged_attention_gathered
-from .stored import FORMATS, PLAIN, KVFormat, Stored, part_names, plane_text
+from .paged_attention import (
+    DTYPES,
+    Asked,
+    AttentionCall,
+    Sizes,
+    attention_call,
+    includes,
+    paged_attention_gathered,
+    passes,
+)
+from .stored import FORMATS, PLAIN, KVFormat, Vectors, part_names, plane_text
 
 DIMS = ((576, 512),)
 KINDS = (PLAIN, FORMATS[8])  # formats of latents
@@ -48,7 +55,7 @@ def _kernel(fmt: KVFormat) -> MetalKernel:
 
 
 def mla_attention_on_metal(
-    queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
+    queries: mx.array, latents: Vectors, plan: AttentionPlan, *, scale: float, value_dim: int = 512
 ) -> list[mx.array]:
     """Attention of 1 to 8 queries of each sequence over its pages and its tail.
 
@@ -72,51 +79,43 @@ def mla_attention_on_metal(
 
 
 def mla_attention(
-    queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int
-) -> Attention:
+    queries: mx.array, latents: Vectors, plan: AttentionPlan, *, scale: float, value_dim: int
+) -> AttentionCall:
     """The attention for arrays of these sizes; arguments as of `mla_attention_on_metal`."""
-    assert len(queries) == plan.num_queries, (queries.shape, plan.num_queries)
-    places = plan.num_seqs * plan.max_queries if plan.is_split else 0
-    sizes = tuple(queries.shape), value_dim, queries.dtype
-    passes = _passes(*sizes, latents.fmt, plan.num_items, plan.max_queries, places)
-    return Attention(*passes, [plan.numbers, plan.pages, mx.array(scale, dtype=mx.float32)])
+    num_tokens, num_heads, dim = queries.shape
+    assert num_tokens == plan.num_queries, (queries.shape, plan.num_queries)
+    asked = Asked(
+        rows=(num_tokens, num_heads),
+        kv_heads=1,
+        dims=(dim, value_dim),
+        dtype=queries.dtype,
+        formats=(latents.fmt, latents.fmt),
+        sinks=False,
+        log_sums=True,
+        num_spans=plan.num_spans,
+        num_items=plan.num_items,
+        max_queries=plan.max_queries,
+    )
+    return attention_call(passes(asked, _attend), plan, mx.array(scale, dtype=mx.float32))
 
 
-@lru_cache(MAX_PASSES)
-def _passes(
-    shape: tuple[int, int, int],
-    value_dim: int,
-    dtype: mx.Dtype,
-    fmt: KVFormat,
-    num_items: int,
-    max_queries: int,
-    places: int,
-) -> tuple[Launch, Launch | None]:
-    """The launches; `places`: queries that all sequences may have, 0: none is split."""
-    num_tokens, num_heads, dim = shape
-    _check(dtype, (dim, value_dim), fmt)
-    num_rows = max_queries * num_heads
-    if places:
-        sizes = partial_sizes(num_items, 1, num_rows, value_dim)
-    else:
-        sizes = output_sizes((num_tokens, num_heads), value_dim, dtype, log_sums=True)
-    attend = Launch(
+def _attend(asked: Asked, sizes: Sizes) -> Launch:
+    """The first pass."""
+    fmt = asked.formats[0]
+    _check(asked.dtype, asked.dims, fmt)
+    return Launch(
         _kernel(fmt),
         template=[
-            ("T", dtype),
+            ("T", asked.dtype),
             ("BITS", fmt.bits),
-            ("KEY_DIM", dim),
-            ("VALUE_DIM", value_dim),
-            ("SPLIT", places > 0),
+            ("KEY_DIM", asked.dims[0]),
+            ("VALUE_DIM", asked.dims[1]),
+            ("SPLIT", asked.is_split),
         ],
-        grid=(num_items * THREADS, row_blocks(num_rows), 1),
+        grid=(asked.num_items * THREADS, row_blocks(asked.num_rows), 1),
         threadgroup=(THREADS, 1, 1),
         **sizes,
     )
-    if not places:
-        return attend, None
-    how = {"sinks": False, "log_sums": True}
-    return attend, reduction(shape[:2], places, value_dim, dtype, **how)
 
 
 def row_blocks(num_rows: int) -> int:
@@ -125,7 +124,7 @@ def row_blocks(num_rows: int) -> int:
 
 
 def mla_attention_gathered(
-    queries: mx.array, latents: Stored, plan: AttentionPlan, *, scale: float, value_dim: int = 512
+    queries: mx.array, latents: Vectors, plan: AttentionPlan, *, scale: float, value_dim: int = 512
 ) -> list[mx.array]:
     """The plain-MLX twin, as `mla_attention_on_metal`; simple rather than fast."""
     return paged_attention_gathered(

@@ -1,34 +1,36 @@
-"""Attention of up to 8 query tokens a sequence over its pages and its tail. Knows no scheduler.
+"""Attention of sequences' query tokens over their pages and tails. Knows no scheduler.
 
 `gathered_attention` serves machines without Metal, over runs of pages. `paged_attention_on_metal`
-launches the kernels, in one pass or two. `paged_attention_gathered` is the simple twin of the
-kernels in plain MLX and float32: tests and the check on a new GPU compare the kernels with it.
+launches the kernels, in one pass or two: partials of several items of a sequence become outputs in
+the second. `paged_attention_gathered` is the simple twin of the kernels in plain MLX and float32:
+tests and the check on a new GPU compare the kernels with it. `attend_in_tiles` is for prompts over
+keys and values that are made block by block.
 
 B = sequences, Q = query tokens each, T = query tokens of all sequences, H = KV heads,
 G = query heads per KV head, D = key dim, V = value dim, N = tokens of gathered pages,
 R = tail length (a ring of two pages).
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .attention_plan import AttentionPlan
-from .attention_reduce import (
-    NO_FIGURES,
-    Attention,
-    includes,
-    output_sizes,
-    partial_sizes,
-    reduction,
-    sink_names,
+from .attention_plan import (
+    BLOCK,
+    LANES,
+    AttentionPlan,
+    AttentionPlanner,
+    Shape,
+    prefill_shape,
+    threadgroup_shape,
+    tile_sizes,
 )
-from .attention_shape import Shape, prefill_shape, threadgroup_shape
-from .launch import Launch, MetalKernel, TemplateValue
-from .stored import KVFormat, Stored, numbers_of, part_names, plane_text
+from .launch import MIN_NUMBERS, Launch, MetalKernel, TemplateValue
+from .stored import PLAIN, KVFormat, Vectors, numbers_of, part_names, plane_text
 
 
 class Softmax(NamedTuple):
@@ -140,8 +142,8 @@ HIDDEN = float(np.finfo(np.float32).min)
 
 def paged_attention_gathered(
     queries: mx.array,
-    keys: Stored,
-    values: Stored,
+    keys: Vectors,
+    values: Vectors,
     plan: AttentionPlan,
     *,
     scale: float,
@@ -199,7 +201,7 @@ def token_index(
 
 
 def gathered(
-    stored: Stored, page_size: int, slot: int, index: tuple[mx.array, mx.array], dim: int
+    stored: Vectors, page_size: int, slot: int, index: tuple[mx.array, mx.array], dim: int
 ) -> mx.array:
     """(H, tokens, dim) float32: of the pages, then of the tail."""
     tokens, ring = index
@@ -252,6 +254,8 @@ def _sees(
     return (keys <= queries) & ((keys > queries - window) | (keys < sinks))
 
 
+NO_FIGURES = "static_cast<device float*>(nullptr)"  # in a body; never written
+REDUCERS = 8  # SIMD groups that share the items of a query head
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 LARGE_DIM = 512  # of keys and values both, in 16 bits
 MAX_ROWS = 128  # query tokens of a sequence times query heads per KV head
@@ -287,6 +291,19 @@ TILED = """
 """
 
 
+Sizes = dict[str, Any]
+"""The shapes and dtypes of what a launch puts down, as arguments of `Launch`."""
+
+
+def includes(formats: Sequence[KVFormat] = ()) -> tuple[str, ...]:
+    """The files that attention kernels have in common, for vectors stored in these formats."""
+    return (
+        "attention_fragments.h",
+        *(("stored_codes.h",) if any(fmt.bits for fmt in formats) else ()),
+        *("attention_softmax.h", "paged_spans.h", "attention_outputs.h"),
+    )
+
+
 class Asked(NamedTuple):
     """All that decides how an attention is launched."""
 
@@ -295,14 +312,13 @@ class Asked(NamedTuple):
     dims: tuple[int, int]  # D and V
     dtype: mx.Dtype
     formats: tuple[KVFormat, KVFormat]  # of keys and values
-    shared_tails: bool  # of keys and values, side by side
     sinks: bool
     log_sums: bool
-    num_seqs: int
+    num_spans: int
     num_items: int
     max_queries: int
-    is_split: bool
     is_prefill: bool = False  # tiles of prompts
+    shared_tails: bool = False  # of keys and values, side by side
     # Numbers of the stored vectors that hold keys and values both; 0: each has vectors of its own.
     joint_dim: int = 0
 
@@ -311,11 +327,16 @@ class Asked(NamedTuple):
         """Query rows of a KV head."""
         return self.max_queries * (self.rows[1] // self.kv_heads)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a span has several items, so that partials must be reduced."""
+        return self.num_items > self.num_spans
+
 
 def paged_attention_on_metal(
     queries: mx.array,
-    keys: Stored,
-    values: Stored,
+    keys: Vectors,
+    values: Vectors,
     plan: AttentionPlan,
     *,
     scale: float,
@@ -359,7 +380,30 @@ def paged_attention_on_metal(
     return [outputs.reshape(*queries.shape[:2], -1), *sums]
 
 
-def arrays_of(keys: Stored, values: Stored) -> list[mx.array]:
+AttentionCall = Callable[..., list[mx.array]]
+"""`call(queries, arrays, sink_logits=None)`: one attention, the same for all layers of a step with
+the same sizes. Queries are (T, heads, D), arrays are `arrays_of` the layer's keys and values, and
+sink logits (heads,), where it was made for such. It gives outputs (T, heads * V), and log-sum-exps
+(T, heads) float32 where they are asked for."""
+
+
+def attention_call(
+    passes: tuple[Launch, Launch | None], plan: AttentionPlan, numbers: mx.array
+) -> AttentionCall:
+    """The attention of launches; the second is None unless a sequence is split."""
+    (first, second), shared = passes, [plan.numbers, plan.pages, numbers]
+
+    def call(
+        queries: mx.array, arrays: Sequence[mx.array], sink_logits: mx.array | None = None
+    ) -> list[mx.array]:
+        logits = [] if sink_logits is None else [sink_logits]
+        results = first([queries, *arrays, *shared, *logits])
+        return results if second is None else second([*results, plan.numbers, *logits])
+
+    return call
+
+
+def arrays_of(keys: Vectors, values: Vectors) -> list[mx.array]:
     """The arrays of a layer in the order in which the kernels take them."""
     own_tails = [] if values.tail_head or keys.first else values.tails
     own_pages = [] if keys.first else values.pages
@@ -368,8 +412,8 @@ def arrays_of(keys: Stored, values: Stored) -> list[mx.array]:
 
 def paged_attention(
     queries: mx.array,
-    keys: Stored,
-    values: Stored,
+    keys: Vectors,
+    values: Vectors,
     plan: AttentionPlan,
     *,
     scale: float,
@@ -377,7 +421,7 @@ def paged_attention(
     soft_cap: float | None = None,
     value_dim: int | None = None,
     log_sums: bool = False,
-) -> Attention:
+) -> AttentionCall:
     """The attention for arrays of these sizes; arguments as of `paged_attention_on_metal`.
 
     Args:
@@ -398,17 +442,16 @@ def paged_attention(
         dims=(key_dim, value_dim),
         dtype=queries.dtype,
         formats=(keys.fmt, values.fmt),
-        shared_tails=values.tail_head > 0,
         sinks=sinks,
         log_sums=log_sums,
-        num_seqs=plan.num_seqs,
+        num_spans=plan.num_spans,
         num_items=plan.num_items,
         max_queries=plan.max_queries,
-        is_split=plan.is_split,
         is_prefill=plan.is_prefill,
+        shared_tails=values.tail_head > 0,
         joint_dim=joint_dim,
     )
-    return Attention(*_passes(asked), [plan.numbers, plan.pages, _numbers(scale, soft_cap or 0.0)])
+    return attention_call(passes(asked, _attend), plan, _numbers(scale, soft_cap or 0.0))
 
 
 @cache
@@ -418,34 +461,32 @@ def _numbers(scale: float, soft_cap: float) -> mx.array:
 
 
 @lru_cache(MAX_PASSES)
-def _passes(asked: Asked) -> tuple[Launch, Launch | None]:
+def passes(asked: Asked, attend: Callable[[Asked, Sizes], Launch]) -> tuple[Launch, Launch | None]:
     """The launches, the same for every layer and step that asks for the same.
+
+    Args:
+        asked: of the attention.
+        attend: makes the first pass, which puts down arrays of these sizes.
 
     Raises:
         ValueError: no kernel has these sizes.
     """
-    check_sizes(asked.dtype, asked.dims, asked.num_rows, joint_dim=asked.joint_dim)
-    attend = _attend(asked)
+    dim = asked.dims[1]
     if not asked.is_split:
-        return attend, None
-    num_places = asked.num_seqs * asked.max_queries
-    how = {"sinks": asked.sinks, "log_sums": asked.log_sums}
-    return attend, reduction(asked.rows, num_places, asked.dims[1], asked.dtype, **how)
+        return attend(asked, output_sizes(asked)), None
+    rows = (asked.num_items, asked.kv_heads, asked.num_rows)
+    shapes = [(*rows, dim), (*rows, 2)]  # partials, peaks and totals
+    partials = Sizes(output_shapes=shapes, output_dtypes=[mx.float32, mx.float32])
+    return attend(asked, partials), _reduction(asked)
 
 
-def _attend(asked: Asked) -> Launch:
+def _attend(asked: Asked, sizes: Sizes) -> Launch:
     """The first pass."""
+    check_sizes(asked.dtype, asked.dims, asked.num_rows, joint_dim=asked.joint_dim)
     (key_dim, value_dim), (key_format, value_format) = asked.dims, asked.formats
-    log_sums = asked.log_sums and not asked.is_split
     shape = _shape(asked)
-    figures = asked.is_split or log_sums
-    how = {"shared_tails": asked.shared_tails, "joint": asked.joint_dim > 0}
-    if asked.is_split:
-        sizes = partial_sizes(asked.num_items, asked.kv_heads, asked.num_rows, value_dim)
-    else:
-        sizes = output_sizes(asked.rows, value_dim, asked.dtype, log_sums=log_sums)
     return Launch(
-        attention_kernel(shape.shares, asked.formats, **how, sinks=asked.sinks, figures=figures),
+        attention_kernel(asked, shares=shape.shares),
         template=[
             ("T", asked.dtype),
             ("KEY_BITS", key_format.bits),
@@ -458,7 +499,7 @@ def _attend(asked: Asked) -> Launch:
             ("VALUE_FIRST", 0),
             ("SPLIT", asked.is_split),
             ("SINKS", asked.sinks),
-            ("LOG_SUMS", log_sums),
+            ("LOG_SUMS", asked.log_sums and not asked.is_split),
             *_shape_template(shape),
         ],
         grid=(asked.num_items * shape.threads, asked.kv_heads, -(-asked.num_rows // shape.rows)),
@@ -515,52 +556,192 @@ def _shape_template(shape: Shape) -> list[tuple[str, TemplateValue]]:
     return found
 
 
+def attention_kernel(asked: Asked, *, shares: bool) -> MetalKernel:
+    """The kernel that shares tiles, or the one that streams, with the arrays that it needs."""
+    return _kernel(
+        shares,
+        asked.formats,
+        tails="tail" if asked.shared_tails or asked.joint_dim else "value_tail",
+        pages="key" if asked.joint_dim else "value",
+        tail_heads="2 * key_codes_shape[0]" if asked.shared_tails else "key_codes_shape[0]",
+        sinks=asked.sinks,
+        figures=asked.is_split or asked.log_sums,
+    )
+
+
 @cache
-def attention_kernel(
+def _kernel(
     shares: bool,
     formats: tuple[KVFormat, KVFormat],
     *,
-    shared_tails: bool,
-    joint: bool,
+    tails: str,
+    pages: str,
+    tail_heads: str,
     sinks: bool,
     figures: bool,
 ) -> MetalKernel:
-    """The kernel that shares tiles, or the one that streams, with the arrays that it needs.
-
-    Each array costs something in every layer.
-
-    Args:
-        shares: tiles are shared.
-        formats: of keys and values.
-        shared_tails: of keys and values, side by side.
-        joint: keys and values are numbers of the same vectors.
-        sinks: there are sink logits.
-        figures: beside the outputs.
-    """
+    """Each array costs something in every layer: `tails` and `pages` name those of values."""
     keys, values = formats
-    value_tails = "tail" if shared_tails or joint else "value_tail"
-    value_pages = "key" if joint else "value"
-    tail_heads = ("2 * " if shared_tails else "") + "key_codes_shape[0]"
     arguments = f"""
       queries,
       plane_of<KEY_BITS, KEY_VECTOR, KEY_FIRST>({plane_text("tail", "key", keys)}),
       plane_of<VALUE_BITS, VALUE_VECTOR, VALUE_FIRST>(
-          {plane_text(value_tails, value_pages, values)}),
+          {plane_text(tails, pages, values)}),
       {"sink_logits" if sinks else "queries"}, StepPlan{{plan}}, pages, numbers,
       queries_shape[1], key_codes_shape[0], {tail_heads}, key_codes_shape[1],
       outputs, {"figures" if figures else NO_FIGURES}"""
+    arrays = [("tail", keys), ("key", keys), (tails, values), (pages, values)]
+    names = dict.fromkeys(name for kind, fmt in arrays for name in part_names(kind, fmt))
     return MetalKernel(
         name="tiled_attention" if shares else "paged_attention",
-        inputs=(
-            "queries",
-            *part_names("tail", keys),
-            *part_names("key", keys),
-            *([] if value_tails == "tail" else part_names(value_tails, values)),
-            *([] if joint else part_names(value_pages, values)),
-            *("plan", "pages", "numbers"),
-            *sink_names(sinks=sinks),
-        ),
+        inputs=("queries", *names, "plan", "pages", "numbers", *sink_names(sinks=sinks)),
         outputs=("outputs", "figures") if figures else ("outputs",),
         includes=includes(formats),
         body=(TILED if shares else STREAMED).replace("ARGUMENTS", arguments),
     )
+
+
+# -- the second pass ------------------------------------------------------------------------------
+
+
+def output_sizes(asked: Asked) -> Sizes:
+    """Of the last pass: outputs (T, heads * V), and log-sum-exps (T, heads) where asked for."""
+    outputs = asked.rows[0], asked.rows[1] * asked.dims[1]
+    if asked.log_sums:
+        shapes, dtypes = [outputs, asked.rows], [asked.dtype, mx.float32]
+        return Sizes(output_shapes=shapes, output_dtypes=dtypes)
+    return Sizes(output_shapes=[outputs], output_dtypes=[asked.dtype])
+
+
+def _reduction(asked: Asked) -> Launch:
+    """From partials, peaks and totals, and a plan's numbers to `output_sizes`.
+
+    Sink logits, where there are any, are its last input.
+    """
+    return Launch(
+        _reduce_kernel(asked.sinks, asked.log_sums),
+        template=[
+            ("T", asked.dtype),
+            ("DIM", asked.dims[1]),
+            ("SINKS", asked.sinks),
+            ("LOG_SUMS", asked.log_sums),
+        ],
+        grid=(LANES * REDUCERS, asked.rows[1], asked.num_spans * asked.max_queries),
+        threadgroup=(LANES * REDUCERS, 1, 1),
+        **output_sizes(asked),
+    )
+
+
+@cache
+def _reduce_kernel(sinks: bool, log_sums: bool) -> MetalKernel:
+    return MetalKernel(
+        name="attention_reduce",
+        inputs=("partials", "figures", "plan", *sink_names(sinks=sinks)),
+        outputs=("outputs", "log_sum_exp") if log_sums else ("outputs",),
+        includes=includes(),
+        body=f"""
+  threadgroup float found[REDUCERS];
+  threadgroup float slices[REDUCERS * ROUND_CHUNKS * 32];
+  const ReduceScratch scratch = {{found, slices}};
+  attention_reduce<DIM, SINKS, LOG_SUMS>(
+      partials, figures, {"sink_logits" if sinks else "partials"}, StepPlan{{plan}},
+      partials_shape[1], outputs, {"log_sum_exp" if log_sums else NO_FIGURES},
+      scratch, threadgroup_position_in_grid.y, threadgroup_position_in_grid.z,
+      simdgroup_index_in_threadgroup, thread_index_in_simdgroup, threadgroups_per_grid.y);
+""",
+    )
+
+
+def sink_names(*, sinks: bool) -> tuple[str, ...]:
+    """The last input of kernels of a layer with sink logits."""
+    return ("sink_logits",) if sinks else ()
+
+
+# -- prompts over blocks --------------------------------------------------------------------------
+
+EXPANDED_BYTES = 64 << 20  # of the keys and values of a block
+LEAST_KEYS = 512  # of a block
+
+Read = Callable[[int, int, mx.array | None], tuple[mx.array, mx.array]]
+
+
+def attend_in_tiles(
+    queries: mx.array, read: Read, start: int, value_dim: int, *, scale: float
+) -> mx.array:
+    """Attention of n consecutive queries over all positions up to each.
+
+    What latent attention expands lies in no pages, and all of it at once would grow with the
+    context. So each block attends by itself, and blocks are joined by the logarithms of their
+    softmaxes' sums. n = queries of a chunk, H = heads, S = keys of a block.
+
+    Args:
+        queries: (n, H, D).
+        read: positions from, to, and what must be there before -> their keys (H, S, D) and
+            values (H, S, V).
+        start: position of the first query.
+        value_dim: V.
+        scale: multiplies the scores.
+
+    Returns:
+        (n, H, V) in the queries' dtype.
+    """
+    count, heads, key_dim = queries.shape
+    outputs: mx.array | None = None
+    sums: mx.array | None = None
+    for first, stop in block_edges(start, count, heads * (key_dim + value_dim) * queries.itemsize):
+        keys, values = read(first, stop, outputs)
+        plan = _block_plan(count, start - first, stop - first, heads, key_dim, value_dim)
+        found, own_sums = paged_attention_on_metal(
+            queries, _one(keys), _one(values), plan, scale=scale, value_dim=value_dim, log_sums=True
+        )
+        if outputs is None or sums is None:
+            outputs, sums = found, own_sums
+            continue
+        both = mx.logaddexp(sums, own_sums)  # (n, H)
+        before, share = mx.exp(sums - both)[..., None], mx.exp(own_sums - both)[..., None]
+        outputs, sums = outputs * before + found * share, both
+    assert outputs is not None
+    return outputs.astype(queries.dtype)
+
+
+def block_edges(start: int, count: int, token_bytes: int) -> list[tuple[int, int]]:
+    """Positions [from, to) of blocks of keys; every query sees the beginning of each of them.
+
+    Args:
+        start: position of the first of `count` queries.
+        token_bytes: of a key and its value, all heads together.
+    """
+    size = max(EXPANDED_BYTES // token_bytes // BLOCK * BLOCK, LEAST_KEYS)
+    edges = list(range(0, start + 1, size))
+    return list(zip(edges, [*edges[1:], start + count], strict=True))
+
+
+@lru_cache(32)
+def _block_plan(
+    count: int, start: int, num_keys: int, heads: int, key_dim: int, value_dim: int
+) -> AttentionPlan:
+    """Of `count` queries from position `start` of a block on, which the block may end before."""
+    num_blocks = -(-num_keys // BLOCK)
+    planner = AttentionPlanner(
+        counts=np.array([count], np.int32),
+        sealed=np.array([num_blocks * BLOCK], np.int32),
+        slots=np.zeros(1, np.int32),
+        page_size=BLOCK,
+        **tile_sizes(heads, heads, key_dim, value_dim),
+    )
+    pages = mx.array(np.arange(max(num_blocks, MIN_NUMBERS), dtype=np.int32)[None])
+    return planner(np.array([start], np.int32), pages)
+
+
+def _one(vectors: mx.array) -> Vectors:
+    """Vectors (H, S, dim) of one sequence, as one run of pages; no tail is read."""
+    heads, _, dim = vectors.shape
+    no_tail = _no_tail(heads * 2 * BLOCK, dim, vectors.dtype)
+    return Vectors(PLAIN, [vectors], [no_tail], dim, heads)
+
+
+@lru_cache(8)
+def _no_tail(count: int, dim: int, dtype: mx.Dtype) -> mx.array:
+    zeros = mx.zeros((count, dim), dtype)
+    mx.eval(zeros)
+    return zeros

@@ -14,8 +14,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from .launch import Launch, MetalKernel, launch_of
-from .variants import Case, Form, Kind, Variant, dtype_name
+from .launch import Launch, MetalKernel
+from .variants import Case, Form, Kind, Variant, dtype_name, launch_of
 
 LANES = 32
 ROUTERS = 4  # SIMD groups of a threadgroup, one token each

@@ -34,7 +34,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .launch import Device, Metal, running_on
+from .launch import Device, Launch, running_on
 from .variants import Case, Kind, Outputs, Variant
 
 logger = logging.getLogger("mlxinfer.kernels")
@@ -227,7 +227,7 @@ def this_gpu() -> Gpu | None:
         return None
     chip, macos = mx.device_info().get("device_name", "unknown"), platform.mac_ver()[0]
     versions = f"mlx {version('mlx')}, mlxinfer {version('mlxinfer')}"
-    return Gpu(Metal(), f"{chip}, macOS {macos}, {versions}")
+    return Gpu(Launch.on_metal, f"{chip}, macOS {macos}, {versions}")
 
 
 def choose(variants: Iterable[Variant], *, gpu: Gpu | None, folder: Path) -> frozenset[Variant]:

@@ -13,20 +13,19 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from .launch import Launch, MetalKernel
+from .launch import Launch, MetalKernel, TemplateValue
 from .state_step import (
     ARRAYS,
     INPUTS,
-    LANES,
     Arrays,
     Result,
     StateStep,
+    matrix_launch,
     step_kind,
     takes,
     team_lanes,
 )
 
-TEAMS = 8  # SIMD-groups of a threadgroup
 CHUNK = 64  # tokens mixed by products of matrices; only the state goes from one to the next
 SUMS = 1e-3  # rounding of float32 sums in another order
 
@@ -98,25 +97,15 @@ class SSMStep(StateStep):
         """See `StateStep`."""
         count, tokens, width = shape
         assert width == self.inner + 2 * self.groups * self.state_dim, shape
-        lanes = team_lanes(self.state_dim)
-        assert lanes is not None, self
-        across = self.head_dim * lanes
-        return Launch(
-            _kernel(self.limits),
-            template=[
-                ("T", self.dtype),
-                ("HEADS", self.heads),
-                ("P", self.head_dim),
-                ("GROUPS", self.groups),
-                ("N", self.state_dim),
-                ("TEAM", lanes),
-                ("TIMES_AT", self.times_at),
-            ],
-            grid=(across, self.heads, count),
-            threadgroup=(min(TEAMS * LANES, across), 1, 1),
-            output_shapes=[(count, tokens, self.inner), (count, *self.state_shape)],
-            output_dtypes=[mx.float32, mx.float32],
-        )
+        template: list[tuple[str, TemplateValue]] = [
+            ("T", self.dtype),
+            ("HEADS", self.heads),
+            ("P", self.head_dim),
+            ("GROUPS", self.groups),
+            ("N", self.state_dim),
+            ("TIMES_AT", self.times_at),
+        ]
+        return matrix_launch(self, _kernel(self.limits), template, (count, tokens), mx.float32)
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
         """See `StateStep`."""

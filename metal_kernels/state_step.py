@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from .launch import MIN_NUMBERS, Launch, launch_of
-from .variants import Case, Form, Kind, Variant
+from .launch import MIN_NUMBERS, Launch, MetalKernel, TemplateValue
+from .variants import Case, Form, Kind, Variant, launch_of
 
 SOURCES = 4  # arrays
 PLAN = 3  # numbers of a sequence in the plan: source, row (-1: zeros), tokens that count
 LANES = 32
+TEAMS = 8  # SIMD-groups of a threadgroup
 MAX_PER_LANE = 16  # numbers of a state row that a lane holds, where the row allows it
 WIDEST_PER_LANE = 32
 NAMES = tuple(f"source_{i}" for i in range(SOURCES))
@@ -35,7 +36,7 @@ class StateStep(Form):
     """The sizes of a recurrence, its kernel and its plain-MLX form.
 
     `arrays` stands for what a recurrence reads beside the states; each class lists it. The first
-    of them is (B, L, ...).
+    of them is (B, L, ...), and its shape is what `launch` takes.
     """
 
     __slots__ = ()
@@ -66,10 +67,6 @@ class StateStep(Form):
             state: (B, *state_shape) float32, before the tokens.
             lengths: (B,) tokens that count; None: all. Outputs behind them may be anything.
         """
-
-    @abstractmethod
-    def launch(self, shape: tuple[int, ...]) -> Launch:
-        """The dispatch for a first input of a shape."""
 
     @abstractmethod
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
@@ -137,6 +134,35 @@ def takes(rows: int, width: int) -> bool:
     """Whether a matrix (rows, width) is divided into whole SIMD-groups."""
     lanes = team_lanes(width)
     return lanes is not None and rows * lanes % LANES == 0
+
+
+def matrix_launch(
+    step: StateStep,
+    kernel: MetalKernel,
+    template: Sequence[tuple[str, TemplateValue]],
+    lead: tuple[int, int],
+    dtype: mx.Dtype,
+) -> Launch:
+    """The dispatch of a recurrence with a matrix (rows, width) for each of H heads as its state.
+
+    Args:
+        step: the recurrence.
+        kernel, template: of the launch; TEAM, the lanes that share a row, is added.
+        lead: B and L.
+        dtype: of the outputs (B, L, H * rows).
+    """
+    heads, rows, width = step.state_shape
+    lanes = team_lanes(width)
+    assert lanes is not None, step
+    across, count = rows * lanes, lead[0]
+    return Launch(
+        kernel,
+        template=[*template, ("TEAM", lanes)],
+        grid=(across, heads, count),
+        threadgroup=(min(TEAMS * LANES, across), 1, 1),
+        output_shapes=[(*lead, heads * rows), (count, *step.state_shape)],
+        output_dtypes=[dtype, mx.float32],
+    )
 
 
 # -- self-checks --------------------------------------------------------------------------------

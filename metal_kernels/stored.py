@@ -149,51 +149,20 @@ FORMATS: dict[int | None, KVFormat] = {None: PLAIN, 0: PLAIN, 8: Affine(8), 4: A
 """By bits of a number, as users ask for them; None and 0: numbers stay as they are."""
 
 
-class Stored(Protocol):
-    """Keys or values of a layer: one array for each part of a vector."""
-
-    @property
-    def fmt(self) -> KVFormat:
-        """The format of the vectors."""
-        ...
-
-    @property
-    def pages(self) -> Sequence[mx.array]:
-        """(heads, tokens, width) each."""
-        ...
-
-    @property
-    def tails(self) -> Sequence[mx.array]:
-        """Each a tail a slot, (tail heads, 2 * page_size, width), of whatever shape as a whole.
-
-        Maybe the same for keys and values.
-        """
-        ...
-
-    @property
-    def first(self) -> int:
-        """The first of the numbers in a stored vector; not 0 of keys that share it with values."""
-        ...
-
-    @property
-    def vector_dim(self) -> int:
-        """Numbers of a stored vector, of which keys or values may be a part."""
-        ...
-
-    @property
-    def tail_heads(self) -> int:
-        """How many heads a tail has."""
-        ...
-
-    @property
-    def tail_head(self) -> int:
-        """The first of its heads among the tail heads; in shared tails keys come before values."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Vectors:
-    """Keys or values that lie in no cache, as `Stored`."""
+    """Stored keys or values of a layer: one array for each part of a vector.
+
+    Attributes:
+        fmt: of the vectors.
+        pages: (heads, tokens, width) each.
+        tails: a tail a slot, (tail heads, 2 * page_size, width), of whatever shape as a whole;
+            maybe the same for keys and values.
+        vector_dim: numbers of a stored vector, of which keys or values may be a part.
+        tail_heads: heads of a tail.
+        tail_head: the first own one; in shared tails keys come before values.
+        first: the first of the numbers in a stored vector; not 0 of keys that share it with values.
+    """
 
     fmt: KVFormat
     pages: list[mx.array]
@@ -215,7 +184,7 @@ def plane_text(tails: str, pages: str, fmt: KVFormat) -> str:
     return ", ".join([name for pair in (*pairs, pairs[-1])[:2] for name in pair])
 
 
-def numbers_of(stored: Stored, parts: Sequence[mx.array], dim: int) -> mx.array:
+def numbers_of(stored: Vectors, parts: Sequence[mx.array], dim: int) -> mx.array:
     """(..., dim) float32 of parts (..., width) of stored vectors: the keys or the values alone."""
     vectors = stored.fmt.decode(parts, mx.float32)
     return vectors[..., stored.first : stored.first + dim]

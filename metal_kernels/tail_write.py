@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 
 import mlx.core as mx
 
-from .heads import Form, Heads
+from .heads import Heads, HeadsForm
 from .kv_write import (
     HEADS_AT_ONCE,
     LANES,
@@ -87,7 +87,7 @@ def put(
 
 @lru_cache(MAX_LAUNCHES)
 def _launch(
-    form: Form,
+    form: HeadsForm,
     num_tokens: int,
     dtype: mx.Dtype,
     slots: tuple[int, int],
@@ -113,7 +113,7 @@ def _launch(
 
 
 @cache
-def _kernel(form: Form) -> MetalKernel:
+def _kernel(form: HeadsForm) -> MetalKernel:
     names, made = stored_outputs(form)
     copies = "\n".join(
         f"""

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any, Protocol, Self
+from functools import cache, lru_cache
+from typing import Any, Self
 
 import mlx.core as mx
+
+from .launch import MAX_LAUNCHES, Launch
 
 Value = str | int | bool
 ANY_ROWS = 0
@@ -57,7 +59,16 @@ def _stated(value: Any) -> Value:
         return " ".join(map(repr, value))
     if isinstance(value, float):
         return repr(value) if value else ""
-    return "" if value is None else value
+    if value is None:
+        return ""
+    return value if isinstance(value, str | int) else str(value)
+
+
+@lru_cache(MAX_LAUNCHES)
+def launch_of(form: Any, *sizes: Any) -> Launch:
+    """`form.launch` for arrays of some sizes: a decode step makes the same calls in every layer."""
+    found: Launch = form.launch(*sizes)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +150,8 @@ class ModelForm:
     quantized: bool = False
 
 
-class HasKernels(Protocol):
-    """A module that declares kernels."""
-
-    def kernels(self, model: ModelForm) -> list[KernelUse]:
-        """The kernels that can do its work, and the work of its parts."""
-        ...
-
-
-def kernels_of(model: ModelForm, *parts: HasKernels | None) -> list[KernelUse]:
-    """The kernels of several modules, one after the other; None: there is no such module."""
+def kernels_of(model: ModelForm, *parts: Any) -> list[KernelUse]:
+    """What `kernels(model)` of several modules gives, in order; None: there is no such module."""
     return [use for part in parts if part is not None for use in part.kernels(model)]
 
 

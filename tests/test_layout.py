@@ -116,7 +116,6 @@ WITHOUT_MLX = (
     "ranks.hosts",
     "session",
     "cache.pages",
-    "cache.budget",
     "cache.inputs",
     "cache.prefix",
     "cache.disk",

@@ -85,16 +85,7 @@ class Segments:
 
     def at(self, starts: Ints) -> "Segments":
         """The same sequences at other positions (B,), with the same memo."""
-        return Segments(
-            self.tables,
-            self.rows,
-            starts,
-            self.counts,
-            self.sealed,
-            self.slots,
-            self.width,
-            self._memo,
-        )
+        return replace(self, starts=starts)
 
     def sealed_to(self, stops: Ints) -> "Segments":
         """The same tokens, with pages up to (B,) these positions before the tails."""
@@ -248,7 +239,7 @@ class Spill(NamedTuple):
     token_ids: tuple[int, ...]  # of this page alone
 
 
-class Load(NamedTuple):
+class PageLoad(NamedTuple):
     """Stored bytes to be written to a page."""
 
     group: int
@@ -267,7 +258,7 @@ class CacheWork:
 
     seal: list[Move] = field(default_factory=list)
     spill: list[Spill] = field(default_factory=list)
-    load: list[Load] = field(default_factory=list)
+    load: list[PageLoad] = field(default_factory=list)
     copies: list[PartialCopy] = field(default_factory=list)
     save: list[tuple[int, int]] = field(default_factory=list)  # slot, snapshot of its state
     leave: list[int] = field(default_factory=list)  # slots that were given up

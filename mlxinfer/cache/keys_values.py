@@ -13,19 +13,28 @@ import numpy as np
 from ..config import KVOptions
 from ..core import KVSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_cases import paged_variant, prefill_variant
-from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
-from ..metal_kernels.attention_reduce import Attention
-from ..metal_kernels.attention_shape import threadgroup_shape
+from ..metal_kernels.attention_cases import PAGED, PREFILL, AttentionForm
+from ..metal_kernels.attention_plan import (
+    MAX_QUERIES,
+    AttentionPlan,
+    threadgroup_shape,
+    tile_queries,
+)
 from ..metal_kernels.heads import MAX_DIM, Heads, has_joint
 from ..metal_kernels.kv_write import kv_write
-from ..metal_kernels.paged_attention import MAX_ROWS, Softmax, arrays_of, has_dims, paged_attention
-from ..metal_kernels.prefill_plan import tile_queries
+from ..metal_kernels.paged_attention import (
+    MAX_ROWS,
+    AttentionCall,
+    Softmax,
+    arrays_of,
+    has_dims,
+    paged_attention,
+)
 from ..metal_kernels.stored import Affine
 from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant
+from .attention import is_fused
 from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Stored
-from .plain import is_fused
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
@@ -222,16 +231,15 @@ class KeyValueLayer(PagedLayer):
         """
         if self.subtracts_bias or self.chunked or not self._has_dims:
             return {}
-        group, sizes = mixer.num_heads // self.spec.num_kv_heads, self._dims
+        form, itemsize = self._form(mixer), self.dtype.size
         shapes = {
-            count: threadgroup_shape(group * count, **sizes, itemsize=self.dtype.size)
+            count: threadgroup_shape(form.group * count, **self._dims, itemsize=itemsize)
             for count in range(1, MAX_QUERIES + 1)
-            if group * count <= MAX_ROWS
+            if form.group * count <= MAX_ROWS
         }
         most = {shape: count for count, shape in shapes.items()}
-        how = self._sizes(mixer)
         return {
-            count: paged_variant(self.dtype, **how, queries=most[shape])
+            count: replace(form, queries=most[shape]).variant(PAGED)
             for count, shape in shapes.items()
         }
 
@@ -240,13 +248,13 @@ class KeyValueLayer(PagedLayer):
 
         Codes count: MLX's attention takes them decoded, a whole context at once.
         """
-        group = mixer.num_heads // self.spec.num_kv_heads
-        has_kernel = self._has_dims and tile_queries(group, **self._dims)
+        form = self._form(mixer)
+        has_kernel = self._has_dims and tile_queries(form.group, **self._dims)
         plain = not any(fmt.bits for fmt in self.formats)
         fused = plain and self.spec.window is None and is_fused(*self._dims.values())
         if self.subtracts_bias or fused or not has_kernel:
             return None
-        return prefill_variant(self.dtype, **self._sizes(mixer))
+        return form.variant(PREFILL)
 
     def heads_of(self, mixer: Any) -> Heads | None:
         """As of `PagedLayer`."""
@@ -270,22 +278,24 @@ class KeyValueLayer(PagedLayer):
         dims = self.spec.key_dim, self.spec.value_dim
         return has_dims(self.dtype, dims, self.spec.joint_dim)
 
-    def _sizes(self, mixer: Any) -> dict[str, Any]:
-        """What variants of kernels of the layer have in common."""
-        return {
-            **self._dims,
-            "group": mixer.num_heads // self.spec.num_kv_heads,
-            "key_bits": self.formats[0].bits,
-            "value_bits": self.formats[1].bits,
-            "sink_logits": mixer.sinks is not None,
-            "joint_dim": self.spec.joint_dim,
-        }
+    def _form(self, mixer: Any) -> AttentionForm:
+        """What is compiled into kernels of the layer, for one token of a sequence."""
+        return AttentionForm(
+            self.dtype,
+            self.spec.key_dim,
+            self.spec.value_dim,
+            group=mixer.num_heads // self.spec.num_kv_heads,
+            key_format=self.formats[0],
+            value_format=self.formats[1],
+            sink_logits=mixer.sinks is not None,
+            joint_dim=self.spec.joint_dim,
+        )
 
     def plan_heads(self, num_heads: int, width: int) -> int:
         """As of `PagedLayer`: the KV heads."""
         return self._heads
 
-    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> Attention:
+    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         """As of `PagedLayer`."""
         return paged_attention(
             queries,

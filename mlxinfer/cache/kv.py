@@ -2,9 +2,10 @@
 
 A group is layers that keep one kind of thing under one rule: vectors of each token in pages, of all
 positions or of a window (`LayerGroup`), or one thing of a whole sequence: recurrent
-states (`state.RecurrentGroup`) or caches that a model keeps by itself (`own.OwnCacheGroup`).
+states (`state.RecurrentGroup`) or caches that a model keeps by itself (`state.OwnCaches`).
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -13,16 +14,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..metal_kernels.variants import never
-from .budget import FIRST_PAGES, MAX_BARE_PAGES, check_memory, grown, page_counts
+from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..memory import human_bytes, total_memory_bytes
+from .attention import AttentionBackend
 from .inputs import CacheWork, Spill, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
-from .metal import MetalAttention
-from .paged import GroupKey, PagedLayer, Plane, TailPlace
+from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, Plane, TailPlace
 from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
-from .plain import PlainAttention
 from .state import SequenceGroup
 
+MAX_BARE_PAGES = 1 << 16  # where nothing lies in pages, and they are numbers alone
+# Where some groups, or all, have their layers on other ranks, which say what there is room for.
+MAX_ABSENT_PAGES = 1 << 20
+FIRST_PAGES = 16  # arrays start small: a first question takes little memory
+DOUBLED = 128  # pages: arrays of fewer double, and larger ones grow by so many at least,
+GROWTH = 4  # ... or by one part in so many: copying stays rare, and little is taken unused
 FIRST_SLOTS = 4
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
 
@@ -52,18 +58,15 @@ class LayerGroup(PageGroup):
     cost: int = 0
     limit: int = 0
     bytes_grown: int = 0
-    _attention: PlainAttention | MetalAttention = field(init=False, repr=False)
+    _attention: AttentionBackend = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.cost, self.limit = self.page_bytes, self.allocator.num_pages
-        plain = PlainAttention(
-            max([layer.spec.numbers * layer.dtype.size for layer in self.layers], default=1)
+        self._attention = AttentionBackend(
+            max([layer.spec.numbers * layer.dtype.size for layer in self.layers], default=1),
+            list(dict.fromkeys(layer.ready for layer in self.layers)),
+            tiles=any(layer.tiles for layer in self.layers),
         )
-        self._attention = plain
-        ready = list(dict.fromkeys(layer.ready for layer in self.layers)) or [never]
-        tiles = any(layer.tiles for layer in self.layers)
-        if tiles or never not in ready:
-            self._attention = MetalAttention(plain, ready, tiles=tiles)
 
     # -- arrays ---------------------------------------------------------------------------------
 
@@ -181,13 +184,16 @@ class LayerGroup(PageGroup):
         for start in range(0, len(pages), count):
             yield pages[start : start + count]
 
+    def _slots(self, pages: Sequence[int]) -> mx.array:
+        """(N * P,) page slots of N pages, in order."""
+        starts = np.array(pages, dtype=np.int32)[:, None] * self.page_size
+        return mx.array((starts + np.arange(self.page_size, dtype=np.int32)).reshape(-1))
+
     def _read(self, pages: Sequence[int]) -> list[bytes]:
-        size, parts = self.page_size, []
-        starts = np.array(pages, dtype=np.int32)[:, None] * size
-        slots = mx.array((starts + np.arange(size, dtype=np.int32)).reshape(-1))  # (N * P,)
+        slots, parts = self._slots(pages), []
         for plane in self.planes:
             for array in plane.pages:
-                taken = mx.unflatten(array[:, slots], 1, (len(pages), size))  # (H, N, P, W)
+                taken = mx.unflatten(array[:, slots], 1, (len(pages), -1))  # (H, N, P, W)
                 taken = mx.contiguous(taken.swapaxes(0, 1))  # (N, H, P, W)
                 parts.append(taken.view(mx.uint8).flatten(1))
         rows = mx.concatenate(parts, axis=1)  # (N, bytes of a page)
@@ -196,31 +202,17 @@ class LayerGroup(PageGroup):
 
     def _write(self, pages: Sequence[int], payloads: Sequence[Payload]) -> None:
         rows = mx.array(np.stack([np.frombuffer(payload, dtype=np.uint8) for payload in payloads]))
-        runs, size, start = _runs(pages), self.page_size, 0
+        slots, start = self._slots(pages), 0
         for plane in self.planes:
-            kinds = [(len(part), part.shape[-1], part.dtype) for part in plane.pages]
-            for i, (heads, width, dtype) in enumerate(kinds):  # no other name holds the arrays
-                shape = heads, size, width
+            for i in range(len(plane.pages)):  # in place: no other name holds an array
+                heads, _, width = plane.pages[i].shape
+                shape, dtype = (heads, self.page_size, width), plane.pages[i].dtype
                 stop = start + prod(shape) * dtype.size
-                part = mx.contiguous(rows[:, start:stop]).view(dtype)
-                part = mx.unflatten(part, 1, shape).swapaxes(0, 1)  # (H, N, P, W)
-                for row, page, count in runs:
-                    tokens = part[:, row : row + count].flatten(1, 2)
-                    plane.pages[i][:, page * size : (page + count) * size] = tokens
+                part = mx.unflatten(mx.contiguous(rows[:, start:stop]).view(dtype), 1, shape)
+                plane.pages[i][:, slots] = part.swapaxes(0, 1).flatten(1, 2)  # (H, N * P, W)
                 start = stop
         assert start == rows.shape[1], "a payload of another format"
         mx.eval([plane.pages for plane in self.planes])
-
-
-def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Consecutive pages as (place of the first in `pages`, its id, how many)."""
-    runs: list[tuple[int, int, int]] = []
-    for row, page in enumerate(pages):
-        if runs and page == runs[-1][1] + runs[-1][2]:
-            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-        else:
-            runs.append((row, page, 1))
-    return runs
 
 
 MAX_RUNNING_SHARE = 4  # tails and states may take one part in so many of the budget
@@ -287,6 +279,7 @@ class KVCache:
         states = [] if self.state_group is None else [self.state_group]
         self._all: list[LayerGroup | SequenceGroup] = [*self.groups, *states]
         self._by_position = any(layer.by_position for layer in paged)
+        self._subtracts_bias = any(layer.subtracts_bias for layer in paged)
         if self._fixed:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
         self.reset()
@@ -464,7 +457,13 @@ class KVCache:
         return spilled
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Let the layers see a step, until the next one begins."""
+        """Let the layers see a step, until the next one begins.
+
+        Raises:
+            InvalidRequestError: keys are stored less their biases, and turn by several positions.
+        """
+        if self._subtracts_bias and metadata.turning.ndim > 1:
+            raise InvalidRequestError(KEY_BIAS_AXES, param="kv_bits")
         place = TailPlace.of(metadata, self.page_size, by_position=self._by_position)
         for group in self._all:
             group.begin_step(metadata, place)
@@ -491,3 +490,85 @@ class KVCache:
     def step_outputs(self) -> list[mx.array]:
         """Arrays that the last step makes and no later layer reads, to be evaluated with it."""
         return [] if self.state_group is None else self.state_group.step_outputs()
+
+
+# -- how many pages -------------------------------------------------------------------------------
+
+
+def page_counts(
+    costs: Sequence[int],
+    budget_bytes: int,
+    *,
+    max_held: Sequence[int | None],
+    num_pages: int | None,
+) -> list[int]:
+    """Pages of each group: as many full pages as fit, and windows enough for all that can run.
+
+    A window group never needs more pages than sequences can hold of it, nor more than the full
+    groups have: it is sized so that it is never what runs out.
+
+    Args:
+        costs: bytes of a page of each group.
+        budget_bytes: for all pages.
+        max_held: pages that all sequences together can hold of each group; None: bound by their
+            length alone.
+        num_pages: of every full group, instead of as many as the budget holds.
+
+    Raises:
+        InsufficientMemoryError: it does not hold two pages.
+    """
+
+    def counts(full: int) -> list[int]:
+        return [full if held is None else min(full, held) for held in max_held]
+
+    if num_pages is not None:
+        return counts(num_pages)
+    least = min(filter(None, costs), default=0)
+    if not least:  # layers that would have pages are all on other ranks
+        return counts(MAX_ABSENT_PAGES)
+    most = max(budget_bytes, 0) // least
+    if not all(costs):
+        most = min(most, MAX_ABSENT_PAGES)
+
+    def bytes_of(full: int) -> int:
+        return sum(c * n for c, n in zip(costs, counts(full), strict=True))
+
+    fitting = bisect_right(range(1, most + 1), budget_bytes, key=bytes_of)
+    if fitting < 2:
+        raise _too_little(2 * sum(costs), max(0, budget_bytes))
+    return counts(fitting)
+
+
+def _too_little(needed: int, left: int) -> InsufficientMemoryError:
+    return InsufficientMemoryError(
+        f"Two pages of the KV cache take {human_bytes(needed)}, and {human_bytes(left)} are left "
+        "for them beside what each request takes; raise max_memory or lower max_batch.",
+        param="max_memory",
+    )
+
+
+def check_memory(num_bytes: int) -> None:
+    """Check that pages of a stated number fit: they are allocated at once.
+
+    Raises:
+        InsufficientMemoryError: this machine has less than `num_bytes`.
+    """
+    total = total_memory_bytes()
+    if num_bytes > total:
+        raise InsufficientMemoryError(
+            f"num_pages asks for {human_bytes(num_bytes)} of KV cache, and this machine has "
+            f"{human_bytes(total)}; ask for fewer.",
+            param="num_pages",
+        )
+
+
+def grown(pages: int, extent: int, limit: int) -> int:
+    """The pages that arrays of `pages` are to have, `pages` itself where they need not grow.
+
+    Args:
+        extent: one more than the highest page handed out.
+        limit: that there may ever be.
+    """
+    while pages < extent:
+        pages = min(pages + max(pages // GROWTH, min(pages, DOUBLED)), limit)
+    return pages

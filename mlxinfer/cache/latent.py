@@ -12,7 +12,7 @@ arithmetic where queries are many, and suits fused attention.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,50 +20,28 @@ import numpy as np
 from ..config import KVOptions
 from ..core import LatentSpec
 from ..errors import InvalidRequestError
-from ..metal_kernels.attention_cases import mla_variant, prefill_variant
+from ..metal_kernels.attention_cases import PREFILL, AttentionForm, mla_variant
 from ..metal_kernels.attention_plan import MAX_QUERIES, AttentionPlan
-from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.mla_attention import DIMS, KINDS, mla_attention, row_blocks
-from ..metal_kernels.paged_attention import DTYPES, Softmax, has_dims
-from ..metal_kernels.prefill_blocks import attend_in_tiles
+from ..metal_kernels.paged_attention import (
+    DTYPES,
+    AttentionCall,
+    Softmax,
+    attend_in_tiles,
+    has_dims,
+)
 from ..metal_kernels.stored import PLAIN, KVFormat
 from ..metal_kernels.variants import Variant
+from .attention import Chunk, cut_runs
 from .inputs import Ints
 from .keys_values import rotatable
 from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored, attend_rows
-from .plain import Chunk, cut_runs
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
 Index = tuple[mx.array, mx.array, mx.array]
 """Of the T tokens of a step: queries (T, Hi, di) and keys (T, di), both position-encoded, and
 between them weights (T, Hi)."""
-
-
-class LatentProjection(Protocol):
-    """The up-projections of one latent attention layer; N and S count tokens."""
-
-    @property
-    def key_dim(self) -> int:
-        """dn, the numbers of a key without its rotary part."""
-        ...
-
-    @property
-    def value_dim(self) -> int:
-        """dv, the numbers of a value."""
-        ...
-
-    def absorb(self, q_nope: mx.array) -> mx.array:
-        """Queries (N, H, dn) -> (N, H, r), to be multiplied with latents."""
-        ...
-
-    def value(self, latents: mx.array) -> mx.array:
-        """Weighted sums of latents (N, H, r) -> values (N, H, dv)."""
-        ...
-
-    def expand(self, latents: mx.array) -> tuple[mx.array, mx.array]:
-        """Latents (S, r) -> keys (S, H, dn) and values (S, H, dv)."""
-        ...
 
 
 class LatentLayer(PagedLayer):
@@ -149,8 +127,8 @@ class LatentLayer(PagedLayer):
         """(..., r) to or from the basis in which latents are stored."""
         return mx.hadamard_transform(latents) if self.formats[0].rotates else latents
 
-    def encode(self, latents: mx.array, k_rope: mx.array) -> Stored:
-        """What is stored of latents (T, r) and rotary keys (T, dr)."""
+    def encode(self, latents: mx.array, k_rope: mx.array, index: Index | None) -> Stored:
+        """What is stored of latents (T, r), rotary keys (T, dr) and the index."""
         vectors = mx.concatenate([self.rotate(latents), k_rope], axis=-1)
         return [self.formats[0].encode(vectors[:, None])]
 
@@ -168,8 +146,9 @@ class LatentLayer(PagedLayer):
         latent: mx.array,
         k_rope: mx.array,
         *,
-        projection: LatentProjection,
+        projection: Any,
         scale: float,
+        index: Index | None = None,
     ) -> mx.array:
         """Store this step's vectors, then attend over all that each token may see.
 
@@ -178,17 +157,25 @@ class LatentLayer(PagedLayer):
             q_rope: (T, H, dr) their rotary part, position-encoded.
             latent: (T, r) compressed keys and values, normed.
             k_rope: (T, dr) the rotary key of all heads, position-encoded.
-            projection: the layer's up-projections.
+            projection: the mixer's up-projections: `absorb` of queries (N, H, dn) -> (N, H, r),
+                `value` of weighted sums of latents (N, H, r) -> (N, H, dv), and `expand` of latents
+                (S, r) -> keys (S, H, dn) and values (S, H, dv).
             scale: multiplies the scores.
+            index: of the same tokens, where the layer has one.
 
         Returns:
             (T, H, dv).
         """
-        self.prepared.write(self, self.encode(latent, k_rope))
-        return self._read(q_nope, q_rope, projection, scale)
+        self.prepared.write(self, self.encode(latent, k_rope, index))
+        return self._read(q_nope, q_rope, projection, scale, index)
 
     def _read(
-        self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float
+        self,
+        q_nope: mx.array,
+        q_rope: mx.array,
+        projection: Any,
+        scale: float,
+        index: Index | None,
     ) -> mx.array:
         """Attend over what is stored."""
         prepared, outputs = self.prepared, []
@@ -200,9 +187,7 @@ class LatentLayer(PagedLayer):
             outputs.append(self._expanded(chunk, queries, projection, scale))
         return prepared.joined(outputs)
 
-    def _expanded(
-        self, chunk: Chunk, queries: mx.array, projection: LatentProjection, scale: float
-    ) -> mx.array:
+    def _expanded(self, chunk: Chunk, queries: mx.array, projection: Any, scale: float) -> mx.array:
         """Outputs (n, H, dv) of queries (n, H, dn + dr) of a chunk.
 
         Latents are expanded a block at a time: what that takes does not grow with the context.
@@ -222,7 +207,7 @@ class LatentLayer(PagedLayer):
         return found.swapaxes(0, 1)
 
     def _absorbed(
-        self, q_nope: mx.array, q_rope: mx.array, projection: LatentProjection, scale: float
+        self, q_nope: mx.array, q_rope: mx.array, projection: Any, scale: float
     ) -> mx.array:
         """Outputs (N, H, dv) of the rows of short segments, in the order of their parts."""
         absorbed = self.rotate(projection.absorb(q_nope))
@@ -231,7 +216,8 @@ class LatentLayer(PagedLayer):
         parts = [attend_rows(part, self, queries, softmax) for part in short]
         joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         sums = mx.unflatten(joined, 1, (q_nope.shape[1], self.latent_dim))
-        return projection.value(self.rotate(sums))
+        found: mx.array = projection.value(self.rotate(sums))
+        return found
 
     # -- kernels --------------------------------------------------------------------------------
 
@@ -240,26 +226,24 @@ class LatentLayer(PagedLayer):
         dims, fmt = (self.spec.latent_dim + self.spec.rope_dim, self.latent_dim), self.formats[0]
         if dims not in DIMS or self.dtype not in DTYPES or fmt not in KINDS:
             return {}
-        how = {"num_heads": mixer.num_heads, "bits": fmt.bits}
-        several = mla_variant(self.dtype, queries=MAX_QUERIES, **how)
-        one = mla_variant(self.dtype, **how)
+        one, several = (
+            mla_variant(self.dtype, mixer.num_heads, fmt, count) for count in (1, MAX_QUERIES)
+        )
         return {1: one, **dict.fromkeys(range(2, MAX_QUERIES + 1), several)}
 
     def prefill_variant(self, mixer: Any) -> Variant | None:
         """As of `PagedLayer`: over expanded latents, block by block."""
-        projection: LatentProjection = mixer.projection
+        projection = mixer.projection
         dims = projection.key_dim + self.spec.rope_dim, projection.value_dim
         if self.spec.window is not None or not has_dims(self.dtype, dims):
             return None
-        return prefill_variant(
-            self.dtype, key_dim=dims[0], value_dim=dims[1], group=1, log_sums=True
-        )
+        return AttentionForm(self.dtype, *dims, group=1, log_sums=True).variant(PREFILL)
 
     def plan_heads(self, num_heads: int, width: int) -> int:
         """As of `PagedLayer`: threadgroups that share a sequence's query rows."""
         return row_blocks(width * num_heads)
 
-    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> Attention:
+    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         """As of `PagedLayer`."""
         dim = self.latent_dim
         return mla_attention(queries, self.keys, plan, scale=softmax.scale, value_dim=dim)
@@ -286,27 +270,27 @@ class RankedLayer(LatentLayer):
         super().__init__(spec, formats, dtype, [(PLAIN, spec.index_dim)])
         self.num_ranked = spec.num_ranked
 
-    def attend(
+    def encode(self, latents: mx.array, k_rope: mx.array, index: Index | None) -> Stored:
+        """As of `LatentLayer`, and the keys of the index."""
+        assert index is not None
+        return [*super().encode(latents, k_rope, index), PLAIN.encode(index[2][:, None])]
+
+    def _read(
         self,
         q_nope: mx.array,
         q_rope: mx.array,
-        latent: mx.array,
-        k_rope: mx.array,
-        *,
-        projection: LatentProjection,
+        projection: Any,
         scale: float,
-        index: Index | None = None,
+        index: Index | None,
     ) -> mx.array:
-        """As of `LatentLayer`; index: of the same tokens."""
-        assert index is not None
-        prepared = self.prepared
-        prepared.write(self, [*self.encode(latent, k_rope), PLAIN.encode(index[2][:, None])])
-        if int(prepared.metadata.positions.max()) < self.num_ranked:
-            return self._read(q_nope, q_rope, projection, scale)
-        assert prepared.metadata.spans is None, "ranks are of earlier tokens"
+        metadata = self.prepared.metadata
+        if index is None or int(metadata.positions.max()) < self.num_ranked:
+            return super()._read(q_nope, q_rope, projection, scale, index)
+        assert metadata.spans is None, "ranks are of earlier tokens"
         absorbed = self.rotate(projection.absorb(q_nope))
         queries = mx.concatenate([absorbed, q_rope], axis=-1)  # (T, H, r + dr)
-        return projection.value(self.rotate(self._attend_ranked(queries, index, scale)))
+        found: mx.array = projection.value(self.rotate(self._attend_ranked(queries, index, scale)))
+        return found
 
     def _attend_ranked(self, queries: mx.array, index: Index, scale: float) -> mx.array:
         """Queries (T, H, r + dr) of latent vectors -> weighted sums of latents (T, H, r)."""

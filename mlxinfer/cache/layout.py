@@ -17,9 +17,8 @@ from ..metal_kernels.stored import FORMATS, PLAIN
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant
 from .keys_values import KeyValueLayer
 from .latent import LatentLayer
-from .own import OwnLayer
 from .paged import Formats, PagedLayer
-from .state import SequenceLayer, StateLayer
+from .state import OwnCaches, SequenceLayer, StateLayer
 
 LayerCache = PagedLayer | SequenceLayer
 
@@ -27,7 +26,7 @@ LAYERS: dict[type, Any] = {
     KVSpec: KeyValueLayer,
     LatentSpec: LatentLayer,
     StateSpec: StateLayer,
-    OwnCacheSpec: OwnLayer,
+    OwnCacheSpec: OwnCaches,
 }
 
 
@@ -54,7 +53,8 @@ def kernel_uses(pairs: Sequence[tuple[LayerCache, Any]]) -> list[KernelUse]:
         if prefill is not None:
             uses.append(KernelUse({ANY_ROWS: [prefill]}, partial(_install_tiles, layer)))
         if heads is not None:
-            variants = kv_write_variant(heads, layer.dtype), tail_write_variant(heads, layer.dtype)
+            form, dtype = heads.form, layer.dtype
+            variants = kv_write_variant(form, dtype), tail_write_variant(form, dtype)
             for kernel, variant in zip((_install_heads, _install_tails), variants, strict=True):
                 uses.append(KernelUse({ANY_ROWS: [variant]}, partial(kernel, layer, heads)))
     for each, own in short.items():

@@ -8,9 +8,7 @@ kilobytes a sequence where the pages would be gigabytes. Where keys and values a
 share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are
 one array of vectors, (num_slots * H * 2 * P, W).
 
-An attention backend has `prepare(metadata, group, number, place) -> Prepared`, once a step and
-group. There are two: `plain.PlainAttention` in MLX's own operations, and `metal.MetalAttention`
-with kernels.
+The attention backend (`attention.py`) makes a `Prepared` once a step and group.
 """
 
 from abc import ABC, abstractmethod
@@ -24,10 +22,9 @@ import numpy as np
 
 from ..core import PagedSpec
 from ..metal_kernels.attention_plan import AttentionPlan
-from ..metal_kernels.attention_reduce import Attention
 from ..metal_kernels.heads import Heads
-from ..metal_kernels.paged_attention import Softmax
-from ..metal_kernels.stored import KVFormat
+from ..metal_kernels.paged_attention import AttentionCall, Softmax
+from ..metal_kernels.stored import KVFormat, Vectors
 from ..metal_kernels.variants import ReadyFor, Variant, never
 from .inputs import Ints, StepMetadata
 
@@ -46,6 +43,11 @@ With the rotary turn that keys have.
 KEY_BIAS = (
     "kv_bits=4 stores keys in 4 bits, and this model adds biases to its keys that cannot be told "
     "apart from the rest, and may be too large for 4 bits beside it; use kv_bits=8 or "
+    "kv_bits=(8, 4)."
+)
+KEY_BIAS_AXES = (
+    "kv_bits=4 stores keys less the biases that this model adds to them, which follow from one "
+    "position of a token; this input has three, as those of pictures. Use kv_bits=8 or "
     "kv_bits=(8, 4)."
 )
 GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
@@ -134,8 +136,8 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
 
 
-class Plane:
-    """Vectors of one kind in one format, such as the keys of a layer: an array for each part.
+class Plane(Vectors):
+    """Vectors of one kind in one format, such as the keys of a layer, in pages and tails.
 
     Args:
         fmt, dim: of the stored vectors.
@@ -146,14 +148,11 @@ class Plane:
         own: the plane's heads among those of the tails.
 
     Attributes:
-        first, dim: the numbers of a vector that are read: all, or those of a `cut`.
+        dim: numbers of a vector that are read, from `first` on: all, or those of a `cut`.
         as_stored: decoding is free: what is stored is what is read.
     """
 
-    __slots__ = (
-        *("_tail_shape", "as_stored", "dim", "dtype", "first", "fmt", "own", "pages"),
-        *("tail_head", "tail_heads", "tails", "vector_dim"),
-    )
+    __slots__ = ("_tail_shape", "as_stored", "dim", "dtype", "own")
 
     def __init__(
         self,
@@ -166,17 +165,14 @@ class Plane:
         tail_shape: tuple[int, int],
         own: slice,
     ) -> None:
-        self.fmt, self.dtype = fmt, dtype
-        self.first, self.dim, self.vector_dim = 0, dim, dim
-        self.as_stored = not fmt.bits
-        self.tails = tails
-        self.tail_heads, self.tail_head = tail_shape[0], int(own.start)
-        self.own = own
-        self._tail_shape = tail_shape
-        heads = own.stop - self.tail_head
-        self.pages = [
+        heads = own.stop - own.start
+        pages = [
             mx.zeros((heads, num_tokens, width), kind) for width, kind in fmt.parts(dim, dtype)
         ]
+        super().__init__(fmt, pages, tails, dim, tail_shape[0], own.start)
+        self.dim, self.dtype, self.own = dim, dtype, own
+        self.as_stored = not fmt.bits
+        self._tail_shape = tail_shape
 
     def cut(self, first: int, dim: int) -> "Plane":
         """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
@@ -275,7 +271,7 @@ def vector_bytes(fmt: KVFormat, dim: int, dtype: mx.Dtype) -> int:
     return sum(width * kind.size for width, kind in fmt.parts(dim, dtype))
 
 
-class Part(Protocol):
+class AttentionPart(Protocol):
     """Some rows of a step that attend together."""
 
     @property
@@ -296,7 +292,7 @@ class Prepared:
         number: which of the page tables is the group's.
         place: where tokens go in tails.
         short: rows of each part of short segments in the flat list, and how they attend.
-        chunks: prefill chunks (`plain.Chunk`), which come last in the flat list.
+        chunks: prefill chunks (`attention.Chunk`), which come last in the flat list.
         tiles: the same chunks through a kernel, for layers that have one.
     """
 
@@ -307,14 +303,14 @@ class Prepared:
         metadata: StepMetadata,
         number: int,
         place: TailPlace,
-        short: Sequence[tuple[Ints, Part]],
+        short: Sequence[tuple[Ints, AttentionPart]],
         chunks: Sequence[Any],
-        tiles: Part | None = None,
+        tiles: AttentionPart | None = None,
     ) -> None:
         self.metadata, self.number, self.place = metadata, number, place
         self.short = [part for _, part in short]
         self.chunks = chunks
-        self._parts: list[Part] = [*self.short, *chunks]
+        self._parts: list[AttentionPart] = [*self.short, *chunks]
         self._tiled = self._parts if tiles is None else [*self.short, tiles]
         self._order = _order([rows for rows, _ in short], len(metadata.positions))
 
@@ -348,7 +344,9 @@ class Prepared:
         return joined if self._order is None else joined[self._order]
 
 
-def attend_rows(part: Part, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
+def attend_rows(
+    part: AttentionPart, layer: "PagedLayer", queries: mx.array, softmax: Softmax
+) -> mx.array:
     """What the rows of one part see, (T', heads * V); queries (T, heads, D) of all rows."""
     return part.attend(layer, queries if part.rows is None else queries[part.rows], softmax)
 
@@ -495,7 +493,7 @@ class PagedLayer(ABC):
         """
 
     @abstractmethod
-    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> Attention:
+    def kernel(self, queries: mx.array, plan: AttentionPlan, softmax: Softmax) -> AttentionCall:
         """The launches of the Metal kernel for queries (N, heads, D)."""
 
     @abstractmethod

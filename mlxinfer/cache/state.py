@@ -1,11 +1,11 @@
-"""States of recurrent layers: one for each running sequence, snapshots, and a step's view of them.
+"""What is kept of whole sequences: states of recurrent layers, or caches of a model's own.
 
 B = sequences of a part, L = tokens of each, T = tokens of the step, D = hidden size.
 
 States are values, never written in place: a step's new states are arrays of their own, made of the
 old ones, so a step can be launched while the one before it runs. The states that a step leaves lie
-together in one `Block`, which the next step of the same sequences takes as it is: a steady decode
-batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
+together in one `StateBlock`, which the next step of the same sequences takes as it is: a steady
+decode batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
 """
 
 from abc import ABC, abstractmethod
@@ -20,6 +20,7 @@ import numpy as np
 
 from ..config import KVOptions
 from ..core import OwnCacheSpec, StateSpec
+from ..errors import InvalidRequestError
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
 from .inputs import CacheWork, Ints, Segments, StepMetadata
 from .paged import Formats, TailPlace
@@ -30,7 +31,7 @@ Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
 Advance = Callable[[Arrays, "StatesBefore"], tuple[mx.array, Arrays]]
 
 
-class Block:
+class StateBlock:
     """The states of `size` sequences, by layer."""
 
     __slots__ = ("layers", "size")
@@ -39,12 +40,12 @@ class Block:
         self.layers = layers
         self.size = size
 
-    def row(self, row: int) -> "Block":
+    def row(self, row: int) -> "StateBlock":
         """One of the states, alone; a copy, unless it is alone."""
         if self.size == 1:
             return self
         layers = [[mx.contiguous(array[row : row + 1]) for array in some] for some in self.layers]
-        alone = Block(layers, 1)
+        alone = StateBlock(layers, 1)
         mx.async_eval(alone.arrays())  # else the copy would keep all of this block
         return alone
 
@@ -65,13 +66,13 @@ class Places:
     __slots__ = ("_first", "_plan", "_runs", "counts", "lengths")
 
     def __init__(
-        self, places: Sequence[tuple[Block | None, int]], counts: Sequence[int], width: int
+        self, places: Sequence[tuple[StateBlock | None, int]], counts: Sequence[int], width: int
     ) -> None:
         self.counts = list(counts)
         ragged = any(count != width for count in self.counts)
         self.lengths = mx.array(self.counts) if ragged else None
         self._runs = _runs(places)
-        self._first: list[Block] = []  # those that a kernel gets as they are
+        self._first: list[StateBlock] = []  # those that a kernel gets as they are
         self._plan: mx.array | None = None
 
     def counting(self, counts: Sequence[int], width: int) -> "Places":
@@ -143,8 +144,8 @@ class StatesBefore:
 
 
 @dataclass(slots=True)
-class Part:
-    """Sequences of one step that go through the recurrence together."""
+class StatePart:
+    """Sequences of one step that go through the recurrences together."""
 
     slots: list[int]  # (B,)
     rows: mx.array  # (B, L) flat rows of the step; a shorter sequence repeats its last one
@@ -152,49 +153,16 @@ class Part:
     counts: Ints  # (B,) tokens of each
     unpad: mx.array | None  # (N,) from the padded (B * L) rows back to flat order
     before: Places  # the old states
-    new: Block  # filled by the layers
+    new: StateBlock  # filled by the layers
     verified: Sequence[int] = ()  # slots with proposals at the end of their tokens
     # By layer: what goes over the tokens again, and how.
     undo: dict[int, tuple[Arrays, Advance]] = field(default_factory=dict)
 
-
-class StatePart:
-    """A part of a step, as one recurrent layer sees it.
-
-    Attributes:
-        rows: (B, L) flat rows of the step, in order; padded by repetition.
-        before: the states before the step.
-    """
-
-    __slots__ = ("_layer", "_part", "_spec", "before", "rows")
-
-    def __init__(self, part: Part, layer: int, spec: StateSpec) -> None:
-        self._part = part
-        self._layer = layer
-        self._spec = spec
-        self.rows = part.rows
-        self.before = StatesBefore(part.before, layer, spec)
-
     def take(self, x: mx.array) -> mx.array:
-        """(T, D) -> (B, L, D)."""
-        if self._part.unpad is None:
-            return mx.unflatten(x[self._part.span], 0, self.rows.shape)
+        """(T, D) -> (B, L, D); behind the end of a shorter sequence its last row repeats."""
+        if self.unpad is None:
+            return mx.unflatten(x[self.span], 0, self.rows.shape)
         return x[self.rows]
-
-    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
-        """Keep the states after the part.
-
-        Args:
-            states: (B, ...) each, after the tokens that count.
-            inputs: (B, L, ...) what the recurrence alone needs to go over the tokens again.
-            advance: `advance(inputs, before)`: outputs, and the states after the tokens that count.
-        """
-        for state, (shape, dtype) in zip(states, self._spec.shapes, strict=True):
-            assert state.shape[1:] == shape, (state.shape, shape)
-            assert state.dtype == _dtype(dtype), (state.dtype, dtype)
-        self._part.new.layers[self._layer] = states
-        if self.rows.shape[1] > 1:
-            self._part.undo[self._layer] = inputs, advance
 
 
 class SequenceLayer(ABC):
@@ -215,6 +183,16 @@ class SequenceLayer(ABC):
         """Take what storing needs of the layer's mixer: nothing."""
         return
 
+    @staticmethod
+    def windowed(spec: Any, options: KVOptions) -> Any:
+        """The spec with the user's window; by default it has none."""
+        return spec
+
+    @staticmethod
+    def check(spec: Any, formats: Formats, *, key_bias: bool) -> None:
+        """Formats of keys and values are the same to a layer that has neither."""
+        return
+
     @abstractmethod
     def make_group(self, layers: Sequence[Any], snapshot_bytes: int) -> "SequenceGroup":
         """The group of all such layers.
@@ -225,69 +203,12 @@ class SequenceLayer(ABC):
         """
 
 
-class SequenceGroup(StateGroup, ABC):
-    """A state group with its arrays."""
-
-    @property
-    @abstractmethod
-    def bytes_allocated(self) -> int:
-        """Bytes of all arrays."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget what is kept of all sequences."""
-
-    @abstractmethod
-    def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
-        """Let the layers see a step, until the next one begins."""
-
-    @abstractmethod
-    def before_step(self, work: CacheWork) -> None:
-        """Take the snapshots that are due."""
-
-    @abstractmethod
-    def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
-        """Let sequences leave, and others go on from snapshots."""
-
-    @abstractmethod
-    def take_back(self, num_kept: Mapping[int, int]) -> None:
-        """Go back to fewer tokens of the oldest step that verifies and was not committed.
-
-        Args:
-            num_kept: of slots in short parts, the tokens that count.
-        """
-
-    @abstractmethod
-    def step_outputs(self) -> Arrays:
-        """Arrays that the last step made and no later layer reads, to be evaluated with it."""
-
-    def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
-        """Snapshots as bytes; by default there are none."""
-        return []
-
-    def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
-        """Make snapshots of bytes that `read_out` gave; by default there are none."""
-        return
-
-    def held(self, slot: int) -> Any:
-        """What is kept of the sequence in a slot: a value, which later steps do not change."""
-        raise AssertionError("the model keeps caches of its own")
-
-    def put_back(self, slot: int, state: Any) -> None:
-        """Let a slot go on from what `held` gave."""
-        raise AssertionError("the model keeps caches of its own")
-
-
 class StateLayer(SequenceLayer):
     """One recurrent layer's cache.
 
     Args:
         spec: what the layer keeps of a sequence.
         formats: of keys and values elsewhere in the model.
-
-    Attributes:
-        parts: of the current step. They cover all of its rows: those of one token, the short ones
-            of several, and each prefill chunk by itself.
     """
 
     spec: StateSpec
@@ -295,42 +216,52 @@ class StateLayer(SequenceLayer):
     def __init__(self, spec: StateSpec, formats: Formats) -> None:
         self.spec, self.formats = spec, formats
         self.state_bytes = state_bytes(spec)
-        self._plan: list[Part] = []
-        self.parts: list[StatePart] = []
+        self._parts: list[StatePart] = []
+        self._number = 0
 
     @classmethod
     def of(cls, spec: StateSpec, formats: Formats, dtype: mx.Dtype) -> "StateLayer":
         """A state has dtypes of its own."""
         return cls(spec, formats)
 
-    @staticmethod
-    def windowed(spec: StateSpec, options: KVOptions) -> StateSpec:
-        """A state has no window."""
-        return spec
-
-    @staticmethod
-    def check(spec: StateSpec, formats: Formats, *, key_bias: bool) -> None:
-        """A state suits all formats of keys and values: it has neither."""
-
     def make_group(self, layers: "Sequence[StateLayer]", snapshot_bytes: int) -> "RecurrentGroup":
         """As of `SequenceLayer`."""
         return RecurrentGroup(layers, snapshot_bytes)
 
-    def take(self, plan: list[Part], layer: int) -> None:
-        """Take the parts of a step; `layer`: place among the layers of the group."""
-        self._plan = plan
-        self.parts = [StatePart(part, layer, self.spec) for part in plan]
+    def begin_step(self, parts: list[StatePart], number: int) -> None:
+        """Take the parts of a step; `number`: place among the layers of the group.
 
-    def join(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Outputs (B, L, D) of each part -> (T, D)."""
+        Parts cover all rows of the step: single tokens as one batch, tokens under verification as
+        one batch, each prefill chunk by itself. No padding goes through a state.
+        """
+        self._parts, self._number = parts, number
+
+    def recur(self, rows: Sequence[mx.array], advance: Advance) -> mx.array:
+        """Let a recurrence go over all tokens of the step, and keep the states behind them.
+
+        Args:
+            rows: (T, ...) inputs of the recurrence.
+            advance: of inputs (B, L, ...), and called again where proposed tokens are rejected.
+
+        Returns:
+            Outputs (T, D).
+        """
         flat = []
-        for part, output in zip(self._plan, outputs, strict=True):
-            rows = mx.flatten(output, 0, 1)
-            flat.append(rows if part.unpad is None else rows[part.unpad])
+        for part in self._parts:
+            inputs = [part.take(x) for x in rows]
+            y, states = advance(inputs, StatesBefore(part.before, self._number, self.spec))
+            for state, (shape, dtype) in zip(states, self.spec.shapes, strict=True):
+                assert state.shape[1:] == shape, (state.shape, shape)
+                assert state.dtype == _dtype(dtype), (state.dtype, dtype)
+            part.new.layers[self._number] = states
+            if part.rows.shape[1] > 1:
+                part.undo[self._number] = inputs, advance
+            y = mx.flatten(y, 0, 1)
+            flat.append(y if part.unpad is None else y[part.unpad])
         return flat[0] if len(flat) == 1 else mx.concatenate(flat)
 
 
-class RecurrentGroup(SequenceGroup):
+class RecurrentGroup(StateGroup):
     """States of running sequences, by slot, and snapshots, by number.
 
     Args:
@@ -346,10 +277,10 @@ class RecurrentGroup(SequenceGroup):
 
     def reset(self) -> None:
         """Forget all states and snapshots."""
-        self._states: dict[int, tuple[Block, int]] = {}  # slot -> where its state lies
-        self._snapshots: dict[int, Block] = {}
-        self._undoable: deque[list[Part]] = deque()  # of steps with proposals, oldest first
-        self._outputs: list[Block] = []  # of the last step
+        self._states: dict[int, tuple[StateBlock, int]] = {}  # slot -> where its state lies
+        self._snapshots: dict[int, StateBlock] = {}
+        self._undoable: deque[list[StatePart]] = deque()  # of steps with proposals, oldest first
+        self._outputs: list[StateBlock] = []  # of the last step
 
     @property
     def bytes_allocated(self) -> int:
@@ -375,17 +306,17 @@ class RecurrentGroup(SequenceGroup):
             self._undoable.append(parts)
         self._outputs = [part.new for part in plan]
         for number, layer in enumerate(self.layers):
-            layer.take(plan, number)
+            layer.begin_step(plan, number)
 
     def step_outputs(self) -> Arrays:
         """The new states of the last step, to be evaluated with it."""
         return [array for block in self._outputs for array in block.arrays()]
 
-    def _part(self, group: Segments) -> Part:
+    def _part(self, group: Segments) -> StatePart:
         slots: list[int] = group.slots.tolist()
         rows, unpad = group.memoised("state rows", lambda: _padded_rows(group))
-        new = Block([[] for _ in self.layers], len(slots))
-        part = Part(
+        new = StateBlock([[] for _ in self.layers], len(slots))
+        part = StatePart(
             slots=slots,
             rows=rows,
             span=slice(int(group.rows[0]), int(group.rows[-1] + group.counts[-1])),
@@ -415,14 +346,18 @@ class RecurrentGroup(SequenceGroup):
                 self._states[slot] = block.row(row), 0
 
     def take_back(self, num_kept: Mapping[int, int]) -> None:
-        """As of `SequenceGroup`."""
+        """Go back to fewer tokens of the oldest step that verifies and was not committed.
+
+        Args:
+            num_kept: of slots in short parts, the tokens that count.
+        """
         for part in self._undoable.popleft():
             block = self._replayed(part, num_kept)
             for row, slot in enumerate(part.slots):
                 if self._states.get(slot) == (part.new, row):
                     self._states[slot] = block, row
 
-    def _replayed(self, part: Part, num_kept: Mapping[int, int]) -> Block:
+    def _replayed(self, part: StatePart, num_kept: Mapping[int, int]) -> StateBlock:
         """The states of a part where of some slots fewer tokens count."""
         counts = part.counts.tolist()
         kept = [num_kept.get(slot, count) for slot, count in zip(part.slots, counts, strict=True)]
@@ -433,7 +368,7 @@ class RecurrentGroup(SequenceGroup):
         for i, layer in enumerate(self.layers):
             inputs, advance = part.undo[i]
             layers.append(advance(inputs, StatesBefore(before, i, layer.spec))[1])
-        return Block(layers, len(kept))
+        return StateBlock(layers, len(kept))
 
     # -- between steps --------------------------------------------------------------------------
 
@@ -461,11 +396,11 @@ class RecurrentGroup(SequenceGroup):
             block = self._replayed(part, {slot: 1} if slot in part.verified else {})
         self._snapshots[snapshot] = block.row(row)
 
-    def held(self, slot: int) -> tuple[Block, int]:
+    def held(self, slot: int) -> tuple[StateBlock, int]:
         """Where the state of a slot lies: a value, which later steps do not change."""
         return self._states[slot]
 
-    def put_back(self, slot: int, state: tuple[Block, int]) -> None:
+    def put_back(self, slot: int, state: tuple[StateBlock, int]) -> None:
         """Let a slot go on from a state that `held` gave."""
         self._states[slot] = state
 
@@ -492,7 +427,7 @@ class RecurrentGroup(SequenceGroup):
                     arrays.append(part.view(dtype).reshape(1, *shape))
                     start = stop
                 layers.append(arrays)
-            self._snapshots[snapshot] = Block(layers, 1)
+            self._snapshots[snapshot] = StateBlock(layers, 1)
 
 
 def state_bytes(spec: StateSpec) -> int:
@@ -506,10 +441,10 @@ def _dtype(name: str) -> mx.Dtype:
 
 
 def _runs(
-    places: Sequence[tuple[Block | None, int]],
-) -> list[tuple[Block | None, list[int]]]:
+    places: Sequence[tuple[StateBlock | None, int]],
+) -> list[tuple[StateBlock | None, list[int]]]:
     """Neighbours that lie in one block together."""
-    runs: list[tuple[Block | None, list[int]]] = []
+    runs: list[tuple[StateBlock | None, list[int]]] = []
     for block, row in places:
         if runs and runs[-1][0] is block:
             runs[-1][1].append(row)
@@ -519,7 +454,7 @@ def _runs(
 
 
 def _gather(
-    sources: Sequence[tuple[Block | None, list[int]]], layer: int, spec: StateSpec
+    sources: Sequence[tuple[StateBlock | None, list[int]]], layer: int, spec: StateSpec
 ) -> Arrays:
     """The states of one layer (B, ...) from where they lie."""
     found = [_rows(block, rows, layer, spec) for block, rows in sources]
@@ -528,7 +463,7 @@ def _gather(
     return [mx.concatenate(list(arrays)) for arrays in zip(*found, strict=True)]
 
 
-def _rows(block: Block | None, rows: list[int], layer: int, spec: StateSpec) -> Arrays:
+def _rows(block: StateBlock | None, rows: list[int], layer: int, spec: StateSpec) -> Arrays:
     if block is None:
         return [mx.zeros((len(rows), *shape), _dtype(dtype)) for shape, dtype in spec.shapes]
     if rows == list(range(block.size)):
@@ -544,3 +479,117 @@ def _padded_rows(group: Segments) -> tuple[mx.array, mx.array | None]:
     real = width < group.counts[:, None]
     rows = mx.array(group.rows[:, None] + step)
     return rows, None if real.all() else mx.array(np.flatnonzero(real))
+
+
+# -- caches of a model's own ----------------------------------------------------------------------
+
+
+class OwnCaches(SequenceLayer, StateGroup):
+    """Caches that a model keeps by itself: one object for each running sequence.
+
+    What the objects hold only the model knows. A sequence begins without one, and its object goes
+    when the sequence leaves its slot; it can neither be shared nor go back. It stands for all
+    layers of the model, and is their group too.
+
+    Attributes:
+        caches: by slot; the model puts them here. Each has `num_bytes`, and `unread()`: arrays that
+            the last step made and no output of it depends on.
+        parts: rows and slot of each sequence of a step, in the order of the flat list, which they
+            cover.
+    """
+
+    def __init__(self, spec: OwnCacheSpec, formats: Formats, dtype: mx.Dtype) -> None:
+        super().__init__(spec.num_bytes, max_snapshots=0)
+        self.spec, self.formats = spec, formats
+        self.token_bytes = spec.numbers * dtype.size
+        self.state_bytes = spec.num_bytes
+        self.reset()
+
+    @classmethod
+    def of(cls, spec: OwnCacheSpec, formats: Formats, dtype: mx.Dtype) -> "OwnCaches":
+        """The caches of a model whose activations are of `dtype`."""
+        return cls(spec, formats, dtype)
+
+    @staticmethod
+    def windowed(spec: OwnCacheSpec, options: KVOptions) -> OwnCacheSpec:
+        """Raise InvalidRequestError where a window is asked for."""
+        if options.window is not None:
+            raise _not_paged("kv_window")
+        return spec
+
+    @staticmethod
+    def check(spec: OwnCacheSpec, formats: Formats, *, key_bias: bool) -> None:
+        """Raise InvalidRequestError: other formats are asked for than the model's own."""
+        raise _not_paged("kv_bits")
+
+    def make_group(self, layers: "Sequence[OwnCaches]", snapshot_bytes: int) -> "OwnCaches":
+        """As of `SequenceLayer`: it has no snapshots."""
+        assert len(layers) == 1, "caches of its own are those of a whole model"
+        return self
+
+    def reset(self) -> None:
+        """Forget the caches of all sequences."""
+        self.caches: dict[int, Any] = {}
+        self.parts: list[tuple[slice, int]] = []
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Bytes of all arrays."""
+        return sum(cache.num_bytes for cache in self.caches.values())
+
+    def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
+        """Let the model see a step."""
+        places = [  # first row, tokens, slot
+            place
+            for some in metadata.short
+            for place in zip(
+                some.rows.tolist(), some.counts.tolist(), some.slots.tolist(), strict=True
+            )
+        ]
+        places += [(s.row, s.num_tokens, s.slot) for s in metadata.long]
+        self.parts = [(slice(row, row + count), slot) for row, count, slot in sorted(places)]
+
+    def step_outputs(self) -> list[mx.array]:
+        """Arrays to be evaluated with the last step."""
+        caches = [self.caches[slot] for _, slot in self.parts if slot in self.caches]
+        return [array for cache in caches for array in cache.unread()]
+
+    def take_back(self, num_kept: Mapping[int, int]) -> None:
+        """No token can be taken back: no step of such a model may verify any."""
+        assert not num_kept, "proposals to a model that keeps caches of its own"
+
+    def before_step(self, work: CacheWork) -> None:
+        """Nothing: there are no snapshots."""
+        assert not work.save
+
+    def after_load(self, work: CacheWork, reused: Sequence[int]) -> None:
+        """Forget the caches of sequences that leave."""
+        for slot in work.leave:
+            self.caches.pop(slot, None)
+
+    def read_out(self, snapshots: Sequence[int]) -> list[bytes]:
+        """Snapshots as bytes: there are none."""
+        return []
+
+    def load(self, snapshots: Sequence[int], payloads: Sequence[bytes | memoryview]) -> None:
+        """Nothing: there are no snapshots."""
+
+    def held(self, slot: int) -> Any:
+        """Never called: such a model drafts for no other."""
+        raise AssertionError("the model keeps caches of its own")
+
+    def put_back(self, slot: int, state: Any) -> None:
+        """Never called, as `held`."""
+        raise AssertionError("the model keeps caches of its own")
+
+
+def _not_paged(asked: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{asked} is for models with keys and values in pages; this one keeps caches of its own. "
+        f"Leave {asked} out.",
+        param=asked,
+    )
+
+
+SequenceGroup = RecurrentGroup | OwnCaches
+"""A state group with its arrays."""

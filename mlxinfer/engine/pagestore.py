@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..cache.disk import DiskStats, DiskTier, Entry, chain_keys, namespace_key, page_key
-from ..cache.inputs import Load, Spill
+from ..cache.inputs import PageLoad, Spill
 from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
 
@@ -374,9 +374,9 @@ class Transfers:
         self._groups = groups
         self._allocators = [group.allocator for group in groups]
         self._spills: list[Spill] = []
-        self._loads: dict[tuple[int, int], Load] = {}  # (group, page id) -> what is to go there
+        self._loads: dict[tuple[int, int], PageLoad] = {}  # (group, page id) -> what is to go there
 
-    def take(self) -> tuple[list[Spill], list[Load]]:
+    def take(self) -> tuple[list[Spill], list[PageLoad]]:
         """Pages to be read out before the next step, and then those to be filled."""
         spills = self._store.affordable(self._spills)
         loads = list(self._loads.values())
@@ -451,7 +451,7 @@ class Transfers:
             read = found[group]
             for number, page in zip(read, numbers, strict=True):
                 entry = read[number]
-                self._loads[group, page] = Load(group, page, entry.payload, entry.key)
+                self._loads[group, page] = PageLoad(group, page, entry.payload, entry.key)
                 last = runs[-1] if runs else None
                 if last and last[0] == group and last[1] + len(last[2]) == number:
                     last[2].append(page)
@@ -484,4 +484,4 @@ class Transfers:
         snapshot = tree.add_snapshot(*prompt, (number + 1) * self._store.page_size)
         if snapshot is not None:
             place = self._store.state_group, snapshot.number
-            self._loads[place] = Load(*place, read.payload, read.key)
+            self._loads[place] = PageLoad(*place, read.payload, read.key)

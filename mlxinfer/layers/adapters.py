@@ -75,7 +75,7 @@ class AdapterTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AdapterPlan:
     """The rows of a step that have an adapter of a stack, those of one adapter side by side."""
 
     rows: mx.array | None  # (n,) int32 among the T rows; None: all of them, as they are
@@ -103,7 +103,7 @@ class ActiveAdapters:
     def __init__(self) -> None:
         self.last_number = 0
         self._numbers: Rows | None = None
-        self._plans: dict[tuple[tuple[int, ...], int], Plan | None] = {}
+        self._plans: dict[tuple[tuple[int, ...], int], AdapterPlan | None] = {}
 
     def begin(self, numbers: Rows | None) -> None:
         """Set the adapter of each row (T,), 0 for none, for the layers called next.
@@ -113,7 +113,7 @@ class ActiveAdapters:
         self._numbers = numbers
         self._plans = {}
 
-    def plan(self, members: tuple[int, ...], each: int = 1) -> Plan | None:
+    def plan(self, members: tuple[int, ...], each: int = 1) -> AdapterPlan | None:
         """The rows with one of `members` as their adapter; None: there are none.
 
         Args:
@@ -129,7 +129,7 @@ class ActiveAdapters:
         return self._plans[key]
 
 
-def _planned(numbers: Rows, members: tuple[int, ...]) -> Plan | None:
+def _planned(numbers: Rows, members: tuple[int, ...]) -> AdapterPlan | None:
     place_of = {number: place for place, number in enumerate(members)}
     places = np.array([place_of.get(number, -1) for number in numbers.tolist()], np.int32)
     order = np.argsort(places, kind="stable")
@@ -141,7 +141,9 @@ def _planned(numbers: Rows, members: tuple[int, ...]) -> Plan | None:
     ends = [*starts[1:], len(rows)]
     runs = tuple((a, b, int(found[a])) for a, b in zip(starts, ends, strict=True))
     same = len(rows) == len(numbers) and bool((rows == np.arange(len(rows))).all())
-    return Plan(None if same else mx.array(rows), mx.array(found.astype(np.uint32)), runs, rows)
+    return AdapterPlan(
+        None if same else mx.array(rows), mx.array(found.astype(np.uint32)), runs, rows
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +288,14 @@ class Stack:
 
     # -- products -------------------------------------------------------------------------------
 
-    def add_to(self, y: mx.array, x: mx.array, plan: Plan) -> mx.array:
+    def add_to(self, y: mx.array, x: mx.array, plan: AdapterPlan) -> mx.array:
         """Outputs y (T, outputs) of inputs x (T, in_dims), with the change of the adapters."""
         if plan.rows is None:
             return y + self.change(y, x, plan)
         own = self.change(None if self.gains is None else y[plan.rows], x[plan.rows], plan)
         return y.at[plan.rows].add(own)
 
-    def change(self, y: mx.array | None, x: mx.array, plan: Plan) -> mx.array:
+    def change(self, y: mx.array | None, x: mx.array, plan: AdapterPlan) -> mx.array:
         """The change of outputs y (n, outputs) for inputs x (n, in_dims). Only gains read y.
 
         Returns:
@@ -323,7 +325,7 @@ class Stack:
         right = index[:, None] * pieces.size + mx.arange(pieces.size, dtype=mx.uint32)  # (n, M)
         return mx.gather_mm(low, self.b, left, right).flatten(1)
 
-    def _by_runs(self, x: mx.array, plan: Plan) -> mx.array:
+    def _by_runs(self, x: mx.array, plan: AdapterPlan) -> mx.array:
         """`gathered`, adapter by adapter: (n, outputs)."""
         products = [self._product(x[a:b], place) for a, b, place in plan.runs]
         return products[0] if len(products) == 1 else mx.concatenate(products)
@@ -385,7 +387,7 @@ class Adapted:
         having = [stack for stack in self.stacks if number in stack.members]
         return sum(stack.num_bytes // len(stack.members) for stack in having)
 
-    def used(self, each: int = 1) -> list[tuple[Stack, Plan]]:
+    def used(self, each: int = 1) -> list[tuple[Stack, AdapterPlan]]:
         """The stacks that rows of the step need, see `ActiveAdapters.plan`."""
         plans = [(stack, self._active.plan(stack.members, each)) for stack in self.stacks]
         return [(stack, plan) for stack, plan in plans if plan is not None]
@@ -459,7 +461,7 @@ class AdaptedExperts(Adapted):
         return y
 
     def _add_to_pairs(
-        self, y: mx.array, x: mx.array, routed: Routed, stack: Stack, plan: Plan
+        self, y: mx.array, x: mx.array, routed: Routed, stack: Stack, plan: AdapterPlan
     ) -> mx.array:
         """y with what the adapters of a stack add to the pairs of row and expert that have one."""
         k = routed.per_row

@@ -1,12 +1,13 @@
 """Grouped-query attention over a flat list of tokens (arXiv 2305.13245), as a mixer."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import mlx.core as mx
 
 from ..core import CacheSpec, KVSpec
-from ..metal_kernels.heads import Heads
+from ..metal_kernels.heads import Heads, HeadsForm
 from ..metal_kernels.paged_attention import Softmax
 from ..metal_kernels.stored import KVFormat
 from ..metal_kernels.variants import KernelUse, ModelForm
@@ -20,12 +21,20 @@ HeadsMaker = Callable[[KVFormat, KVFormat, int], Heads]
 
 
 class Mixer(Protocol):
-    """The first block of a layer: it lets tokens of one sequence see each other."""
+    """The first block of a layer: it lets tokens of one sequence see each other.
+
+    Attributes:
+        spec: what the cache keeps for this layer.
+    """
+
+    __slots__ = ()
+
+    spec: CacheSpec
 
     @property
-    def spec(self) -> CacheSpec:
-        """What the cache keeps for this layer."""
-        ...
+    def parts(self) -> "Sequence[Mixer]":
+        """The mixers of the block that have a cache of their own: this one."""
+        return (self,)
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels that can do the mixer's own work; those of attention belong to its cache."""
@@ -84,53 +93,38 @@ class AttentionShape:
 
 
 def heads_maker(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rope: RopeSpec | None,
-    norm_weight: mx.array | None,
-    *,
-    norm_eps: float,
-    norms_values: bool = False,
+    form: HeadsForm, rope: RopeSpec | None, norm_weight: mx.array | None, norm_eps: float
 ) -> HeadsMaker | None:
     """Settings of norm and rope for the kernel that does both; None: it has no such rope.
 
     Args:
-        num_heads: of queries.
-        num_kv_heads: of keys and of values.
-        head_dim: numbers of a head.
+        form: of the layer, but for its rope and the formats of what is stored.
         rope: None: positions are not encoded.
         norm_weight: (num_heads + num_kv_heads, head_dim) of queries and keys; None: no norm.
         norm_eps: added to the mean square.
-        norms_values: values have an RMS norm without weights.
     """
     if rope is not None and rope.long is not None:
         return None
-    frequencies, magnitude = None, 1.0
+    frequencies, magnitude, turning = None, 1.0, 0
     if rope is not None:
-        frequencies = mx.array(inverse_frequencies(rope), mx.float32)
+        frequencies, turning = mx.array(inverse_frequencies(rope), mx.float32), rope.dims
         # Where whole heads turn the attention scale has the factor, see scale_factor.
-        magnitude = 1.0 if rope.dims == head_dim else rope.attention_factor
+        magnitude = 1.0 if rope.dims == form.head_dim else rope.attention_factor
 
     def make(key_format: KVFormat, value_format: KVFormat, joint: int) -> Heads:
+        stored = {"key_format": key_format, "value_format": value_format, "joint": joint}
         return Heads(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            key_format=key_format,
-            value_format=value_format,
+            replace(form, turning=turning, **stored),  # type: ignore[arg-type]  # fields of it
             norm_weight=norm_weight,
             norm_eps=norm_eps,
-            norms_values=norms_values,
             frequencies=frequencies,
             magnitude=magnitude,
-            joint=joint,
         )
 
     return make
 
 
-class Attention(AttentionShape):
+class Attention(AttentionShape, Mixer):
     """Fused QKV projection, optional QK-norm, rope on Q and K together, then the KV cache.
 
     Args:
@@ -169,6 +163,8 @@ class Attention(AttentionShape):
         "v_norm",
         "v_start",
     )
+
+    spec: KVSpec
 
     def __init__(
         self,
@@ -257,6 +253,8 @@ class SharedAttention:
     """
 
     __slots__ = ("o_proj", "q_norm", "q_proj", "source")
+
+    parts: Sequence[Mixer] = ()  # it has no cache of its own
 
     def __init__(
         self, *, q_proj: Projection, o_proj: Projection, source: Attention, q_norm: Norm | None

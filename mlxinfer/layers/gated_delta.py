@@ -77,7 +77,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     def normed(self, rows: Arrays, step: Step) -> mx.array:
         """The outputs of the recurrence for rows (T, ...), normalised, (T, Hv * Dv)."""
-        y = self.recur(rows, step.caches[self])
+        y = self.recur(rows, step)
         return self.norm(mx.unflatten(y, -1, self.value_heads)).flatten(-2)
 
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:

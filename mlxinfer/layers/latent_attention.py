@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..core import LatentSpec
 from ..metal_kernels.variants import KernelUse, ModelForm
+from .attention import Mixer
 from .linear import HeadLinear, Projection
 from .norm import Norm
 from .rope import QueryScale
@@ -56,7 +57,7 @@ class LatentProjection:
         return keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
 
-class LatentAttention:
+class LatentAttention(Mixer):
     """Queries of H heads, one latent vector a token, then the latent cache.
 
     Args:
@@ -87,6 +88,8 @@ class LatentAttention:
         "scale",
         "spec",
     )
+
+    spec: LatentSpec
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class Mamba2(RecurrentMixer):
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the input of out_proj, (T, H * P)."""
         projected = self.in_proj(x)
-        y = self.recur([projected], step.caches[self])
+        y = self.recur([projected], step)
         return self._gated(y, projected[:, : self.inner]).astype(x.dtype)
 
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:

@@ -168,7 +168,7 @@ class SplitHead:
         return y if y.shape[-1] <= self.vocab_size else y[:, : self.vocab_size]
 
 
-class AbsentMixer:
+class AbsentMixer(Mixer):
     """Stands for the mixer of a layer on another rank, and says what its cache keeps there."""
 
     __slots__ = ("spec",)

@@ -13,8 +13,9 @@ from ..core import StateSpec
 from ..metal_kernels.conv_step import ConvStep
 from ..metal_kernels.state_step import StateStep
 from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never
+from .attention import Mixer
 from .linear import Projection
-from .step import Arrays, StateCache, StatesBefore, Step
+from .step import Arrays, StatesBefore, Step
 
 MAX_TOKENS = 8  # of each sequence, in a step kernel
 Run = Callable[..., tuple[mx.array, mx.array]]
@@ -36,7 +37,7 @@ class CausalConv(NamedTuple):
         return ConvStep(channels, length, at, gated, biased, dtype, outputs or dtype)
 
 
-class RecurrentMixer(ABC):
+class RecurrentMixer(Mixer, ABC):
     """A mixer of a layer that keeps a state of each sequence.
 
     Args:
@@ -50,6 +51,8 @@ class RecurrentMixer(ABC):
     """
 
     __slots__ = ("in_proj", "out_proj", "ready", "spec", "steps")
+
+    spec: StateSpec
 
     def __init__(
         self,
@@ -88,16 +91,10 @@ class RecurrentMixer(ABC):
     def _install(self, ready: ReadyFor) -> None:
         self.ready = ready
 
-    def recur(self, rows: Arrays, cache: StateCache) -> mx.array:
+    def recur(self, rows: Arrays, step: Step) -> mx.array:
         """Outputs of the recurrences (T, D); `rows` are their inputs (T, ...)."""
-        outputs = []
-        for part in cache.parts:
-            inputs = [part.take(one) for one in rows]
-            y, states = self.advance(inputs, part.before)
-            part.write(states, inputs, self.advance)
-            outputs.append(y)
-        joined: mx.array = cache.join(outputs)
-        return joined
+        outputs: mx.array = step.caches[self].recur(rows, self.advance)
+        return outputs
 
     def advance(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
         """Outputs (B, L, D), and the states after the tokens that count; inputs (B, L, ...)."""
@@ -145,7 +142,7 @@ class ShortConv(RecurrentMixer):
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the input of out_proj, (T, hidden)."""
-        return self.recur([self.in_proj(x)], step.caches[self])
+        return self.recur([self.in_proj(x)], step)
 
     def chain(self, inputs: Arrays, run: Run) -> tuple[mx.array, Arrays]:
         """See `RecurrentMixer`. Inputs: b, c and x side by side, (B, L, 3 * hidden)."""

@@ -1,4 +1,4 @@
-"""What the mixers of one forward pass share, and what a recurrent mixer may ask of its cache.
+"""What the mixers of one forward pass share, and what a recurrent mixer reads of its cache.
 
 A step is a flat list of T tokens of several sequences. Which token belongs to which sequence, and
 what each token may see (causality, sliding window), only the cache knows.
@@ -37,43 +37,6 @@ class StatesBefore(Protocol):
 
 Advance = Callable[[Arrays, StatesBefore], tuple[mx.array, Arrays]]
 """`advance(inputs, before)`: outputs (B, L, D), and the states after the tokens that count."""
-
-
-class StatePart(Protocol):
-    """Sequences of one step that go through a recurrence together: B of them, L tokens each."""
-
-    @property
-    def before(self) -> StatesBefore:
-        """The states before the step, and the tokens of each sequence."""
-        ...
-
-    def take(self, x: mx.array) -> mx.array:
-        """x (T, D) -> (B, L, D); behind the end of a shorter sequence its last row repeats."""
-        ...
-
-    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
-        """Keep the states after the step.
-
-        Args:
-            states: (B, ...) each, after the tokens that count.
-            inputs: (B, L, ...) what the recurrence alone needs to go over the tokens again.
-            advance: goes over the first few of them, where proposed tokens were rejected.
-        """
-        ...
-
-
-class StateCache(Protocol):
-    """The cache of one recurrent layer during one step.
-
-    `parts` together cover all rows of the step: single tokens as one batch, tokens under
-    verification as one batch, each prefill chunk by itself. No padding goes through a state.
-    """
-
-    parts: Sequence[StatePart]
-
-    def join(self, outputs: Arrays) -> mx.array:
-        """Outputs (B, L, D) of each part -> (T, D) in the order of the step."""
-        ...
 
 
 class Rope(Protocol):
@@ -190,6 +153,11 @@ class Layer(Protocol):
     mlp: Any = None
     joins: Sequence[Join] = ()
     first_norm: Norm | None = None
+
+    @property
+    def mixers(self) -> Sequence[Any]:
+        """The mixers of the layer that have a cache of their own."""
+        return () if self.mixer is None else self.mixer.parts
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of both blocks and of the joins; those of attention belong to the cache."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..core import CacheSpec
 from ..layers.adapters import ActiveAdapters, Adapted, AdapterTarget
-from ..layers.attention import LayerMixer, Mixer, ParallelMixers, SharedAttention
+from ..layers.attention import LayerMixer, Mixer
 from ..layers.linear import Embedding, Projection
 from ..layers.mlp import FeedForward
 from ..layers.norm import Join, Norm
@@ -136,7 +136,7 @@ class Model:
         self.lacks: Mapping[str, str] = {}
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
         self.link: Link | None = None  # to ranks that have the other parts of each layer
-        self.mixers = [mixer for layer in self.layers for mixer in keeping(layer.mixer)]
+        self.mixers: list[Mixer] = [mixer for layer in self.layers for mixer in layer.mixers]
         self.cache_specs: list[CacheSpec] = [mixer.spec for mixer in self.mixers]
         self._long_ropes = {rope for rope in config.ropes if rope and rope.long}
         self._embed_scale = None if embed_scale is None else mx.array(embed_scale, activation_dtype)
@@ -221,13 +221,6 @@ def link_norms(layers: Sequence[Layer], last: Norm) -> None:
     for layer, norm in zip(layers, norms, strict=True):
         if norm is not None:
             layer.pass_on(norm)
-
-
-def keeping(mixer: LayerMixer | None) -> Sequence[Mixer]:
-    """The mixers of a layer that have a cache of their own."""
-    if isinstance(mixer, ParallelMixers):
-        return mixer.parts
-    return [] if mixer is None or isinstance(mixer, SharedAttention) else [mixer]
 
 
 def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:

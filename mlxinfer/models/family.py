@@ -22,6 +22,7 @@ from ..layers.norm import Norm, RMSNorm, WideQKNorm
 from ..layers.recurrent import CausalConv
 from ..layers.rope import QueryScale, RopeSpec, rope_of, rotary_order, scale_factor
 from ..layers.step import Layer, Rope
+from ..metal_kernels.heads import HeadsForm
 from .config import ModelConfig, read_layer_types, read_rope
 from .decoder import Entry, Model, ResidualLayer
 from .jsonfields import Fields
@@ -266,14 +267,13 @@ class Family:
             norm = RMSNorm(weight, config.rms_norm_eps)
         make_heads = None
         if weight is not None or norm is None:  # one kernel does norm and rope
-            shape = heads, *config.heads_of(index)
-            make_heads = heads_maker(
-                *shape,
-                spec,
-                weight,
-                norm_eps=config.rms_norm_eps,
+            form = HeadsForm(
+                heads,
+                *config.heads_of(index),
+                norm=weight is not None,
                 norms_values=self.norms_values,
             )
+            make_heads = heads_maker(form, spec, weight, config.rms_norm_eps)
         qkv_proj, gate_proj = self.attention_inputs(index)
         key_bias = None
         if config.qkv_bias and norm is None and not (spec and spec.long):

@@ -26,7 +26,7 @@ from ..layers.norm import Norm
 from ..layers.step import FINAL, Layer, Rows, Step
 from ..metal_kernels.variants import KernelUse, ModelForm, kernels_of
 from .config import ModelConfig, normalise
-from .decoder import Model, keeping
+from .decoder import Model
 from .families.llama import Llama
 from .family import PACKED, Family
 from .jsonfields import Fields, read_json
@@ -70,7 +70,7 @@ class JoinedBlock:
         self.hidden_norm = hidden_norm
         self.proj = proj
         self.layer = layer
-        (self.mixer,) = keeping(layer.mixer)
+        (self.mixer,) = layer.mixers
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """The kernels of the layer."""
@@ -396,7 +396,7 @@ class EagleLayer(Llama):
     def block(self, *, normed_residual: bool) -> ConcatenatedBlock:
         """The one layer."""
         path = "model.layers.0"
-        (mixer,) = keeping(self.mixer(0))
+        (mixer,) = self.mixer(0).parts
         return ConcatenatedBlock(
             self.norm(f"{path}.input_layernorm"),
             self.norm(f"{path}.hidden_norm"),

@@ -199,49 +199,41 @@ class SegmentStates:
         spec: what the layer would keep of a sequence.
     """
 
-    __slots__ = ("parts",)
+    __slots__ = ("_groups", "_spec")
 
     def __init__(self, groups: Sequence[RowGroup], spec: StateSpec) -> None:
-        self.parts = [_FreshRows(group, spec) for group in groups]
+        self._groups = groups
+        self._spec = spec
 
-    def join(self, outputs: Arrays) -> mx.array:
-        """Outputs (n, L, D) of each part -> (T, D)."""
-        flat = [output.flatten(0, 1) for output in outputs]
+    def recur(self, rows: Arrays, advance: Advance) -> mx.array:
+        """Let a recurrence go over inputs (T, ...); outputs (T, D)."""
+        flat = []
+        for group in self._groups:
+            y, _ = advance([group.of(x) for x in rows], _Zeros(group.count, self._spec))
+            flat.append(y.flatten(0, 1))
         return flat[0] if len(flat) == 1 else mx.concatenate(flat)
 
 
-class _FreshRows:
-    """Rows of one length that go through a recurrence together, from its beginning."""
+class _Zeros:
+    """The states before the first tokens of `count` rows, all of which count."""
 
-    __slots__ = ("_group", "_spec", "lengths")
+    __slots__ = ("_count", "_spec", "lengths")
 
-    def __init__(self, group: RowGroup, spec: StateSpec) -> None:
-        self._group = group
+    def __init__(self, count: int, spec: StateSpec) -> None:
+        self._count = count
         self._spec = spec
-        self.lengths: mx.array | None = None  # all tokens count
-
-    @property
-    def before(self) -> "_FreshRows":
-        """The states before the first token: its own."""
-        return self
-
-    def take(self, x: mx.array) -> mx.array:
-        """x (T, D) -> (n, L, D)."""
-        return self._group.of(x)
+        self.lengths: mx.array | None = None
 
     def read(self) -> Arrays:
-        """Zeros, (n, ...) each."""
+        """Zeros, (count, ...) each."""
         return [
-            mx.zeros((self._group.count, *shape), getattr(mx, dtype))
+            mx.zeros((self._count, *shape), getattr(mx, dtype))
             for shape, dtype in self._spec.shapes
         ]
 
     def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
-        """All states in one array each, in order; a plan is for kernels, which are not chosen."""
-        return mx.arange(self._group.count), [[state] for state in self.read()]
-
-    def write(self, states: Arrays, inputs: Arrays, advance: Advance) -> None:
-        """The states after the last token are of no use."""
+        """Never used: no kernel is chosen here."""
+        raise AssertionError("kernels without an engine")
 
 
 SegmentCache = SegmentAttention | SegmentStates

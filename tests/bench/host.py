@@ -51,7 +51,7 @@ ROWS = (
 class OneOperation:
     """A device on which the sampling kernel is the quickest choice there is."""
 
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+    def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         """A token for each row, lazy."""
         assert launch.kernel is KERNEL, launch.kernel
         logits, settings, _ = inputs

@@ -6,12 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxinfer.cache.attention import AttentionBackend
 from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.layout import LAYERS
-from mlxinfer.cache.metal import MetalAttention
 from mlxinfer.cache.paged import TailPlace
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
-from mlxinfer.cache.plain import PlainAttention
 from mlxinfer.core import CacheSpec
 from mlxinfer.metal_kernels.stored import FORMATS
 
@@ -65,11 +64,11 @@ def prepare(
     layer: Any,
     metadata: StepMetadata,
     window: AttentionWindow = EVERYTHING,
-    attention: PlainAttention | MetalAttention | None = None,
+    attention: AttentionBackend | None = None,
 ) -> None:
     """Let a layer see a step."""
     group = PageGroup(window, PageAllocator(1), layer.page_size, 64, 1)
     place = TailPlace.of(metadata, layer.page_size, by_position=layer.by_position)
-    attention = attention or PlainAttention(1 << 20)
+    attention = attention or AttentionBackend(1 << 20)
     layer.prepared = attention.prepare(metadata, group, 0, place)
     layer.heads = layer.write_heads

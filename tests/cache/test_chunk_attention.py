@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from cache.cache_layers import Bits, layer_of
 
-from mlxinfer.cache import plain
+from mlxinfer.cache import attention
+from mlxinfer.cache.attention import Chunk
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow
-from mlxinfer.cache.plain import Chunk
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
@@ -50,7 +50,7 @@ def test_blocks_of_keys_change_nothing(
     queries = mx.random.normal((300, HEADS, DIM), key=mx.random.key(2))
     softmax = Softmax(0.2, mx.linspace(-1, 1, HEADS) if sinks else None)
     whole = plan.attend(layer, queries, softmax)
-    monkeypatch.setattr(plain, "KEY_BLOCK", 64)
+    monkeypatch.setattr(attention, "KEY_BLOCK", 64)
     found = plan.attend(layer, queries, softmax)
     assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
 

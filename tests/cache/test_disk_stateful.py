@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.disk.entry import Entry, FileInfo, Files, decode, namespace_key, page_key
+from mlxinfer.cache.disk.entry import Entry, Files, decode, namespace_key, page_key
 from mlxinfer.cache.disk.tier import DiskStore
 
 BLOCK = 64
@@ -116,9 +116,9 @@ class Disk(Files):
         del self.files[path]
         self.log.append((path, "", None))
 
-    def info(self, path: str) -> FileInfo:
+    def info(self, path: str) -> tuple[int, int]:
         inode = self.find(path)
-        return FileInfo(len(inode.data), inode.used_ns)
+        return len(inode.data), inode.used_ns
 
     def mark_used(self, path: str, at_ns: int) -> None:
         self.find(path).used_ns = at_ns

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.budget import DOUBLED, FIRST_PAGES, grown
+from mlxinfer.cache.kv import DOUBLED, FIRST_PAGES, grown
 
 
 @given(limit=st.integers(1, 20_000), extents=st.lists(st.integers(1, 20_000), max_size=20))

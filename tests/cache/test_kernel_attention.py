@@ -5,8 +5,8 @@ import numpy as np
 from cache.cache_layers import PAGE, fill, layer_of
 from metal_cpu import MetalCPU, requires_compiler
 
+from mlxinfer.cache.attention import OnMetal, kernel_part
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints
-from mlxinfer.cache.metal import OnMetal, short_part
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup, PageTable
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.launch import running_on
@@ -25,7 +25,7 @@ def spans() -> Segments:
 
 def planned(short: Segments) -> OnMetal:
     group = PageGroup(AttentionWindow(), PageAllocator(1), PAGE, 64, 1)
-    return short_part(short, StepMetadata([short], [], short.starts), group, 0)[1]
+    return kernel_part(short, StepMetadata([short], [], short.starts), group, 0)[1]
 
 
 @requires_compiler

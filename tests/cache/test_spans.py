@@ -7,12 +7,11 @@ from cache.cache_layers import PAGE, Bits, Tokens, layer_of, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache import plain
+from mlxinfer.cache import attention
+from mlxinfer.cache.attention import AttentionBackend
 from mlxinfer.cache.inputs import StepMetadata, step_metadata
 from mlxinfer.cache.keys_values import KeyValueLayer
-from mlxinfer.cache.metal import MetalAttention
 from mlxinfer.cache.pages import AttentionWindow, PageTable
-from mlxinfer.cache.plain import PlainAttention
 from mlxinfer.core import KVSpec
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
@@ -53,7 +52,7 @@ def step(
     layer: KeyValueLayer,
     parts: list[tuple[Sequence, int]],
     window: AttentionWindow,
-    attention: PlainAttention | MetalAttention | None = None,
+    attention: AttentionBackend | None = None,
 ) -> dict[Sequence, np.ndarray]:
     """So many next tokens of each sequence; more than 8 are a prefill chunk."""
     parts = sorted(parts, key=lambda part: (part[1] > 8, part[1] > 1))
@@ -140,8 +139,8 @@ def test_a_span_in_one_step_is_full_attention_over_it(
 def test_over_several_blocks_of_keys(
     window: AttentionWindow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "KEY_BLOCK", 32)
-    monkeypatch.setattr(plain, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "KEY_BLOCK", 32)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
     attended(window, (None, None), [(37, 60), (5, 9)], 1)
 
 
@@ -149,7 +148,7 @@ def test_spans_attend_in_plain_mlx_though_kernels_are_ready() -> None:
     """Here is no GPU: a kernel could not run."""
     layer = layer_of(KVSpec(HEADS, DIM, DIM), num_pages=2 * PAGES, num_slots=2)
     layer.tiles = True
-    metal = MetalAttention(PlainAttention(1 << 20), [lambda _: True], tiles=True)
+    metal = AttentionBackend(1 << 20, [lambda _: True], tiles=True)
     sequences = [Sequence(slot, 20, [(0, 20)], slot) for slot in range(2)]
     sequences[1].spans[:] = [[0], [6]]
     found = step(layer, list(zip(sequences, (20, 6), strict=True)), AttentionWindow(), metal)

@@ -42,35 +42,23 @@ class Recurrence:
         return []
 
     def __call__(self, x: mx.array, step: Step, residual: mx.array | None = None) -> mx.array:
-        outputs = []
-        for part in step.caches[self].parts:
-            before = part.before
-            y, states, inputs = self.forward(part.take(x), before.read(), before.lengths)
-            part.write(states, inputs, self.advance)
-            outputs.append(y)
-        joined: mx.array = step.caches[self].join(outputs)
-        return joined if residual is None else residual + joined
+        y: mx.array = step.caches[self].recur([x], self.advance)
+        return y if residual is None else residual + y
 
-    def forward(
-        self, x: mx.array, states: Arrays, lengths: mx.array | None
-    ) -> tuple[mx.array, Arrays, Arrays]:
-        """Outputs (B, L, D), the states after `lengths` tokens, and what `replay` needs."""
-        before = mx.concatenate([states[1][:, None], x[:, :-1]], axis=1)
-        mixed = (x + before) * 0.5
+    def advance(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+        """Outputs (B, L, D), and the states after the tokens that count."""
+        (x,), states = inputs, before.read()
+        shifted = mx.concatenate([states[1][:, None], x[:, :-1]], axis=1)
+        mixed = (x + shifted) * 0.5
         projected = (mixed[..., None] * self._into).sum(axis=-2)  # (B, L, width)
         queries, keys, values = (
             mx.unflatten(part, -1, (HEADS, KEY))
             for part in mx.split(projected[..., : HEADS * 3 * KEY], 3, axis=-1)
         )
         gates = mx.sigmoid(projected[..., HEADS * 3 * KEY :])  # (B, L, H)
-        inputs = [keys, values, gates, x]
-        seen, new = self.recur(inputs, states, lengths)
+        seen, new = self.recur([keys, values, gates, x], states, before.lengths)
         sums = (queries[..., None] * seen).sum(axis=-2).flatten(-2)  # (B, L, H * K)
-        return (sums[..., None] * self._out).sum(axis=-2), new, inputs
-
-    def advance(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
-        """What is seen of the states, and the states after the tokens that count."""
-        return self.recur(inputs, before.read(), before.lengths)
+        return (sums[..., None] * self._out).sum(axis=-2), new
 
     def recur(
         self, inputs: Arrays, states: Arrays, lengths: mx.array | None

@@ -13,7 +13,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cache.state import Block, Places, StatesBefore
+from mlxinfer.cache.state import Places, StateBlock, StatesBefore
 from mlxinfer.core import SamplingParams, StateSpec
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.layers.gated_delta import KimiDelta
@@ -130,8 +130,8 @@ def test_keys_with_numbers_that_decay_by_themselves() -> None:
     def normal(*shape: int) -> mx.array:
         return mx.array(rng.normal(size=shape).astype(np.float32))
 
-    def block(size: int) -> Block:
-        return Block([[normal(size, *shape) for shape, _ in mixer.spec.shapes]], size)
+    def block(size: int) -> StateBlock:
+        return StateBlock([[normal(size, *shape) for shape, _ in mixer.spec.shapes]], size)
 
     blocks = [block(size) for size in (2, 1, 3, 1, 2, 1)]
     places = [(blocks[0], 1), (None, 0), *((one, one.size - 1) for one in blocks[1:])]

@@ -1,6 +1,7 @@
 """Windows with sinks and stored bits, in ragged chunks, against dense attention under a mask."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.dense_kv import DenseCache, DenseLayerKV
 
+from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.keys_values import LessBias, rotatable
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import LayerCache, lay_out
@@ -213,6 +215,18 @@ def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> No
         KVOptions(sinks=4)
     with pytest.raises(InvalidRequestError, match="kv_window is 0"):
         KVOptions(window=0)
+
+
+def test_keys_less_their_biases_take_one_position_a_token() -> None:
+    """M-RoPE turns a key by three positions; what a bias adds is computed from one."""
+    layers = lay_out(
+        [KVSpec(2, 64, 64, key_bias=True)], KVOptions(bits=(4, 4)), dtype=mx.float32, key_bias=True
+    )
+    cache = KVCache(layers, page_size=16, max_batch=2, prefill_chunk=64, budget_bytes=10**7)
+    text = StepMetadata([], [], np.arange(3, dtype=np.int32))
+    turned = replace(text, rope_positions=np.arange(9, dtype=np.int32).reshape(3, 3))
+    with pytest.raises(InvalidRequestError, match=r"three, as those of pictures"):
+        cache.begin_step(turned)
 
 
 def test_a_models_own_smaller_window_stands() -> None:

@@ -6,8 +6,7 @@ import mlx.core as mx
 import pytest
 from engine.harness import PAGE, Harness, prompt, tiny_model
 
-from mlxinfer.cache.budget import FIRST_PAGES, page_counts
-from mlxinfer.cache.kv import KVCache
+from mlxinfer.cache.kv import FIRST_PAGES, KVCache, page_counts
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams

@@ -50,7 +50,7 @@ class MetalCPU:
         self._before = dict(before or {})
         self._partial: list[tuple[mx.array, arrays.Bytes]] = []  # outputs, and what is written
 
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+    def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         """The outputs of a launch, evaluated. In unwritten elements every bit is set.
 
         Raises:

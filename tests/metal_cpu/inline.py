@@ -52,7 +52,7 @@ class Example:
 
     def run(self, machine: MetalCPU) -> mx.array:
         """The output."""
-        (out,) = machine.run(self.launch(), list(self.inputs.values()))
+        (out,) = machine(self.launch(), list(self.inputs.values()))
         return out
 
     def line_of(self, fragment: str, replaced: dict[str, str]) -> int:

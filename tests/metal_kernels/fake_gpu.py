@@ -25,7 +25,7 @@ class FakeDevice:
         self.launched: list[str] = []
         self._fault, self._faulty = fault, faulty
 
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+    def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         name = launch.kernel.name
         self.launched.append(name)
         twin = {"bitmask": bitmask_twin, "sample": sample_twin}[name]

@@ -10,9 +10,13 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page_table
-from mlxinfer.metal_kernels.attention_scene import in_one_vector, in_shared_tails
-from mlxinfer.metal_kernels.prefill_plan import Chunks, tile_queries
+from mlxinfer.metal_kernels.attention_cases import in_one_vector, in_shared_tails
+from mlxinfer.metal_kernels.attention_plan import (
+    AttentionPlan,
+    AttentionPlanner,
+    page_table,
+    tile_queries,
+)
 from mlxinfer.metal_kernels.stored import FORMATS, Vectors
 
 Ints = NDArray[np.int32]
@@ -112,28 +116,19 @@ def build(scene: Scene) -> Inputs:
 def _plan(
     scene: Scene, starts: Ints, counts: Ints, sealed: Ints, slots: Ints, pages: mx.array
 ) -> AttentionPlan:
-    size, window, sinks = scene.page_size, scene.window, scene.sinks
-    if scene.prefill:
-        rows = (np.cumsum(counts) - counts).astype(np.int32)
-        chunks = Chunks(rows, starts, counts, sealed, slots, pages, size, window, sinks)
-        dims = {"key_dim": scene.key_dim, "value_dim": scene.value_dim}
-        return chunks.plan(
-            tile_queries(scene.group, **dims),
-            kv_heads=scene.kv_heads,
-            partial_bytes=1 << 30,
-            cores=10,
-            item_blocks=scene.item_blocks,
-        )
+    tile = tile_queries(scene.group, key_dim=scene.key_dim, value_dim=scene.value_dim)
     planner = AttentionPlanner(
         counts=counts,
         sealed=sealed,
         slots=slots,
-        page_size=size,
+        page_size=scene.page_size,
         kv_heads=scene.kv_heads,
-        window=window,
-        sinks=sinks,
+        window=scene.window,
+        sinks=scene.sinks,
         cores=10,
         item_blocks=scene.item_blocks,
+        tile_queries=tile if scene.prefill else 0,
+        partial_bytes=1 << 30,
     )
     return planner(starts, pages)
 

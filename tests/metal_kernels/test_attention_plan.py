@@ -11,17 +11,15 @@ from mlxinfer.metal_kernels.attention_plan import (
     FEW_ITEM_BLOCKS,
     MIN_ITEM_BLOCKS,
     AttentionPlanner,
-    blocks_per_item,
-    page_table,
-    share_blocks,
-    visible_blocks,
-)
-from mlxinfer.metal_kernels.attention_shape import (
     Shape,
+    blocks_per_item,
     most_rows,
+    page_table,
     prefill_shape,
     registers,
+    share_blocks,
     threadgroup_shape,
+    visible_blocks,
 )
 from mlxinfer.metal_kernels.chips import cores_of
 

@@ -42,7 +42,7 @@ class FarPages(MetalCPU):
         super().__init__(seed=1, replace=replace, may_stay_unwritten=("outputs", "figures"))
         self._first_page, self._page_size = first_page, page_size
 
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+    def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         named = dict(zip(launch.kernel.inputs, inputs, strict=True))
         stored = [
             name for name in named if name.startswith(("key", "value")) and "tail" not in name
@@ -53,7 +53,7 @@ class FarPages(MetalCPU):
         }
         assert stored
         named["pages"] = named["pages"] + self._first_page
-        return super().run(launch, list(named.values()))
+        return super().__call__(launch, list(named.values()))
 
 
 def attend(scene: Scene, replace: dict[str, str]) -> FarPages:

@@ -10,7 +10,7 @@ from mlxinfer.cache.keys_values import rotatable
 from mlxinfer.core import KVSpec
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
-from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, hadamard_order
+from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, HeadsForm, hadamard_order
 from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.stored import FORMATS
@@ -38,19 +38,24 @@ def heads_of(
     dims = dim if turning is None else turning
     weight = rng.uniform(0.5, 1.5, (num_heads + K, dim)).astype(np.float32)
     spec = RopeSpec(dims=max(dims, 2))
+    form = HeadsForm(
+        num_heads,
+        K,
+        dim,
+        FORMATS[bits[0]],
+        FORMATS[bits[1]],
+        norm=norm,
+        norms_values=norms_values,
+        turning=2 * (spec.dims // 2) if dims else 0,
+        traditional=traditional,
+        joint=joint,
+    )
     return Heads(
-        num_heads=num_heads,
-        num_kv_heads=K,
-        head_dim=dim,
-        key_format=FORMATS[bits[0]],
-        value_format=FORMATS[bits[1]],
+        form,
         norm_weight=mx.array(weight) if norm else None,
         norm_eps=1e-6,
-        norms_values=norms_values,
         frequencies=mx.array(inverse_frequencies(spec), mx.float32) if dims else None,
-        traditional=traditional,
         magnitude=magnitude,
-        joint=joint,
     )
 
 

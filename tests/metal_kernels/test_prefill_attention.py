@@ -7,10 +7,13 @@ from attention_checks import check_scene, moved
 from metal_cpu import MetalCPU, requires_compiler
 from scenes import Scene, build
 
-from mlxinfer.metal_kernels.attention_shape import prefill_shape
+from mlxinfer.metal_kernels.attention_plan import (
+    MAX_PARTIAL_BYTES,
+    AttentionPlanner,
+    prefill_shape,
+)
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.paged_attention import paged_attention_on_metal
-from mlxinfer.metal_kernels.prefill_plan import MAX_PARTIAL_BYTES, Chunks
 
 D256 = {"key_dim": 256, "value_dim": 256, "prefill": True}
 SCENES = {
@@ -75,11 +78,18 @@ def test_partials_stay_within_two_megabytes(context: int, counts: list[int]) -> 
     count = np.array(counts, np.int32)
     starts = np.full(len(counts), context, np.int32)
     pages = mx.zeros((len(counts), context // 16 + 200), mx.int32)
-    chunks = Chunks(
-        np.cumsum(count, dtype=np.int32) - count, starts, count, starts + count, count, pages, 16
-    )
     item_bytes = heads * rows * (dim + 2) * 4
-    plan = chunks.plan(16, kv_heads=heads, partial_bytes=item_bytes, cores=40)
+    planner = AttentionPlanner(
+        counts=count,
+        sealed=-(-(starts + count) // 16) * 16,
+        slots=count,
+        page_size=16,
+        kv_heads=heads,
+        cores=40,
+        tile_queries=16,
+        partial_bytes=item_bytes,
+    )
+    plan = planner(starts, pages)
     partial_bytes = plan.num_items * item_bytes if plan.is_split else 0
     assert partial_bytes <= MAX_PARTIAL_BYTES == 2 << 20
     assert plan.is_split == (counts == [16])

@@ -20,8 +20,8 @@ from fake_gpu import BITMASK, SAMPLE, gpu
 from metal_cpu import MetalCPU, requires_compiler
 
 from mlxinfer.metal_kernels import selfcheck
-from mlxinfer.metal_kernels.attention_shape import REGISTER_BUDGET, THREADGROUP_BUDGET
-from mlxinfer.metal_kernels.heads import Heads
+from mlxinfer.metal_kernels.attention_plan import REGISTER_BUDGET, THREADGROUP_BUDGET
+from mlxinfer.metal_kernels.heads import HeadsForm
 from mlxinfer.metal_kernels.kv_write_cases import kv_write_variant
 from mlxinfer.metal_kernels.launch import Launch, running_on
 from mlxinfer.metal_kernels.selfcheck import (
@@ -246,9 +246,10 @@ def test_differences_are_measured_against_each_tolerance() -> None:
 
 
 def test_variants_say_what_they_are() -> None:
-    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=64, key_format=FORMATS[4])
-    said = "kv_write dtype=float16 head_dim=64 key_bits=4 num_heads=4 num_kv_heads=2 rotate"
-    assert str(kv_write_variant(heads, mx.float16)) == said
+    form = HeadsForm(4, 2, 64, FORMATS[4])
+    said = "kv_write dtype=float16 head_dim=64 key_format=Affine(bits=4) num_heads=4"
+    said += " num_kv_heads=2 value_format=Plain()"
+    assert str(kv_write_variant(form, mx.float16)) == said
     assert str(SAMPLE) == "sample dtype=float32 masked"
     assert Variant.of("x", a=1, b=2) == Variant.of("x", b=2, a=1)
 
@@ -279,7 +280,7 @@ class Sized:
     def __init__(self) -> None:
         self.threads: dict[str, int] = {}
 
-    def run(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
+    def __call__(self, launch: Launch, inputs: Sequence[mx.array]) -> list[mx.array]:
         name = launch.kernel.name
         self.threads[name] = max(self.threads.get(name, 0), prod(launch.threadgroup))
         shapes = zip(launch.output_shapes, launch.output_dtypes, strict=True)

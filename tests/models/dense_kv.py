@@ -141,26 +141,6 @@ class DenseStates:
         raise AssertionError("no kernel is used here")
 
 
-class DenseStatePart:
-    """One sequence's tokens of a step."""
-
-    def __init__(self, cache: "DenseStateCache", name: str, rows: slice) -> None:
-        self.cache, self.name, self.rows = cache, name, rows
-        zeros = [mx.zeros((1, *shape)) for shape, _ in cache.spec.shapes]
-        self.before = DenseStates(cache.past.get(name, zeros), None)
-
-    def take(self, x):
-        return x[self.rows][None]
-
-    def write(self, states, inputs, advance):
-        for state, (shape, _) in zip(states, self.cache.spec.shapes, strict=True):
-            assert state.shape == (1, *shape)
-        before = DenseStates(self.before.read(), mx.array([self.rows.stop - self.rows.start]))
-        for state, again in zip(states, advance(inputs, before)[1], strict=True):
-            assert mx.allclose(state, again, atol=1e-5), "replayed to the end"
-        self.cache.past[self.name] = list(states)
-
-
 class DenseStateCache:
     """One recurrent layer's states of every sequence; each goes through the recurrence alone."""
 
@@ -169,16 +149,21 @@ class DenseStateCache:
         self.past: dict[str, list[mx.array]] = {}
         self.segments: Sequence[tuple[str, int]] = []
 
-    @property
-    def parts(self) -> list[DenseStatePart]:
-        found, start = [], 0
+    def recur(self, rows, advance):
+        outputs, start = [], 0
+        zeros = [mx.zeros((1, *shape)) for shape, _ in self.spec.shapes]
         for name, count in self.segments:
-            found.append(DenseStatePart(self, name, slice(start, start + count)))
+            inputs = [x[start : start + count][None] for x in rows]
+            before = DenseStates(self.past.get(name, zeros), None)
+            y, states = advance(inputs, before)
+            replayed = advance(inputs, DenseStates(before.states, mx.array([count])))[1]
+            for state, again, zero in zip(states, replayed, zeros, strict=True):
+                assert state.shape == zero.shape
+                assert mx.allclose(state, again, atol=1e-5), "replayed to the end"
+            self.past[name] = list(states)
+            outputs.append(y[0])
             start += count
-        return found
-
-    def join(self, outputs):
-        return mx.concatenate([output[0] for output in outputs])
+        return mx.concatenate(outputs)
 
 
 def dense_cache(spec: KVSpec | LatentSpec | StateSpec):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxinfer.cache.inputs import (
     CacheWork,
-    Load,
     Move,
+    PageLoad,
     PartialCopy,
     Segments,
     Spill,
@@ -120,7 +120,7 @@ def full_step() -> StepInputs:
         work=CacheWork(
             seal=[Move(tables[0], 1, 0, 16)],
             spill=[Spill(0, 5, b"key", b"parent", (1, 2))],
-            load=[Load(0, 6, memoryview(b"read"), b"other")],
+            load=[PageLoad(0, 6, memoryview(b"read"), b"other")],
             copies=[PartialCopy(tables[3], 2, 16, 20, [4, None])],
             save=[(1, 2)],
             leave=[3],
@@ -155,7 +155,7 @@ CHANGED: dict[type, dict[str, Any]] = {
     CacheWork: {
         "seal": [Move([PageTable(PAGE, pages=[7])], 1, 0, 15)],
         "spill": [Spill(0, 5, b"key", b"parent", (1, 3))],
-        "load": [Load(0, 6, memoryview(b"read"), b"key")],
+        "load": [PageLoad(0, 6, memoryview(b"read"), b"key")],
         "copies": [PartialCopy([PageTable(PAGE, pages=[10])], 2, 16, 20, [5, None])],
         "save": [(1, 3)],
         "leave": [],

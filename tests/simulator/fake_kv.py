@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from simulator.fake_states import FakeStates
 from simulator.oracle import layer_groups
 
-from mlxinfer.cache.inputs import CacheWork, Load, Move, PartialCopy, Spill
+from mlxinfer.cache.inputs import CacheWork, Move, PageLoad, PartialCopy, Spill
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageTable
 from mlxinfer.engine.batch import Segment
 
@@ -143,7 +143,7 @@ class FakeKV:
             spilled.append((spill, values.tobytes()))
         return spilled
 
-    def fill(self, loads: Sequence[Load]) -> None:
+    def fill(self, loads: Sequence[PageLoad]) -> None:
         """Bytes to pages."""
         size = self.page_size
         for load in loads:

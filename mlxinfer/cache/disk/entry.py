@@ -97,14 +97,6 @@ def _checksum(parts: Sequence[bytes | memoryview]) -> bytes:
     return checksum.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """Size in bytes, and when it was last used (`mtime`)."""
-
-    num_bytes: int
-    used_ns: int
-
-
 class Files:
     """The operating system's files. Every method raises OSError as the system does."""
 
@@ -153,10 +145,10 @@ class Files:
         """Remove a file."""
         os.unlink(path)
 
-    def info(self, path: str) -> FileInfo:
-        """Size and time of last use."""
+    def info(self, path: str) -> tuple[int, int]:
+        """Size in bytes, and when it was last used (`mtime`), in nanoseconds."""
         status = os.stat(path, follow_symlinks=False)
-        return FileInfo(status.st_size, status.st_mtime_ns)
+        return status.st_size, status.st_mtime_ns
 
     def mark_used(self, path: str, at_ns: int) -> None:
         """Set the time of last use, nanoseconds since the epoch."""

@@ -240,8 +240,8 @@ class DiskStore:
                     if remove_temps and _TEMP.fullmatch(name):
                         self._files.remove(path)
                     elif _ENTRY.fullmatch(name):
-                        info = self._files.info(path)
-                        found.append((info.used_ns, path, info.num_bytes))
+                        num_bytes, used_ns = self._files.info(path)
+                        found.append((used_ns, path, num_bytes))
         with self._lock:
             self._sizes = OrderedDict((path, size) for _, path, size in sorted(found))
             self._num_bytes = sum(self._sizes.values())

@@ -88,18 +88,31 @@ class Lease:
 
 
 class NodeStore:
-    """Nodes, the leases on them, and the pages that belong to them."""
+    """Nodes, the leases on them, and the pages that belong to them.
+
+    Args:
+        allocators: where the pages of each group come from and go back to.
+        windows: for each group how many positions a token sees (itself included), None for all.
+        page_size: tokens a page.
+        num_kept: for each group how many pages at the front its window never recycles (sinks).
+        clock: ever larger numbers, to order uses by.
+        states: of the state layers; None: there are none.
+    """
 
     def __init__(
         self,
         allocators: Sequence[PageAllocator],
         windows: Sequence[int | None],
+        page_size: int,
         num_kept: Sequence[int],
         clock: Callable[[], int],
         states: StateGroup | None = None,
     ) -> None:
+        assert len(allocators) == len(windows) > 0
+        assert page_size > 0
         self.allocators = allocators
         self.windows = windows
+        self.page_size = page_size
         self.num_kept = num_kept
         self.clock = clock
         self.states = states
@@ -109,7 +122,7 @@ class NodeStore:
         self._epoch = 0  # of leases: how often the tree was cleared
         self.num_nodes = 0
         self.num_unlocked = 0
-        self.num_pages = [0] * len(windows)
+        self._num_pages = [0] * len(windows)
         self.leaves: EvictionQueue[Node] = EvictionQueue()
         self.loose: dict[int, EvictionQueue[Node]] = {g: EvictionQueue() for g in self.windowed}
 
@@ -118,6 +131,10 @@ class NodeStore:
         if namespace not in self.roots:
             self.roots[namespace] = Node(namespace, None, (), [None] * len(self.windows))
         return self.roots[namespace]
+
+    def num_pages(self, group: int) -> int:
+        """Pages of a group that belong to the tree."""
+        return self._num_pages[group]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, parents before children."""
@@ -130,8 +147,11 @@ class NodeStore:
 
     # -- leases ---------------------------------------------------------------------------------
 
-    def take(self, match: RestorePoint, priority: int) -> Lease:
-        """Protect what a match found; it must be fresh, and may be empty."""
+    def lock(self, match: RestorePoint, *, priority: int = 0) -> Lease:
+        """Protect what a match found until `unlock`. The match must be fresh, and may be empty.
+
+        Its pages are evicted after all pages of a lower priority, see `evict`.
+        """
         root = self.root(match.namespace)
         lease = Lease(
             root=root,
@@ -145,7 +165,7 @@ class NodeStore:
         cut = [match.cut] if match.cut else []
         for node in [root, *match.nodes, *cut]:
             assert node.alive, "the tree changed between match and lock"
-            self.lock(node)
+            self.lock_node(node)
         if match.snapshot is not None:
             self.hold_snapshot(match.snapshot)
         for group in self.windowed:
@@ -171,7 +191,10 @@ class NodeStore:
             self.unhold(node, group, now)
 
     def release_cut(self, lease: Lease) -> None:
-        """Stop protecting the cut page and the snapshot."""
+        """Stop protecting the cut page and the snapshot: copies of them are launched.
+
+        `unlock` does so too.
+        """
         cut, snapshot, now = lease.cut, lease.snapshot, self.clock()
         lease.cut = lease.snapshot = None
         if snapshot is not None:
@@ -181,9 +204,9 @@ class NodeStore:
         cut.raise_priority(lease.priority)
         for group in self.windowed:
             self.unhold(cut, group, now)
-        self.unlock(cut, now)
+        self.unlock_node(cut, now)
 
-    def end(self, lease: Lease) -> None:
+    def unlock(self, lease: Lease) -> None:
         """End a lease; what it protected counts as just used."""
         assert not lease.released
         lease.released = True
@@ -196,8 +219,8 @@ class NodeStore:
                 node.anchored[group] = True  # the next to go on from here needs it
                 self.unhold(node, group, now)
         for node in reversed(lease.nodes):
-            self.unlock(node, now)
-        self.unlock(lease.root, now)
+            self.unlock_node(node, now)
+        self.unlock_node(lease.root, now)
 
     def up_to_date(self, lease: Lease) -> bool:
         """Whether a lease was taken since the tree was cleared last."""
@@ -209,14 +232,14 @@ class NodeStore:
 
     # -- in use ---------------------------------------------------------------------------------
 
-    def lock(self, node: Node) -> None:
+    def lock_node(self, node: Node) -> None:
         """Count one more lease on a node."""
         node.locks += 1
         if node.locks == 1 and node.parent is not None:
             self.num_unlocked -= node.alive
             self.leaves.discard(node)
 
-    def unlock(self, node: Node, now: int) -> None:
+    def unlock_node(self, node: Node, now: int) -> None:
         """Count one lease less; `now` is the time of last use. Children before parents."""
         node.locks -= 1
         assert node.locks >= 0
@@ -258,7 +281,7 @@ class NodeStore:
             if snapshot.node.alive:
                 self.offer_snapshot(snapshot, now)
             else:
-                self.remove_snapshot(snapshot)
+                self.drop_snapshot(snapshot)
 
     def offer_snapshot(self, snapshot: Snapshot, now: int) -> None:
         """Put a snapshot that was just used among those that may be evicted."""
@@ -314,19 +337,19 @@ class NodeStore:
         node.locks = 1
         self.num_nodes += 1
         for group, page in enumerate(pages):
-            self.num_pages[group] += page is not None
+            self._num_pages[group] += page is not None
         return node
 
     def fill(self, node: Node, group: int, page: int) -> None:
         """Give a node a windowed page that it had lost."""
         assert node.pages[group] is None
         node.pages[group] = page
-        self.num_pages[group] += 1
+        self._num_pages[group] += 1
         for snapshot in node.snapshots.values():
             self.offer_snapshot(snapshot, snapshot.tick)
         self.offer_window(node, group, self.clock())
 
-    def add_snapshot(self, node: Node, offset: int) -> Snapshot:
+    def put_snapshot(self, node: Node, offset: int) -> Snapshot:
         """Add a snapshot after `offset` tokens of a node; there is room for it."""
         assert self.states is not None
         snapshot = Snapshot(node, offset, self.states.allocate(), self.clock())
@@ -334,7 +357,7 @@ class NodeStore:
         self.offer_snapshot(snapshot, snapshot.tick)
         return snapshot
 
-    def remove_snapshot(self, snapshot: Snapshot) -> None:
+    def drop_snapshot(self, snapshot: Snapshot) -> None:
         """Take a snapshot that no lease holds from its node."""
         assert self.states is not None
         assert not snapshot.holds
@@ -376,16 +399,16 @@ class NodeStore:
         """
         for node in nodes if groups is None else ():
             for snapshot in list(node.snapshots.values()):
-                self.remove_snapshot(snapshot)
+                self.drop_snapshot(snapshot)
         for group in range(len(self.windows)) if groups is None else groups:
             pages = [page for node in nodes if (page := node.pages[group]) is not None]
             for node in nodes:
                 node.pages[group] = None
-            self.num_pages[group] -= len(pages)
+            self._num_pages[group] -= len(pages)
             self.allocators[group].release(pages)
 
     def clear(self) -> None:
-        """Take out all nodes; pages in use are released by the last `unlock` or `unhold`.
+        """Take out all nodes: they are not found any more, and released when the last lease ends.
 
         Leases of before protect what they protected, and grow no more.
         """
@@ -400,7 +423,7 @@ class NodeStore:
             ]
             self.release([node], [group for group, users in enumerate(used) if not users])
             for snapshot in [s for s in node.snapshots.values() if not s.holds]:
-                self.remove_snapshot(snapshot)
+                self.drop_snapshot(snapshot)
         for root in self.roots.values():
             root.alive = False
         self.roots.clear()
@@ -414,7 +437,7 @@ class NodeStore:
     # -- checking -------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Assert that counts and queues agree with the nodes. Costs the size of the tree."""
+        """Assert all invariants. Costs the size of the tree."""
         nodes = list(self.nodes())
         assert self.num_nodes == len(nodes)
         assert self.num_unlocked == sum(not node.locks for node in nodes)
@@ -424,7 +447,7 @@ class NodeStore:
             assert loose.items() == free
         for group in range(len(self.windows)):
             pages = [page for node in nodes if (page := node.pages[group]) is not None]
-            assert len(pages) == len(set(pages)) <= self.num_pages[group]
+            assert len(pages) == len(set(pages)) <= self._num_pages[group]
         snapshots = [snapshot for node in nodes for snapshot in node.snapshots.values()]
         assert self.snapshots.items() == {s for s in snapshots if not s.holds}
         assert self.states is not None or not snapshots
@@ -439,7 +462,8 @@ class NodeStore:
             assert node.children or node.locks, "a namespace of nothing"
             return
         assert node.parent.children[node.tokens] is node
-        assert node.tokens
+        assert 0 < len(node.tokens) <= self.page_size
+        assert len(node.tokens) == self.page_size or not node.children
         for offset, snapshot in node.snapshots.items():
             assert snapshot.node is node
             assert snapshot.offset == offset <= len(node.tokens)

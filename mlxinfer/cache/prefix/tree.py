@@ -10,7 +10,17 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..pages import PageAllocator, PageTable, StateGroup
-from .node import Node, RestorePoint, Snapshot, StoredPage, TreeShape, find
+from .node import (
+    Coverage,
+    Node,
+    RestorePoint,
+    Snapshot,
+    StoredPage,
+    resume_point,
+    state_coverage,
+    window_coverage,
+    window_first,
+)
 from .store import Lease, NodeStore
 
 OnEvict = Callable[[list[StoredPage]], None]
@@ -38,19 +48,14 @@ class Duplicate:
     tree: int
 
 
-class PrefixTree:
+class PrefixTree(NodeStore):
     """Prefix cache over the pages of all layer groups.
 
     Args:
-        allocators: where the pages of each group come from and go back to.
-        windows: for each group how many positions a token sees (itself included), None for all.
-        page_size: tokens a page.
-        num_kept: for each group how many pages at the front its window never recycles (sinks);
-            none where left out.
-        clock: ever larger numbers, to order uses by.
+        allocators, windows, page_size, states: as of `NodeStore`.
+        num_kept, clock: likewise; by default no pages are kept, and uses are counted.
         on_evict: gets whole nodes that go, and snapshots that go alone, before they are released.
             The deepest of a path come first. Windowed pages that go alone are left out.
-        states: of the state layers; None: there are none.
     """
 
     def __init__(
@@ -64,20 +69,9 @@ class PrefixTree:
         on_evict: OnEvict | None = None,
         states: StateGroup | None = None,
     ) -> None:
-        assert len(allocators) == len(windows) > 0
-        assert page_size > 0
-        self.page_size = page_size
+        kept, clock = num_kept or [0] * len(windows), clock or itertools.count(1).__next__
+        super().__init__(allocators, windows, page_size, kept, clock, states)
         self.counters = PrefixCounters()
-        self._store = NodeStore(
-            allocators,
-            windows,
-            num_kept or [0] * len(windows),
-            clock or itertools.count(1).__next__,
-            states,
-        )
-        self._states = states
-        num_kept = self._store.num_kept
-        self._shape = TreeShape(windows, num_kept, page_size, has_states=states is not None)
         self._on_evict = on_evict
 
     # -- reading --------------------------------------------------------------------------------
@@ -92,6 +86,9 @@ class PrefixTree:
     ) -> RestorePoint:
         """The longest reusable prefix of at most `limit` tokens; locks, counts, changes nothing.
 
+        Whole pages are matched, then the child that agrees for longest; then it goes back to the
+        last position at which every group can resume.
+
         A prompt leaves its last token to be computed: the default limit is one less than its
         length. Costs the length of the prompt, whatever the tree holds.
 
@@ -102,48 +99,47 @@ class PrefixTree:
             alignment: of the number of tokens.
         """
         highest = len(token_ids) - 1 if limit is None else min(limit, len(token_ids))
-        return find(
-            self._store.roots.get(namespace),
-            namespace,
-            token_ids,
-            self._shape,
-            boundary=max(highest, 0),
-            alignment=alignment,
+        boundary, size = max(highest, 0), self.page_size
+        path, overlap = _walk(self.roots.get(namespace), token_ids, boundary, size)
+        whole = len(path) - (overlap > 0)
+        longest = whole * size + overlap
+        point = resume_point(longest, self._coverages(path), alignment)
+        number, inside = divmod(point, size)
+        last = path[number] if inside else path[number - 1] if number else None
+        first = [window_first(point, window, size) for window in self.windows]
+        return RestorePoint(
+            namespace=namespace,
+            num_tokens=point,
+            num_matched=longest,
+            nodes=path[:number],
+            path=path[:whole],
+            cut=path[number] if inside else None,
+            cut_tokens=inside,
+            snapshot=last.snapshots[inside or size] if self.states is not None and last else None,
+            first=[max(page, kept) for page, kept in zip(first, self.num_kept, strict=True)],
+            num_kept=list(self.num_kept),
+            page_size=size,
         )
 
-    @property
-    def num_nodes(self) -> int:
-        """Pages of tokens."""
-        return self._store.num_nodes
-
-    def num_pages(self, group: int) -> int:
-        """Pages of a group that belong to the tree."""
-        return self._store.num_pages[group]
+    def _coverages(self, path: Sequence[Node]) -> list[Coverage]:
+        """Where each group can resume; groups that keep all pages resume anywhere."""
+        found = [
+            window_coverage(path, group, window, self.num_kept[group], self.page_size)
+            for group, window in enumerate(self.windows)
+            if window is not None
+        ]
+        return found if self.states is None else [*found, state_coverage(path)]
 
     def num_evictable(self, group: int) -> int:
         """Pages of a group that `evict` could free now."""
-        loose = self._store.loose.get(group)
-        return self._store.num_unlocked if loose is None else len(loose)
+        loose = self.loose.get(group)
+        return self.num_unlocked if loose is None else len(loose)
 
     def stored(self) -> Iterator[StoredPage]:
         """All pages, parents before children. The tree must not change meanwhile."""
-        return map(StoredPage, self._store.nodes())
-
-    def check(self) -> None:
-        """Assert all invariants. Costs the size of the tree."""
-        self._store.check()
-        for node in self._store.nodes():
-            assert len(node.tokens) <= self.page_size
-            assert len(node.tokens) == self.page_size or not node.children
+        return map(StoredPage, self.nodes())
 
     # -- leases ---------------------------------------------------------------------------------
-
-    def lock(self, match: RestorePoint, *, priority: int = 0) -> Lease:
-        """Protect what a match found until `unlock`. The match must be fresh, and may be empty.
-
-        Its pages are evicted after all pages of a lower priority, see `evict`.
-        """
-        return self._store.take(match, priority)
 
     def count(self, match: RestorePoint) -> None:
         """Count a match that is made use of; one may be locked in vain."""
@@ -158,22 +154,7 @@ class PrefixTree:
         whole = replace(
             point, nodes=point.path, cut=None, snapshot=None, first=list(point.num_kept)
         )
-        return self._store.take(whole, 0)
-
-    def unlock(self, lease: Lease) -> None:
-        """End a lease; what it protected counts as just used."""
-        self._store.end(lease)
-
-    def release_cut(self, lease: Lease) -> None:
-        """Stop protecting the cut page and the snapshot: copies of them are launched.
-
-        `unlock` does so too.
-        """
-        self._store.release_cut(lease)
-
-    def trim(self, lease: Lease, group: int, first: int) -> None:
-        """A window moved on: the lease needs no page of `group` before page number `first`."""
-        self._store.trim(lease, group, first)
+        return self.lock(whole)
 
     # -- growing --------------------------------------------------------------------------------
 
@@ -201,10 +182,10 @@ class PrefixTree:
             num_tokens: positions that have keys and values in pages, or will be once the steps
                 launched so far have run.
         """
-        for group in self._store.windowed:
+        for group in self.windowed:
             self.trim(lease, group, tables[group].first)
         duplicates: list[Duplicate] = []
-        if not self._store.up_to_date(lease):
+        if not self.up_to_date(lease):
             return duplicates
         size = self.page_size
         for number in range(lease.num_pages, num_tokens // size):
@@ -212,12 +193,12 @@ class PrefixTree:
             own = [table.page_at(number) for table in tables]
             node = lease.tip.children.get(tokens)
             if node is None:
-                node = self._store.add(lease.tip, tokens, own, lease.priority)
+                node = self.add(lease.tip, tokens, own, lease.priority)
                 self.counters.nodes_inserted += 1
             else:
-                self._store.lock(node)
+                self.lock_node(node)
                 duplicates += self._merge(node, own)
-            self._store.grow(lease, node)
+            self.grow(lease, node)
         return duplicates
 
     def add_partial(
@@ -237,19 +218,19 @@ class PrefixTree:
             begins like it; the caller's page stays the caller's.
         """
         start = lease.num_pages * self.page_size
-        if not self._store.up_to_date(lease):
+        if not self.up_to_date(lease):
             return False
         assert num_tokens - start < self.page_size
         tokens = tuple(token_ids[start:num_tokens])
         if not tokens or lease.tip.covers(tokens):
             return False
         own = [table.page_at(lease.num_pages) for table in tables]
-        node = self._store.add(lease.tip, tokens, own, lease.priority)
+        node = self.add(lease.tip, tokens, own, lease.priority)
         self.counters.nodes_inserted += 1
         node.anchored = [True] * len(own)
-        for group in self._store.windowed:
-            self._store.offer_window(node, group, node.tick)
-        self._store.unlock(node, node.tick)
+        for group in self.windowed:
+            self.offer_window(node, group, node.tick)
+        self.unlock_node(node, node.tick)
         return True
 
     def add_snapshot(
@@ -262,25 +243,25 @@ class PrefixTree:
         Returns:
             None: the tree has one there already, does not have the tokens, or has no room.
         """
-        node, start = self._store.roots.get(namespace), 0
+        node, start = self.roots.get(namespace), 0
         while node is not None and num_tokens - start > self.page_size:
             node = node.children.get(tuple(token_ids[start : start + self.page_size]))
             start += self.page_size
         tokens = tuple(token_ids[start:num_tokens])
         child, overlap = node.closest(tokens) if node is not None else (None, 0)
-        if child is None or overlap < len(tokens) or self._states is None:
+        if child is None or overlap < len(tokens) or self.states is None:
             return None
         if len(tokens) in child.snapshots:
-            self._store.offer_snapshot(child.snapshots[len(tokens)], self._store.clock())
+            self.offer_snapshot(child.snapshots[len(tokens)], self.clock())
             return None
-        if not self._states.has_room and not self.evict_snapshot():
+        if not self.states.has_room and not self.evict_snapshot():
             return None
-        return self._store.add_snapshot(child, len(tokens))
+        return self.put_snapshot(child, len(tokens))
 
     def remove_snapshot(self, snapshot: Snapshot) -> None:
         """Give up a snapshot that another one replaces, unless a lease holds it or it is gone."""
         if snapshot.node.snapshots.get(snapshot.offset) is snapshot and not snapshot.holds:
-            self._store.remove_snapshot(snapshot)
+            self.drop_snapshot(snapshot)
 
     def insert(
         self, namespace: Hashable, token_ids: Sequence[int], tables: Sequence[PageTable]
@@ -299,7 +280,7 @@ class PrefixTree:
             if page is None:
                 continue
             if had is None:
-                self._store.fill(node, group, page)
+                self.fill(node, group, page)
             else:
                 assert had != page, "handed over twice"
                 duplicates.append(Duplicate(group, node.number, page, had))
@@ -315,37 +296,52 @@ class PrefixTree:
         at, and among each of these lowest priority first; they leave their node in place, unless it
         is a leaf of no lease.
         """
-        queue = self._store.loose.get(group, self._store.leaves)
+        queue = self.loose.get(group, self.leaves)
         gone: list[Node] = []
         freed = 0
         while freed < num_pages and (node := queue.pop()) is not None:
             freed += 1
             if node.evictable:
-                gone += self._store.remove(node)
+                gone += self.remove(node)
             else:
-                self._store.release([node], [group])
-                self._store.strand(node, group)
+                self.release([node], [group])
+                self.strand(node, group)
                 self.counters.windows_dropped += 1
         self.counters.nodes_evicted += len(gone)
         try:
             if self._on_evict is not None and gone:
                 self._on_evict([StoredPage(node) for node in gone])
         finally:
-            self._store.release(gone)
+            self.release(gone)
         return freed
 
     def evict_snapshot(self) -> bool:
         """Give up the snapshot that is least worth keeping; False: leases hold all of them."""
-        snapshot = self._store.snapshots.pop()
+        snapshot = self.snapshots.pop()
         if snapshot is None:
             return False
         try:
             if self._on_evict is not None:
                 self._on_evict([StoredPage(snapshot.node, alone=snapshot)])
         finally:
-            self._store.remove_snapshot(snapshot)
+            self.drop_snapshot(snapshot)
         return True
 
-    def clear(self) -> None:
-        """Drop all nodes; pages under a lease are not found any more, and released when it ends."""
-        self._store.clear()
+
+def _walk(
+    root: Node | None, token_ids: Sequence[int], boundary: int, page_size: int
+) -> tuple[list[Node], int]:
+    """The pages that agree with the prompt; and of the last, if it is cut, how many tokens."""
+    path: list[Node] = []
+    node, overlap = root, 0
+    while node is not None:
+        start = len(path) * page_size
+        tokens = tuple(token_ids[start : min(start + page_size, boundary)])
+        child = node.children.get(tokens) if len(tokens) == page_size else None
+        if child is None:
+            child, overlap = node.closest(tokens)
+            path += [child] if child else []
+            break
+        path.append(child)
+        node = child
+    return path, overlap

@@ -37,7 +37,6 @@ from ...layers.ranks import (
     Sums,
 )
 from ...layers.step import Layer
-from ..decoder import keeping
 from ..language import arrays
 from ..quantization import QuantFormat, Quantization, format_of_shapes
 from .matrix import StoredMatrix, combined, fused
@@ -464,7 +463,7 @@ class Weights:
         try:
             layer = build(index)
             if not is_here:
-                return AbsentLayer(keeping(layer.mixer))
+                return AbsentLayer(layer.mixers)
             self.evaluate(list(arrays(layer)))
             return layer
         finally:

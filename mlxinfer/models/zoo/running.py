@@ -440,10 +440,11 @@ class AloneModel:
         """One step over T tokens of any sequences: ids (T,) -> (T, width)."""
         assert step.taps is None, "mlx-lm's definitions give no hidden states"
         outputs = []
-        for part in step.caches[self].parts:
-            if part.cache is None:
-                part.cache = Kept(self.definition.own_caches())
-            outputs.append(self.definition.hidden(ids[part.rows][None], part.cache.caches)[0])
+        own = step.caches[self]
+        for rows, slot in own.parts:
+            if slot not in own.caches:
+                own.caches[slot] = Kept(self.definition.own_caches())
+            outputs.append(self.definition.hidden(ids[rows][None], own.caches[slot].caches)[0])
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def logits(self, hidden: mx.array, adapters: Rows | None = None) -> mx.array:

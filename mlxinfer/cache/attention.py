@@ -1,7 +1,9 @@
-"""The attention backend in MLX's own operations: the path without Metal kernels, and their twin.
+"""Attention of a step over pages and tails: through Metal kernels as far as they are ready.
 
-Short segments are gathered: their pages and tails become one padded array. Prefill chunks read
-pages alone, at once where MLX's attention is fused, else in blocks.
+`AttentionBackend` is the one place that chooses, step by step, since kernels become ready while the
+engine runs. Everything else is done in MLX's own operations: short segments are gathered, so that
+their pages and tails become one padded array; prefill chunks read pages alone, at once where MLX's
+attention is fused, else in blocks.
 
 B = segments, Q = tokens of each (padded), R = 2 * page_size, the ring of a tail, n = query tokens
 of a chunk, H = KV heads, S = keys that a chunk reads, V = value dim.
@@ -14,7 +16,7 @@ with the context. Over several blocks of keys the softmax runs on: FlashAttentio
 arXiv:2307.08691.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,10 +24,18 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..metal_kernels.attention_plan import Numbers, joined
-from ..metal_kernels.paged_attention import Softmax, capped, gathered_attention
+from ..metal_kernels.attention_plan import (
+    AttentionPlan,
+    AttentionPlanner,
+    Numbers,
+    joined,
+    page_table,
+    tile_sizes,
+)
+from ..metal_kernels.paged_attention import AttentionCall, Softmax, capped, gathered_attention
+from ..metal_kernels.variants import ReadyFor
 from .inputs import Ints, QuerySegment, Segments, StepMetadata, ints
-from .paged import PagedLayer, Part, Prepared, Runs, TailPlace
+from .paged import AttentionPart, PagedLayer, Prepared, Runs, TailPlace
 from .pages import AttentionWindow, PageGroup
 
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
@@ -39,20 +49,26 @@ KeysValues = tuple[mx.array, mx.array]
 Read = Callable[[int, int, mx.array | None], KeysValues]  # keys from, to; not before this is there
 
 
-class PlainAttention:
-    """Attention in MLX's own operations.
+class AttentionBackend:
+    """Attention of a layer group: through kernels as far as they are ready, else in plain MLX.
 
     Args:
-        token_bytes: of a token's keys and values in one layer, as they are attended to.
+        token_bytes: of a token's keys and values in one layer, as plain MLX attends to them.
+        ready: of all layers of the group; asked in each step, since kernels may become ready later.
+        tiles: some layer has a kernel for prefill chunks, over pages alone.
     """
 
-    def __init__(self, token_bytes: int) -> None:
+    def __init__(
+        self, token_bytes: int, ready: Sequence[ReadyFor] = (), *, tiles: bool = False
+    ) -> None:
         self._token_bytes = token_bytes
+        self._ready = ready
+        self._tiles = tiles
 
     def prepare(
         self, metadata: StepMetadata, group: PageGroup, number: int, place: TailPlace
     ) -> Prepared:
-        """Prepare one step of a layer group.
+        """Prepare one step.
 
         Args:
             metadata: of the step.
@@ -60,44 +76,159 @@ class PlainAttention:
             number: which of the page tables is the group's.
             place: where tokens go in tails.
         """
-        short = [
-            part
-            for segments in metadata.short
-            for part in self.short_parts(segments, metadata, group, number)
-        ]
-        return Prepared(metadata, number, place, short, chunks_of(metadata, group, number))
+        short: list[tuple[Ints, AttentionPart]] = []
+        for segments in metadata.short:
+            if self._has_kernel(segments, metadata):
+                short.append(kernel_part(segments, metadata, group, number))
+            else:
+                short += short_parts(segments, metadata, group, number, self._token_bytes)
+        chunks, tiles = chunks_of(metadata, group, number), None
+        if self._tiles and chunks and all(chunk.spans is None for chunk in chunks):
+            tiles = tiled_part(metadata.long, group, number)
+        return Prepared(metadata, number, place, short, chunks, tiles)
 
-    def short_parts(
-        self, segments: Segments, metadata: StepMetadata, group: PageGroup, number: int
-    ) -> list[tuple[Ints, Part]]:
-        """Short segments in parts of like length: their rows, and how they attend."""
-        blocks = self._blocks(segments, group, number)
-        if len(blocks) == 1:
-            return [gathered_part(segments, metadata, group, number)]
-        parts = segments.memoised(
-            ("parts", *[block.tobytes() for block in blocks]),
-            lambda: [segments.some(block) for block in blocks],
+    def _has_kernel(self, segments: Segments, metadata: StepMetadata) -> bool:
+        """Whether all layers have a kernel for short segments."""
+        if metadata.spans_of(int(segments.rows[0]), segments.num_tokens) is not None:
+            return False
+        answers = [ready(segments.width) for ready in self._ready]  # asks them all
+        return len(answers) > 0 and all(answers)
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+class OnMetal:
+    """Rows of a step that attend together through a kernel: one dispatch, two where they are split.
+
+    Layers of the same sizes share the plan and the launches.
+
+    Args:
+        rows: of the step's flat list; None: all.
+        segments: of these rows, one after another.
+        group: of the layers.
+        number: which of the page tables is the group's.
+        tiles: prefill chunks, which are written to pages before they attend.
+    """
+
+    __slots__ = ("_calls", "_group", "_number", "_plans", "_segments", "_tiles", "rows")
+
+    def __init__(
+        self,
+        rows: slice | None,
+        segments: Segments,
+        group: PageGroup,
+        number: int,
+        *,
+        tiles: bool = False,
+    ) -> None:
+        self.rows = rows
+        self._segments, self._group, self._number, self._tiles = segments, group, number, tiles
+        self._calls: dict[Hashable, AttentionCall] = {}
+        self._plans: dict[tuple[int, ...], AttentionPlan] = {}
+
+    def attend(self, layer: PagedLayer, queries: mx.array, softmax: Softmax) -> mx.array:
+        """Queries (N, heads, D) -> what they see, (N, heads * V)."""
+        has_sinks = softmax.sinks is not None
+        sizes = layer.form, queries.shape, softmax.scale, has_sinks, softmax.soft_cap
+        call = self._calls.get(sizes)
+        if call is None:
+            call = self._calls[sizes] = layer.kernel(queries, self._plan(layer, queries), softmax)
+        return call(queries, layer.kernel_arrays(), softmax.sinks)[0]
+
+    def _plan(self, layer: PagedLayer, queries: mx.array) -> AttentionPlan:
+        """The plan for a layer and its queries."""
+        segments, (_, num_heads, dim) = self._segments, queries.shape
+        if self._tiles:
+            kv_heads = len(layer.keys.pages[0])
+            sizes = tile_sizes(num_heads, kv_heads, dim, layer.values.dim)
+        else:
+            sizes = {"kv_heads": layer.plan_heads(num_heads, segments.width)}
+        key = tuple(sizes.values())
+        if key not in self._plans:
+            planner = segments.memoised(("plan", self._number, key), lambda: self._planner(sizes))
+            self._plans[key] = planner(segments.starts, self._pages())
+        return self._plans[key]
+
+    def _planner(self, sizes: dict[str, int]) -> AttentionPlanner:
+        segments, group = self._segments, self._group
+        return AttentionPlanner(
+            counts=segments.counts,
+            sealed=segments.sealed,
+            slots=segments.slots,
+            page_size=group.page_size,
+            window=group.window.size,
+            sinks=group.window.sinks,
+            **sizes,
         )
-        together = [
-            some.at(segments.starts[block]) for some, block in zip(parts, blocks, strict=True)
-        ]
-        return [gathered_part(some, metadata, group, number) for some in together]
 
-    def _blocks(self, segments: Segments, group: PageGroup, number: int) -> list[NDArray[np.int64]]:
-        """Which of the segments are gathered together."""
-
-        def blocks() -> list[NDArray[np.int64]]:
-            pages = num_visible(segments, group.window, group.page_size)
-            return gather_blocks(pages, BLOCK_BYTES // (self._token_bytes * group.page_size))
-
-        if group.window.size is None:  # all sealed pages are seen
-            return segments.memoised(("blocks", number), blocks)
-        return blocks()
+    def _pages(self) -> mx.array:
+        """The page table; one without a window does not change while the segments do not."""
+        segments, number = self._segments, self._number
+        if self._group.window.size is not None:
+            return page_table(segments.sealed_pages(number))
+        return segments.memoised(
+            ("pages", number), lambda: page_table(segments.sealed_pages(number))
+        )
 
 
-def chunks_of(metadata: StepMetadata, group: PageGroup, number: int) -> list["Chunk"]:
-    """The prefill chunks of a step."""
-    return [Chunk.of(segment, metadata, group.window, number) for segment in metadata.long]
+def kernel_part(
+    short: Segments, metadata: StepMetadata, group: PageGroup, number: int
+) -> tuple[Ints, OnMetal]:
+    """The rows of short segments, and how they attend together."""
+    count, first = short.num_tokens, int(short.rows[0])
+    rows = short.memoised("flat rows", lambda: first + np.arange(count, dtype=np.int32))
+    own = None if count == len(metadata.positions) else slice(first, first + count)
+    return rows, OnMetal(own, short, group, number)
+
+
+def tiled_part(long: Sequence[QuerySegment], group: PageGroup, number: int) -> OnMetal:
+    """Prefill chunks, one after another in the flat list, attend in tiles, over pages."""
+    some, size = Segments.of(long), group.page_size
+    stops = some.starts + some.counts
+    some = some.sealed_to(-(-stops // size) * size)  # they are written before they attend
+    rows = slice(long[0].row, long[-1].row + long[-1].num_tokens)
+    return OnMetal(rows, some, group, number, tiles=True)
+
+
+# -- short segments in plain MLX -------------------------------------------------------------------
+
+
+def short_parts(
+    segments: Segments, metadata: StepMetadata, group: PageGroup, number: int, token_bytes: int
+) -> list[tuple[Ints, AttentionPart]]:
+    """Short segments in parts of like length: their rows, and how they attend.
+
+    Args:
+        segments: of the step.
+        metadata: of the step.
+        group: of the layers.
+        number: which of the page tables is the group's.
+        token_bytes: of a token's keys and values in one layer, as they are attended to.
+    """
+    blocks = _blocks(segments, group, number, token_bytes)
+    if len(blocks) == 1:
+        return [gathered_part(segments, metadata, group, number)]
+    parts = segments.memoised(
+        ("parts", *[block.tobytes() for block in blocks]),
+        lambda: [segments.some(block) for block in blocks],
+    )
+    together = [some.at(segments.starts[block]) for some, block in zip(parts, blocks, strict=True)]
+    return [gathered_part(some, metadata, group, number) for some in together]
+
+
+def _blocks(
+    segments: Segments, group: PageGroup, number: int, token_bytes: int
+) -> list[NDArray[np.int64]]:
+    """Which of the segments are gathered together."""
+
+    def blocks() -> list[NDArray[np.int64]]:
+        pages = num_visible(segments, group.window, group.page_size)
+        return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))
+
+    if group.window.size is None:  # all sealed pages are seen
+        return segments.memoised(("blocks", number), blocks)
+    return blocks()
 
 
 def num_visible(short: Segments, window: AttentionWindow, page_size: int) -> Ints:
@@ -133,9 +264,6 @@ def gather_blocks(num_pages: Ints, most: int) -> list[NDArray[np.int64]]:
             blocks.append([place])
             shortest = count
     return [np.array(sorted(block)) for block in blocks]
-
-
-# -- short segments -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +449,12 @@ def _padded(rows: Sequence[Numbers]) -> tuple[Ints, NDArray[np.bool_]]:
     return entries[first[:, None] + np.minimum(places, last)], places <= last
 
 
-# -- prefill chunks -------------------------------------------------------------------------------
+# -- prefill chunks in plain MLX -------------------------------------------------------------------
+
+
+def chunks_of(metadata: StepMetadata, group: PageGroup, number: int) -> list["Chunk"]:
+    """The prefill chunks of a step."""
+    return [Chunk.of(segment, metadata, group.window, number) for segment in metadata.long]
 
 
 Block = tuple[slice, slice, mx.array | str]

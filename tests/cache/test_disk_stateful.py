@@ -195,7 +195,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(number=which)
     def put(self, number: int) -> None:
-        assert self.store.put(ENTRIES[number])
+        assert self.store.write_entry(ENTRIES[number])
         assert self.check_get(self.store, number)
         if self.other is None:
             sizes = [len(inode.data) for path, inode in self.disk.files.items() if ".kv" in path]
@@ -204,7 +204,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(number=which, at=st.integers(1, 12), code=codes)
     def put_on_a_failing_disk(self, number: int, at: int, code: int) -> None:
         self.disk.plan = {self.disk.num_operations + at: code}
-        self.store.put(ENTRIES[number])
+        self.store.write_entry(ENTRIES[number])
         self.check_get(self.store, number)
         self.store.sync()
         self.disk.plan = {}
@@ -232,14 +232,14 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(number=which)
     def put_by_another_process(self, number: int) -> None:
         self.other = self.other or self.open()
-        self.other.put(ENTRIES[number])
+        self.other.write_entry(ENTRIES[number])
         self.check_get(self.other, number)
 
     @rule(at=st.integers(1, 25), number=which, seed=st.integers(0, 999), lying=st.booleans())
     def lose_power(self, at: int, number: int, seed: int, lying: bool) -> None:
         self.disk.plan = {self.disk.num_operations + at: None}
         try:
-            self.store.put(ENTRIES[number])
+            self.store.write_entry(ENTRIES[number])
             self.store.sync()
         except PowerCut:
             pass

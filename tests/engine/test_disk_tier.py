@@ -216,7 +216,7 @@ class FullDisk(Files):
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     harness = on_disk(tmp_path, num_pages=9)
     assert harness.loop.store is not None
-    harness.loop.store.tier._store._files = FullDisk()  # type: ignore[attr-defined]
+    harness.loop.store.tier._files = FullDisk()  # type: ignore[attr-defined]
     for seed in (0, 1, 0, 1):
         ids = prompt(120, seed)
         assert answer(harness, ids).token_ids == plain("qwen3-v4", ids)

@@ -116,7 +116,7 @@ class DiskStore:
             return replace(self._stats, num_entries=len(self._sizes), num_bytes=self._num_bytes)
 
     def remove(self, key: bytes) -> None:
-        """Remove the entry of a key, if it is there."""
+        """Remove the entry of a key, if it is on the disk."""
         path = self._path(key)
         with self._errors_counted():
             self._remove(path)
@@ -154,7 +154,7 @@ class DiskStore:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def put(self, entry: Entry) -> bool:
+    def write_entry(self, entry: Entry) -> bool:
         """Write an entry, removing the longest unused for room; whether it is there now."""
         size = entry.num_bytes
         if size > self.max_bytes:
@@ -274,7 +274,7 @@ class DiskStore:
                 setattr(self._stats, name, getattr(self._stats, name) + count)
 
 
-class DiskTier:
+class DiskTier(DiskStore):
     """A store of prefix pages that never makes its caller wait for a write.
 
     Args:
@@ -296,10 +296,8 @@ class DiskTier:
         files: Files | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        super().__init__(root, namespace, max_bytes=max_bytes, files=files, clock_ns=clock_ns)
         self.namespace = namespace
-        self._store = DiskStore(
-            root, namespace, max_bytes=max_bytes, files=files, clock_ns=clock_ns
-        )
         self._max_pending_bytes = max_pending_bytes
         self._pending: OrderedDict[bytes, Entry] = OrderedDict()  # until they are written
         self._num_pending_bytes = 0
@@ -333,19 +331,19 @@ class DiskTier:
                 self._pending[key] = entry
                 self._changed.notify_all()
                 return True
-        self._store.count_dropped()
+        self.count_dropped()
         return False
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, read now; None: not there, or broken."""
-        return self._waiting(key) or self._store.get(key)
+        return self._waiting(key) or super().get(key)
 
     def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
         """The entries of a prompt's `chain_keys` from the first on, up to the first miss."""
         entries: list[Entry] = []
         while rest := keys[len(entries) :]:
             waiting = self._waiting(rest[0])
-            found = [waiting] if waiting else self._store.get_chain(rest)
+            found = [waiting] if waiting else super().get_chain(rest)
             if not found:
                 break
             entries += found
@@ -353,15 +351,7 @@ class DiskTier:
 
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry; it may yet prove broken."""
-        return self._waiting(key) is not None or self._store.contains(key)
-
-    def remove(self, key: bytes) -> None:
-        """Remove an entry that is of no use; one that waits to be written stays."""
-        self._store.remove(key)
-
-    def stats(self) -> DiskStats:
-        """Entries on disk, and counts."""
-        return self._store.stats()
+        return self._waiting(key) is not None or super().contains(key)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was put is on the disk; whether it is."""
@@ -383,9 +373,9 @@ class DiskTier:
         """The writer's thread. Should a bug end it, no caller is left waiting."""
         try:
             while (entry := self._next()) is not None:
-                self._store.put(entry)
+                self.write_entry(entry)
                 if len(self._pending) == 1:
-                    self._store.sync()
+                    self.sync()
                 self._done(entry)
         finally:
             with self._changed:

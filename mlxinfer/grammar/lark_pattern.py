@@ -89,28 +89,17 @@ class _Grammar:
         return found
 
     def _read_rules(self) -> None:
-        tokens, at = self._tokens, 0
-        while at < len(tokens):
-            kind, text = tokens[at]
-            start = at
-            at += 1
-            while at < len(tokens) and tokens[at][0] != "directive" and not self._defines(at):
-                at += 1
+        tokens, count = self._tokens, len(self._tokens)
+        starts = [i for i in range(count) if tokens[i][0] == "directive" or self._defines(i)]
+        if tokens and starts[:1] != [0]:
+            raise NotRegularError(f"a definition was expected at {tokens[0][1][:20]!r}")
+        for start, stop in zip(starts, [*starts[1:], count], strict=False):
+            kind, text = tokens[start]
             if kind == "directive":
-                self._import(text, [text for _, text in tokens[start + 1 : at]])
-            elif self._defines(start):
-                body = (
-                    start
-                    + 1
-                    + next(
-                        i
-                        for i, token in enumerate(tokens[start + 1 : at])
-                        if token == ("sign", ":")
-                    )
-                )
-                self._rules[text.lstrip("?!")] = tokens[body + 1 : at]
+                self._import(text, [word for _, word in tokens[start + 1 : stop]])
             else:
-                raise NotRegularError(f"a definition was expected at {text[:20]!r}")
+                body = tokens.index(("sign", ":"), start) + 1
+                self._rules[text.lstrip("?!")] = tokens[body:stop]
 
     def _defines(self, at: int) -> bool:
         """Whether a definition begins here: `name:` or `name.2:`."""

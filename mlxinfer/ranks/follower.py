@@ -227,9 +227,13 @@ class Follower:
         self._in_flight = None
         self._say(messages.ready(cache))
 
+    @property
+    def _running(self) -> Forward:
+        assert self._forward is not None, "a cache is made before steps come"
+        return self._forward
+
     def _step(self, message: StepMessage) -> None:
-        forward, before = self._forward, self._in_flight
-        assert forward is not None
+        forward, before = self._running, self._in_flight
         step = self._reader.step(message, self._disk.take_held())
         self._extend(message.extents)
         if message.checked:
@@ -244,49 +248,42 @@ class Follower:
 
     def _commit(self, num_kept: dict[int, int]) -> None:
         """Keep so many tokens of a step with proposals, see `KVCache.commit`."""
-        assert self._forward is not None
-        self._forward.cache.commit(num_kept)
+        self._running.cache.commit(num_kept)
 
     def _reset(self) -> None:
         """Forget what is in the cache."""
-        assert self._forward is not None
         self._in_flight = None
-        self._forward.cache.reset()
+        self._running.cache.reset()
         self._disk.take_held()
 
     def _extend(self, extents: Sequence[int]) -> None:
         """Pages of each layer group that are handed out."""
-        assert self._forward is not None
-        for group, extent in zip(self._forward.cache.groups, extents, strict=True):
+        for group, extent in zip(self._running.cache.groups, extents, strict=True):
             group.allocator.extent = extent
 
     def _work(self, message: WorkMessage) -> None:
-        assert self._forward is not None
         if self._in_flight is not None:
             self._in_flight.wait()
-        work, cache = self._reader.work(message, self._disk.take_held()), self._forward.cache
+        work, cache = self._reader.work(message, self._disk.take_held()), self._running.cache
         self._extend(message.extents)
         cache.make_room(work.num_slots)
         self._disk.put(cache.carry_out(work))
 
     def _fetch(self, number: int, places: list[tuple[int, bytes]]) -> None:
         """Read (group, key) for the next step; `DiskDone` answers this order's number."""
-        assert self._forward is not None
-        cache = self._forward.cache
+        cache = self._running.cache
         page_bytes = [group.page_bytes for group in cache.groups]
         page_bytes += [] if cache.state_group is None else [cache.state_group.num_bytes]
         self._say(messages.DiskDone(number, self._disk.fetch(places, page_bytes)))
 
     def _save(self, number: int, spills: list[Spill], timeout_s: float) -> None:
         """Store pages, and wait for the writes; `DiskDone` answers this order's number."""
-        assert self._forward is not None
-        self._disk.put(self._forward.cache.read_out(spills))
+        self._disk.put(self._running.cache.read_out(spills))
         self._say(messages.DiskDone(number, [] if self._disk.flush(timeout_s) else [0]))
 
     def _resize(self, num_pages: list[int]) -> None:
         """Each layer group may have so many pages: adapters take memory, or give it back."""
-        assert self._forward is not None
-        for group, count in zip(self._forward.cache.groups, num_pages, strict=True):
+        for group, count in zip(self._running.cache.groups, num_pages, strict=True):
             group.allocator.resize(count)
 
     def _release(self) -> None:

@@ -50,6 +50,11 @@ class Place:
         return self.backend == "ring"
 
 
+def _wrong(problem: str) -> InvalidRequestError:
+    """Return the error of a host file, or of an address."""
+    return InvalidRequestError(problem, param="hostfile")
+
+
 def local_place(size: int) -> Place:
     """Rank 0 of `size` ranks on this machine, at free ports."""
     ports = free_ports(size + 1)
@@ -84,19 +89,18 @@ def read_hosts(path: Path, rank: int | None) -> Place:
     try:
         hosts = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error}.", param="hostfile") from None
+        raise _wrong(f"{path} cannot be read: {error}.") from None
     if not isinstance(hosts, list) or len(hosts) < 2:
-        raise InvalidRequestError(f"{path} must be a list of two hosts or more.", param="hostfile")
+        raise _wrong(f"{path} must be a list of two hosts or more.")
     ring = [_addresses(host, i, str(path)) for i, host in enumerate(hosts)]
     every = [address for addresses in ring for address in addresses]
     if (twice := next((one for one in every if every.count(one) > 1), None)) is not None:
-        raise InvalidRequestError(f"{path} names {twice} twice.", param="hostfile")
+        raise _wrong(f"{path} names {twice} twice.")
     if rank is None:
         own = [i for i, addresses in enumerate(ring) if _is_here(addresses[0])]
         if len(own) != 1:
-            raise InvalidRequestError(
-                f"{path} has {len(own)} hosts with an address of this machine; say --rank.",
-                param="hostfile",
+            raise _wrong(
+                f"{path} has {len(own)} hosts with an address of this machine; say --rank."
             )
         (rank,) = own
     if not 0 <= rank < len(ring):
@@ -145,16 +149,14 @@ def require_private(address: str, where: str) -> None:
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
-        raise InvalidRequestError(
+        raise _wrong(
             f"{where} names {address!r}; expected an IPv4 address of one interface, so that it is "
-            "known which link is used.",
-            param="hostfile",
+            "known which link is used."
         ) from None
     if found.version != 4 or found.is_global or found.is_unspecified or found.is_multicast:
-        raise InvalidRequestError(
+        raise _wrong(
             f"{where} names {address}, which is not an IPv4 address of a private network. Ranks "
-            "talk without encryption: use the addresses of a link that only they share.",
-            param="hostfile",
+            "talk without encryption: use the addresses of a link that only they share."
         )
 
 
@@ -162,9 +164,7 @@ def _addresses(host: Any, rank: int, where: str) -> list[str]:
     """Addresses with ports of one host."""
     listed = host.get("ips") if isinstance(host, dict) else host
     if not isinstance(listed, list) or not listed or not all(isinstance(a, str) for a in listed):
-        raise InvalidRequestError(
-            f"Host {rank} of {where} has no list of addresses.", param="hostfile"
-        )
+        raise _wrong(f"Host {rank} of {where} has no list of addresses.")
     found = []
     for place, stated in enumerate(listed):
         address, port = _address(stated, where, RING_PORT + 8 * rank + place)
@@ -186,10 +186,7 @@ def _address(stated: str, where: str, default_port: int) -> tuple[str, int]:
         address, colon, port = stated, "", ""
     require_private(address, where)
     if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise InvalidRequestError(
-            f"{where} names {stated}; expected a port from 1 to 65,535 behind the colon.",
-            param="hostfile",
-        )
+        raise _wrong(f"{where} names {stated}; expected a port from 1 to 65,535 behind the colon.")
     return address, int(port) if colon else default_port
 
 

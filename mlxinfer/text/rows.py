@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from ..errors import ContextLengthError, InvalidRequestError
-from .tokenizer import (
-    NOT_TEXT,
-    Tokenizer,
-    TokenizerPanicError,
-    check_text,
-    exceeds_tokens,
-    panic_guard,
-)
+from .tokenizer import Tokenizer, check_text, encoding_failures, exceeds_tokens
 
 CHUNK_CHARS = 1 << 20  # of texts that are encoded together: encodings take far more than ids
 
@@ -154,18 +147,13 @@ def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[tokenizers.En
     found: list[tokenizers.Encoding] = []
     for text in texts:
         check_text(text)
-    try:
-        with panic_guard():
-            plain = tokenizer.literal_backend("")
-            if all(tokenizer.literal_backend(text) is plain for text in texts):
-                return list(plain.encode_batch(list(texts), add_special_tokens=False))
-            for text in texts:
-                backend = tokenizer.literal_backend(text)
-                found += backend.encode_batch([text], add_special_tokens=False)
-    except TypeError:  # a str that is not text: a lone surrogate
-        raise InvalidRequestError(NOT_TEXT) from None
-    except TokenizerPanicError as error:
-        raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+    with encoding_failures():
+        plain = tokenizer.literal_backend("")
+        if all(tokenizer.literal_backend(text) is plain for text in texts):
+            return list(plain.encode_batch(list(texts), add_special_tokens=False))
+        for text in texts:
+            backend = tokenizer.literal_backend(text)
+            found += backend.encode_batch([text], add_special_tokens=False)
     return found
 
 

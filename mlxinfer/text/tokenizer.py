@@ -58,6 +58,18 @@ def panic_guard() -> Iterator[None]:
         raise TokenizerPanicError(str(error)) from None
 
 
+@contextmanager
+def encoding_failures() -> Iterator[None]:
+    """Turn every failure of the library to encode a text into InvalidRequestError."""
+    try:
+        with panic_guard():
+            yield
+    except (TypeError, UnicodeEncodeError):  # a str that is not text: a lone surrogate
+        raise InvalidRequestError(NOT_TEXT) from None
+    except TokenizerPanicError as error:
+        raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+
+
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Return the folder's tokenizer, without truncation and padding.
 
@@ -160,16 +172,12 @@ def _growth(spec: dict[str, Any] | None) -> float:
 
 def encode_guarded(backend: tokenizers.Tokenizer, text: str, *, special: bool) -> list[int]:
     """Return the ids of a text; every failure of the library becomes InvalidRequestError."""
-    try:
-        with panic_guard():
-            if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` would hold the GIL
-                ids: list[int] = backend.encode_batch([text], add_special_tokens=special)[0].ids
-            else:
-                ids = backend.encode(text, add_special_tokens=special).ids
-    except TypeError:  # a str that is not text: a lone surrogate
-        raise InvalidRequestError(NOT_TEXT) from None
-    except TokenizerPanicError as error:
-        raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+    ids: list[int]
+    with encoding_failures():
+        if isinstance(text, str) and len(text) > LONG_TEXT:  # `encode` would hold the GIL
+            ids = backend.encode_batch([text], add_special_tokens=special)[0].ids
+        else:
+            ids = backend.encode(text, add_special_tokens=special).ids
     return ids
 
 
@@ -295,18 +303,13 @@ class Tokenizer:
         """Return the ids of `text` as text only: no added token is matched, special or not."""
         check_text(text)
         backend = self._backend
-        try:
-            with panic_guard():
-                if backend.normalizer is not None:
-                    text = backend.normalizer.normalize_str(text)
-                splits = [text]
-                if backend.pre_tokenizer is not None:
-                    splits = [s for s, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-                return [token.id for split in splits for token in backend.model.tokenize(split)]
-        except (TypeError, UnicodeEncodeError):
-            raise InvalidRequestError(NOT_TEXT) from None
-        except TokenizerPanicError as error:
-            raise InvalidRequestError(f"The tokenizer cannot encode this text: {error}") from None
+        with encoding_failures():
+            if backend.normalizer is not None:
+                text = backend.normalizer.normalize_str(text)
+            splits = [text]
+            if backend.pre_tokenizer is not None:
+                splits = [s for s, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+            return [token.id for split in splits for token in backend.model.tokenize(split)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids without a token are left out.

@@ -7,9 +7,10 @@ around calls are in `template_format.py`.
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from ...errors import InvalidRequestError
 from .format import CallWriter
@@ -40,19 +41,23 @@ _TYPE_WORDS = {  # the word for strings -> the words for the other JSON types
 }
 
 
-class CallCore(Protocol):
-    """The part of a call that has its name and its arguments."""
+class CallCore(ABC):
+    """The part of a call that has its name and its arguments.
+
+    Attributes:
+        starts: a pattern of the first character of a call that follows another without a mark;
+            "": a call could begin with any text.
+    """
+
+    __slots__ = ()
+    starts: ClassVar[str] = ""
 
     @property
     def texts(self) -> tuple[str, ...]:
         """The literal texts of a call."""
-        ...
+        return ()
 
-    @property
-    def starts(self) -> str:
-        """A pattern of the first character of a call that follows another without a mark."""
-        ...
-
+    @abstractmethod
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
     ) -> Parse[None]:
@@ -64,18 +69,17 @@ class CallCore(Protocol):
             bare: only a declared name distinguishes a call from text.
             opened: the first character has been read.
         """
-        ...
 
+    @abstractmethod
     def rule(self, lark: Lark, tools: Toolbox) -> str:
         """Return what matches one call."""
-        ...
 
 
 # -- JSON -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectCore:
+class ObjectCore(CallCore):
     """A JSON object with a member for the name and one for the arguments.
 
     Attributes:
@@ -84,19 +88,10 @@ class ObjectCore:
         arguments_key: the key of the arguments.
     """
 
+    starts: ClassVar[str] = "\\{"
     pattern: str
     name_key: str
     arguments_key: str
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Nothing: JSON has no marks."""
-        return ()
-
-    @property
-    def starts(self) -> str:
-        """The first character of the object."""
-        return "\\{"
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
@@ -219,7 +214,7 @@ def read_arguments(reader: TextReader, calls: CallWriter, name: str) -> Parse[No
 
 
 @dataclass(frozen=True, slots=True)
-class NamedCore:
+class NamedCore(CallCore):
     """A name, a text, and the arguments as a JSON object."""
 
     after_name: str
@@ -228,11 +223,6 @@ class NamedCore:
     def texts(self) -> tuple[str, ...]:
         """The text after the name."""
         return (self.after_name,)
-
-    @property
-    def starts(self) -> str:
-        """Nothing: a name could be any text."""
-        return ""
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
@@ -265,7 +255,7 @@ def _checked_name(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterCore:
+class ParameterCore(CallCore):
     """A name, then each parameter as a key and a value between marks.
 
     Attributes:
@@ -289,11 +279,6 @@ class ParameterCore:
     def texts(self) -> tuple[str, ...]:
         """All marks."""
         return (self.after_name, self.begin, *self.middle, self.end)
-
-    @property
-    def starts(self) -> str:
-        """Nothing: a name could be any text."""
-        return ""
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool
@@ -421,18 +406,10 @@ class _ParameterWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class PythonCore:
+class PythonCore(CallCore):
     """A call as Python writes it: f(a=1, b="x"). Positional arguments have no place in JSON."""
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Nothing: Python's syntax has no marks."""
-        return ()
-
-    @property
-    def starts(self) -> str:
-        """Its first character."""
-        return "[A-Za-z_]"
+    starts: ClassVar[str] = "[A-Za-z_]"
 
     def read(
         self, reader: TextReader, calls: CallWriter, *, bare: bool, opened: bool

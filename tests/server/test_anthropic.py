@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from live_server import LiveServer, chat, wait_until
+from live_server import LiveServer, wait_until
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
 from sdk_clients import CALLS, HELLO, NOW, WEATHER, anthropic_client, strictly
 
@@ -254,18 +254,6 @@ class ToolServer(LiveServer):
         wait_until(self.is_idle)
 
 
-def test_an_answer_in_a_form(demo: anthropic.Anthropic) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"age": {"type": "integer", "maximum": 9}},
-        "required": ["age"],
-        "additionalProperties": False,
-    }
-    form = {"format": {"type": "json_schema", "schema": schema}}
-    answer = ask(demo, extra_body={"output_config": form}, temperature=0)
-    assert set(json.loads(answer.content[0].text)) == {"age"}
-
-
 SEARCH: Any = {"type": "web_search_20250305", "name": "web_search"}
 SEARCHED: Any = [
     {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
@@ -332,32 +320,6 @@ def test_errors_have_the_librarys_classes(demo: anthropic.Anthropic) -> None:
     assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     with pytest.raises(anthropic.BadRequestError):
         ask(demo, max_tokens=0)
-
-
-def test_a_full_queue_is_overloaded() -> None:
-    with LiveServer(engine={"max_batch": 1}, max_waiting=1) as server:
-        long = chat("Count", ignore_eos=True, max_tokens=1800, n=2)
-        with server.stream("/v1/chat/completions", long):
-            wait_until(lambda: server.service.admission.num_waiting == 1)
-            answer = server.post("/v1/messages", {"messages": HELLO, "max_tokens": 5})
-        assert answer.status_code == 503
-        assert answer.json()["error"]["type"] == "overloaded_error"
-        assert "retry-after" in answer.headers
-
-
-LONG: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
-
-
-def test_an_interrupted_stream_ends_with_an_error_event() -> None:
-    form = {"output_config": {"format": {"type": "json_schema", "schema": LONG}}}
-    with LiveServer() as server, anthropic_client(server) as client:
-        events = iter(ask(client, max_tokens=1800, stream=True, extra_body=form))
-        while next(events).type != "content_block_delta":
-            pass
-        server.model.session.engine.close()
-        with pytest.raises(anthropic.APIStatusError) as caught:
-            list(events)
-    assert "overloaded_error" in str(caught.value.body)
 
 
 NAMES = ["one", "two", "three"]

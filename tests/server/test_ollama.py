@@ -3,7 +3,6 @@
 # every field of an answer of the SDK is optional:
 # mypy: no-strict-optional
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,15 +83,6 @@ def test_calls_and_thoughts(client: ollama.Client, scripted: ScriptedServer) -> 
     streamed = [call for part in parts for call in part.message.tool_calls or ()]
     assert [(c.function.name, c.function.arguments) for c in streamed] == CALLS
     assert "".join(part.message.thinking or "" for part in parts) == "hm"
-
-
-def test_a_form(demo: ollama.Client) -> None:
-    schema: Any = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
-    schema["additionalProperties"] = False
-    said = demo.chat("demo", HELLO, format=schema, options={"temperature": 0})
-    assert json.loads(said.message.content)["n"] in (1, 2)
-    said = demo.chat("demo", HELLO, format="json", options=GREEDY)
-    assert said.message.content.startswith("{")
 
 
 def test_log_probabilities(demo: ollama.Client) -> None:

@@ -250,12 +250,6 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("none")
 
 
-def test_what_is_not_there_is_a_clean_404(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.images.generate(model="demo", prompt="x")
-    assert caught.value.code == "not_found"
-
-
 def test_errors_have_the_librarys_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, messages=[{"role": "user", "content": "word " * 5000}])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxinfer.core import FinishReason, SamplingParams
-from mlxinfer.errors import InvalidRequestError, UnsupportedFieldError
+from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
 from mlxinfer.outputs import (
     CallStatus,
     Delta,
@@ -127,6 +127,32 @@ def test_sampling_fields_count_under_any_of_their_names(read: Read) -> None:
         params = read(**{field: value}).params
         assert getattr(params, name) == expected, field
         assert read(**{field: None}).params == read().params, field
+
+
+SCHEMA: Any = {"type": "object", "properties": {"age": {"type": "integer"}}}
+NAMED: Any = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+FORMS: list[tuple[Read, dict[str, Any]]] = [
+    (read_chat, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    (read_text, {"guided_json": SCHEMA}),
+    (read_response, {"text": {"format": NAMED}}),
+    (read_messages, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+]
+
+
+def test_every_api_has_a_field_for_the_form() -> None:
+    specs = {(read(**fields).constraint.main, read().constraint) for read, fields in FORMS}
+    assert len(specs) == 1
+
+
+def test_ollamas_form_is_a_schema_or_json() -> None:
+    for form in (SCHEMA, "json"):
+        body = ollama.ChatAsk(model="demo", messages=[], format=form)
+        assert body.input_fields(MODEL, body.sampling())["constraint"] is not None
+
+
+def test_a_busy_server_is_overloaded_in_anthropics_words() -> None:
+    found = json.loads(anthropic.ANTHROPIC.body(OverloadedError("full")))
+    assert found["error"] == {"type": "overloaded_error", "message": "full"}
 
 
 @pytest.mark.parametrize("read", READS)

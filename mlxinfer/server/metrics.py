@@ -9,7 +9,7 @@ import asyncio
 import time
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -119,36 +119,15 @@ MEMORY_GAUGES = {  # of the process: the same for every engine
 STATS_S = 1.0  # that an engine has to answer; without its stats the rest is still served
 
 
-class Histogram:
-    """Counts of values by upper bound, and their sum."""
-
-    __slots__ = ("_bounds", "_counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def cumulative(self) -> Iterable[tuple[str, int]]:
-        """Pairs of an upper bound and the number of values up to it, as Prometheus has them."""
-        names = [*map(str, self._bounds), "+Inf"]
-        return zip(names, accumulate(self._counts), strict=True)
-
-
-def _histograms() -> dict[str, Histogram]:
-    return {name: Histogram(bounds) for name, (_, bounds, _) in HISTOGRAMS.items()}
-
-
 @dataclass(slots=True)
 class RequestMetrics:
     """Counters and histograms of the requests of one model since the server started.
 
-    A request is one answer: a call with n=3 has three. `seen` has the histograms of HISTOGRAMS.
+    A request is one answer: a call with n=3 has three.
+
+    Attributes:
+        counts: of each histogram, the values up to each bound and above the one before it.
+        sums: of the values of each histogram.
     """
 
     num_waiting: int = 0  # submitted to the engine, without a token
@@ -158,7 +137,10 @@ class RequestMetrics:
     cached_tokens: int = 0  # of the prompts
     generation_tokens: int = 0
     finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    seen: dict[str, Histogram] = field(default_factory=_histograms)
+    counts: dict[str, list[int]] = field(
+        default_factory=lambda: {k: [0] * (len(b) + 1) for k, (_, b, _) in HISTOGRAMS.items()}
+    )
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(HISTOGRAMS, 0.0))
 
     @contextmanager
     def pooling(self, num_tokens: int) -> Iterator[None]:
@@ -180,7 +162,8 @@ class RequestMetrics:
     def observe(self, **values: float) -> None:
         """Count one value in each of these histograms."""
         for name, value in values.items():
-            self.seen[name].observe(value)
+            self.counts[name][bisect_left(HISTOGRAMS[name][1], value)] += 1
+            self.sums[name] += value
 
     def finish(self, reason: str, result: Result | None) -> None:
         """Count a request that has ended, with its times where it was answered."""
@@ -281,11 +264,13 @@ class ServerMetrics(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         by_model = self.request_metrics
-        for key, (name, _, text) in HISTOGRAMS.items():
+        for key, (name, bounds, text) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(name, text, labels=MODEL)
             for model, metrics in by_model.items():
-                seen = metrics.seen[key]
-                histogram.add_metric([model], list(seen.cumulative()), seen.sum)
+                pairs = zip(
+                    [*map(str, bounds), "+Inf"], accumulate(metrics.counts[key]), strict=True
+                )
+                histogram.add_metric([model], list(pairs), metrics.sums[key])
             yield histogram
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended.", labels=[*MODEL, "finished_reason"]

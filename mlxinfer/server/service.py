@@ -138,7 +138,7 @@ class Meter:
         self._last_token_s[index] = now_s
         metrics.generation_tokens += 1
         if before_s is not None:
-            metrics.seen["inter_token_s"].observe(now_s - before_s)
+            metrics.observe(inter_token_s=now_s - before_s)
             return
         request = self._answers[index].request
         metrics.num_waiting -= 1

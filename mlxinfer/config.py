@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .core import check_count, check_switch
-from .errors import InvalidRequestError, shown
+from .core import MAX_COUNT, check_switch
+from .errors import InvalidRequestError, check_int, shown
 
 KV_BITS = (4, 8)
 
@@ -27,8 +27,8 @@ class KVOptions:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            check_count("kv_window", self.window, 1)
-        check_count("kv_sinks", self.sinks, 0)
+            check_int("kv_window", self.window, low=1, high=MAX_COUNT)
+        check_int("kv_sinks", self.sinks, low=0, high=MAX_COUNT)
         check_switch("kv_plain_ends", self.plain_ends)
         check_switch("kv_plain_windows", self.plain_windows)
         if self.sinks and self.window is None:

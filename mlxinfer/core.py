@@ -431,15 +431,6 @@ def check_token_ids(ids: Iterable[object], vocab_size: int, *, param: str) -> No
             )
 
 
-def check_count(name: str, value: object, low: int) -> None:
-    """Raise InvalidRequestError unless an argument is an integer in [low, MAX_COUNT]."""
-    if type(value) is not int or not low <= value <= MAX_COUNT:
-        raise InvalidRequestError(
-            f"{name} is {shown(value)}; expected a whole number from {low} to {MAX_COUNT:,}.",
-            param=name,
-        )
-
-
 def check_switch(name: str, value: object) -> None:
     """Raise InvalidRequestError unless an argument is a bool: "false" would be true."""
     if type(value) is not bool:

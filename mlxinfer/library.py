@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .convert.report import ConversionReport
 
 
-class Models(list[hub.LocalModel]):
+class LocalModels(list[hub.LocalModel]):
     """Models on this disk; notebooks show them as a table."""
 
     def _repr_html_(self) -> str:
@@ -33,9 +33,9 @@ class Models(list[hub.LocalModel]):
         return card(html_table(rows, header=("model", "size", "state")))
 
 
-def list_models() -> Models:
+def list_models() -> LocalModels:
     """The bundled models and those in the hub's cache, complete or not."""
-    return Models(hub.list_models())
+    return LocalModels(hub.list_models())
 
 
 def pull(name: str, *, progress: bool | None = None) -> Path:

@@ -170,7 +170,7 @@ def check_setting(key: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CommandReply:
     """The work that a command leaves to the chat's loop."""
 
     text: str = ""  # show it
@@ -179,7 +179,7 @@ class Reply:
     quit: bool = False
 
 
-Run = Callable[[ChatSession, str], Reply]
+Run = Callable[[ChatSession, str], CommandReply]
 
 
 def is_command(line: str) -> bool:
@@ -187,7 +187,7 @@ def is_command(line: str) -> bool:
     return line.startswith("/") and not line.startswith("//")
 
 
-def run_command(session: ChatSession, line: str) -> Reply:
+def run_command(session: ChatSession, line: str) -> CommandReply:
     """Run the command of a line.
 
     Raises:
@@ -202,50 +202,50 @@ def run_command(session: ChatSession, line: str) -> Reply:
     return COMMANDS[name][1](session, argument.strip())
 
 
-def _help(_: ChatSession, __: str) -> Reply:
+def _help(_: ChatSession, __: str) -> CommandReply:
     rows = [(f"/{name} {usage}".rstrip(), text) for name, (usage, _, text) in COMMANDS.items()]
     keys = "End a line with \\ (or press Alt-Enter) to go on in the next. Ctrl-C stops an answer."
     texts = "A message that begins with / is written with two: //tmp is a folder."
-    return Reply(f"{table(rows)}\n\n{keys}\n{texts}")
+    return CommandReply(f"{table(rows)}\n\n{keys}\n{texts}")
 
 
-def _model(session: ChatSession, name: str) -> Reply:
+def _model(session: ChatSession, name: str) -> CommandReply:
     if name:
         session.switch(name)
-    return Reply(f"model: {session.model}")
+    return CommandReply(f"model: {session.model}")
 
 
-def _system(session: ChatSession, text: str) -> Reply:
+def _system(session: ChatSession, text: str) -> CommandReply:
     if text:
         session.system = None if text == "off" else text
-    return Reply(f"system: {session.system or 'none'}")
+    return CommandReply(f"system: {session.system or 'none'}")
 
 
-def _set(session: ChatSession, argument: str) -> Reply:
+def _set(session: ChatSession, argument: str) -> CommandReply:
     key, _, value = argument.partition(" ")
     if value:
         session.set(key, value.strip())
     elif key:
         check_setting(key)
     settings = [(f.name, str(getattr(session.params, f.name))) for f in fields(session.params)]
-    return Reply(table([row for row in settings if not key or row[0] == key]))
+    return CommandReply(table([row for row in settings if not key or row[0] == key]))
 
 
-def _clear(session: ChatSession, _: str) -> Reply:
+def _clear(session: ChatSession, _: str) -> CommandReply:
     session.clear()
-    return Reply("The conversation is empty.")
+    return CommandReply("The conversation is empty.")
 
 
-def _regen(session: ChatSession, _: str) -> Reply:
-    return Reply(ask=_last_question(session))
+def _regen(session: ChatSession, _: str) -> CommandReply:
+    return CommandReply(ask=_last_question(session))
 
 
-def _edit(session: ChatSession, text: str) -> Reply:
+def _edit(session: ChatSession, text: str) -> CommandReply:
     last = _last_question(session)
-    return Reply(ask=text) if text else Reply(edit=last)
+    return CommandReply(ask=text) if text else CommandReply(edit=last)
 
 
-def _stats(session: ChatSession, _: str) -> Reply:
+def _stats(session: ChatSession, _: str) -> CommandReply:
     stats, info = session.llm.stats(), session.llm.model_info
     last = session.last.summary if session.last is not None else "no answer yet"
     read = stats.get("prompt_tokens_computed", 0) + stats.get("prompt_tokens_reused", 0)
@@ -262,7 +262,7 @@ def _stats(session: ChatSession, _: str) -> Reply:
             f"{speculation.get('accepted', 0):,} tokens verified ahead",
         ),
     ]
-    return Reply(table(rows))
+    return CommandReply(table(rows))
 
 
 def _memory(stats: dict[str, Any]) -> str:
@@ -273,27 +273,27 @@ def _memory(stats: dict[str, Any]) -> str:
     return f"{held} in use; KV cache {human_bytes(used)} of {human_bytes(limit)}"
 
 
-def _think(session: ChatSession, word: str) -> Reply:
+def _think(session: ChatSession, word: str) -> CommandReply:
     wishes = {"": session.think, "on": True, "off": False, "auto": None}
     if word not in wishes:
         raise InvalidRequestError("Usage: /think [on|off|auto]")
     thinking(session.llm, wishes[word])
     session.think = wishes[word]
     named = {None: "as the model does by itself", True: "on", False: "off"}
-    return Reply(f"thinking: {named[session.think]}")
+    return CommandReply(f"thinking: {named[session.think]}")
 
 
-def _file(session: ChatSession, name: str) -> Reply:
+def _file(session: ChatSession, name: str) -> CommandReply:
     if not name:
         raise InvalidRequestError("Usage: /file FILE")
     if "\0" in name:
         raise InvalidRequestError("A file name holds no NUL character.")
     count = session.attach(Path(name).expanduser())
-    return Reply(f"{count:,} characters go with the next message")
+    return CommandReply(f"{count:,} characters go with the next message")
 
 
-def _quit(_: ChatSession, __: str) -> Reply:
-    return Reply(quit=True)
+def _quit(_: ChatSession, __: str) -> CommandReply:
+    return CommandReply(quit=True)
 
 
 COMMANDS: dict[str, tuple[str, Run, str]] = {

@@ -88,7 +88,7 @@ def command(
     models: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Answer the requests of a file into another.
+    """BatchAnswer the requests of a file into another.
 
     A line is a request as OpenAI's batches have it: {"custom_id": ..., "method": "POST", "url":
     "/v1/chat/completions", "body": ...}. The url may also be /v1/completions, /v1/responses,
@@ -198,7 +198,7 @@ def _problem(raw: bytes, known: set[str]) -> str | None:
 # -- the answers --------------------------------------------------------------------------------
 
 
-class Response(msgspec.Struct, kw_only=True):
+class BatchReply(msgspec.Struct, kw_only=True):
     """The HTTP answer to a request."""
 
     status_code: int
@@ -206,12 +206,12 @@ class Response(msgspec.Struct, kw_only=True):
     body: msgspec.Raw
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class BatchAnswer(msgspec.Struct, kw_only=True):
     """A line of the output or of the errors."""
 
     id: str
     custom_id: str
-    response: Response
+    response: BatchReply
     error: None = None
 
 
@@ -260,7 +260,7 @@ class AnswerFiles:
         self.num_failed = len(failed - self.done)
         self.done |= failed
 
-    def write(self, answer: Answer) -> None:
+    def write(self, answer: BatchAnswer) -> None:
         """Add an answer."""
         failed = answer.response.status_code != 200
         if failed and self._errors is None:
@@ -339,7 +339,7 @@ async def _answer_all(
     answers: AnswerFiles,
     on_done: Callable[[], None],
 ) -> None:
-    """Answer all requests, AT_ONCE of them at a time, through the routes of a server.
+    """BatchAnswer all requests, AT_ONCE of them at a time, through the routes of a server.
 
     Args:
         model: loaded first, so that a fault of it is raised at once; None: there are several.
@@ -363,12 +363,12 @@ async def _answer_all(
         raise errors.exceptions[0] from None
 
 
-async def _answered(app: "App", line: Line) -> Answer:
+async def _answered(app: "App", line: Line) -> BatchAnswer:
     """The answer to a request; tried again while its model finds no room beside the others."""
     while True:
         reply = await _post(app, line)
         if reply.status_code != 503 or b"model_load_failed" in bytes(reply.body):
-            return Answer(
+            return BatchAnswer(
                 id=f"batch_req_{secrets.token_hex(12)}", custom_id=line.custom_id, response=reply
             )
         await asyncio.sleep(RETRY_S)
@@ -399,7 +399,7 @@ class _Exchange:
             self.parts.append(message.get("body", b""))
 
 
-async def _post(app: "App", line: Line) -> Response:
+async def _post(app: "App", line: Line) -> BatchReply:
     from ..server.protocol import ABORT, CONNECTIONS
 
     exchange = _Exchange(bytes(line.body))
@@ -414,7 +414,7 @@ async def _post(app: "App", line: Line) -> Response:
         "state": {ABORT: lambda: None, CONNECTIONS: ()},
     }
     await app(scope, exchange.receive, exchange.send)
-    return Response(
+    return BatchReply(
         status_code=exchange.status,
         request_id=exchange.headers[b"x-request-id"].decode(),
         body=msgspec.Raw(b"".join(exchange.parts)),

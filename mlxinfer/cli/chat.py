@@ -9,7 +9,7 @@ from click.core import ParameterSource
 
 from ..errors import ContextLengthError
 from ..outputs import Delta
-from ._chat_session import COMMANDS, ChatSession, Reply, is_command, run_command
+from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
 from ._model import ADAPTER, open_llm, with_adapter
 from ._options import (
@@ -150,11 +150,11 @@ def converse(
 
 def take_turn(
     session: ChatSession, line: str, console: "Console", *, thoughts: bool = True
-) -> Reply:
+) -> CommandReply:
     """Run a command, or ask the model and show the answer. Returns the remaining action."""
     if not line:
-        return Reply()
-    reply = run_command(session, line) if is_command(line) else Reply(ask=_unescaped(line))
+        return CommandReply()
+    reply = run_command(session, line) if is_command(line) else CommandReply(ask=_unescaped(line))
     if reply.text:
         text = wrapped(reply.text, console.width) if console.is_terminal else reply.text
         console.print(text, markup=False, highlight=False, soft_wrap=True)

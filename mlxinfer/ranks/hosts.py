@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core import check_count, check_switch
-from ..errors import InvalidRequestError, RanksFailedError
+from ..core import MAX_COUNT, check_switch
+from ..errors import InvalidRequestError, RanksFailedError, check_int
 
 RING_PORT = 32323  # of the first rank; as mlx.launch has it
 CONTROL_PORT = 32300
@@ -245,7 +245,7 @@ class RankOptions:
     pipeline: bool = False  # ranks have some of the layers each, not a part of every layer
 
     def __post_init__(self) -> None:
-        check_count("ranks", self.ranks, 1)
+        check_int("ranks", self.ranks, low=1, high=MAX_COUNT)
         if self.ranks > MAX_RANKS:
             raise InvalidRequestError(
                 f"ranks is {self.ranks}; expected {MAX_RANKS} at most.", param="ranks"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
-from ..core import CacheSpec, check_count, check_switch
-from ..errors import InsufficientMemoryError, InvalidRequestError, shown
+from ..core import MAX_COUNT, CacheSpec, check_switch
+from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, shown
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
 from ..ranks.hosts import RankOptions
@@ -177,11 +177,11 @@ class EngineOptions:
     fixed_proposals: bool = False
 
     def __post_init__(self) -> None:
-        check_count("max_batch", self.max_batch, 1)
+        check_int("max_batch", self.max_batch, low=1, high=MAX_COUNT)
         _ = self.kv, self.speculation, self.spread, self.experts  # they check their own values
         for name in ("max_context", "num_pages", "prefill_chunk", "prefill_slice"):
             if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
+                check_int(name, getattr(self, name), low=1, high=MAX_COUNT)
         for name in ("prefix_cache", "launch_ahead"):
             check_switch(name, getattr(self, name))
         if self.prefill_chunk is not None and self.prefill_slice is not None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import check_count
-from ..errors import InvalidRequestError, shown
+from ..core import MAX_COUNT
+from ..errors import InvalidRequestError, check_int, shown
 from ..models.jsonfields import read_json
 
 METHODS = ("auto", "off", "ngram", "draft", "mtp", "eagle", "dflash")
@@ -41,7 +41,7 @@ class SpeculationOptions:
     def __post_init__(self) -> None:
         _check_choice("speculate", self.method, METHODS)
         _check_choice("acceptance", self.acceptance, ACCEPTANCES)
-        check_count("max_draft", self.max_draft, 0)
+        check_int("max_draft", self.max_draft, low=0, high=MAX_COUNT)
         if self.max_draft > MAX_PROPOSALS + 1:
             raise InvalidRequestError(
                 f"max_draft is {self.max_draft}; a step verifies {MAX_PROPOSALS + 1} tokens of a "

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from mlxinfer.cli.batch import Answer, AnswerFiles, Response, check_lines, command, lines_of
+from mlxinfer.cli.batch import AnswerFiles, BatchAnswer, BatchReply, check_lines, command, lines_of
 from mlxinfer.errors import InvalidRequestError, MlxinferError
 
 NUM_KILLS = int(os.environ.get("MLXINFER_BATCH_KILLS", "1"))
@@ -42,9 +42,9 @@ def answers_in(path: Path) -> dict[str, Any]:
     return {each["custom_id"]: each for each in lines}
 
 
-def answer(custom_id: str, status: int = 200) -> Answer:
-    response = Response(status_code=status, request_id="r", body=msgspec.Raw(b"{}"))
-    return Answer(id="1", custom_id=custom_id, response=response)
+def answer(custom_id: str, status: int = 200) -> BatchAnswer:
+    response = BatchReply(status_code=status, request_id="r", body=msgspec.Raw(b"{}"))
+    return BatchAnswer(id="1", custom_id=custom_id, response=response)
 
 
 def test_answers_and_errors_go_to_their_files_and_a_second_run_goes_on(tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ class MenubarApp(toga.App):
         self.main = MainWindow(self.act, self.form.content)
         self.introduction: Introduction | None = None
         self.status: toga.MenuStatusIcon | None = None
-        self._set_up_page_links()
+        self.platform.on_escape(self.chat.window, self.chat.window.hide)
+        if self.chat.web is not None:
+            self.platform.watch_links(self.chat.web, self.may_follow)
         self._add_commands()
         self._apply(settings)
         self.platform.on_reopen(self, self.show_up)
@@ -104,14 +106,9 @@ class MenubarApp(toga.App):
 
     def _introduce(self) -> None:
         self.introduction = Introduction(
-            self.controller.settings, self.act, self.change, self._choose_folder, self.show_up
+            self.controller.settings, self.act, self.change, self.show_up
         )
         self.show_up()
-
-    def _set_up_page_links(self) -> None:
-        self.platform.on_escape(self.chat.window, self.chat.window.hide)
-        if self.chat.web is not None:
-            self.platform.watch_links(self.chat.web, self.may_follow)
 
     def _add_commands(self) -> None:
         """Add the keys of the app: its menu bar is hidden, and the keys work nevertheless."""
@@ -220,10 +217,6 @@ class MenubarApp(toga.App):
         hotkey = parse_hotkey(settings.hotkey)
         if not self.platform.set_hotkey(hotkey, self.toggle_chat):
             self.form.say(f"The hotkey {settings.hotkey} cannot be used here.")
-
-    async def _choose_folder(self, window: toga.Window) -> Path | None:
-        found = await window.dialog(toga.SelectFolderDialog("Folder of models"))
-        return None if found is None else Path(found)
 
     # -- the chat window ---------------------------------------------------------------------------
 

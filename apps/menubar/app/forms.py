@@ -7,13 +7,12 @@ import toga
 
 from .client import checked_url
 from .controller import View
-from .menu import Act, Action, Do, server_actions, shortened
+from .menu import Act, Action, Do, server_actions, shortened, state_text
 from .platforms import Platform, parse_hotkey
 from .settings import Settings
-from .windows import MARGIN, column, greeting_of, row
+from .windows import MARGIN, button, column, row
 
 LABEL_WIDTH = 150
-STEPS = ("folder", "server", "model")
 INTRODUCTION_SIZE = (520, 280)
 
 
@@ -100,7 +99,6 @@ class Introduction:
         settings: as they are.
         act: does what is asked for.
         change: takes fields of Settings that change.
-        choose_folder: asks for a folder; returns its path or None.
         finish: called at the end.
     """
 
@@ -109,54 +107,45 @@ class Introduction:
         settings: Settings,
         act: Act,
         change: Callable[..., None],
-        choose_folder: Callable[[Any], Any],
         finish: Callable[[], None],
     ) -> None:
         self._act, self._change, self._finish = act, change, finish
-        self._choose_folder = choose_folder
         self.window = toga.Window(
-            title="Welcome to mlxinfer", size=INTRODUCTION_SIZE, on_close=self._on_close
+            title="Welcome to mlxinfer", size=INTRODUCTION_SIZE, on_close=self._end
         )
-        self.step = 0
         self.folder = toga.TextInput(
             value=settings.models_folder, placeholder="the hub's usual folder", flex=1
         )
         self._server = toga.Label("")
-        self._start = toga.Button("Start the server", on_press=lambda _: act(Action(Do.START)))
+        self._start = button("Start the server", Action(Do.START), act)
         self.start_with_app = toga.Switch(
             "Start it whenever the app starts", value=settings.start_server
         )
         self.model = toga.Selection(items=[], flex=1)
+        self.step, self._steps = 0, (self._folder_step(), self._server_step(), self._model_step())
         self._show_step()
 
     def show(self, view: View) -> None:
         """Show what is known of the server and its models."""
-        self._server.text = shortened(greeting_of(view), 90)
+        said = f"A server runs at {view.url}." if view.usable else view.problem or state_text(view)
+        self._server.text = shortened(said, 90)
         self._start.enabled = any(each.action == Action(Do.START) for each in server_actions(view))
-        served = [model.name for model in view.activity.models]
-        names = [*served, *view.on_disk]
+        names = [*(model.name for model in view.activity.models), *view.on_disk]
         if names != [item.value for item in self.model.items]:
             self.model.items = names
 
     def _show_step(self) -> None:
-        name = STEPS[self.step]
-        last = self.step == len(STEPS) - 1
-        content = {"folder": self._folder_step, "server": self._server_step}.get(
-            name, self._model_step
-        )()
+        count, last = len(self._steps), self.step == len(self._steps) - 1
+        title = f"Step {self.step + 1} of {count}"
         self.window.content = toga.Box(
             children=[
-                toga.Label(
-                    f"Step {self.step + 1} of {len(STEPS)}",
-                    font_weight="bold",
-                    margin=(MARGIN, MARGIN, 0),
-                ),
-                content,
+                toga.Label(title, font_weight="bold", margin=(MARGIN, MARGIN, 0)),
+                self._steps[self.step],
                 toga.Box(flex=1),
                 column(
                     row(
                         toga.Button("Done" if last else "Next", on_press=self.on_next),
-                        toga.Button("Skip all", on_press=self._on_skip),
+                        toga.Button("Skip all", on_press=self._end),
                     )
                 ),
             ],
@@ -166,7 +155,7 @@ class Introduction:
     def _folder_step(self) -> toga.Box:
         return column(
             toga.Label("Models take gigabytes. Which folder are they to be in?"),
-            row(self.folder, toga.Button("Choose…", on_press=self._on_choose)),
+            row(self.folder, toga.Button("Choose…", on_press=self._choose)),
             toga.Label("Empty: where other programs that use the Hugging Face hub keep them."),
         )
 
@@ -179,17 +168,14 @@ class Introduction:
         )
 
     def _model_step(self) -> toga.Box:
-        def search(_: Any) -> None:
-            self._act(Action(Do.SEARCH))
-
         return column(
             toga.Label("Which model is to answer? `demo` is small and comes with the app."),
             row(self.model),
-            row(toga.Button("Look for one that fits this machine…", on_press=search)),
+            row(button("Look for one that fits this machine…", Action(Do.SEARCH), self._act)),
         )
 
-    async def _on_choose(self, _: Any) -> None:
-        found = await self._choose_folder(self.window)
+    async def _choose(self, _: Any) -> None:
+        found = await self.window.dialog(toga.SelectFolderDialog("Folder of models"))
         if found is not None:
             self.folder.value = str(found)
 
@@ -197,7 +183,7 @@ class Introduction:
         """Take over a step and go on; after the last one the chosen model is loaded."""
         folder, with_app = self.folder.value.strip(), self.start_with_app.value
         self._change(models_folder=folder, start_server=with_app)
-        if self.step < len(STEPS) - 1:
+        if self.step < len(self._steps) - 1:
             self.step += 1
             self._show_step()
             return
@@ -205,14 +191,9 @@ class Introduction:
             self._act(Action(Do.SERVE, str(self.model.value)))
         self._end()
 
-    def _on_skip(self, _: Any) -> None:
-        self._end()
-
-    def _on_close(self, window: Any, **_: Any) -> bool:
-        self._end()
-        return False
-
-    def _end(self) -> None:
+    def _end(self, *_: Any, **__: Any) -> bool:
+        """Hide the window for good; False: Toga does not close it."""
         self._change(introduced=True)
         self.window.hide()
         self._finish()
+        return False

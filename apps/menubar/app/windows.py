@@ -9,7 +9,7 @@ from typing import Any
 
 import toga
 
-from .controller import Phase, View
+from .controller import View
 from .menu import (
     Act,
     Action,
@@ -26,7 +26,8 @@ CHAT_SIZE, WINDOW_SIZE = (440, 640), (560, 360)
 HIDE = "mlxinfer:hide"  # where the page goes when Esc is left over
 
 
-def _button(text: str, action: Action, act: Act) -> toga.Button:
+def button(text: str, action: Action, act: Act) -> toga.Button:
+    """A button that asks for an action."""
     return toga.Button(text, on_press=lambda _: act(action))
 
 
@@ -53,10 +54,10 @@ class ChatWindow:
         self._url = ""
         self._wanted = "#"  # the place of the page that is shown next
         self._text = toga.Label("", text_align="center")
-        self._browser = _button("Open in the browser", Action(Do.BROWSER), act)
-        self._start = _button("Start the server", Action(Do.START), act)
+        self._browser = button("Open in the browser", Action(Do.BROWSER), act)
+        self._start = button("Start the server", Action(Do.START), act)
         self._help = column(
-            self._text, self._browser, self._start, _button("Open mlxinfer", Action(Do.WINDOW), act)
+            self._text, self._browser, self._start, button("Open mlxinfer", Action(Do.WINDOW), act)
         )
         self.window.content = self._help
 
@@ -107,7 +108,7 @@ class MainWindow:
         self.window = toga.Window(title="mlxinfer", size=WINDOW_SIZE, on_close=_hide)
         self.state = toga.Label("", font_weight="bold")
         self.batch, self.problem = toga.Label(""), toga.Label("", color="#b3261e")
-        self._quit = _button("Quit and stop the server", Action(Do.QUIT_AND_STOP), act)
+        self._quit = button("Quit and stop the server", Action(Do.QUIT_AND_STOP), act)
         self._actions = row()
         self._entries: tuple[MenuEntry, ...] = ()  # that `_actions` has buttons for
         scrolled = toga.ScrollContainer(content=settings, horizontal=False)
@@ -125,7 +126,7 @@ class MainWindow:
         if (entries := server_actions(view)) != self._entries:
             self._entries = entries
             self._actions.clear()
-            self._actions.add(*[_button(e.text, e.action, self._act) for e in entries if e.action])
+            self._actions.add(*[button(e.text, e.action, self._act) for e in entries if e.action])
 
     def show_settings(self) -> None:
         """Show the settings."""
@@ -141,19 +142,10 @@ class MainWindow:
         }
         return column(
             *(self.state, self.batch, self.problem, self._actions),
-            row(*[_button(text, Action(do), self._act) for text, do in places.items()]),
+            row(*[button(text, Action(do), self._act) for text, do in places.items()]),
             row(
-                _button("Copy address", Action(Do.COPY_URL), self._act),
-                _button("Show log", Action(Do.LOG), self._act),
+                button("Copy address", Action(Do.COPY_URL), self._act),
+                button("Show log", Action(Do.LOG), self._act),
             ),
-            row(_button("Quit", Action(Do.QUIT), self._act), self._quit),
+            row(button("Quit", Action(Do.QUIT), self._act), self._quit),
         )
-
-
-def greeting_of(view: View) -> str:
-    """The server's state in the words of the first run's second step."""
-    if view.usable:
-        return f"A server runs at {view.url}."
-    if view.phase is Phase.STARTING:
-        return "The server starts…"
-    return view.problem or f"{state_text(view)}. Its address is to be {view.url}."

@@ -5,7 +5,6 @@ import json
 import re
 import struct
 import sys
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -49,11 +48,6 @@ def read_header(folder: Path) -> dict:
 
 def computed(a: str, sign: str, b: str) -> int:
     return {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
-
-
-def test_the_assets_are_small() -> None:
-    sizes = [path.stat().st_size for folder in FOLDERS for path in folder.iterdir()]
-    assert sum(sizes) <= 8_000_000
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -102,19 +96,6 @@ def test_end_tokens_are_the_end_of_a_message_and_of_a_text(tokenizer: Tokenizer)
         assert read_config(folder)["eos_token_id"] == generation["eos_token_id"] == ends
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "What is 12 + 30?",
-        '{"name": "Ada", "age": 36}',
-        "naïve café 日本 🙂",
-        "  two\n\n\tblanks ",
-    ],
-)
-def test_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
 def test_every_digit_is_a_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("2048").tokens == ["2", "0", "4", "8"]
 
@@ -129,21 +110,6 @@ def test_rendered_in_pieces_equals_encoded_as_a_whole(
         assert ids == tokenizer.encode(text).ids
         assert ids.count(end) == len(messages)
         assert len(weights) == len(ids)
-
-
-def test_the_corpus_repeats_itself_from_a_seed() -> None:
-    first, second, other = (
-        [corpus.conversation(rng) for _ in range(20)] + [corpus.document(rng) for _ in range(5)]
-        for rng in (Random(3), Random(3), Random(4))
-    )
-    assert first == second != other
-
-
-def test_roles_alternate_and_no_message_is_empty(sample: list[list[corpus.Message]]) -> None:
-    for messages in sample:
-        roles = [m.role for m in messages if m.role != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2)
-        assert all(m.content.strip() and "<|" not in m.content for m in messages)
 
 
 def test_every_json_answer_parses(sample: list[list[corpus.Message]]) -> None:
@@ -173,14 +139,6 @@ def test_exercises_are_right_and_only_their_solutions_count_fully(tokenizer: Tok
         counted = [i for i, weight in zip(ids, weights, strict=True) if weight == 1.0]
         assert tokenizer.decode(ids) == "".join(f"{e}{s}\n" for e, s in lines)
         assert tokenizer.decode(counted) == "".join(f"{s}\n" for _, s in lines)
-
-
-def test_copied_names_stand_in_the_question(sample: list[list[corpus.Message]]) -> None:
-    for messages in sample:
-        for question, answer in pairwise(messages):
-            if answer.role == "assistant" and answer.content.startswith("Nice to meet you, "):
-                name = answer.content.removeprefix("Nice to meet you, ").split("!")[0]
-                assert name.lower() in question.content.lower()
 
 
 def test_training_never_asks_a_held_out_question() -> None:

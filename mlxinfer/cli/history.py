@@ -1,10 +1,9 @@
 """Conversations on this disk: `mlxinfer history`, and the log of a chat in the terminal."""
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -23,7 +22,6 @@ from ._output import confirm, counted, emit_json, escaped, note, printable, tabl
 
 NAMES = {"user": "You", "assistant": "Assistant", "tool": "Tool", "system": "System"}
 SHORT_ID = 8  # characters that `list` shows
-T = TypeVar("T")
 
 
 @click.group()
@@ -40,7 +38,8 @@ def command() -> None:
 @json_option
 def list_command(limit: int, as_json: bool) -> None:
     """List conversations, the last changed first."""
-    found = _with_history(lambda history: history.conversations(owner(), limit=limit))
+    with closing(open_history()) as history:
+        found = history.conversations(owner(), limit=limit)
     if as_json:
         emit_json({"conversations": [asdict(each) for each in found]})
         return
@@ -57,9 +56,14 @@ def list_command(limit: int, as_json: bool) -> None:
 @json_option
 def show(id: str, everything: bool, as_json: bool) -> None:
     """Print a conversation, or all of them, as Markdown or JSON."""
-    found = _with_history(_everything if everything else lambda history: [_shown(history, id)])
+    with closing(open_history()) as history:
+        if everything:
+            found = [(each, history.messages(owner(), each.id)) for each in every(history)]
+        else:
+            one = find(history, id)
+            found = [(one, history.branch(owner(), one.id))]
     if as_json:
-        data = [_as_dict(conversation, messages) for conversation, messages in found]
+        data = [{**asdict(one), "messages": [*map(asdict, messages)]} for one, messages in found]
         emit_json(data if everything else data[0])
     else:
         texts = [as_markdown(conversation, messages) for conversation, messages in found]
@@ -71,7 +75,8 @@ def show(id: str, everything: bool, as_json: bool) -> None:
 @json_option
 def search(words: tuple[str, ...], as_json: bool) -> None:
     """Print the messages that hold all of the WORDS."""
-    found = _with_history(lambda history: history.search(owner(), " ".join(words)))
+    with closing(open_history()) as history:
+        found = history.search(owner(), " ".join(words))
     if as_json:
         emit_json({"messages": [asdict(each) for each in found]})
         return
@@ -96,20 +101,12 @@ def rm(ids: tuple[str, ...], everything: bool, yes: bool) -> None:
     if bool(ids) == everything:
         raise click.UsageError("Give the IDs of conversations, or --all.")
 
-    def chosen(history: History) -> list[Conversation]:
-        if everything:
-            return history.conversations(owner(), limit=1_000_000)
-        return [find(history, id) for id in ids]
-
-    found = _with_history(chosen)
-    confirm(f"Delete {counted(len(found), 'conversation')}?", yes or not everything)
-
-    def delete(history: History) -> None:
+    with closing(open_history()) as history:
+        found = every(history) if everything else [find(history, id) for id in ids]
+        confirm(f"Delete {counted(len(found), 'conversation')}?", yes or not everything)
         for conversation in {each.id: each for each in found}.values():
             history.delete(owner(), conversation.id)
             note(f"deleted {escaped(conversation.title)}")
-
-    _with_history(delete)
 
 
 def as_markdown(conversation: Conversation, messages: list[StoredMessage]) -> str:
@@ -119,25 +116,6 @@ def as_markdown(conversation: Conversation, messages: list[StoredMessage]) -> st
         parts.append("> " + str(system).replace("\n", "\n> "))
     parts += [f"## {NAMES[message.role]}\n\n{text_sent(message)}" for message in messages]
     return "\n\n".join(parts) + "\n"
-
-
-def _as_dict(conversation: Conversation, messages: list[StoredMessage]) -> dict[str, Any]:
-    return {**asdict(conversation), "messages": [asdict(message) for message in messages]}
-
-
-def _shown(history: History, id: str) -> tuple[Conversation, list[StoredMessage]]:
-    conversation = find(history, id)
-    return conversation, history.branch(owner(), conversation.id)
-
-
-def _everything(history: History) -> list[tuple[Conversation, list[StoredMessage]]]:
-    found = history.conversations(owner(), limit=1_000_000)
-    return [(each, history.messages(owner(), each.id)) for each in found]
-
-
-def _with_history(read: Callable[[History], T]) -> T:
-    with closing(open_history()) as history:
-        return read(history)
 
 
 # -- the log of a chat ----------------------------------------------------------------------------
@@ -189,14 +167,20 @@ def open_log(*, continued: str | None, keep: bool) -> "ChatLog | None":
     return ChatLog(history, owner(), found, keep=keep)
 
 
+def every(history: History) -> list[Conversation]:
+    """All conversations of this user."""
+    return history.conversations(owner(), limit=1_000_000)
+
+
 def find(history: History, id: str) -> Conversation:
     """Return the conversation with an id that begins so, or the last changed one.
 
     Raises:
         InvalidRequestError: there is none, or more than one.
     """
-    known = history.conversations(owner(), limit=1 if id == "last" else 1_000_000)
-    found = known if id == "last" else [each for each in known if each.id.startswith(id)]
+    found = [each for each in every(history) if each.id.startswith(id)]
+    if id == "last":
+        found = history.conversations(owner(), limit=1)
     if not found:
         raise InvalidRequestError(
             f"There is no conversation {id!r}; `mlxinfer history list` shows what there is."
@@ -214,37 +198,31 @@ class ChatLog:
         owner: of the conversation.
         conversation: to go on with; None: a new one, made with its first message.
         keep: False: nothing is stored.
+
+    Attributes:
+        title, system: title and system message of the conversation that was gone on with.
     """
 
     def __init__(
         self, history: History, owner: str, conversation: Conversation | None, *, keep: bool
     ) -> None:
         self._history, self._owner, self._keep = history, owner, keep
-        self._conversation = conversation
         self._id, self._branch = new_id(), list[StoredMessage]()
+        self.title, self._model = "", ""
+        self.system: str | None = None
         if conversation is not None:
-            self._id = conversation.id
+            self._id, self._model = conversation.id, conversation.model
+            self.title = conversation.title
+            self.system = conversation.settings.get("system") or None
             self._branch = history.branch(owner, conversation.id)
-
-    @property
-    def title(self) -> str:
-        """Of the conversation that was gone on with."""
-        return self._conversation.title if self._conversation is not None else ""
-
-    @property
-    def system(self) -> str | None:
-        """Its system message."""
-        settings = self._conversation.settings if self._conversation is not None else {}
-        return settings.get("system") or None
 
     @property
     def model(self) -> str | None:
         """Its model, if that is on this disk: a server may have called it by another name."""
         from .. import hub
 
-        name = self._conversation.model if self._conversation is not None else ""
         try:
-            return name if name and hub.resolve(name, download=False) else None
+            return self._model if self._model and hub.resolve(self._model, download=False) else None
         except MlxinferError:
             return None
 

@@ -85,16 +85,6 @@ def test_without_toga_the_command_says_in_one_line_what_to_install(
     assert done.output == 'Error: The menubar app needs Toga: pip install "mlxinfer[app]"\n'
 
 
-def test_other_import_errors_are_not_taken_for_a_missing_toga(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def main(**_: Any) -> None:
-        raise ModuleNotFoundError("No module named 'mine'", name="mine")
-
-    monkeypatch.setattr(mlxinfer.app, "main", main)
-    assert isinstance(CliRunner().invoke(app_command, []).exception, ModuleNotFoundError)
-
-
 def test_a_second_start_needs_no_toga_and_ends_at_once(
     short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ class MainWindow:
     def _server_tab(self) -> toga.Box:
         places = {
             "Chat": Do.CHAT,
-            "Chats": Do.BROWSER,
+            "All chats": Do.BROWSER,
             "Models and downloads": Do.SEARCH,
             "Dashboard": Do.DASHBOARD,
         }

@@ -10,7 +10,6 @@ from standin_fixtures import MODEL, WEIGHTS
 
 from mlxinfer import InsufficientMemoryError, hub
 from mlxinfer.hub import cache as hub_cache
-from mlxinfer.progress import progress_bar
 
 
 @pytest.fixture(autouse=True)
@@ -76,34 +75,10 @@ def test_a_pulled_model_that_does_not_fit_is_noted(
     assert "org/tiny does not fit: 2 bits would." in pulled.err
 
 
-def test_a_bar_only_on_a_terminal(
-    standin: StandIn, outcome: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert outcome("pull", "org/tiny").err == ""
-    outcome("rm", "--yes", "org/tiny")
-    sys.stderr.isatty = lambda: True  # type: ignore[method-assign]
-    with progress_bar("download org/tiny") as progress:
-        hub.pull("org/tiny", progress=progress)
-    shown = capsys.readouterr().err
-    assert "org/tiny" in shown
-    assert "262k/262k" in shown
-
-
 def test_dry_run_fetches_nothing(standin: StandIn, outcome: Any) -> None:
     seen = outcome("pull", "--dry-run", "org/tiny")
     assert "262 kB in 4 files, 262 kB to download" in seen.out
     assert json.loads(outcome("list", "--json").out) == {"models": []}
-
-
-def test_an_interrupted_pull_is_shown_and_resumed(standin: StandIn, outcome: Any) -> None:
-    standin.faults.cut_after = [100_000] + [0] * 20
-    failed = outcome("pull", "org/tiny")
-    assert failed.code == 1
-    assert failed.err.startswith("error: ")
-    assert "incomplete: mlxinfer pull org/tiny" in outcome("list").out
-    standin.faults.cut_after = []
-    assert outcome("pull", "org/tiny").code == 0
-    assert "ready" in outcome("list").out
 
 
 def test_errors_say_what_to_do(standin: StandIn, outcome: Any) -> None:

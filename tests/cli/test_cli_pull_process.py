@@ -1,6 +1,5 @@
 """Ctrl-C in the middle of a real download by `pull` or `run`, then `pull` again."""
 
-import json
 import os
 import signal
 import subprocess
@@ -64,15 +63,3 @@ def test_rm_leaves_a_pull_that_runs_alone(standin: StandIn, cache: Path) -> None
     assert (process.returncode, errors) == (0, b"")
     subprocess.run(remove, env=os.environ, check=True)
     assert not list(cache.rglob("model.safetensors"))
-
-
-def test_progress_is_written_as_lines_of_json_where_they_are_asked_for(
-    standin: StandIn, cache: Path
-) -> None:
-    command = [*PULL, "--json"]
-    environment = {**os.environ, "MLXINFER_PROGRESS": "json"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert {line["step"] for line in lines} == {"download"}
-    assert lines[-1]["done"] == lines[-1]["total"] >= len(WEIGHTS)
-    assert json.loads(done.stdout)["name"] == "org/tiny"

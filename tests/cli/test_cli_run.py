@@ -186,11 +186,9 @@ def test_ctrl_c_with_json_is_still_json(fake: FakeLLM, outcome: Any) -> None:
     [
         (["--temperature", "-1", "hi"], "--temperature: temperature is -1.0; expected"),
         (["--top-p", "2", "hi"], "--top-p"),
-        (["--repetition-window", "-2", "hi"], "--repetition-window: repetition_window is -2"),
         (["--max-tokens", "x", "hi"], "'x' is not a valid integer"),
         (["--kv-bits", "5", "hi"], "--kv-bits"),
         (["--kv-sinks", "4", "hi"], "--kv-sinks: kv_sinks goes with kv_window"),
-        (["--kv-window", "0", "hi"], "--kv-window: kv_window is 0"),
         ([""], "PROMPT is empty"),
         ([" "], "PROMPT is empty"),
         (["--raw", "--system", "s", "hi"], "does not go with --raw"),

@@ -43,6 +43,9 @@ FIRST = 256  # prompt tokens of the first step
 UNTIMED = 64  # prompt tokens of a step while answers run, before any step was timed
 GAIN = 0.99  # a step of twice the tokens is tried while it cuts the time of a token to this share
 CLOSE = 1.015  # a step size is good if its tokens take at most this much longer than the quickest
+# Of prompts while none decodes. A step cannot be interrupted, and macOS ends work of the GPU that
+# takes seconds: one attention behind 100,000 tokens may take that long.
+MAX_STEP_S = 5.0
 LATEST = 0.5  # weight of the latest measurement
 LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
 
@@ -614,7 +617,7 @@ class PrefillSizer:
             return prefill_shares(prefilling, max(room, page_size), page_size)
         if num_running == len(prefilling):
             self._size = self._next_size()
-            return prefill_shares(prefilling, self._size, page_size)
+            return prefill_shares(prefilling, self._bounded(prefilling), page_size)
         if not self._beside:
             return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
         left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
@@ -683,6 +686,14 @@ class PrefillSizer:
         return min([s * max(1.0, context / at) for at, s in near])
 
     # -- while none decodes ---------------------------------------------------------------------
+
+    def _bounded(self, prefilling: Seq[Sequence]) -> int:
+        """Tokens of a step: `_size`, or as many as take `MAX_STEP_S` behind the longest context."""
+        if not self._beside:
+            return self._size
+        context = max([sequence.num_computed for sequence in prefilling]) + self._page_size
+        num_pages = int(MAX_STEP_S / self._seconds_at(context)) // self._page_size
+        return min(self._size, max(num_pages, len(prefilling)) * self._page_size)
 
     def _next_size(self) -> int:
         """Twice the last size while that pays, then the smallest of those that are as quick."""

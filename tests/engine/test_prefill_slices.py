@@ -22,7 +22,7 @@ from mlxinfer.engine.batch import Batch, CommitResult, Proposal, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.runner import Launched
-from mlxinfer.engine.scheduler import PrefillSizer, Proposer, Scheduler
+from mlxinfer.engine.scheduler import MAX_STEP_S, PrefillSizer, Proposer, Scheduler
 
 PAGE, MOST, SLICE_S = 16, 2048, 0.25
 CHIPS = {  # (float operations, bytes) a second
@@ -286,6 +286,18 @@ def test_a_long_prompt_alone_is_as_quick_as_with_its_best_chunk(chip: str, model
     warm.add("first", 4_000)
     began_s = warm.until("first")
     assert alone(warm) - began_s <= 1.03 * best
+
+
+@pytest.mark.parametrize(("chip", "model"), CASES)
+def test_no_step_of_a_long_prompt_alone_takes_many_seconds(chip: str, model: str) -> None:
+    bench = Bench(chip, model)
+    bench.add("long", 130_000)
+    longest_s = 0.0
+    while not bench.token_s["long"]:
+        before_s = bench.now_s
+        bench.step()
+        longest_s = max(longest_s, bench.now_s - before_s)
+    assert longest_s <= 1.3 * MAX_STEP_S
 
 
 def test_slices_are_used_to_most_of_their_length() -> None:

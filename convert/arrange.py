@@ -28,6 +28,7 @@ _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for th
 }
 _ROWS = 8192  # that are compared at a time
 _AS_MLX = {  # where its names are others: ours, its
+    "dots1": {".mlp.switch_mlp.": ".mlp.experts."},
     "gemma4_text": {".switch_mlp.": ".experts.switch_glu."},
     "gpt_oss": {".mlp.switch_mlp.": ".mlp.experts."},
     "granitemoehybrid": {".block_sparse_moe.switch_mlp.": ".block_sparse_moe.experts."},

@@ -48,6 +48,13 @@ class Dots1(Family):
         """Set the layers that have experts."""
         return with_experts(config)
 
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """Stacks of experts as other MLX checkpoints call them."""
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            name = name.replace(f".mlp.experts.{projection}.", f".mlp.switch_mlp.{projection}.")
+        return super().rename(name)
+
     def mlp(self, index: int) -> FeedForward:
         """An MLP in the first layers, then experts and shared experts."""
         path = f"model.layers.{index}.mlp"

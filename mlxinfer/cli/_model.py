@@ -33,11 +33,6 @@ def open_llm(name: str, *, adapter: str | None = None, **arguments: Any) -> "LLM
     return llm
 
 
-def with_adapter(path: str | None) -> dict[str, str]:
-    """The argument of `open_llm` for --adapter, where it is given."""
-    return {} if path is None else {"adapter": path}
-
-
 def fetch(name: str) -> Path:
     """hub.resolve() with a progress bar."""
     with progress_bar(f"download {name}") as progress:

@@ -81,7 +81,7 @@ def start_again(listeners: Sequence[socket.socket] = ()) -> None:
     os.environ[LISTENERS] = ",".join(str(listener.fileno()) for listener in listeners)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *_arguments()])
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def inherited_listeners() -> list[socket.socket]:
@@ -104,8 +104,3 @@ def restart_when_failed(refuse: Callable[[], None], listeners: Sequence[socket.s
         threading.Thread(target=again, name="mlxinfer-again").start()
 
     when_failed(failed)
-
-
-def _arguments() -> list[str]:
-    """Return the arguments of the interpreter, without its own name."""
-    return sys.orig_argv[1:]

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -374,35 +373,21 @@ async def _answered(app: "App", line: Line) -> BatchAnswer:
         await asyncio.sleep(RETRY_S)
 
 
-@dataclass(slots=True)
-class _Exchange:
-    """One request to an ASGI app and its reply, without a connection."""
-
-    body: bytes
-    sent: bool = False
-    status: int = 0
-    headers: dict[bytes, bytes] = field(default_factory=dict)
-    parts: list[bytes] = field(default_factory=list)
-
-    async def receive(self) -> "Message":
-        """The body, then nothing: this client does not hang up."""
-        if self.sent:
-            await asyncio.Event().wait()
-        self.sent = True
-        return {"type": "http.request", "body": self.body, "more_body": False}
-
-    async def send(self, message: "Message") -> None:
-        """Keep a part of the reply."""
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], dict(message["headers"])
-        else:
-            self.parts.append(message.get("body", b""))
-
-
 async def _post(app: "App", line: Line) -> BatchReply:
+    """Send a request to an ASGI app without a connection."""
     from ..server.protocol import ABORT, CONNECTIONS
 
-    exchange = _Exchange(bytes(line.body))
+    body = iter([{"type": "http.request", "body": bytes(line.body), "more_body": False}])
+    replies: list[Message] = []
+
+    async def receive() -> "Message":
+        for message in body:
+            return message
+        return await asyncio.get_running_loop().create_future()  # this client does not hang up
+
+    async def send(message: "Message") -> None:
+        replies.append(message)
+
     scope = {
         "type": "http",
         "method": "POST",
@@ -413,9 +398,10 @@ async def _post(app: "App", line: Line) -> BatchReply:
         "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
         "state": {ABORT: lambda: None, CONNECTIONS: ()},
     }
-    await app(scope, exchange.receive, exchange.send)
+    await app(scope, receive, send)
+    start, *parts = replies
     return BatchReply(
-        status_code=exchange.status,
-        request_id=exchange.headers[b"x-request-id"].decode(),
-        body=msgspec.Raw(b"".join(exchange.parts)),
+        status_code=start["status"],
+        request_id=dict(start["headers"])[b"x-request-id"].decode(),
+        body=msgspec.Raw(b"".join(part.get("body", b"") for part in parts)),
     )

@@ -11,7 +11,7 @@ from ..errors import ContextLengthError
 from ..outputs import Delta
 from ._chat_session import COMMANDS, ChatSession, CommandReply, is_command, run_command
 from ._commands import FAILED, report
-from ._model import ADAPTER, open_llm, with_adapter
+from ._model import ADAPTER, open_llm
 from ._options import (
     adapter_option,
     engine_options,
@@ -75,10 +75,10 @@ def command(
         log = open_log(continued=continued, keep=history)
     if log is not None and ctx.get_parameter_source("model") is ParameterSource.DEFAULT:
         model = log.model or model
-    arguments, adapter = llm_arguments(options), with_adapter(options["adapter"])
+    arguments, adapter = llm_arguments(options), options["adapter"]
     session = ChatSession(
         model,
-        lambda name: open_llm(name, **arguments, **(adapter if name == model else {})),
+        lambda name: open_llm(name, adapter=adapter if name == model else None, **arguments),
         sampling_values(options),
         options["system"],
         think=options["think"],

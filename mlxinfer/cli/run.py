@@ -13,7 +13,7 @@ import click
 from ..core import FinishReason, SamplingParams
 from ..errors import InvalidRequestError
 from ..outputs import Delta, Result
-from ._model import ADAPTER, has_chat_template, open_llm, with_adapter
+from ._model import ADAPTER, has_chat_template, open_llm
 from ._options import (
     adapter_option,
     engine_options,
@@ -85,7 +85,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
         log = open_log(continued=options["continued"], keep=True)
     if log is not None and log.model and model == "demo":
         model = log.model
-    with open_llm(model, **arguments, **with_adapter(options["adapter"])) as llm:
+    with open_llm(model, adapter=options["adapter"], **arguments) as llm:
         deltas = start(llm, text, values, form, log, model, options)
         result, interrupted = show(deltas, options)
     if log is not None:

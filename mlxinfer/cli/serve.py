@@ -3,7 +3,7 @@
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
 
 if TYPE_CHECKING:
     from ..server.models import ModelRegistry, RegistryEntry
-    from ..server.page.library import Library
     from ..server.page.routes import PageRoutes
     from ..server.service import Fetch
     from ..server.store import ResponseStore
@@ -255,11 +254,10 @@ def command(
         set_up_logging(log_format, log_level)
         raise_file_limit(config.max_connections)
         store = response_store(options)
-        fetch = fetching(options) if options.pop("allow_pull") else None
+        entry = entry_maker(options)
+        fetch = fetching(entry) if options.pop("allow_pull") else None
         service = ServerState(registry(requested, options), config, store, fetch)
-        routes = page_routes(
-            ctx, options, ttl_of(options), service.models.limit_bytes, history=keep_history
-        )
+        routes = page_routes(ctx, entry, service.models.limit_bytes, history=keep_history)
         routes.restore(service)
     except BaseException:  # Ctrl-C too: the ports are free again
         for listener in listeners:
@@ -302,17 +300,23 @@ def server_config(options: dict[str, Any]) -> Any:
         raise click.UsageError(str(error)) from error
 
 
-def fetching(options: dict[str, Any]) -> "Fetch":
-    """Return what downloads a model of the hub for a request, with the server's engine options."""
-    from .. import hub
+def entry_maker(options: dict[str, Any]) -> "Callable[[str, str], RegistryEntry]":
+    """Return what makes an entry of (name, source) with the server's engine options."""
 
-    ttl_s = ttl_of(options)
+    def entry(name: str, source: str) -> "RegistryEntry":
+        given = ModelEntry(source=source)
+        requested = RequestedModel(name=name, place=name, entry=given, preload=False)
+        return entry_of(requested, options, ttl_of(options))
+
+    return entry
+
+
+def fetching(entry: "Callable[[str, str], RegistryEntry]") -> "Fetch":
+    """Return what downloads a model of the hub for a request."""
 
     def fetch(name: str, report: Callable[[tuple[int, int]], None]) -> "RegistryEntry":
         hub.pull(name, progress=lambda *seen: report(seen))
-        entry = ModelEntry(source=name)
-        requested = RequestedModel(name=name, place=name, entry=entry, preload=False)
-        return entry_of(requested, options, ttl_s)
+        return entry(name, name)
 
     return fetch
 
@@ -398,44 +402,27 @@ def _require_fit(entry: "RegistryEntry", limit_bytes: int) -> None:
 
 def page_routes(
     ctx: click.Context,
-    options: Mapping[str, Any],
-    ttl_s: float | None,
+    entry: "Callable[[str, str], RegistryEntry]",
     limit_bytes: int,
     *,
     history: bool,
 ) -> "PageRoutes":
-    """Return the routes of the page."""
+    """Return the routes of the page; engine options of its models are those of the command line."""
+    from ..server.page.library import Library
     from ..server.page.routes import PageRoutes, Setting
+    from ._inspect import fit_of_repository
 
     place = default_place() if history else None
     stored = None if place is None else History(place, keeps_on=True)
-    settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]
-    return PageRoutes(stored, library(options, ttl_s, limit_bytes), settings)
-
-
-def library(options: Mapping[str, Any], ttl_s: float | None, limit_bytes: int) -> "Library":
-    """Return what the page does with models: engine options are those of the command line."""
-    from ..server.page.library import Library
-    from ._inspect import fit_of_repository
-
-    def entry(name: str, source: str) -> "RegistryEntry":
-        requested = RequestedModel(
-            name=name, place=name, entry=ModelEntry(source=source), preload=False
-        )
-        return entry_of(requested, options, ttl_s)
-
-    return Library(
+    library = Library(
         command=(sys.executable, "-m", "mlxinfer.cli"),
-        converted=converted_folder(),
+        converted=data_folder() / "models",
         added=data_folder() / "served.json",
         entry_of=entry,
         fit_of=lambda name: fit_of_repository(name, limit_bytes).as_dict(),
     )
-
-
-def converted_folder() -> Path:
-    """The folder of conversions that were made on the page."""
-    return data_folder() / "models"
+    settings = [Setting(name=n, value=v, origin=o) for n, v, o in shown_values(ctx)]
+    return PageRoutes(stored, library, settings)
 
 
 def response_store(options: dict[str, Any]) -> "ResponseStore | None":

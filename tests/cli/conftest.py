@@ -22,8 +22,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
     """The LLM that every command opens; its folder has a chat template."""
     llm = FakeLLM(tmp_path / "model")
 
-    def open_fake(name: str, **arguments: Any) -> FakeLLM:
-        llm.opened.append((name, arguments))
+    def open_fake(name: str, *, adapter: str | None = None, **arguments: Any) -> FakeLLM:
+        llm.opened.append((name, arguments | ({"adapter": adapter} if adapter else {})))
         return llm
 
     for module in ("run", "chat", "_model"):

@@ -250,41 +250,26 @@ class UnwrappedAnswer:
     """
 
     def __init__(self, splitter: Splitter, begin: str, end: str) -> None:
-        self._splitter, self._begin = splitter, begin
-        self._scanner = MarkScanner((end, f"\n{end}"))
-        self._head: str | None = ""  # the answer's beginning, None once it is decided
-        self._is_wrapped = self._bare = False  # after `begin`; nothing but space after a mark
+        self._splitter, self._marks = splitter, TagSplitter(begin, end)
+        self._is_wrapped = self._is_past = False  # within the marks was text; so was behind them
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the (reasoning, visible text) that is certain now."""
         reasoning, shown = self._splitter.push(text)
-        return reasoning, self._unwrapped(shown)
+        return reasoning, self._joined(*self._marks.push(shown))
 
     def finish(self) -> tuple[str, str]:
         """Return what was held back."""
         reasoning, shown = self._splitter.finish()
-        shown = self._unwrapped(shown) + (self._head or "")
-        return reasoning, shown + self._inner([(self._scanner.finish(), False)])
+        shown = self._joined(*self._marks.push(shown))
+        return reasoning, shown + self._joined(*self._marks.finish())
 
-    def _unwrapped(self, text: str) -> str:
-        if self._head is not None:
-            text = self._head + text
-            body = text.lstrip()
-            if len(body) < len(self._begin) and self._begin.startswith(body):
-                self._head = text
-                return ""
-            self._head = None
-            self._is_wrapped = self._bare = body.startswith(self._begin)
-            text = body.removeprefix(self._begin) if self._is_wrapped else text
-        return self._inner(self._scanner.push(text)) if self._is_wrapped else text
-
-    def _inner(self, parts: list[tuple[str, bool]]) -> str:
-        shown = ""
-        for part, is_mark in parts:
-            text = part.lstrip() if self._bare else part
-            self._bare = is_mark or (self._bare and not text)
-            shown += "" if is_mark else text
-        return shown
+    def _joined(self, inner: str, after: str) -> str:
+        """Return the text within the marks, and a new line before the text behind them."""
+        self._is_wrapped = self._is_wrapped or bool(inner)
+        gap = "\n" if after and self._is_wrapped and not self._is_past else ""
+        self._is_past = self._is_past or bool(after)
+        return inner + gap + after
 
 
 def channel_of(header: str) -> str:

@@ -137,38 +137,33 @@ def text_messages(messages: Any) -> list[dict[str, Any]]:
         InvalidRequestError: this is no list of messages, or a part of one is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise _wrong(f"messages is {_short(messages)}; expected a list such as {_EXAMPLE}.")
+        raise _wrong(f"messages is {shown(messages)}; expected a list such as {_EXAMPLE}.")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise _wrong(f"{path} is {_short(message)}; expected one such as {_EXAMPLE[1:-1]}.")
+        raise _wrong(f"{path} is {shown(message)}; expected one such as {_EXAMPLE[1:-1]}.")
     content = message.get("content")
     if content is None and message["role"] != "assistant":
         raise _wrong(f"{path} has no content; give it a text.")
     if content is None or isinstance(content, str):
         return dict(message)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise _wrong(f"{path}.content is {_short(content)}; expected a text.")
+        raise _wrong(f"{path}.content is {shown(content)}; expected a text.")
     parts = [_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
     return {**message, "content": "\n".join(parts)}
 
 
 def _part(part: Any, path: str) -> str:
     if not isinstance(part, Mapping):
-        raise _wrong(f'{path} is {_short(part)}; expected {{"type": "text", "text": ...}}.')
+        raise _wrong(f'{path} is {shown(part)}; expected {{"type": "text", "text": ...}}.')
     if part.get("type") not in _TEXTS:
-        raise _wrong(f"{path} is of type {_short(part.get('type'))}; models here read text only.")
+        raise _wrong(f"{path} is of type {shown(part.get('type'))}; models here read text only.")
     if not isinstance(part.get("text"), str):
-        raise _wrong(f"{path}.text is {_short(part.get('text'))}; expected a text.")
+        raise _wrong(f"{path}.text is {shown(part.get('text'))}; expected a text.")
     text: str = part["text"]
     return text
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _wrong(message: str) -> InvalidRequestError:

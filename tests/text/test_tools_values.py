@@ -29,9 +29,7 @@ marks = st.text(st.sampled_from('{}[]",:\\u0019eE.+- \ntrufalsn'), max_size=12)
 
 def read_json(text):
     """The value that was passed on, and what was left over; None where it is no JSON."""
-    reader = TextReader()
-    reader.feed(text)
-    reader.close()
+    reader = TextReader.of(text)
     pieces = []
     try:
         next(copy_value(reader, pieces.append), None)
@@ -232,9 +230,7 @@ def test_arguments_are_what_strict_readers_read(text):
     for types in (frozenset(), frozenset({"array", "object"}), frozenset({"number", "string"})):
         msgspec.json.decode(json_of(text, types).encode())
     for value in (f'"{text}', f"[{text}"):
-        reader, pieces = TextReader(), []
-        reader.feed(value)
-        reader.close()
+        reader, pieces = TextReader.of(value), []
         with suppress(Malformed):
             next(copy_value(reader, pieces.append), None)
             msgspec.json.decode("".join(pieces).encode())

@@ -192,9 +192,7 @@ def _unwrapped(text: str) -> str:
     if value is None or value == "":
         return "{}"
     if isinstance(value, str):
-        reader = TextReader()
-        reader.feed(value.strip())
-        reader.close()
+        reader = TextReader.of(value.strip())
         pieces: list[str] = []
         steps = copy_value(reader, pieces.append)
         assert next(steps, "done") == "done", "a closed reader waits for nothing"

@@ -35,6 +35,14 @@ class TextReader:
         self._taken: list[str] = []
         self._cut_mark = -1  # where the end of the text cuts off a mark that was looked for
 
+    @classmethod
+    def of(cls, text: str) -> "TextReader":
+        """Return a reader of a text that has arrived whole."""
+        reader = cls()
+        reader.feed(text)
+        reader.close()
+        return reader
+
     def feed(self, text: str) -> None:
         """Append text that has arrived."""
         self._text = self._text[self._at :] + text

@@ -165,9 +165,7 @@ def within_quotes(text: str) -> str:
 
 def python_to_json(text: str) -> str | None:
     """Return the JSON of a text that is one Python literal, None for any other text."""
-    reader = TextReader()
-    reader.feed(text.strip())
-    reader.close()
+    reader = TextReader.of(text.strip())
     pieces: list[str] = []
     try:
         for _ in copy_literal(reader, pieces.append, may_end=True):

@@ -5,7 +5,7 @@ sentence-transformers 6 (its modules Pooling, Dense, LayerNorm, Normalize, Logit
 heads of transformers' BertForSequenceClassification and its kin. N = rows, d = numbers of each.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..layers.mlp import PLAIN, Activation
 from ..layers.norm import LayerNorm
 from ..models.config import ModelConfig, load_config
 from ..models.decoder import Model
+from ..models.jsonfields import read_json
 from ..models.language import arrays
 from ..models.registry import FAMILIES, SUPPORTED, family
 from ..models.weights.source import Checkpoint
@@ -28,11 +29,8 @@ from .segments import RowGroup
 
 _HEADS = ("pooler.", "classifier.", "pre_classifier.", "head.", "score.", "dense.")
 _FRONTS = ("bert.", "roberta.", "xlm_roberta.", "distilbert.", "model.")
-Tensors = Mapping[str, mx.array]
-
 
 Vectors = Callable[[mx.array], mx.array]  # (N, d) -> (N, e)
-OfGroup = Callable[[mx.array], mx.array]  # (n, L, hidden) -> (n, hidden)
 
 ACTIVATIONS: dict[str, Activation] = {**PLAIN, "identity": lambda x: x, "sigmoid": mx.sigmoid}
 TINY = 1e-12  # least length that a vector is divided by
@@ -126,11 +124,6 @@ class Projected:
         return self.activation(self.projection(vectors.astype(self.dtype)).astype(mx.float32))
 
 
-def layer_normed(weight: mx.array, bias: mx.array) -> Vectors:
-    """A layer norm with torch's epsilon."""
-    return partial(mx.fast.layer_norm, weight=weight, bias=bias, eps=1e-5)
-
-
 def token_scores(logits: Vectors, yes: int, no: int | None, dtype: mx.Dtype) -> Vectors:
     """Scores of rows by the logits of tokens that would come next: (N, hidden) -> (N, 1) float32.
 
@@ -184,7 +177,7 @@ def load_pooling(
         UnsupportedModelError: no native family builds the model.
         CheckpointError: a file is broken or disagrees with the config.
     """
-    config = load_pooling_config(folder, pooling)
+    config = _config(folder, pooling)
     builder = family(config.model_type)
     tensors = load_tensors(folder)
 
@@ -208,30 +201,17 @@ def load_pooling(
     )
     del tensors
     model: Model = builder.build(config, weights)
-    pooler, dim = _pooler(folder, pooling, model, head)
+    if pooling.head is None:
+        behind, dim = _modules(folder, pooling, model.config, head)
+        pooler = Pooler(pooling.modes, behind)
+    else:
+        pooler, dim = _scorer(pooling, model, head), 1
     mx.eval(list(arrays([each for each in pooler.behind if isinstance(each, Projected)])))
     return PoolingModel(model, pooler, pooling, dim)
 
 
-def _pooler(
-    folder: Path, pooling: PoolingConfig, model: Model, head: Weights
-) -> tuple[Pooler, int]:
-    """What makes vectors or scores of hidden states, and the length of its results."""
-    if pooling.head is not None:
-        return _scorer(pooling, model, head), 1
-    behind, dim = _modules(folder, pooling, model.config, head)
-    return Pooler(pooling.modes, behind), dim
-
-
-def load_pooling_config(folder: Path, pooling: PoolingConfig) -> ModelConfig:
-    """The model's config, without an output projection unless scores need it.
-
-    Raises:
-        UnsupportedModelError: no native family builds the model.
-        CheckpointError: config.json is broken.
-    """
-    from ..models.jsonfields import read_json
-
+def _config(folder: Path, pooling: PoolingConfig) -> ModelConfig:
+    """The model's config, without an output projection unless scores need it."""
     model_type = read_json(folder / "config.json", infinite=True).get("model_type")
     if isinstance(model_type, str) and model_type not in SUPPORTED:
         raise UnsupportedModelError(
@@ -264,9 +244,8 @@ def _modules(
         elif module.kind == "LayerNorm":
             own = _own_weights(folder / module.path, head)
             shape = (module.in_dims,)
-            behind.append(
-                layer_normed(own.take("norm.weight", shape), own.take("norm.bias", shape))
-            )
+            weight, bias = own.take("norm.weight", shape), own.take("norm.bias", shape)
+            behind.append(partial(mx.fast.layer_norm, weight=weight, bias=bias, eps=1e-5))
         else:
             stored = (folder / module.path).is_dir()
             own = _own_weights(folder / module.path, head) if stored else head

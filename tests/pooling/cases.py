@@ -61,6 +61,16 @@ _MODERN = {
     "local_rope_theta": 10_000.0,
     "pad_token_id": 0,
 }
+_DISTIL = {
+    "model_type": "distilbert",
+    "vocab_size": 96,
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 80,
+    "activation": "gelu",
+    "max_position_embeddings": 40,
+}
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
@@ -102,31 +112,11 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "distilbert": {
-        "config": {
-            "model_type": "distilbert",
-            "architectures": ["DistilBertModel"],
-            "vocab_size": 96,
-            "dim": 48,
-            "n_layers": 2,
-            "n_heads": 4,
-            "hidden_dim": 80,
-            "activation": "gelu",
-            "max_position_embeddings": 40,
-        },
+        "config": {**_DISTIL, "architectures": ["DistilBertModel"]},
         "modes": ["mean"],
     },
     "distilbert-scores": {
-        "config": {
-            "model_type": "distilbert",
-            **_scores("DistilBertForSequenceClassification"),
-            "vocab_size": 96,
-            "dim": 48,
-            "n_layers": 2,
-            "n_heads": 4,
-            "hidden_dim": 80,
-            "activation": "gelu",
-            "max_position_embeddings": 40,
-        },
+        "config": {**_DISTIL, **_scores("DistilBertForSequenceClassification")},
     },
     "nomic_bert": {
         "config": {

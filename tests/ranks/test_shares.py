@@ -185,17 +185,15 @@ def test_layers_that_read_keys_of_others_stay_with_them():
         divide(tensors, lambda name: name, 6, 3, last_cut=1)
 
 
-def test_quantised_columns_are_cut_between_groups(tmp_path):
-    """Three groups for two ranks: one has two of them."""
-    folder = tiny_checkpoint(tmp_path, "qwen2-v5", quantize={"group_size": 32, "bits": 4})
-    expected = logits_of(load(folder))
-    logits, _ = run_ranks(2, lambda link: logits_of(load_share(folder, link.rank, link)))
-    assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))
-
-
-def test_the_format_is_not_read_off_a_part():
-    """Half the inputs of 4 bits in groups of 64 look like 8 bits in groups of 32."""
-    folder = hub.resolve("demo")
+@pytest.mark.parametrize("case", ["qwen2-v5", "demo"])
+def test_quantised_columns_are_cut_between_groups(case, tmp_path):
+    """Three groups for two ranks: one has two of them. And no format is read off a part of a
+    matrix: half the inputs of 4 bits in groups of 64 look like 8 bits in groups of 32 (demo).
+    """
+    how = {"group_size": 32, "bits": 4}
+    folder = (
+        hub.resolve("demo") if case == "demo" else tiny_checkpoint(tmp_path, case, quantize=how)
+    )
     expected = logits_of(load(folder))
     logits, _ = run_ranks(2, lambda link: logits_of(load_share(folder, link.rank, link)))
     assert np.abs(logits - expected).max() <= 1e-4 * max(1.0, float(expected.std()))

@@ -87,7 +87,7 @@ class KillableProcess:
             EndedError: the process ended twice from outside, or the job took too much.
             OverloadedError: the jobs of other threads took all the time.
         """
-        return run_apart(partial(self._ask_in_turn, job), "mlxinfer-killable")
+        return run_apart(partial(self._ask, job), "mlxinfer-killable")
 
     def close(self) -> None:
         """End the process; the next job starts another."""
@@ -97,24 +97,21 @@ class KillableProcess:
         with self._turn:
             self._stop()
 
-    def _ask_in_turn(self, job: Any) -> Any:
+    def _ask(self, job: Any) -> Any:
+        """Return the reply, of a second process if the first was ended from outside."""
         if not self._turn.acquire(timeout=self.max_seconds):
             raise OverloadedError("Others wait for the same check; try again.")
         try:
-            return self._ask_twice(job)
+            try:
+                return self._reply(job)
+            except EndedError as ended:
+                if ended.is_to_blame:
+                    raise
+            return self._reply(job)
         finally:
             self._turn.release()
 
-    def _ask_twice(self, job: Any) -> Any:
-        """Return the reply, of a second process if the first was ended from outside."""
-        try:
-            return self._ask(job)
-        except EndedError as ended:
-            if ended.is_to_blame:
-                raise
-        return self._ask(job)
-
-    def _ask(self, job: Any) -> Any:
+    def _reply(self, job: Any) -> Any:
         try:
             return _exchange(self._running(), job, self.max_seconds)
         except EndedError:

@@ -1,12 +1,12 @@
 """The terminal: reads a user's messages with history, and is set while drawing."""
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..history import data_folder
 from ._output import note
 
 if TYPE_CHECKING:
@@ -91,18 +91,10 @@ def _open_history() -> "History":
 
 def history_file() -> Path:
     """Return the history's file, readable by its owner only."""
-    path = state_folder() / "chat_history"
+    path = data_folder() / "chat_history"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.touch(mode=0o600)
     return path
-
-
-def state_folder() -> Path:
-    """The user's folder for state: XDG_STATE_HOME, or the system's usual place."""
-    if value := os.environ.get("XDG_STATE_HOME"):
-        return Path(value) / "mlxinfer"
-    below = "Library/Application Support" if sys.platform == "darwin" else ".local/state"
-    return Path.home() / below / "mlxinfer"
 
 
 @contextmanager

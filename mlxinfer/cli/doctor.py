@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +14,7 @@ import click
 from .. import __version__, hub
 from ..backend import BUFFER_VARIABLE, require_mlx
 from ..errors import MlxinferError
-from ..memory import human_bytes
+from ..memory import human_bytes, total_memory_bytes
 from ._options import json_option
 from ._output import counted, emit_json, styled
 
@@ -120,12 +119,8 @@ def judge_kernels(found: "Mapping[str, Verdict]", unfinished: Sequence[str] = ()
 
 
 def memory() -> Check:
-    """Total memory, and how much is free now."""
-    total, free = _memory_bytes()
-    found = f"{human_bytes(total)} in all" + (f", {human_bytes(free)} available" if free else "")
-    if free is not None and free < total / 10:
-        return Check("memory", WARN, found, "close other programs, or use a smaller model")
-    return Check("memory", OK, found)
+    """Memory of this machine."""
+    return Check("memory", OK, f"{human_bytes(total_memory_bytes())} in all")
 
 
 def gpu_memory() -> Check:
@@ -133,7 +128,7 @@ def gpu_memory() -> Check:
     if not MACOS:
         return Check("gpu memory", OK, "no limit of its own on this system")
     limit_mb = int(_sysctl("iogpu.wired_limit_mb") or 0)
-    total_mb = _memory_bytes()[0] >> 20
+    total_mb = total_memory_bytes() >> 20
     return judge_gpu_memory(limit_mb, total_mb)
 
 
@@ -251,16 +246,6 @@ def _processor() -> str:
     if MACOS:
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return f"{platform.machine()}, {os.cpu_count()} cores"
-
-
-def _memory_bytes() -> tuple[int, int | None]:
-    """Return (total, available); None where the system does not report it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    info = Path("/proc/meminfo")
-    if not info.is_file():
-        return total, None
-    lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-    return total, int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def _sysctl(name: str) -> str:

@@ -186,7 +186,7 @@ def test_the_command_reads_stdin(
 
 
 def test_history_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     path = _terminal.history_file()
     assert path == tmp_path / "mlxinfer" / "chat_history"
     assert path.stat().st_mode & 0o077 == 0
@@ -196,7 +196,7 @@ def test_a_chat_needs_no_place_for_its_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
     history = _terminal._open_history()
     assert "what you type is not remembered" in capsys.readouterr().err
     history.append_string("one")
@@ -217,7 +217,7 @@ def test_keys_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from prompt_toolkit.input import create_pipe_input
     from prompt_toolkit.output import DummyOutput
 
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         read = _terminal.terminal_reader(COMMANDS)
         keys.send_text("one\\\rtwo\x1b\rthree\r")

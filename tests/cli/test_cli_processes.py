@@ -145,7 +145,7 @@ class Terminal:
 
     def __init__(self, *args: str, state: Path) -> None:
         self._ours, theirs = os.openpty()
-        environment = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(state)}
+        environment = {**os.environ, "TERM": "xterm", "XDG_DATA_HOME": str(state)}
         environment |= {"PROMPT_TOOLKIT_NO_CPR": "1"}
         self.process = subprocess.Popen(
             [*COMMAND, *args],

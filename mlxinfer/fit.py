@@ -168,28 +168,28 @@ def fit_of(
     if contexts[8] >= needed:
         return replace(fit, verdict=FitVerdict.SHORT)
     whole = replace(fit, weights_bytes=stored_bytes or weights_bytes)
-    bits = _conversion(config, whole, kv_bytes(config, needed, 8))
+    bits, num_bytes = _conversion(config, whole, kv_bytes(config, needed, 8))
     ranks, pipeline = (None, False) if folder is None else _ranks(folder, whole)
     return replace(
         fit,
         converted_bits=bits,
-        converted_bytes=None
-        if bits is None
-        else _converted_bytes(config, whole.weights_bytes, bits),
+        converted_bytes=num_bytes,
         ranks=ranks,
         pipeline=pipeline,
         expert_memory=None if folder is None else _expert_memory(config, folder, whole),
     )
 
 
-def _conversion(config: LanguageConfig, fit: Fit, needed_bytes: int) -> int | None:
-    """The most bits a weight with which there is room for so much KV cache."""
+def _conversion(
+    config: LanguageConfig, fit: Fit, needed_bytes: int
+) -> tuple[int, int] | tuple[None, None]:
+    """The most bits a weight that leave room for so much KV cache, and the bytes of weights then."""
     stored = config.quantization.default.bits if config.quantization is not None else 16
     for bits in CONVERSIONS:
-        taken = _converted_bytes(config, fit.weights_bytes, bits) + needed_bytes
-        if bits < stored and taken <= fit.limit_bytes:
-            return bits
-    return None
+        taken = _converted_bytes(config, fit.weights_bytes, bits)
+        if bits < stored and taken + needed_bytes <= fit.limit_bytes:
+            return bits, taken
+    return None, None
 
 
 def _converted_bytes(config: LanguageConfig, weights_bytes: int, bits: int) -> int:

@@ -6,7 +6,7 @@ default. Models become entries of the server's registry; none is loaded here.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -92,64 +92,50 @@ def shown_values(ctx: click.Context) -> list[tuple[str, Any, str]]:
 def _load(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     try:
         config = read_config_file(path or find_config_file())
-        _check_names(ctx.command, config)
-        _check_values(ctx, config)
+        defaults = _defaults(ctx, config)
     except InvalidRequestError as error:
         raise click.UsageError(str(error), ctx) from error
     ctx.meta["mlxinfer.config"] = config
-    ctx.default_map = {**(ctx.default_map or {}), **_by_parameter(ctx.command, config)}
+    ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
 
-def _by_parameter(command: click.Command, config: ConfigFile) -> dict[str, Any]:
-    """Return values by parameter name, not by option: --model sets `models`."""
-    names = _names(command)
-    return {names[name]: _listed(name, value) for name, value in config.serve.items()}
+def _defaults(ctx: click.Context, config: ConfigFile) -> dict[str, Any]:
+    """Return the file's values by parameter name, not by option: --model sets `models`.
 
-
-def _listed(name: str, value: Any) -> Any:
-    return [value] if name in ONE_OR_MORE and not isinstance(value, list) else value
-
-
-def _names(command: click.Command) -> dict[str, str]:
-    """Long option without dashes -> parameter name."""
-    return {
-        option.removeprefix("--").replace("-", "_"): parameter.name or ""
-        for parameter in command.params
+    Each is parsed as the command line would, to name the file where one is wrong.
+    """
+    parameters = {
+        option.removeprefix("--").replace("-", "_"): parameter
+        for parameter in ctx.command.params
         for option in parameter.opts
         if option.startswith("--") and option != "--config"
     }
+    found: dict[str, Any] = {}
+    for name, value in config.serve.items():
+        place = f"{config.path}, serve.{name.replace('_', '-')}"
+        if name not in parameters:
+            hint = _did_you_mean(name, parameters)
+            raise InvalidRequestError(f"{place}: `mlxinfer serve` has no such option.{hint}")
+        parameter = parameters[name]
+        listed = [value] if name in ONE_OR_MORE and not isinstance(value, list) else value
+        if parameter.multiple and not isinstance(listed, list):
+            raise InvalidRequestError(f"{place}: expected a list, such as [{value!r}].")
+        try:
+            parameter.type_cast_value(ctx, _as_typed(listed))
+        except click.BadParameter as error:
+            raise InvalidRequestError(f"{place}: {error.message}") from error
+        found[parameter.name or ""] = listed
+    return found
 
 
-def _check_names(command: click.Command, config: ConfigFile) -> None:
-    known = _names(command)
-    for name in config.serve:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0].replace('_', '-')}?" if near else ""
-            raise InvalidRequestError(
-                f"{config.path}, serve.{name.replace('_', '-')}: `mlxinfer serve` has no such "
-                f"option.{hint}"
-            )
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0].replace('_', '-')}?" if near else ""
 
 
 def _as_typed(value: object) -> Any:
     """Return a TOML value as a user would type it, so that 80.5 is no port and `true` no number."""
     return [str(each) for each in value] if isinstance(value, list) else str(value)
-
-
-def _check_values(ctx: click.Context, config: ConfigFile) -> None:
-    """Parse every value as the command line would, to name the file where one is wrong."""
-    names = _names(ctx.command)
-    parameters = {parameter.name: parameter for parameter in ctx.command.params}
-    for name, given in config.serve.items():
-        value, parameter = _listed(name, given), parameters[names[name]]
-        place = f"{config.path}, serve.{name.replace('_', '-')}"
-        if parameter.multiple and not isinstance(value, list):
-            raise InvalidRequestError(f"{place}: expected a list, such as [{value!r}].")
-        try:
-            parameter.type_cast_value(ctx, _as_typed(value))
-        except click.BadParameter as error:
-            raise InvalidRequestError(f"{place}: {error.message}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +271,9 @@ def own_settings(requested: RequestedModel) -> Mapping[str, Any]:
     known = (*ENGINE_NAMES, "tool_format", "task")
     for name in requested.entry.options:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0].replace('_', '-')}?" if near else ""
             raise click.UsageError(
-                f"{requested.place}: a model has no option {name.replace('_', '-')}.{hint}"
+                f"{requested.place}: a model has no option {name.replace('_', '-')}."
+                f"{_did_you_mean(name, known)}"
             )
     return requested.entry.options
 

@@ -296,14 +296,9 @@ def blocks_per_tile(num_blocks: Ints, kv_heads: int, partial_bytes: int, cores: 
 
 
 def tile_sizes(num_heads: int, kv_heads: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """Arguments of `AttentionPlanner` for prompts: KV heads, queries of a tile, bytes of partials.
-
-    Raises:
-        ValueError: a tile has no room for the query heads of one token.
-    """
+    """Arguments of `AttentionPlanner` for prompts, which attend in tiles."""
     count = tile_queries(num_heads // kv_heads, key_dim=key_dim, value_dim=value_dim)
-    if count == 0:
-        raise ValueError(f"{num_heads // kv_heads} query heads of a KV head do not fit a tile")
+    assert count > 0, "a tile has no room for the query heads of one token"
     partial_bytes = num_heads * count * (value_dim + 2) * 4
     return {"kv_heads": kv_heads, "tile_queries": count, "partial_bytes": partial_bytes}
 

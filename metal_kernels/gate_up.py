@@ -145,14 +145,7 @@ def product(x: mx.array, matrix: Sequence[mx.array], form: GateUp) -> mx.array:
 def gated_twin(gate_up: mx.array, gate: Gate) -> mx.array:
     """The same in plain MLX."""
     x, up = mx.split(gate_up.astype(mx.float32), 2, axis=-1)
-    if gate.function == "silu":
-        y = x * mx.sigmoid(x) * up
-    elif gate.function == "gelu_tanh":
-        y = x * mx.sigmoid(GELU_SLOPE * x * (1 + GELU_CUBIC * x * x)) * up
-    else:
-        x = mx.minimum(x, gate.limit)
-        y = x * mx.sigmoid(gate.alpha * x) * (mx.clip(up, -gate.limit, gate.limit) + 1)
-    return y.astype(gate.dtype)
+    return product_of(gate)(x, up).astype(gate.dtype)
 
 
 def product_of(gate: Gate) -> Product:

@@ -69,9 +69,6 @@ def mla_attention_on_metal(
     Returns:
         outputs (T, heads, V) in the queries' dtype, and the logarithm of each softmax's
         denominator (T, heads) float32.
-
-    Raises:
-        ValueError: no kernel has these sizes; `mla_attention_gathered` takes any.
     """
     attention = mla_attention(queries, latents, plan, scale=scale, value_dim=value_dim)
     outputs, sums = attention(queries, [*latents.tails, *latents.pages])
@@ -102,7 +99,9 @@ def mla_attention(
 def _attend(asked: Asked, sizes: Sizes) -> Launch:
     """The first pass."""
     fmt = asked.formats[0]
-    _check(asked.dtype, asked.dims, fmt)
+    assert asked.dtype in DTYPES, asked
+    assert asked.dims in DIMS, asked
+    assert fmt in KINDS, asked
     return Launch(
         _kernel(fmt),
         template=[
@@ -130,12 +129,3 @@ def mla_attention_gathered(
     return paged_attention_gathered(
         queries, latents, latents, plan, scale=scale, value_dim=value_dim, log_sums=True
     )
-
-
-def _check(dtype: mx.Dtype, dims: tuple[int, int], fmt: KVFormat) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"queries are {dtype}; the kernel takes floats of 16 or 32 bits")
-    if dims not in DIMS:
-        raise ValueError(f"latent dims {dims}; the kernel has {DIMS}")
-    if fmt not in KINDS:
-        raise ValueError(f"latents of {fmt.bits} bits; the kernel takes plain ones and 8 bits")

@@ -345,7 +345,7 @@ def paged_attention_on_metal(
     value_dim: int | None = None,
     log_sums: bool = False,
 ) -> list[mx.array]:
-    """Attention of 1 to 8 queries of each sequence over its pages and its tail.
+    """Attention of 1 to 8 queries of each sequence over its pages and its tail; see `has_dims`.
 
     Args:
         queries: (T, H * G, D), those of the plan's first sequence first.
@@ -361,9 +361,6 @@ def paged_attention_on_metal(
     Returns:
         outputs (T, H * G, V) in the queries' dtype; and the logarithm of each softmax's
         denominator, sink logits included, (T, H * G) float32.
-
-    Raises:
-        ValueError: no kernel has these sizes; `paged_attention_gathered` takes any.
     """
     attention = paged_attention(
         queries,
@@ -467,9 +464,6 @@ def passes(asked: Asked, attend: Callable[[Asked, Sizes], Launch]) -> tuple[Laun
     Args:
         asked: of the attention.
         attend: makes the first pass, which puts down arrays of these sizes.
-
-    Raises:
-        ValueError: no kernel has these sizes.
     """
     dim = asked.dims[1]
     if not asked.is_split:
@@ -482,7 +476,8 @@ def passes(asked: Asked, attend: Callable[[Asked, Sizes], Launch]) -> tuple[Laun
 
 def _attend(asked: Asked, sizes: Sizes) -> Launch:
     """The first pass."""
-    check_sizes(asked.dtype, asked.dims, asked.num_rows, joint_dim=asked.joint_dim)
+    assert has_dims(asked.dtype, asked.dims, asked.joint_dim), asked
+    assert asked.num_rows <= MAX_ROWS, asked
     (key_dim, value_dim), (key_format, value_format) = asked.dims, asked.formats
     shape = _shape(asked)
     return Launch(
@@ -528,21 +523,6 @@ def has_dims(dtype: mx.Dtype, dims: tuple[int, int], joint_dim: int = 0) -> bool
     if dtype not in DTYPES or joint_dim % 64:
         return False
     return set(dims) <= set(HEAD_DIMS) or (dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2)
-
-
-def check_sizes(
-    dtype: mx.Dtype, dims: tuple[int, int], num_rows: int, *, joint_dim: int = 0
-) -> None:
-    """Raise ValueError where no kernel fits."""
-    if dtype not in DTYPES:
-        raise ValueError(f"queries are {dtype}; the kernels take floats of 16 or 32 bits")
-    if not has_dims(dtype, dims, joint_dim):
-        raise ValueError(
-            f"head dims {dims}, {joint_dim} in one vector; the kernels have {HEAD_DIMS} and, in "
-            f"16 bits, {LARGE_DIM}, and vectors of multiples of 64 numbers for both"
-        )
-    if num_rows > MAX_ROWS:
-        raise ValueError(f"{num_rows} query rows of a KV head; the kernels take up to {MAX_ROWS}")
 
 
 def _shape_template(shape: Shape) -> list[tuple[str, TemplateValue]]:

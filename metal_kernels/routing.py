@@ -102,16 +102,12 @@ def choose_experts(
 def _choose_among_all(
     logits: mx.array, routing: Routing, bias: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    k = routing.k
-    scores = mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
+    k, scores = routing.k, _scores(logits, routing)
     ranks = scores if bias is None else scores + bias
     if routing.num_best < routing.num_groups:
         ranks = _of_best_groups(ranks, routing)
     experts = mx.argpartition(ranks, kth=-k, axis=-1)[:, -k:]
-    weights = mx.take_along_axis(scores, experts, axis=-1)
-    if routing.normalised:
-        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + routing.eps)
-    return weights * routing.factor, experts
+    return _weighed(scores, experts, routing), experts
 
 
 def _of_best_groups(ranks: mx.array, routing: Routing) -> mx.array:
@@ -150,11 +146,14 @@ def route_twin(
     wide = logits.astype(mx.float32)
     ranks = wide if bias is None else mx.sigmoid(wide) + bias
     experts = mx.argsort(-ranks, axis=-1)[:, : routing.k].astype(mx.uint32)
-    return _weighed(wide, experts, routing).astype(logits.dtype), experts
+    return _weighed(_scores(wide, routing), experts, routing).astype(logits.dtype), experts
 
 
-def _weighed(logits: mx.array, experts: mx.array, routing: Routing) -> mx.array:
-    scores = mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
+def _scores(logits: mx.array, routing: Routing) -> mx.array:
+    return mx.sigmoid(logits) if routing.sigmoid else mx.softmax(logits, axis=-1)
+
+
+def _weighed(scores: mx.array, experts: mx.array, routing: Routing) -> mx.array:
     weights = mx.take_along_axis(scores, experts, axis=-1)
     if routing.normalised:
         weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + routing.eps)

@@ -66,12 +66,3 @@ def test_sweep(dtype: mx.Dtype, bits: int | None, rows: tuple[int, int]) -> None
 
 def test_blocks_hold_all_rows() -> None:
     assert [row_blocks(rows) for rows in (1, 16, 17, 128)] == [1, 1, 2, 8]
-
-
-@pytest.mark.parametrize(
-    "scene", [Scene([4], [1], key_dim=320), Scene([4], [1], bits=(4, None), **DIMS)]
-)
-def test_what_no_kernel_has_is_refused(scene: Scene) -> None:
-    inputs = build(scene)
-    with pytest.raises(ValueError, match="the kernel"):
-        mla_attention_on_metal(inputs.queries, inputs.keys, inputs.plan, scale=1.0)

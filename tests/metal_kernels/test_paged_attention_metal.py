@@ -91,15 +91,3 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
     [found] = machine.clean(lambda: paged_attention_on_metal(*arguments, scale=0.1))
     [expected] = paged_attention_gathered(*arguments, scale=0.1)
     assert mx.allclose(found.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
-
-
-def test_what_no_kernel_has_is_refused() -> None:
-    for scene in (
-        Scene([4], [1], key_dim=72, value_dim=72),
-        Scene([9], [8], group=17),
-    ):
-        inputs = build(scene)
-        with pytest.raises(ValueError, match="the kernels"):
-            paged_attention_on_metal(
-                inputs.queries, inputs.keys, inputs.values, inputs.plan, scale=1.0
-            )

@@ -27,22 +27,24 @@ def search(
 ) -> NDArray[np.uint8]:
     """The scale of each group as its byte, (R, G, 1), for groups (R, G, group_size)."""
     largest: Floats = np.abs(groups).max(axis=-1, keepdims=True)
-    best: NDArray[np.uint8] | None = None
-    best_error = None
-    for byte in _choices(largest / LARGEST[form.bits], form)[: 1 if usual_only else None]:
-        if usual_only:
-            return byte
-        found = decode(encode(groups, byte, form), byte, form) - groups
-        weighted = found if importance is None else found * importance
-        error = np.einsum("rgk,rgk->rg", weighted, found)[..., None]
-        if best is None or best_error is None:
-            best, best_error = byte, error
-            continue
+    best, *others = _choices(largest / LARGEST[form.bits], form)
+    if usual_only:
+        return best
+    best_error = _error_of(groups, best, form, importance)
+    for byte in others:
+        error = _error_of(groups, byte, form, importance)
         better = error < best_error
         np.copyto(best, byte, where=better)
         np.copyto(best_error, error, where=better)
-    assert best is not None
     return best
+
+
+def _error_of(
+    groups: Floats, byte: NDArray[np.uint8], form: MLXFormat, importance: Floats | None
+) -> Floats:
+    found = decode(encode(groups, byte, form), byte, form) - groups
+    weighted = found if importance is None else found * importance
+    return np.einsum("rgk,rgk->rg", weighted, found)[..., None]
 
 
 def encode(groups: Floats, byte: NDArray[np.uint8], form: MLXFormat) -> Codes:

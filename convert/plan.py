@@ -128,9 +128,19 @@ class ConversionPlan:
         ]
 
     def pieces(self, tensors: Iterable[PlannedTensor]) -> dict[str, list[PlannedArray]]:
-        """The arrays of a file in their order, by the array that each is a part of."""
-        arrays = [array for tensor in tensors for array in tensor.arrays]
-        return in_pieces(arrays, split=self.split_experts)
+        """The arrays of a file in their order, by name; of one that is split a piece an expert.
+
+        The order of the pieces is that of `laid_out`.
+        """
+        found: dict[str, list[PlannedArray]] = {}
+        for array in (array for tensor in tensors for array in tensor.arrays):
+            count = array.shape[0] if self.split_experts and STACK.fullmatch(array.name) else 0
+            size = array.num_bytes // max(count, 1)
+            found[array.name] = [
+                PlannedArray(single_name(array.name, i) or "", array.dtype, array.shape[1:], size)
+                for i in range(count)
+            ] or [array]
+        return found
 
     def quantization(self) -> dict[str, object] | None:
         """For config.json: the commonest format, and the layers that differ."""
@@ -262,22 +272,6 @@ def single_name(stack: str, expert: int) -> str | None:
         return None
     mixture, matrix, field = found.groups()
     return f"{mixture}.experts.{expert}.{_OF_ONE.get(matrix, matrix)}.{field}"
-
-
-def in_pieces(arrays: list[PlannedArray], *, split: bool) -> dict[str, list[PlannedArray]]:
-    """Arrays as they lie in a file, by name; of one that is split a piece for each expert.
-
-    The order of the pieces is that of `laid_out`.
-    """
-    found: dict[str, list[PlannedArray]] = {}
-    for array in arrays:
-        count = array.shape[0] if split and STACK.fullmatch(array.name) else 0
-        size = array.num_bytes // max(count, 1)
-        found[array.name] = [
-            PlannedArray(single_name(array.name, i) or "", array.dtype, array.shape[1:], size)
-            for i in range(count)
-        ] or [array]
-    return found
 
 
 def laid_out(pieces: Mapping[str, list[PlannedArray]]) -> list[PlannedArray]:

@@ -170,7 +170,7 @@ class CalibrationPass:
             self._advance(watching=False)
         norm = self._streamed.final_norm()
         for path, states in zip(self._references, self._compared, strict=True):
-            logits.write(path, self._arranged, self._streamed, norm(states.joined))
+            logits.write(path, self._arranged, self._streamed, norm(mx.concatenate(states.parts)))
 
     def _advance(self, *, watching: bool) -> None:
         """Run the next layer, and keep the moments of this one alone."""

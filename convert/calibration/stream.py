@@ -174,11 +174,6 @@ class HiddenStates:
             self.parts[index] = layer(part, self.length)
             mx.eval(self.parts[index])
 
-    @property
-    def joined(self) -> mx.array:
-        """(N * length, hidden)."""
-        return mx.concatenate(self.parts)
-
     def picked(self, sequences: Sequence[int]) -> mx.array:
         """Those of some of the sequences, (len(sequences) * length, hidden)."""
         each = max(1, self.parts[0].shape[0] // self.length)

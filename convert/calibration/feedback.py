@@ -6,8 +6,9 @@ x x^T, from which error feedback is made; and the logits that the output is comp
 layer at a time the sums are held, in blocks of inputs where memory is short.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,7 +25,6 @@ FEW_TOKENS = 64  # with fewer an expert's weights are rounded to the nearest
 LEAST = 1e-4  # of the mean: a channel that the text never used still has some weight
 
 Feedbacks = tuple[ErrorFeedback | None, ...]  # one for each expert of a stack; else one
-Inputs = tuple[str, ...]  # paths of matrices with the same inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,16 @@ def normalised(squares: Floats) -> Floats:
     return found / found.mean()
 
 
+@dataclass(slots=True)
+class InputSums:
+    """Sums over the inputs of matrices that share them."""
+
+    squares: Floats
+    products: dict[int, list[Floats]] = field(default_factory=dict)  # by expert: x x^T of blocks
+    counts: Counter[int] = field(default_factory=Counter)  # tokens, by expert
+    feedbacks: dict[int, ErrorFeedback | None] = field(default_factory=dict)  # that were made
+
+
 class Moments:
     """Sums over the inputs of matrices, by path; matrices that share their inputs share the sums.
 
@@ -59,44 +69,38 @@ class Moments:
 
     def __init__(self, block: int = 0) -> None:
         self._block = block
-        self._inputs: dict[str, Inputs] = {}
-        self._squares: dict[Inputs, Floats] = {}
-        self._sums: dict[tuple[Inputs, int], list[Floats]] = {}  # by expert
-        self._counts: dict[tuple[Inputs, int], int] = {}
-        self._made: dict[tuple[Inputs, int], ErrorFeedback | None] = {}
+        self._sums: dict[str, InputSums] = {}
 
     def see(self, paths: Sequence[str], x: mx.array, experts: mx.array | None = None) -> None:
         """Add inputs x (..., in_dims) of these matrices; `experts`: as of ObservedExperts."""
-        inputs = tuple(paths)
-        self._inputs |= dict.fromkeys(paths, inputs)
         wide = x.astype(mx.float32)
         flat = np.array(wide.reshape(-1, x.shape[-1]))
-        squares = np.einsum("tk,tk->k", flat, flat)
-        known = self._squares.get(inputs)
-        self._squares[inputs] = squares if known is None else known + squares
+        sums = self._sums.get(paths[0]) or InputSums(np.zeros(x.shape[-1], np.float32))
+        self._sums |= dict.fromkeys(paths, sums)
+        sums.squares += np.einsum("tk,tk->k", flat, flat)
         if not self._block:
             return
         if experts is None:
-            self._add((inputs, 0), flat)
+            self._add(sums, 0, flat)
             return
         chosen = np.array(experts).reshape(-1)
         each = mx.broadcast_to(wide[..., 0, :], (*experts.shape, x.shape[-1]))
         rows = np.array(each.reshape(-1, x.shape[-1]))
         for expert in np.unique(chosen).tolist():
-            self._add((inputs, expert), rows[chosen == expert])
+            self._add(sums, expert, rows[chosen == expert])
 
-    def _add(self, place: tuple[Inputs, int], rows: Floats) -> None:
+    def _add(self, sums: InputSums, expert: int, rows: Floats) -> None:
         starts = range(0, rows.shape[1], self._block)
         found = [part.T @ part for part in (rows[:, s : s + self._block] for s in starts)]
-        known = self._sums.setdefault(place, [np.zeros_like(block) for block in found])
+        known = sums.products.setdefault(expert, [np.zeros_like(block) for block in found])
         for total, block in zip(known, found, strict=True):
             total += block
-        self._counts[place] = self._counts.get(place, 0) + len(rows)
+        sums.counts[expert] += len(rows)
 
     def importance(self, path: str) -> Floats | None:
         """Weights of the squared errors of a matrix; None: nothing is known of its inputs."""
-        squares = self._squares.get(self._inputs.get(path, ()))
-        return None if squares is None else normalised(squares)
+        sums = self._sums.get(path)
+        return None if sums is None else normalised(sums.squares)
 
     def statistics(self, path: str, num_experts: int) -> Statistics:
         """The statistics of a matrix, or of a stack of `num_experts` of them."""
@@ -105,12 +109,13 @@ class Moments:
 
     def _feedback(self, path: str, expert: int) -> ErrorFeedback | None:
         """Feedback for a matrix; None: too few tokens reached it, or none."""
-        place = self._inputs.get(path, ()), expert
-        if self._counts.get(place, 0) < FEW_TOKENS:
+        sums = self._sums.get(path)
+        if sums is None or sums.counts[expert] < FEW_TOKENS:
             return None
-        if place not in self._made:
-            self._made[place] = make_feedback(self._sums.pop(place), self._counts[place])
-        return self._made[place]
+        if expert not in sums.feedbacks:
+            products = sums.products.pop(expert)
+            sums.feedbacks[expert] = make_feedback(products, sums.counts[expert])
+        return sums.feedbacks[expert]
 
 
 class CalibrationPass:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from convert_cases import TEXT, Outcome, contents, write_source
-from upload_standin import UploadHub, upload_hub
+from upload_standin import UploadHub
 
 from mlxinfer import LLM
 from mlxinfer.cli import convert
@@ -24,7 +24,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadHub]:
-    with upload_hub() as standing_in:
+    with UploadHub() as standing_in:
         monkeypatch.setenv("HF_ENDPOINT", standing_in.url)
         monkeypatch.setenv("HF_TOKEN", "hf_abc")
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
@@ -232,11 +232,11 @@ def test_a_refused_upload_can_be_tried_again(
     source: Path, tmp_path: Path, outcome: Outcome, hub: UploadHub
 ) -> None:
     out = tmp_path / "out"
-    hub.refuse = 403
+    hub.faults.status = 403
     seen = outcome(source, out, "--fast", "--upload", "org/out")
     assert seen.code == 1
     assert "token that may write" in seen.err
-    hub.refuse = None
+    hub.faults.status = None
     assert outcome(source, out, "--upload", "org/out", "--upload-only").code == 0
     assert hub.files == contents(out)
     other = outcome(source, source, "--upload", "org/out", "--upload-only")

@@ -1,4 +1,4 @@
-"""A stand-in for the part of the hub that takes uploads, on 127.0.0.1. Knows no models.
+"""The part of a stand-in hub that takes uploads. Knows no models.
 
 It answers what huggingface_hub asks for: POST /api/repos/create, /api/models/<repo>/preupload/main,
 /<repo>.git/info/lfs/objects/batch and /api/models/<repo>/commit/main, and PUT of large files.
@@ -7,108 +7,67 @@ It answers what huggingface_hub asks for: POST /api/repos/create, /api/models/<r
 import base64
 import hashlib
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-LARGE = (".safetensors",)
+from hub.standin import COMMIT, HubHandler, Repo, StandIn
+
+REPO = "org/out"
 
 
-class UploadHub:
-    """What arrived: `files` by name after a commit."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.blobs: dict[str, bytes] = {}
-        self.created: list[dict[str, Any]] = []
-        self.refuse: int | None = None  # status of every answer
-        self.url = ""
-
-
-@contextmanager
-def upload_hub() -> Iterator[UploadHub]:
-    hub = UploadHub()
-
-    class Handler(_Handler):
-        owner = hub
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: UploadHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self._json({"id": "org/out", "sha": COMMIT, "siblings": []})
+class UploadHandler(HubHandler):
+    hub: "UploadHub"
 
     def do_PUT(self) -> None:
         data = self._body()
-        self.owner.blobs[hashlib.sha256(data).hexdigest()] = data
+        self.hub.blobs[hashlib.sha256(data).hexdigest()] = data
         self._json({})
 
     def do_POST(self) -> None:
         body, path = self._body(), self.path.partition("?")[0]
-        if self.owner.refuse is not None:
-            self._json({"error": "no"}, self.owner.refuse)
-        elif path == "/api/repos/create":
-            self.owner.created.append(json.loads(body))
-            self._json({"url": f"{self.owner.url}/org/out", "name": "org/out", "id": "1"})
+        url = f"{self.hub.url}/{REPO}"
+        if self._fault(path):
+            return
+        if path == "/api/repos/create":
+            self.hub.created.append(json.loads(body))
+            self._json({"url": url, "name": REPO, "id": "1"})
         elif path.endswith("/preupload/main"):
             self._json({"files": [_mode(file["path"]) for file in json.loads(body)["files"]]})
         elif path.endswith("/objects/batch"):
-            self._json(self._batch(json.loads(body)))
+            puts = [
+                {**each, "actions": {"upload": {"href": f"{self.hub.url}/put/{each['oid']}"}}}
+                for each in json.loads(body)["objects"]
+            ]
+            self._json({"transfer": "basic", "objects": puts})
         elif path.endswith("/commit/main"):
             self._commit(body)
-            url = f"{self.owner.url}/org/out/commit/{COMMIT}"
-            self._json({"commitUrl": url, "commitOid": COMMIT, "success": True})
+            self._json({"commitUrl": f"{url}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
-            self._json({}, 200)
-
-    def _batch(self, asked: dict[str, Any]) -> dict[str, Any]:
-        objects = [
-            {**o, "actions": {"upload": {"href": f"{self.owner.url}/put/{o['oid']}"}}}
-            for o in asked["objects"]
-        ]
-        return {"transfer": "basic", "objects": objects}
+            self._json({})
 
     def _commit(self, body: bytes) -> None:
-        for line in body.splitlines():
-            entry = json.loads(line)
+        for entry in map(json.loads, body.splitlines()):
             value = entry["value"]
             if entry["key"] == "file":
-                self.owner.files[value["path"]] = base64.b64decode(value["content"])
+                self.hub.files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
-                self.owner.files[value["path"]] = self.owner.blobs[value["oid"]]
+                self.hub.files[value["path"]] = self.hub.blobs[value["oid"]]
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    def _json(self, value: Any, status: int = 200) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+
+class UploadHub(StandIn):
+    """What arrived: `files` by name after a commit."""
+
+    handler = UploadHandler
+
+    def __init__(self) -> None:
+        super().__init__({REPO: Repo({})})
+        self.files: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.created: list[dict[str, Any]] = []
 
 
 def _mode(path: str) -> dict[str, Any]:
-    mode = "lfs" if path.endswith(LARGE) else "regular"
+    mode = "lfs" if path.endswith(".safetensors") else "regular"
     return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": None}

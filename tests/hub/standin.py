@@ -53,55 +53,8 @@ class Faults:
     on_chunk: Callable[[], None] | None = None  # called before each KiB of a large body
 
 
-class StandIn:
-    """with StandIn({"org/name": Repo(files)}) as hub: hub.url, hub.log, hub.faults"""
-
-    def __init__(self, repos: dict[str, Repo]) -> None:
-        self.repos = repos
-        self.faults = Faults()
-        self.log: list[str] = []  # "GET /path" and " bytes=…" where a Range was asked for
-        self.sent: Counter[str] = Counter()  # body bytes by path
-        self.authorised: set[str] = set()  # paths that were asked for with a token
-        owner = self
-
-        class Handler(_Handler):
-            hub = owner
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients leave
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}
-        )
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @property
-    def cdn(self) -> str:
-        return f"http://localhost:{self._server.server_address[1]}"
-
-    def asked_for(self, part: str) -> list[str]:
-        return [line for line in self.log if part in line]
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: StandIn
+class HubHandler(BaseHTTPRequestHandler):
+    hub: "StandIn"
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: object) -> None:
@@ -257,6 +210,55 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.sent[self.path] -= len(piece)
                 self.close_connection = True
                 return
+
+
+class StandIn:
+    """with StandIn({"org/name": Repo(files)}) as hub: hub.url, hub.log, hub.faults"""
+
+    handler: type[HubHandler] = HubHandler
+
+    def __init__(self, repos: dict[str, Repo]) -> None:
+        self.repos = repos
+        self.faults = Faults()
+        self.log: list[str] = []  # "GET /path" and " bytes=…" where a Range was asked for
+        self.sent: Counter[str] = Counter()  # body bytes by path
+        self.authorised: set[str] = set()  # paths that were asked for with a token
+        owner = self
+
+        class Handler(self.handler):  # type: ignore[misc,name-defined]
+            hub = owner
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # clients leave
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def cdn(self) -> str:
+        return f"http://localhost:{self._server.server_address[1]}"
+
+    def asked_for(self, part: str) -> list[str]:
+        return [line for line in self.log if part in line]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
 
 def _sizes(name: str, body: bytes) -> dict[str, object]:

@@ -183,7 +183,7 @@ def fit_of(
 def _conversion(
     config: LanguageConfig, fit: Fit, needed_bytes: int
 ) -> tuple[int, int] | tuple[None, None]:
-    """The most bits a weight that leave room for so much KV cache, and the bytes of weights then."""
+    """The most bits a weight that leave so much room for the KV cache, and the weights' bytes."""
     stored = config.quantization.default.bits if config.quantization is not None else 16
     for bits in CONVERSIONS:
         taken = _converted_bytes(config, fit.weights_bytes, bits)

@@ -34,33 +34,33 @@ _SPECIAL, _ESCAPED = re.compile(r"([%_\\])"), r"\\\1"  # of a LIKE pattern
 _QUOTES = re.compile(r'["\n]')
 _VERSION = 1
 log = logging.getLogger("mlxinfer")
-_SCHEMA = """
-CREATE TABLE conversations (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, title TEXT NOT NULL, model TEXT NOT NULL,
-    settings TEXT NOT NULL, head TEXT, created_s REAL NOT NULL, changed_s REAL NOT NULL
-) STRICT;
-CREATE INDEX newest ON conversations (owner, changed_s);
-CREATE TABLE messages (
-    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
-    conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
-    parent TEXT, role TEXT NOT NULL, content TEXT NOT NULL, reasoning TEXT NOT NULL,
-    details TEXT NOT NULL, created_s REAL NOT NULL
-) STRICT;
-CREATE INDEX members ON messages (conversation);
-CREATE VIRTUAL TABLE found USING fts5 (
-    content, content='messages', content_rowid='number', tokenize='trigram'
-);
-CREATE TRIGGER added AFTER INSERT ON messages BEGIN
-    INSERT INTO found (rowid, content) VALUES (new.number, new.content);
-END;
-CREATE TRIGGER removed AFTER DELETE ON messages BEGIN
-    INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
-END;
-CREATE TRIGGER changed AFTER UPDATE OF content ON messages BEGIN
-    INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
-    INSERT INTO found (rowid, content) VALUES (new.number, new.content);
-END;
-"""
+_SCHEMA = (
+    """CREATE TABLE conversations (
+        id TEXT PRIMARY KEY, owner TEXT NOT NULL, title TEXT NOT NULL, model TEXT NOT NULL,
+        settings TEXT NOT NULL, head TEXT, created_s REAL NOT NULL, changed_s REAL NOT NULL
+    ) STRICT""",
+    "CREATE INDEX newest ON conversations (owner, changed_s)",
+    """CREATE TABLE messages (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        conversation TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        parent TEXT, role TEXT NOT NULL, content TEXT NOT NULL, reasoning TEXT NOT NULL,
+        details TEXT NOT NULL, created_s REAL NOT NULL
+    ) STRICT""",
+    "CREATE INDEX members ON messages (conversation)",
+    """CREATE VIRTUAL TABLE found USING fts5 (
+        content, content='messages', content_rowid='number', tokenize='trigram'
+    )""",
+    """CREATE TRIGGER added AFTER INSERT ON messages BEGIN
+        INSERT INTO found (rowid, content) VALUES (new.number, new.content);
+    END;""",
+    """CREATE TRIGGER removed AFTER DELETE ON messages BEGIN
+        INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
+    END;""",
+    """CREATE TRIGGER changed AFTER UPDATE OF content ON messages BEGIN
+        INSERT INTO found (found, rowid, content) VALUES ('delete', old.number, old.content);
+        INSERT INTO found (rowid, content) VALUES (new.number, new.content);
+    END;""",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +382,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("BEGIN IMMEDIATE")  # of two processes one makes the tables
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version == 0:
-        for statement in _statements(_SCHEMA):
+        for statement in _SCHEMA:
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {_VERSION}")
     db.execute("COMMIT")
@@ -409,16 +409,6 @@ def _reported() -> Iterator[None]:
         raise HistoryError(f"The history cannot be used: {error}.") from error
     except OSError as error:
         raise HistoryError(f"The history cannot be used: {error.strerror or error}.") from error
-
-
-def _statements(script: str) -> Iterator[str]:
-    """The statements of a script; `executescript` would end the transaction."""
-    pending = ""
-    for line in script.splitlines(keepends=True):
-        pending += line
-        if sqlite3.complete_statement(pending):
-            yield pending
-            pending = ""
 
 
 def _check_id(id: str) -> None:

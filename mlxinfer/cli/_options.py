@@ -133,23 +133,6 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "acceptance": {"metavar": "|".join(ACCEPTANCES)},
     "hostfile": {"type": click.Path(exists=True, dir_okay=False, path_type=Path)},
 }
-_SERVED_ADAPTERS = (
-    click.option(
-        "--adapter",
-        "adapters",
-        multiple=True,
-        metavar="NAME=PATH",
-        help="Adapter of the first model; requests name it as MODEL:NAME. Of another model: "
-        "MODEL:NAME=PATH.",
-    ),
-    click.option(
-        "--adapter-dir",
-        "adapter_folders",
-        multiple=True,
-        metavar="FOLDER",
-        help="Requests may load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
-    ),
-)
 
 
 def sampling_options(function: Function) -> Function:
@@ -194,11 +177,6 @@ def _flag_help(name: str) -> str:
         text, default = text.replace(found[0], ""), f"  [default: {found[1]}]"
     flags = {each: _flag(each) for each in ENGINE_NAMES if "_" in each}
     return re.sub("|".join(flags), lambda found: flags[found[0]], text) + default
-
-
-def served_adapter_options(function: Function) -> Function:
-    """Add --adapter and --adapter-dir of a server."""
-    return apply_options(_SERVED_ADAPTERS, function)
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:

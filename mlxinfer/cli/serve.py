@@ -33,7 +33,6 @@ from ._options import (
     Size,
     engine_options,
     rank_options,
-    served_adapter_options,
 )
 from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
 
@@ -104,7 +103,21 @@ file_option = partial(click.option, cls=FileOption)
     is_flag=True,
     help="Let one key's requests find in the cache what another's have computed.",
 )
-@served_adapter_options
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Adapter of the first model; requests name it as MODEL:NAME. Of another model: "
+    "MODEL:NAME=PATH.",
+)
+@click.option(
+    "--adapter-dir",
+    "adapter_folders",
+    multiple=True,
+    metavar="FOLDER",
+    help="Requests may load adapters of FOLDER (/v1/load_lora_adapter); repeatable.",
+)
 @click.option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM).")
 @click.option("--tls-key", metavar="FILE", help="The private key of --tls-cert (PEM).")
 @click.option("--insecure", is_flag=True, help="Other machines need no key.")

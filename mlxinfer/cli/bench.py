@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ._options import API_KEY, engine_options, json_option, llm_arguments, model_option
+from ._options import (
+    API_KEY,
+    Option,
+    engine_options,
+    json_option,
+    llm_arguments,
+    model_option,
+)
 
 if TYPE_CHECKING:
     from ..bench.report import Report
@@ -50,6 +57,28 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
         return found
 
 
+def number(
+    flag: str, default: int | None, help: str, *, least: int = 1, most: int | None = None
+) -> Option:
+    """A whole number; where there is no default, the help says what holds."""
+    kind = click.IntRange(min=least, max=most)
+    return click.option(
+        flag, type=kind, default=default, show_default=default is not None, help=help
+    )
+
+
+def counts(flag: str, default: str | None, help: str) -> Option:
+    """Several whole numbers."""
+    return click.option(
+        flag, type=Counts(), default=default, show_default=default is not None, help=help
+    )
+
+
+def lengths(flag: str, default: str, help: str) -> Option:
+    """A range of lengths, or one."""
+    return click.option(flag, type=Lengths(), default=default, show_default=True, help=help)
+
+
 markdown_option = click.option(
     "--markdown", "as_markdown", is_flag=True, help="Tables in Markdown, for a README."
 )
@@ -57,26 +86,10 @@ markdown_option = click.option(
 
 @click.group(invoke_without_command=True)
 @model_option
-@click.option(
-    "--contexts", type=Counts(), help="Prompt lengths in tokens.  [default: 512,2048,8192]"
-)
-@click.option(
-    "--batches", type=Counts(), default="1,4", show_default=True, help="Requests at once."
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=2),
-    default=128,
-    show_default=True,
-    help="Tokens of each answer.",
-)
-@click.option(
-    "--runs",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Measurements of each; the median counts.",
-)
+@counts("--contexts", None, "Prompt lengths in tokens.  [default: 512,2048,8192]")
+@counts("--batches", "1,4", "Requests at once.")
+@number("--tokens", 128, "Tokens of each answer.", least=2)
+@number("--runs", 1, "Measurements of each; the median counts.")
 @click.option(
     "--peer/--skip-peer",
     default=None,
@@ -136,38 +149,16 @@ def command(
     help="Of any server with OpenAI's chat API.",
 )
 @click.option("-m", "--model", help="Its name there.  [default: the first that the server lists]")
-@click.option(
-    "--requests",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="How many in all.",
-)
-@click.option(
-    "--concurrency",
-    type=click.IntRange(min=1),
-    help="Requests in flight, at most.  [default: 8; with --rate: all]",
-)
+@number("--requests", 64, "How many in all.")
+@number("--concurrency", None, "Requests in flight, at most.  [default: 8; with --rate: all]")
 @click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="R",
     help="Requests a second, at random times (Poisson).  [default: as fast as they are answered]",
 )
-@click.option(
-    "--prompt-tokens",
-    type=Lengths(),
-    default="256",
-    show_default=True,
-    help="Length of prompts, about; a range draws evenly.",
-)
-@click.option(
-    "--answer-tokens",
-    type=Lengths(),
-    default="128",
-    show_default=True,
-    help="Longest answer; a range draws evenly.",
-)
+@lengths("--prompt-tokens", "256", "Length of prompts, about; a range draws evenly.")
+@lengths("--answer-tokens", "128", "Longest answer; a range draws evenly.")
 @click.option("--ignore-eos", is_flag=True, help="Ask for answers of full length.")
 @click.option(
     "--temperature",
@@ -206,13 +197,9 @@ def serve(as_json: bool, as_markdown: bool, **options: Any) -> None:
 @model_option
 @click.option("--draft", metavar="MODEL", help="Draft model, EAGLE-3 head or DFlash draft.")
 @click.option("--mtp", is_flag=True, help="Measure the head that the checkpoint brings.")
-@click.option("--depths", type=Counts(), default="1,2,4,7", show_default=True, help="Proposals.")
-@click.option(
-    "--batches", type=Counts(), default="1,8", show_default=True, help="Requests at once."
-)
-@click.option(
-    "--tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Longest answer."
-)
+@counts("--depths", "1,2,4,7", "Proposals.")
+@counts("--batches", "1,8", "Requests at once.")
+@number("--tokens", 128, "Longest answer.", least=2)
 @markdown_option
 @json_option
 def speculate(as_json: bool, as_markdown: bool, **options: Any) -> None:

@@ -12,7 +12,7 @@ import click
 from mlxinfer.bench.report import describe_machine, show
 from mlxinfer.cli._commands import guarded
 from mlxinfer.cli._options import Option, apply_options, json_option, model_option
-from mlxinfer.cli.bench import Counts, markdown_option
+from mlxinfer.cli.bench import counts, markdown_option, number
 from tests.bench.blas import preload_openblas
 
 small = click.option("--small", is_flag=True, help="Seconds instead of minutes.")
@@ -20,19 +20,6 @@ peer = click.option("--skip-peer", is_flag=True, help="Measure mlxinfer alone.")
 cpu_time = click.option(
     "--cpu-time", is_flag=True, help="CPU seconds, for a machine that others use."
 )
-
-
-def number(
-    flag: str, default: int, help: str, *, least: int = 1, most: int | None = None
-) -> Option:
-    """A whole number."""
-    kind = click.IntRange(min=least, max=most)
-    return click.option(flag, type=kind, default=default, show_default=True, help=help)
-
-
-def counts(flag: str, default: str, help: str) -> Option:
-    """Several whole numbers."""
-    return click.option(flag, type=Counts(), default=default, show_default=True, help=help)
 
 
 def runs(default: int, help: str = "Measurements of each; the median counts.") -> Option:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from models.shapes import shapes
 
 from mlxinfer import hub
 
@@ -40,29 +41,7 @@ class Dense:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor by its name on the hub."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab, self.hidden),
-            "model.norm.weight": (self.hidden,),
-            "lm_head.weight": (self.vocab, self.hidden),
-        }
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = {
-            "input_layernorm": (self.hidden,),
-            "post_attention_layernorm": (self.hidden,),
-            "self_attn.q_norm": (self.head_dim,),
-            "self_attn.k_norm": (self.head_dim,),
-            "self_attn.q_proj": (queries, self.hidden),
-            "self_attn.k_proj": (keys, self.hidden),
-            "self_attn.v_proj": (keys, self.hidden),
-            "self_attn.o_proj": (self.hidden, queries),
-            "mlp.gate_proj": (self.inner, self.hidden),
-            "mlp.up_proj": (self.inner, self.hidden),
-            "mlp.down_proj": (self.hidden, self.inner),
-        }
-        for index in range(self.layers):
-            for name, shape in layer.items():
-                shapes[f"model.layers.{index}.{name}.weight"] = shape
-        return shapes
+        return dict(shapes(self.config()))
 
     def config(self) -> dict[str, object]:
         """config.json, as the hub spells it."""
@@ -91,15 +70,6 @@ class Windowed(Dense):
 
     window: int
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """As a dense decoder, without norms on queries and keys."""
-        every = Dense.shapes(self)
-        return {
-            name: shape
-            for name, shape in every.items()
-            if "self_attn.q_norm" not in name and "self_attn.k_norm" not in name
-        }
-
     def config(self) -> dict[str, object]:
         """With a type for every layer, as both engines read it."""
         kinds = ["full_attention", "sliding_attention"]
@@ -118,21 +88,6 @@ class Experts(Dense):
 
     experts: int
     chosen: int  # of each token
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """With a router and every expert in place of the dense blocks."""
-        every = {name: shape for name, shape in Dense.shapes(self).items() if ".mlp." not in name}
-        for index in range(self.layers):
-            path = f"model.layers.{index}.mlp"
-            every[f"{path}.gate.weight"] = (self.experts, self.hidden)
-            for expert in range(self.experts):
-                for name, shape in (
-                    ("gate", (self.inner, self.hidden)),
-                    ("up", (self.inner, self.hidden)),
-                    ("down", (self.hidden, self.inner)),
-                ):
-                    every[f"{path}.experts.{expert}.{name}_proj.weight"] = shape
-        return every
 
     def config(self) -> dict[str, object]:
         """Every layer is a mixture."""

@@ -6,10 +6,8 @@ All outputs of the recipes are run by mlxinfer, so what differs is the weights.
 import contextlib
 import importlib
 import io
-import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -137,7 +135,6 @@ def _quality(model: Path, scratch: Path, *, peer: bool, small: bool) -> Report:
 
 # -- time and memory of whole processes ---------------------------------------------------------
 
-DISK_BYTES = 256 << 20
 CAP = "300MB"
 PLAIN = ("--calibration", "none", "--check", "none")
 VARIANTS = {  # of mlxinfer's, by their name in the data: label, and options
@@ -176,28 +173,8 @@ def conversions(
     return found
 
 
-def disk_speeds(scratch: Path) -> tuple[float, float]:
-    """Bytes a second written (and on the disk), and read (as often from memory)."""
-    path, block = scratch / "disk", os.urandom(1 << 20)
-    started = time.perf_counter()
-    with path.open("wb") as file:
-        for _ in range(DISK_BYTES >> 20):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-    written = time.perf_counter() - started
-    started = time.perf_counter()
-    with path.open("rb") as file:
-        while file.read(1 << 20):
-            pass
-    read = time.perf_counter() - started
-    path.unlink()
-    return DISK_BYTES / written, DISK_BYTES / read
-
-
 def _speed(scratch: Path, num_bytes: int, model: Path, *, runs: int, peer: bool) -> Report:
     found = conversions(scratch, num_bytes, model, runs=runs, peer=peer)
-    written, read = disk_speeds(scratch)
     rows = []
     for each in found:
         for name, (label, _) in VARIANTS.items():
@@ -208,11 +185,9 @@ def _speed(scratch: Path, num_bytes: int, model: Path, *, runs: int, peer: bool)
         ["", "s", "mlx-lm s", "times as fast", "CPU s", "mlx-lm CPU s", "peak MB",
          "mlx-lm peak MB", "share of its peak"],
         rows,
-        f"The disk beside it: {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} MB/s read "
-        "(from memory, where it is cached). --fast: scales as mlx-lm's, nothing compared.",
+        "--fast: scales as mlx-lm's, nothing compared.",
     )  # fmt: skip
-    disk = {"written": written, "read": read}
-    return Report("convert", [table], {"disk_bytes_per_s": disk, "conversions": found})
+    return Report("convert", [table], {"conversions": found})
 
 
 def _speed_cells(ours: Figures, theirs: Figures | None = None) -> list[str]:

@@ -34,8 +34,7 @@ class Attention:
     Args:
         queries: (B, H, L, D).
         keys, values: (B, K, capacity, D), of which the first `num_keys` are seen.
-        mask: "causal", or what may be seen (B, H, L, N), or additive of the queries' dtype.
-        sinks: (H,) logits that join each softmax without a value.
+        causal: whether a query sees no later key.
     """
 
     queries: mx.array
@@ -43,8 +42,7 @@ class Attention:
     values: mx.array
     num_keys: int
     scale: float
-    mask: mx.array | str | None = None
-    sinks: mx.array | None = None
+    causal: bool = False
     seed: int = 0
     checked: bool = True
 
@@ -61,16 +59,12 @@ class Attention:
     def expected(self, dtype: mx.Dtype | None = None) -> mx.array:
         """What MLX computes on the CPU, in another dtype if wanted."""
         dtype = dtype or self.queries.dtype
-        mask = self.mask
-        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-            mask = mask.astype(dtype)
         return mx.fast.scaled_dot_product_attention(
             self.queries.astype(dtype),
             self.keys[:, :, : self.num_keys].astype(dtype),
             self.values[:, :, : self.num_keys].astype(dtype),
             scale=self.scale,
-            mask=mask,
-            sinks=None if self.sinks is None else self.sinks.astype(dtype),
+            mask="causal" if self.causal else None,
         )
 
 
@@ -99,8 +93,7 @@ def sdpa_vector(call: Attention) -> Ran:
         out,
         number_of("gqa_factor", call.group, np.int32),
         *_lengths(call),
-        *_masks(call),
-        input_of("sinks", call.sinks) if call.sinks is not None else None,
+        *[None] * 6,  # masks, their strides, sinks
         number_of("num_q_heads", heads, np.int32),
     ]
     kernel = _kernel("sdpa_vector", f"{call.kind}, {dim}, {inner}", _constants(call))
@@ -113,7 +106,7 @@ def sdpa_vector_2pass(call: Attention, *, blocks: int, shared: int | None = None
 
     Args:
         shared: query heads for which a SIMD-group computes from the same registers: the variant
-            for one query token without a mask; None: the plain one.
+            for one query token; None: the plain one.
     """
     batch, heads, length, dim = call.queries.shape
     kv_heads, inner = call.values.shape[1], call.values.shape[-1]
@@ -123,10 +116,7 @@ def sdpa_vector_2pass(call: Attention, *, blocks: int, shared: int | None = None
     buffers: list[Buffer | None] = [*_arrays(call), partials, sums, maxs, *_lengths(call)]
     if shared is None:
         name, instance = "sdpa_vector_2pass_1", f"{call.kind}, {dim}, {inner}"
-        buffers += [
-            *_masks(call),
-            input_of("sinks", call.sinks) if call.sinks is not None else None,
-        ]
+        buffers += [None] * 6
     else:
         name = "sdpa_vector_2pass_1_gqa"
         instance = f"{call.kind}, {dim}, {inner}, {call.group}, {shared}"
@@ -144,8 +134,6 @@ def steel_attention(call: Attention) -> Ran:
     """The kernel for prefill: tiles of 32 queries, 8 x 8 matrices."""
     batch, heads, length, dim = call.queries.shape
     rows, columns = 32, 32 if dim < 128 else 16
-    causal = isinstance(call.mask, str)
-    assert not isinstance(call.mask, mx.array), "not run here"
     out = output_of("O", call.queries.shape, call.queries.dtype)
     params = np.zeros(1, _STEEL)
     num_keys, capacity = call.num_keys, call.keys.shape[2]
@@ -168,7 +156,7 @@ def steel_attention(call: Attention) -> Ran:
         Buffer.of_input("params", params.view(np.uint8)),
         *(None, None, None, None),
     ]
-    constants = {200: length % rows == 0, 201: num_keys % columns == 0, 301: causal}
+    constants = {200: length % rows == 0, 201: num_keys % columns == 0, 301: call.causal}
     kernel = Kernel(
         "attention",
         (UTILITIES, Part("steel", f'#include "{FOLDER}/steel/attn/kernels/steel_attention.h"\n')),
@@ -196,17 +184,8 @@ def _kernel(name: str, instance: str, constants: dict[int, int] | None = None) -
 
 
 def _constants(call: Attention, blocks: int = 0) -> dict[int, int]:
-    is_array = isinstance(call.mask, mx.array)
-    is_bool = isinstance(call.mask, mx.array) and call.mask.dtype == mx.bool_
-    causal = isinstance(call.mask, str)
-    return {
-        20: int(is_array),
-        22: int(causal and call.queries.shape[2] > 1),
-        23: int(is_bool),
-        24: int(is_array and not is_bool),
-        25: int(call.sinks is not None),
-        26: blocks,
-    }
+    known = dict.fromkeys((20, 23, 24, 25), 0)  # masks and sinks
+    return {**known, 22: int(call.causal and call.queries.shape[2] > 1), 26: blocks}
 
 
 def _arrays(call: Attention) -> list[Buffer]:
@@ -226,17 +205,6 @@ def _lengths(call: Attention) -> list[Buffer]:
         *strides,
         number_of("scale", call.scale, np.float32),
     ]
-
-
-def _masks(call: Attention) -> list[Buffer | None]:
-    """The mask as one that may be seen or as one to be added, and its strides."""
-    if not isinstance(call.mask, mx.array):
-        return [None] * 5
-    _, _, length, num_keys = call.mask.shape
-    mask = Buffer.of_input("mask", arrays.to_bytes(call.mask))
-    places = [mask, None] if call.mask.dtype == mx.bool_ else [None, mask]
-    strides = {"mask_kv": 1, "mask_q": num_keys, "mask_head": length * num_keys}
-    return [*places, *(number_of(name, stride, np.int32) for name, stride in strides.items())]
 
 
 def _array(buffer: Buffer, shape: tuple[int, ...], call: Attention) -> mx.array:

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED
-from metal_cpu.inline import Example
+from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED, Example
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 SUM = "sum = simd_sum(sum);"

@@ -11,10 +11,9 @@ import pytest
 
 from metal_cpu import build, requires_compiler
 from metal_cpu.build import CompileError, clang, kept, zig
-from metal_cpu.call_sites import with_call_sites
 from metal_cpu.capture import UTILITIES
 from metal_cpu.mlx_kernels import FOLDER
-from metal_cpu.program import INCLUDES, cpp
+from metal_cpu.program import INCLUDES, cpp, with_call_sites
 from metal_cpu.signature import parameters
 from metal_cpu.source import Kernel, Part, flattened
 from metal_cpu.tokens import tokens

@@ -12,7 +12,7 @@ import pytest
 from metal_cpu import MetalCPU, requires_compiler
 from metal_cpu.build import CompileError
 from metal_cpu.capture import capture
-from metal_cpu.inline import Example
+from metal_cpu.examples import Example
 from mlxinfer.metal_kernels.launch import Launch, MetalKernel, TemplateValue, compiled
 
 pytestmark = requires_compiler

@@ -22,8 +22,7 @@ def attention(
     dtype: mx.Dtype,
     *shape: int,
     capacity: int = 0,
-    mask: str | None = None,
-    sinks: bool = False,
+    causal: bool = False,
     seed: int = 0,
 ) -> Attention:
     """shape: B, H, K, L, N, D."""
@@ -35,10 +34,7 @@ def attention(
 
     queries = drawn(batch, heads, length, dim)
     cache = [drawn(batch, kv_heads, capacity or num_keys, dim) for _ in range(2)]
-    seen = drawn(batch, heads, length, num_keys)
-    masks = {"may see": seen > -0.5, "added": seen, "causal": "causal", None: None}
-    added = drawn(heads) if sinks else None
-    return Attention(queries, *cache, num_keys, dim**-0.5, masks[mask], added, seed)
+    return Attention(queries, *cache, num_keys, dim**-0.5, causal, seed)
 
 
 def check(ran: Ran, call: Attention) -> None:
@@ -51,9 +47,7 @@ def check(ran: Ran, call: Attention) -> None:
 ONE_PASS = [
     attention(F32, 1, 4, 2, 1, 70, 64, capacity=80),
     attention(BF16, 1, 4, 2, 1, 70, 64, capacity=80),
-    attention(F16, 2, 4, 2, 4, 70, 128, mask="causal"),
-    attention(F16, 1, 2, 2, 3, 70, 64, mask="may see"),
-    attention(F16, 1, 2, 2, 3, 70, 64, mask="added", sinks=True, seed=1),
+    attention(F16, 2, 4, 2, 4, 70, 128, causal=True),
 ]
 
 
@@ -64,7 +58,7 @@ def test_attention_in_one_pass(call: Attention) -> None:
 
 @pytest.mark.parametrize("call", [
     attention(F16, 1, 4, 2, 1, 100, 128),
-    attention(F32, 2, 4, 2, 2, 90, 64, mask="causal", sinks=True, seed=2),
+    attention(F32, 2, 4, 2, 2, 90, 64, causal=True, seed=2),
 ])  # fmt: skip
 def test_attention_in_two_passes(call: Attention) -> None:
     check(sdpa_vector_2pass(call, blocks=32), call)
@@ -78,7 +72,7 @@ def test_attention_in_two_passes_that_share_keys(dim: int, shared: int) -> None:
 
 @pytest.mark.parametrize("call", [
     attention(F16, 1, 4, 2, 40, 77, 64),
-    attention(F32, 1, 2, 1, 64, 96, 64, mask="causal", seed=1),
+    attention(F32, 1, 2, 1, 64, 96, 64, causal=True, seed=1),
     attention(BF16, 1, 2, 2, 33, 40, 128),
 ])  # fmt: skip
 def test_attention_in_tiles(call: Attention) -> None:

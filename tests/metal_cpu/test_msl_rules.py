@@ -7,7 +7,7 @@ import pytest
 
 from metal_cpu import MetalCPU, build, requires_compiler
 from metal_cpu.capture import UTILITIES, capture
-from metal_cpu.inline import Example
+from metal_cpu.examples import Example
 from metal_cpu.lint import lint
 from metal_cpu.mlx_kernels import FOLDER
 from metal_cpu.msl_references import reference_faults

@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 
 from metal_cpu import KernelStopped, MetalCPU, requires_compiler
-from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED, turned_expected
-from metal_cpu.inline import Example
+from metal_cpu.examples import COUNTS, ROW_SUMS, TURNED, Example, turned_expected
 from metal_cpu.mutants import BARRIER, MUTANTS, Mutant
 
 pytestmark = requires_compiler

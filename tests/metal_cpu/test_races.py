@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from metal_cpu import MetalCPU, requires_compiler
-from metal_cpu.inline import Example
+from metal_cpu.examples import Example
 
 pytestmark = requires_compiler
 

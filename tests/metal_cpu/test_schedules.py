@@ -3,8 +3,7 @@
 import mlx.core as mx
 
 from metal_cpu import MetalCPU, requires_compiler
-from metal_cpu.examples import ROW_SUMS
-from metal_cpu.inline import Example
+from metal_cpu.examples import ROW_SUMS, Example
 from metal_cpu.mutants import BARRIER
 
 pytestmark = requires_compiler

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from metal_cpu import MetalCPU, Report, requires_compiler
-from metal_cpu.inline import Example
+from metal_cpu.examples import Example
 from metal_cpu.mlx_kernels import Attention, sdpa_vector, sdpa_vector_2pass
 
 pytestmark = requires_compiler

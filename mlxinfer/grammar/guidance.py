@@ -15,7 +15,6 @@ from .schema import check_schema
 from .spec import GrammarSpec, enforceable, schema_part, strictly, tool_calls
 
 if TYPE_CHECKING:
-    from .compiled import TokenGrammar
     from .reasoning_budget import BudgetRule
 
 
@@ -27,6 +26,10 @@ class Guidance:
         reasoning: how the model reasons; a grammar lets it do so before the answer.
         vocab_size: of the model.
         end_ids: tokens that end an answer.
+
+    Attributes:
+        compiler: starts the grammars, which takes milliseconds to seconds: too long for an event
+            loop.
     """
 
     def __init__(
@@ -94,18 +97,6 @@ class Guidance:
             unenforced=(*spec.unenforced, *unenforced),
         )
 
-    def start(self, spec: GrammarSpec) -> "TokenGrammar":
-        """Return the compiled grammar of one request.
-
-        Takes milliseconds to seconds, too long for an event loop.
-
-        Raises:
-            InvalidRequestError: the grammar cannot be compiled, or not within the limits.
-            UnsupportedModelError: the model's tokenizer has no end token.
-            OverloadedError: too many grammars at once.
-        """
-        return self.compiler.start(spec)
-
     def bounded(
         self, grammar: Grammar | None, max_reasoning_tokens: int | None, prompt_ids: Sequence[int]
     ) -> Grammar | None:
@@ -124,10 +115,6 @@ class Guidance:
             self._budget_rule = BudgetRule.of(self._tokenizer, self._reasoning)
         prefix = answer_prefix(self._tokenizer, self._reasoning, prompt_ids)
         return ReasoningBudget(self._budget_rule, max_reasoning_tokens, prefix, grammar)
-
-    def close(self) -> None:
-        """End the process that tries grammars out."""
-        self.compiler.close()
 
 
 def enforceable_use(use: ToolUse) -> tuple[ToolUse, tuple[Unenforced, ...]]:

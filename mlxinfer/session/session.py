@@ -154,7 +154,7 @@ class RequestBuilder:
         request.owner, request.reports_prompt = given.owner, given.reports_prompt
         request.priority = int(given.pins)
         request.prompt_logits = prompt.logits or prompt.logprobs is not None
-        grammar = None if spec is None else self.guidance.start(spec)
+        grammar = None if spec is None else self.guidance.compiler.start(spec)
         request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
         return Answer(
             request,
@@ -299,7 +299,7 @@ class RequestBuilder:
 
     def close(self) -> None:
         """End the process that tries grammars out."""
-        self.guidance.close()
+        self.guidance.compiler.close()
 
     def _bounded(self, request: Request, grammar: Grammar | None) -> Grammar | None:
         """The grammar with the request's bound on reasoning."""

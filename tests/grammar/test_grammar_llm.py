@@ -122,10 +122,10 @@ def test_a_model_may_reason_first(llm: LLM, prompt: str, before: str) -> None:
     )
     spec = guidance.rule(llm.tokenizer.encode(prompt, parse_special=True), response_format(FORM))
     assert spec is not None
-    grammar = guidance.start(spec)
+    grammar = guidance.compiler.start(spec)
     for token in llm.tokenizer.encode_plain(before + '{"name": "A", "age": 1}'):
         assert not grammar.finished
         grammar.accept(token)
         assert grammar.problem is None
     assert grammar.finished
-    guidance.close()
+    guidance.compiler.close()

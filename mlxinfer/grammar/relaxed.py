@@ -142,8 +142,14 @@ def _references(value: Any) -> Iterator[str]:
 
 
 def any_of(schema: Any) -> Any:
-    """Return the schema with each oneOf as an anyOf."""
-    return mapped(schema, _one_of_as_any_of)
+    """Return the schema with each oneOf as an anyOf, to which references into it lead too."""
+
+    def change(part: Schema) -> None:
+        _one_of_as_any_of(part)
+        if isinstance(part.get("$ref"), str):
+            part["$ref"] = part["$ref"].replace("/oneOf/", "/anyOf/")
+
+    return mapped(schema, change)
 
 
 def _one_of_as_any_of(schema: Schema) -> None:

@@ -9,7 +9,7 @@ from grammar_tools import compiler_of, matches
 from mlxinfer import LLM, SamplingParams
 from mlxinfer.errors import GrammarFailedError, InvalidRequestError
 from mlxinfer.grammar import spec
-from mlxinfer.grammar.relaxed import problem_of
+from mlxinfer.grammar.relaxed import any_of, problem_of
 from mlxinfer.outputs import Result, ToolCall
 
 BITS: Any = {"enum": [0, 1]}
@@ -127,6 +127,18 @@ def test_a_value_of_two_options_is_none_of_a_one_of() -> None:
     assert matches(grammar, "4")
     assert problem_of(grammar.unenforced, written(4)) is not None
     assert problem_of(grammar.unenforced, written(7)) is None
+
+
+def test_a_reference_into_a_one_of_is_followed_where_that_is_an_any_of() -> None:
+    """A tool's arguments may match several options; the check follows the same references."""
+    schema = {
+        "properties": {"a": {"oneOf": [BITS, PAIR]}, "b": {"$ref": "#/properties/a/oneOf/1"}},
+        "uniqueItems": True,
+    }
+    enforced, unenforced = spec.enforceable(any_of(schema), place="tools[0]")
+    assert matches(spec.json_schema(enforced), '{"b": [0, 1]}')
+    assert problem_of(unenforced, written({"a": 1, "b": [0, 1]})) is None
+    assert problem_of(unenforced, written({"b": [0, 2]})) is not None
 
 
 def test_calls_are_checked_by_their_tool() -> None:

@@ -139,8 +139,9 @@ class LearningPass:
     def _stream(self, progress: Progress) -> None:
         streamed = self._streamed
         ids = [token for sequence in self._sequences for token in sequence]
-        table = self._written[streamed.output(EMBEDDING).name]
-        rows = _rows_of(*table, sorted(set(ids)))
+        tensor, reader = self._written[streamed.output(EMBEDDING).name]
+        table = [reader.values(tensor, slice(row, row + 1)) for row in sorted(set(ids))]
+        rows = mx.array(np.concatenate(table))
         plain, states = (
             HiddenStates.of(x.astype(mx.float32), self._length)
             for x in (streamed.embed(ids), streamed.embed(ids, rows))
@@ -255,12 +256,6 @@ class LearningPass:
 
     def _file(self, index: int) -> Path:
         return self._kept / f"{index}.npz"
-
-
-def _rows_of(tensor: PlannedTensor, reader: ShardReader, rows: Sequence[int]) -> mx.array:
-    """Some rows of a written matrix."""
-    found = [reader.values(tensor, slice(row, row + 1)) for row in rows]
-    return mx.array(np.concatenate(found))
 
 
 def _relative_error(found: mx.array, wanted: mx.array) -> mx.array:

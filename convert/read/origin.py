@@ -46,15 +46,9 @@ def origin_of_folder(folder: Path) -> Origin:
 def origin_of_metadata(metadata: Mapping[str, Any]) -> Origin:
     """Of a GGUF file."""
     url = _URL.match(str(metadata.get("general.base_model.0.repo_url", "")))
-    stated = {
-        key: str(metadata[name])
-        for key, name in (
-            ("license", "general.license"),
-            ("license_name", "general.license.name"),
-            ("license_link", "general.license.link"),
-        )
-        if isinstance(metadata.get(name), str)
-    }
+    keys = ("license", "license_name", "license_link")
+    found = {key: metadata.get(f"general.{key.replace('_', '.')}") for key in keys}
+    stated = {key: value for key, value in found.items() if isinstance(value, str)}
     return Origin(base_model=url[1] if url else None, **stated)
 
 

@@ -12,7 +12,7 @@ from ....errors import CheckpointError, ModelNotFoundError, UnsupportedModelErro
 from ....models.jsonfields import Fields
 from ..folder import digest_of, file_state
 from ..origin import origin_of_metadata
-from ..source import SideFiles, SourceModel
+from ..source import SideFiles, SourceModel, TensorReader
 from ..stored import FLOATS, Array, StoredArray
 from .families import (
     BY_LAYER,
@@ -72,10 +72,7 @@ def open_gguf(path: Path, side_files: Mapping[str, bytes | Path] | None = None) 
         format="GGUF",
         config=config,
         dtype=_model_dtype(architecture, entries),
-        readers={
-            ours: reader_of(_place(architecture, ours, entry, config))
-            for ours, entry in named.items()
-        },
+        readers=_readers(named, architecture, config),
         side_files=own if side_files is None else lambda: side_files,
         fingerprint=digest.hexdigest(),
         origin=origin_of_metadata(metadata),
@@ -135,10 +132,14 @@ def _model_dtype(architecture: str, entries: Mapping[str, Entry]) -> str:
     return "bfloat16" if wide else "float16"
 
 
-def _place(architecture: str, name: str, entry: Entry, config: Mapping[str, Any]) -> GGUFTensor:
-    found, array = entry
-    layout = layout_of(architecture, name, found.shape, config)
-    return GGUFTensor(name, array, found.shape, found.type, layout)
+def _readers(
+    named: Mapping[str, Entry], architecture: str, config: Mapping[str, Any]
+) -> dict[str, TensorReader]:
+    readers = {}
+    for name, (entry, array) in named.items():
+        layout = layout_of(architecture, name, entry.shape, config)
+        readers[name] = reader_of(GGUFTensor(name, array, entry.shape, entry.type, layout))
+    return readers
 
 
 def _read_header(path: Path) -> tuple[GGUFHeader, bytes]:

@@ -41,17 +41,22 @@ class AffineMatrix:
     group_size: int  # of the source; that of MLX's format may be a divisor
     triple: Callable[[slice], Triple]  # of a range of the first axis
 
-    def reader(self) -> TensorReader:
-        """Exact values, and codes where MLX has a format for them."""
+    def reader(self, group_of: StoredArray | None = None) -> TensorReader:
+        """Exact values, and codes where MLX has a format for them.
+
+        Args:
+            group_of: (in_dims,) the group of each input; None: groups are neighbours.
+        """
+        if group_of is not None:
+            places = np.arange(self.info.shape[-1])
+            stated = group_of.expect(["I32", "I64"], places.shape).view()
+            if not np.array_equal(stated, places // self.group_size):
+                return self._mixed(group_of)
         codes = None if self.info.lossless is None else self._packed
         return TensorReader(self.info, self.parts, self._values, codes)
 
-    def mixed(self, group_of: StoredArray) -> TensorReader:
-        """The reader where inputs lie in groups of any order: values, but no format of MLX.
-
-        Args:
-            group_of: (in_dims,) the group of each input.
-        """
+    def _mixed(self, group_of: StoredArray) -> TensorReader:
+        """The reader where inputs lie in groups of any order: values, but no format of MLX."""
         info = replace(
             self.info,
             stored=f"{self.info.stored} act-order",

@@ -17,8 +17,8 @@ from .schemes.floats import BLOCK, FP8, fp4_modules, read_block
 from .schemes.gptq import AWQ, GPTQ
 from .schemes.integers import Integers, groups_of
 from .schemes.mlx import MLXModules
-from .source import Claim, Leaves, TensorReader, dense_reader
-from .stored import FLOATS, StoredArray
+from .source import Claim, Leaves, SourceTensor, TensorReader
+from .stored import FLOATS, StoredArray, to_mlx
 
 _ACTIVATIONS = frozenset(
     {
@@ -90,12 +90,15 @@ def _refuse(leaves: Leaves) -> None:
 
 
 def _plain(array: StoredArray) -> TensorReader:
+    """Values as they are stored."""
     if array.dtype not in FLOATS:
         raise array.fail(
             f"is {array.dtype}, and config.json has no quantisation that explains it; expected "
             f"{' or '.join(FLOATS)}"
         )
-    return dense_reader(array.name, array)
+    dtype, kind = FLOATS[array.dtype], array.dtype.lower()
+    info = SourceTensor(array.name, array.shape, dtype, kind, array.num_bytes)
+    return TensorReader(info, (array,), lambda rows: to_mlx(array.view(rows), array.dtype))
 
 
 def _place(reader: TensorReader) -> tuple[str, int]:

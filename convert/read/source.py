@@ -27,7 +27,7 @@ from ...errors import CheckpointError
 from ...models.quantization import QuantFormat as MLXFormat
 from ..arrays import as_numpy
 from .origin import Origin
-from .stored import FLOATS, StoredArray, to_mlx
+from .stored import StoredArray
 
 __all__ = ["MLXFormat", "Packed", "SourceModel", "SourceTensor", "TensorReader"]
 
@@ -70,15 +70,6 @@ class TensorReader:
 Leaves = dict[str, StoredArray]
 Claim = Callable[[str, Leaves], Iterable[TensorReader]]
 """Takes the arrays that a scheme knows out of the leaves of the module at a path."""
-
-
-def dense_reader(name: str, array: StoredArray) -> TensorReader:
-    """Values as they are stored."""
-    dtype = FLOATS.get(array.dtype)
-    if dtype is None:
-        raise array.fail(f"is {array.dtype}; expected {' or '.join(FLOATS)}")
-    info = SourceTensor(name, array.shape, dtype, array.dtype.lower(), array.num_bytes)
-    return TensorReader(info, (array,), lambda rows: to_mlx(array.view(rows), array.dtype))
 
 
 SideFiles = Callable[[], Mapping[str, bytes | Path]]

@@ -65,14 +65,7 @@ class GPTQ:
         """The matrix of a module that has codes."""
         if "qweight" not in leaves:
             return
-        matrix, g_idx = self._matrix(path, _taken(leaves)), leaves.pop("g_idx", None)
-        in_dims = matrix.info.shape[1]
-        if g_idx is None:
-            yield matrix.reader()
-            return
-        groups = g_idx.expect(["I32", "I64"], (in_dims,)).view()
-        in_order = np.array_equal(groups, np.arange(in_dims) // matrix.group_size)
-        yield matrix.reader() if in_order else matrix.mixed(g_idx)
+        yield self._matrix(path, _taken(leaves)).reader(leaves.pop("g_idx", None))
 
     def _matrix(self, path: str, arrays: Arrays) -> AffineMatrix:
         (qweight, qzeros, scales), bits = arrays, self._bits

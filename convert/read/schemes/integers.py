@@ -66,10 +66,7 @@ class Integers:
         found = self._choose(words, scale)
         self._check_zeros(words, zeros, [w for w in self._weights if w.bits == found.bits])
         matrix = _words(path, words, scale, zeros, shape, found)
-        group_of = leaves.pop("weight_g_idx", None)
-        if group_of is None:
-            return matrix.reader()
-        return matrix.mixed(group_of.expect(["I32", "I64"], (matrix.info.shape[1],)))
+        return matrix.reader(leaves.pop("weight_g_idx", None))
 
     def _choose(self, words: StoredArray, scale: StoredArray) -> "_Packing":
         """The only packing that the config states and that fits these shapes."""

@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from ..errors import InvalidRequestError
-from ..ranks.hosts import RankOptions
 from ..session.options import EngineOptions
 from ._model import fetch
 from ._options import RANK_NAMES
@@ -24,30 +23,23 @@ ANSWER_S = 2.0  # that clients get to take their errors before the process start
 log = logging.getLogger("mlxinfer.ranks")
 
 
-def spread_of(options: dict[str, Any]) -> RankOptions:
-    """Return how the command line spreads its model; a bad value is wrong usage."""
-    given = {name: options[name] for name in RANK_NAMES if options.get(name) is not None}
-    try:
-        spread = EngineOptions(**given).spread
-        _ = spread.elsewhere
-    except InvalidRequestError as error:
-        raise click.UsageError(str(error)) from error
-    return spread
-
-
 def follow_if_asked(options: dict[str, Any], models: Sequence[str]) -> bool:
     """Return whether the model is spread over ranks; in a process that is not rank 0, follow it.
 
     A process is in one group only, so it starts itself again for the next.
     """
-    spread = spread_of(options)
+    given = {name: options[name] for name in RANK_NAMES if options.get(name) is not None}
+    try:
+        spread = EngineOptions(**given).spread
+        place = spread.elsewhere
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error)) from error
     if spread.is_alone:
         return False
     if len(models) != 1:
         raise click.UsageError(
             f"Ranks share one model, and there are {', '.join(models)}; say one with -m."
         )
-    place = spread.elsewhere
     if place is None or place.rank == 0:
         return True
     from ..ranks.follower import follow

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelNotFoundError
+from ..errors import ModelNotFoundError, shown
 
 ASSETS = Path(__file__).parent.parent / "assets"
 BUNDLED = ("demo", "demo-draft")
@@ -52,7 +52,7 @@ def parse_repo_name(name: str) -> RepoName:
     match = _REPO.fullmatch(name)
     if match is None or ".." in name or "--" in match["repo"] or match["repo"].endswith(".git"):
         raise ModelNotFoundError(
-            f"{_shown(name)} is not a model name. Expected "
+            f"{shown(name)} is not a model name. Expected "
             f"{' or '.join(repr(bundled) for bundled in BUNDLED)} (bundled), an existing folder, "
             "or a Hugging Face repository as org/name or org/name@revision."
         )
@@ -76,10 +76,6 @@ def offline() -> bool:
     """Whether the user forbade network access (HF_HUB_OFFLINE, TRANSFORMERS_OFFLINE)."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in {"1", "ON", "YES", "TRUE"}
-
-
-def _shown(name: str) -> str:
-    return repr(name if len(name) <= 100 else name[:99] + "…")
 
 
 @dataclass(frozen=True, slots=True)

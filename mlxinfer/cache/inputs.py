@@ -278,8 +278,9 @@ class CacheWork:
 
     @property
     def num_slots(self) -> int:
-        """How many tails its copies need."""
-        return 1 + max([copy.slot for copy in self.copies]) if self.copies else 0
+        """How many tails its copies need, and the pages that are sealed."""
+        slots = [copy.slot for copy in self.copies] + [move.slot for move in self.seal]
+        return 1 + max(slots, default=-1)
 
 
 def seal_index(moves: Sequence[Move], group: int, page_size: int) -> tuple[Ints, Ints, Ints] | None:

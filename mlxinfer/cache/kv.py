@@ -104,8 +104,8 @@ class LayerGroup(PageGroup):
         lacks_pages = self.allocator.extent > self.num_pages
         return bool(self.layers) and (lacks_pages or num_slots > self.num_slots)
 
-    def make_room(self, num_slots: int) -> None:
-        """Grow the arrays until all pages handed out and `num_slots` tails are there."""
+    def make_room(self, num_slots: int, *, shrink: bool = False) -> None:
+        """As `KVCache.make_room`."""
         pages, slots, extent = self.num_pages, self.num_slots, self.allocator.extent
         if not self.layers:
             return
@@ -117,7 +117,10 @@ class LayerGroup(PageGroup):
         if num_slots > slots:
             self.bytes_grown += slots * 2 * self.page_bytes
             for layer in self.layers:
-                layer.grow_tails(min(max(2 * slots, num_slots), self.max_slots))
+                layer.resize_tails(min(max(2 * slots, num_slots), self.max_slots))
+        elif shrink and slots >= 4 * (fewest := 1 << max(num_slots - 1, 0).bit_length()):
+            for layer in self.layers:
+                layer.resize_tails(fewest)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -409,10 +412,16 @@ class KVCache:
         """Whether a step needs more pages or tails than the arrays have."""
         return any(group.must_grow(num_slots) for group in self.groups)
 
-    def make_room(self, num_slots: int) -> None:
-        """Grow the arrays until all pages handed out and `num_slots` tails are there."""
+    def make_room(self, num_slots: int, *, shrink: bool = False) -> None:
+        """Grow the arrays until all pages handed out and `num_slots` tails are there.
+
+        Args:
+            num_slots: tails that are needed.
+            shrink: no later slot is held, so the arrays shrink to the next power of two if they
+                have four times as many tails. Every step copies all tails that there are.
+        """
         for group in self.groups:
-            group.make_room(num_slots)
+            group.make_room(num_slots, shrink=shrink)
 
     def count_copies(self) -> None:
         """A step was launched while another held the tails: they are copied as they are written."""

@@ -578,11 +578,13 @@ class PagedLayer(ABC):
             plane.grow_pages(extra)
         self.num_pages = num_pages
 
-    def grow_tails(self, num_slots: int) -> None:
-        """Make room for `num_slots` running sequences."""
-        extra = (num_slots - self.num_slots) * self._tail_rows
+    def resize_tails(self, num_slots: int) -> None:
+        """Keep tails of the first `num_slots` slots, or add empty ones."""
+        rows = num_slots * self._tail_rows
         for tails in self._tails:
             # In place: planes hold the same lists.
-            tails[:] = [extended(part, axis=0, extra=extra) for part in tails]
+            tails[:] = [
+                extended(part[:rows], axis=0, extra=max(rows - len(part), 0)) for part in tails
+            ]
             mx.eval(tails)
         self.num_slots = num_slots

@@ -312,6 +312,7 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
+    held_slots: int = 0  # slots up to the highest one held, in a step with a barrier
     num_decoding: int = 0  # with those of steps that take turns with it; 0: there are none such
     ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
     begins_answers: bool = field(init=False)  # whether it gives the first token of an answer
@@ -365,11 +366,14 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Tail slots to allocate, with those of sequences that only receive a partial page."""
+        """Tail slots to allocate, with those of sequences that only receive a partial page.
+
+        In a step with a barrier, all slots that sequences hold.
+        """
         highest = max(self.decodes.slots, default=-1)
         for segment in self.ragged:
             highest = max(highest, segment.slot)
-        return max(highest + 1, self.cache_work.num_slots)
+        return max(highest + 1, self.held_slots, self.cache_work.num_slots)
 
     def num_kept(self, result: "CommitResult") -> dict[int, int]:
         """Slot -> tokens that stay, of sequences that had proposals verified in the step.

@@ -204,7 +204,7 @@ class Forward:
             runs_ahead = False
         if step.is_barrier:  # what was written and not read since would keep all of its prompt
             mx.eval([layer.arrays() for layer in cache.paged])
-        cache.make_room(step.num_slots)
+        cache.make_room(step.num_slots, shrink=step.is_barrier)
         return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
 
     def run(self, step: StepInputs, tokens: mx.array | None) -> Computed:

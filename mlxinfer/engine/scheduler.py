@@ -456,6 +456,7 @@ class Scheduler:
         longest = max([s.stop - s.sealed for s in batch.short], default=0) if batch.short else 0
         if max(longest, batch.decodes.max_tail) <= 2 * self.page_size and not batch.writes_pages:
             return
+        batch.held_slots = max([sequence.slot for sequence in self.queues.running]) + 1
         segments, sequences = batch.decodes.segments, batch.decodes.sequences
         stops = np.maximum(segments.starts - segments.starts % self.page_size, segments.sealed)
         for row in np.flatnonzero(stops > segments.sealed).tolist():

@@ -98,8 +98,9 @@ def test_a_decode_step_copies_no_pages_though_one_is_in_flight() -> None:
 def test_joining_and_leaving_copies_nothing() -> None:
     harness, array_bytes = big_heads()
     harness.add("long", prompt(600), SamplingParams(max_tokens=300))
-    harness.add("first", prompt(40), SamplingParams(max_tokens=5))
-    harness.turn(20)
+    for name in ("first", "second"):  # tails shrink when the first has left
+        harness.add(name, prompt(40), SamplingParams(max_tokens=5))
+        harness.turn(20)
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -160,6 +161,25 @@ def test_the_budget_bounds_every_array_even_while_they_grow() -> None:
         kv.make_room(count)
     assert mx.get_peak_memory() - before <= budget
     assert kv.bytes_allocated > 0.85 * budget
+
+
+@pytest.mark.parametrize("crowd", [4, 64])
+def test_after_a_crowd_a_step_copies_the_tails_that_are_held(crowd: int) -> None:
+    """Each step copies all tails that there are: those of a crowd go when it has left."""
+    harness = Harness(tiny_model("qwen3-v4"), max_batch=64, num_pages=1000)
+    harness.add("stays", prompt(20), SamplingParams(max_tokens=300, ignore_eos=True))
+    harness.turn(3)
+    for seed in range(1, crowd):
+        harness.add(str(seed), prompt(20, seed), SamplingParams(max_tokens=60, ignore_eos=True))
+    while len(harness.loop.scheduler.queues.unfinished()) > 1:
+        harness.turn()
+    cache = harness.loop.cache
+    assert cache.groups[0].num_slots >= crowd
+    harness.turn(2 * PAGE + 2)  # a barrier comes at least so often
+    copied = cache.bytes_copied
+    harness.turn(2 * PAGE)
+    tail_bytes = sum(2 * group.page_bytes for group in cache.groups)
+    assert 0 < cache.bytes_copied - copied <= 2 * PAGE * tail_bytes
 
 
 def test_pools_start_small_and_grow() -> None:

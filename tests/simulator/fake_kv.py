@@ -66,10 +66,12 @@ class FakeKV:
         """Tails that there are."""
         return len(self.tails[0])
 
-    def make_room(self, num_slots: int) -> None:
+    def make_room(self, num_slots: int, *, shrink: bool = False) -> None:
         """Grow until there are tails enough, no further: what is asked for must do."""
         assert num_slots <= self.max_batch
         for tails in self.tails:
+            if shrink:
+                del tails[num_slots:]
             while len(tails) < num_slots:
                 tails.append([POISON] * (2 * self.page_size))
 

@@ -5,14 +5,13 @@ import random
 import numpy as np
 import pytest
 from grammar_tools import compiler_of, tokenizer_of
-from text.text_data import DATA
+from text.text_data import tokenizer_with
 
 from mlxinfer.grammar import spec
 from mlxinfer.grammar.guidance import Guidance
 from mlxinfer.grammar.reasoning_budget import BudgetRule, ReasoningBudget
 from mlxinfer.outputs import Delta
 from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
-from mlxinfer.text.tokenizer import load_backend
 
 TAGS = ReasoningFormat()
 HARMONY = ReasoningFormat("", "", harmony=True)
@@ -104,9 +103,7 @@ def test_the_grammar_of_the_answer_holds_after_the_bound(seed: int) -> None:
 
 
 def test_no_further_message_of_reasoning_begins_in_harmony() -> None:
-    backend = load_backend(DATA / "bytelevel")
-    backend.add_special_tokens(MARKS)
-    tokenizer = Tokenizer(backend)
+    tokenizer = tokenizer_with(tokens=MARKS)
     rule = BudgetRule.of(tokenizer, HARMONY)
     grammar = ReasoningBudget(rule, 4, "<|start|>assistant", None)
 

@@ -3,12 +3,11 @@
 import time
 
 import pytest
-from text_data import DATA, load_tokenizer, read_template
+from text_data import DATA, load_tokenizer, read_template, tokenizer_with
 
 from mlxinfer.outputs import Delta
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, Tokenizer, encode_chat
 from mlxinfer.text.reasoning import answer_prefix
-from mlxinfer.text.tokenizer import load_backend
 
 THINK = ReasoningFormat()
 TYPED = ReasoningFormat("<reason>", "</reason>")  # no tokens of the tokenizer
@@ -25,11 +24,7 @@ def prefix_of(tokenizer, reasoning, prompt):
 
 @pytest.fixture(scope="module")
 def harmony():
-    backend = load_backend(DATA / "bytelevel")
-    backend.add_special_tokens(list(HARMONY.marks))
-    tokenizer = Tokenizer(backend)
-    tokenizer.template = ChatTemplate(read_template("channels"))
-    return tokenizer
+    return tokenizer_with(read_template("channels"), HARMONY.marks)
 
 
 def test_a_tag_from_user_text_opens_no_reasoning_without_turn_tokens():
@@ -111,8 +106,7 @@ def test_a_token_of_the_template_alone_divides_turns():
     tokenizer = load_tokenizer("bytelevel")
     prompt = "<tool_call>What is <reason>?</tool_call>Hello"
     assert prefix_of(tokenizer, TYPED, "<s>" + prompt) == ""
-    parted = Tokenizer(load_backend(DATA / "bytelevel"))
-    parted.template = ChatTemplate("<tool_call>{{ messages[0].content }}</tool_call>")
+    parted = tokenizer_with("<tool_call>{{ messages[0].content }}</tool_call>")
     assert prefix_of(parted, TYPED, f"{prompt}<reason>") == "<reason>"
     assert prefix_of(parted, TYPED, f"{prompt}<reason>a") == "<reason>a"
     assert prefix_of(tokenizer, TYPED, f"<s>{prompt}<reason>a") == ""

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from test_tools_chat import HI, TOOLS, conversation, tokenizer_with
+from test_tools_chat import HI, TOOLS, conversation
+from text_data import tokenizer_with
 from tool_samples import TOOLS as MORE
 
 from mlxinfer.outputs import joined_calls

@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tools_chat import tokenizer_with
-from text_data import load_tokenizer, pieces
+from text_data import load_tokenizer, pieces, tokenizer_with
 
 from mlxinfer.outputs import Delta
 from mlxinfer.text import ChatTemplate, ReasoningFormat, TextStream, detect_reasoning

@@ -5,7 +5,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_data import DATA, KINDS, load_tokenizer, pieces, read_template
+from text_data import DATA, KINDS, load_tokenizer, pieces, read_template, tokenizer_with
 
 from mlxinfer.outputs import Delta, TextPart
 from mlxinfer.text import (
@@ -40,9 +40,7 @@ def split(splitter, parts):
 
 @pytest.fixture(scope="module")
 def harmony():
-    backend = load_backend(DATA / "bytelevel")
-    backend.add_special_tokens(list(MARKS))
-    return Tokenizer(backend)
+    return tokenizer_with(tokens=MARKS)
 
 
 words = st.sampled_from(
@@ -162,9 +160,7 @@ def test_the_prompt_may_have_opened_the_tag(tokenizer):
 
 
 def test_tags_that_are_special_tokens_are_found_too():
-    backend = load_backend(DATA / "bytelevel")
-    backend.add_special_tokens(["[THINK]", "[/THINK]"])
-    tokenizer = Tokenizer(backend)
+    tokenizer = tokenizer_with(tokens=["[THINK]", "[/THINK]"])
     found = detect_reasoning(tokenizer)
     assert found == THINK  # the first pair that the tokenizer has
     tags = ReasoningFormat("[THINK]", "[/THINK]")

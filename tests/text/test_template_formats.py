@@ -2,19 +2,19 @@
 
 import json
 import os
-from functools import cache
+from functools import cache, partial
 
 import pytest
-import tokenizers
+import text_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_data import load_tokenizer, read_template
+from text_data import read_template
 from tool_samples import TOOLS
 from tool_templates import CALLS as FAMILIES
 from tool_templates import FRAME, each, gemma, template_of
 
 from mlxinfer.outputs import ToolCallDelta, joined_calls, merged
-from mlxinfer.text import GENERIC, ChatTemplate, ReasoningFormat, Tokenizer, detect_tools
+from mlxinfer.text import GENERIC, ReasoningFormat, detect_tools
 from mlxinfer.text.tools import Toolbox, ToolParser
 from mlxinfer.text.tools.infer import reads_back, template_format, written_calls
 from mlxinfer.text.tools.template_format import TemplateFormat
@@ -27,12 +27,7 @@ GEMMA = {
 }
 
 
-def tokenizer_with(source, tokens=()):
-    backend = tokenizers.Tokenizer.from_str(load_tokenizer("bytelevel").to_json())
-    backend.add_special_tokens(list(tokens))
-    tokenizer = Tokenizer(backend)
-    tokenizer.template = ChatTemplate(source, variables={"bos_token": "", "eos_token": ""})
-    return tokenizer
+tokenizer_with = partial(text_data.tokenizer_with, bos_token="", eos_token="")
 
 
 @cache

@@ -1,29 +1,21 @@
 """Tools in a conversation: which format a model has, what it is shown, what a request may ask."""
 
 import pytest
-from text_data import DATA, load_tokenizer
+from text_data import load_tokenizer, tokenizer_with
 from tool_samples import TOOLS
 
 from mlxinfer.errors import InvalidRequestError, TemplateError
 from mlxinfer.text import (
     GENERIC,
     ChatTemplate,
-    Tokenizer,
     ToolUse,
     detect_tools,
     encode_chat,
     tool_format,
 )
-from mlxinfer.text.tokenizer import load_backend
 from mlxinfer.text.tools import FORMATS
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-def tokenizer_with(template):
-    tokenizer = Tokenizer(load_backend(DATA / "bytelevel"))
-    tokenizer.template = ChatTemplate(template)
-    return tokenizer
 
 
 @pytest.mark.parametrize("known", [*FORMATS, GENERIC])

@@ -4,11 +4,10 @@ import json
 
 import llguidance
 import pytest
-from text_data import DATA, load_tokenizer
+from text_data import load_tokenizer, tokenizer_with
 from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, grammar_of
 
-from mlxinfer.text import ReasoningFormat, Tokenizer
-from mlxinfer.text.tokenizer import load_backend
+from mlxinfer.text import ReasoningFormat
 from mlxinfer.text.tools import Toolbox
 from mlxinfer.text.tools.lark import MAX_CALLS
 
@@ -24,13 +23,8 @@ every_format = pytest.mark.parametrize(("name", "writer"), SAMPLES, ids=[n for n
 TAGS = ("<tool_call>", "</tool_call>")  # added tokens already
 
 
-def special_tokenizer():
-    backend = load_backend(DATA / "bytelevel")
-    backend.add_special_tokens([mark for mark in CONTROL if mark not in TAGS])
-    return Tokenizer(backend)
-
-
-TOKENIZERS = {"text": load_tokenizer("bytelevel"), "special": special_tokenizer()}
+SPECIAL = tokenizer_with(tokens=[mark for mark in CONTROL if mark not in TAGS])
+TOKENIZERS = {"text": load_tokenizer("bytelevel"), "special": SPECIAL}
 GUIDES = {kind: llguidance.LLTokenizer(t.to_json()) for kind, t in TOKENIZERS.items()}
 
 

@@ -5,12 +5,11 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text_data import DATA, KINDS, load_tokenizer, pieces
+from text_data import KINDS, load_tokenizer, pieces, tokenizer_with
 from tool_samples import CONTROL, FORMATS, TOOLS, WRITERS, harmony
 
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta, merged
-from mlxinfer.text import ReasoningFormat, TextStream, Tokenizer
-from mlxinfer.text.tokenizer import load_backend
+from mlxinfer.text import ReasoningFormat, TextStream
 from mlxinfer.text.tools import Toolbox, ToolParser
 
 THINK = ReasoningFormat()
@@ -48,9 +47,7 @@ WEATHER = done("get_weather", '{"city": "Zürich 🙂"}')
 @pytest.fixture(scope="module")
 def special():
     """A tokenizer in which every mark of every format is a control token, but fences of code."""
-    backend = load_backend(DATA / "bytelevel")
-    backend.add_special_tokens(sorted({*CONTROL, *HARMONY.marks}))
-    return Tokenizer(backend)
+    return tokenizer_with(tokens=sorted({*CONTROL, *HARMONY.marks}))
 
 
 def test_text_reasoning_and_calls_in_their_order():

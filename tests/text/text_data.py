@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from mlxinfer.text import ChatTemplate, Tokenizer
+from mlxinfer.text.tokenizer import load_backend
 
 DATA = Path(__file__).parents[1] / "data" / "text"
 NOW = datetime(2025, 3, 9, 14, 5, 6)  # the clock that the expected renderings saw
@@ -29,6 +30,16 @@ def load_tokenizer(kind: str, template: str | None = None) -> Tokenizer:
         variables = tokenizer.named_tokens
         source = read_template(template)
         tokenizer.template = ChatTemplate(source, variables=variables, now=lambda: NOW)
+    return tokenizer
+
+
+def tokenizer_with(source: str | None = None, tokens=(), **variables: str) -> Tokenizer:
+    """The byte-level tokenizer with more control tokens, and the chat template of a source."""
+    backend = load_backend(DATA / "bytelevel")
+    backend.add_special_tokens(list(tokens))
+    tokenizer = Tokenizer(backend)
+    if source is not None:
+        tokenizer.template = ChatTemplate(source, variables=variables)
     return tokenizer
 
 

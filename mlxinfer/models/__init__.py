@@ -137,29 +137,27 @@ def load_share(
     """
     from .config import load_config
     from .registry import family
-    from .stage import StageModel, load_stage
+    from .stage import load_stage
     from .weights.share import Share
     from .weights.source import Checkpoint
     from .weights.tensors import load_tensors
     from .weights.weights import Weights
 
-    folder = Path(folder)
     share = None if pipeline else Share(rank, link.size)
     require_native(folder)
     config = load_config(folder, share)
     builder = family(config.model_type)
     options = _reading(config, builder, dtype, watch)
     tensors = load_tensors(folder)
-    model: Model | StageModel
     if share is None:
-        model, bytes_read = load_stage(tensors, config, builder, link, **options)
-    else:
-        weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
-        part = builder.build(config, weights)
-        part.link = link
-        model, bytes_read = part, weights.bytes_read
-    read(bytes_read)
-    return model
+        stage, bytes_read = load_stage(tensors, config, builder, link, **options)
+        read(bytes_read)
+        return stage
+    weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
+    part: Model = builder.build(config, weights)
+    part.link = link
+    read(weights.bytes_read)
+    return part
 
 
 def whole_tables(
@@ -237,7 +235,6 @@ def load(
         InvalidRequestError: an unknown dtype.
         InsufficientMemoryError: `experts` is so little that it makes no sense.
     """
-    from ..errors import UnsupportedModelError
     from .config import load_config
     from .registry import family
     from .weights.placing import IN_MEMORY, InSlots
@@ -245,13 +242,8 @@ def load(
     from .weights.tensors import load_tensors
     from .weights.weights import Weights
 
-    folder = Path(folder)
     config = load_config(folder)
-    if config.headless or config.bidirectional:
-        raise UnsupportedModelError(
-            f"The model in {folder} gives embeddings, no text: LLM(...).embed(texts), or "
-            "/v1/embeddings of a server."
-        )
+    _require_text(config, folder)
     builder = family(config.model_type)
     options = _reading(config, builder, dtype, watch)
     source = Checkpoint(load_tensors(folder), builder.tensor_name)
@@ -265,6 +257,17 @@ def load(
             forced=experts.slow,
         )
     return model
+
+
+def _require_text(config: "ModelConfig", folder: Path) -> None:
+    """Refuse models that give embeddings alone."""
+    from ..errors import UnsupportedModelError
+
+    if config.headless or config.bidirectional:
+        raise UnsupportedModelError(
+            f"The model in {folder} gives embeddings, no text: LLM(...).embed(texts), or "
+            "/v1/embeddings of a server."
+        )
 
 
 def _reading(

@@ -149,20 +149,14 @@ def normalise(
     config = ModelConfig(
         model_type=model_type,
         vocab_size=vocab_size,
-        hidden_size=fields.integer("hidden_size", high=2**20),
-        intermediate_size=fields.integer("intermediate_size", high=2**22),
         num_layers=num_layers,
         eos_token_ids=eos_token_ids(raw, fields, generation or {}, vocab_size),
-        rms_norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0),
-        activation=fields.text("hidden_activation", "hidden_act"),
         tie_word_embeddings=_tied(raw, fields),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
-        mlp_bias=fields.boolean("mlp_bias", default=False),
         quantization=quantization,
-        dtype=fields.text("dtype", "torch_dtype", default=None),
-        bidirectional=fields.boolean("use_bidirectional_attention", default=False),
         fields=fields,
+        **_block_settings(fields),
         **_soft_caps(family, fields),
         **heads,
         **_positions(family, fields, num_layers, heads["head_dim"]),
@@ -170,6 +164,19 @@ def normalise(
     )
     configured: ModelConfig = family.configure(config)
     return configured
+
+
+def _block_settings(fields: Fields) -> dict[str, Any]:
+    """What all layers share, whatever they attend to."""
+    return {
+        "hidden_size": fields.integer("hidden_size", high=2**20),
+        "intermediate_size": fields.integer("intermediate_size", high=2**22),
+        "rms_norm_eps": fields.number("rms_norm_eps", low=0.0, high=1.0),
+        "activation": fields.text("hidden_activation", "hidden_act"),
+        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "dtype": fields.text("dtype", "torch_dtype", default=None),
+        "bidirectional": fields.boolean("use_bidirectional_attention", default=False),
+    }
 
 
 def _soft_caps(family: Any, fields: Fields) -> dict[str, Any]:

@@ -21,11 +21,9 @@ from ..layers.step import Rope
 from .config import ModelConfig, normalise
 from .decoder import Model
 from .families.qwen import Qwen3
+from .heads import checked_taps, weights_beside
 from .jsonfields import Fields, read_json
 from .language import arrays
-from .weights.source import Checkpoint
-from .weights.tensors import FLOATS, load_tensors
-from .weights.weights import Weights
 
 KeysValues = tuple[mx.array, mx.array]  # (kv_heads, S, head_dim) each
 
@@ -240,22 +238,14 @@ def load_dflash(folder: Path, model: Model) -> BlockDraft:
                 f"{name} in {stated.where}: drafts of DFlash 2 are not supported; DFlash 1 is."
             )
     config = normalise({**raw, "model_type": "qwen3"})
-    taps = [int(index) for index in stated.items("target_layer_ids") or ()]
-    if not taps or max(taps) >= model.config.num_layers or min(taps) < 0:
-        raise CheckpointError(
-            f"The draft reads layers {taps} of a model of {model.config.num_layers} layers: it is "
-            "made for another model."
-        )
+    layers = [int(index) for index in stated.items("target_layer_ids") or ()]
+    taps = checked_taps("draft", layers, model.config.num_layers)
     if config.hidden_size != model.config.hidden_size:
         raise CheckpointError(
             f"The draft's hidden size is {config.hidden_size}; the model's, of "
             f"which it uses the embeddings, is {model.config.hidden_size}."
         )
-    weights = Weights(
-        Checkpoint(load_tensors(folder), _rename),
-        quantization=config.quantization,
-        dtype=FLOATS[model.activation_dtype],
-    )
+    weights = weights_beside(model, folder, _rename, config.quantization)
     stated_causal = "is_causal" in raw and raw["is_causal"] is not None
     causal = fields.boolean("is_causal") if stated_causal else None
     builder = _Builder(config, weights)

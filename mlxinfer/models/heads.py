@@ -31,13 +31,14 @@ from .families.llama import Llama
 from .family import PACKED, Family
 from .jsonfields import Fields, read_json
 from .language import arrays
+from .quantization import Quantization
 from .registry import family, language_name
 from .weights.source import Checkpoint
 from .weights.tensors import FLOATS, load_tensors
 from .weights.weights import Weights
 
 
-class Block(Protocol):
+class HeadBlock(Protocol):
     """The network of a head: reads a token's embedding and the hidden states before the token."""
 
     @property
@@ -159,7 +160,7 @@ class DraftHead:
         config: ModelConfig,
         *,
         taps: Sequence[int],
-        block: Block,
+        block: HeadBlock,
         norm: Norm,
         enter: Norm | None = None,
         chains_normed: bool = True,
@@ -240,6 +241,31 @@ class DraftHead:
         return self.num_bytes + self._shared_bytes
 
 
+def weights_beside(
+    model: Model,
+    folder: Path,
+    rename: Callable[[str], str | None],
+    quantization: Quantization | None,
+) -> Weights:
+    """The weights in a folder, for a head or a draft that computes in the model's dtype."""
+    source = Checkpoint(load_tensors(folder), rename)
+    return Weights(source, quantization=quantization, dtype=FLOATS[model.activation_dtype])
+
+
+def checked_taps(what: str, layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The layers whose outputs a head or a draft reads.
+
+    Raises:
+        CheckpointError: the model has no such layers.
+    """
+    if not layers or max(layers) >= num_layers or min(layers) < 0:
+        raise CheckpointError(
+            f"The {what} reads layers {list(layers)} of a model of {num_layers} layers: it is made "
+            "for another model."
+        )
+    return tuple(layers)
+
+
 _MODULE = re.compile(r"^(?:.*\.)?mtp\.(.+)$")
 
 
@@ -253,11 +279,7 @@ def load_prediction_head(folder: Path, model: Model) -> DraftHead:
     """
     index = model.config.num_layers
     names = _Names(index)
-    weights = Weights(
-        Checkpoint(load_tensors(folder), names),
-        quantization=model.config.quantization,
-        dtype=FLOATS[model.activation_dtype],
-    )
+    weights = weights_beside(model, folder, names, model.config.quantization)
     if not names.found:
         raise InvalidRequestError(
             f"speculate is 'mtp', and {folder.name} has no weights that predict several tokens; "
@@ -417,11 +439,7 @@ def load_eagle(folder: Path, model: Model) -> DraftHead:
     raw = read_json(folder / "config.json", infinite=True)
     config = _config(raw)
     fields = Fields(raw, "config.json")
-    weights = Weights(
-        Checkpoint(load_tensors(folder), _rename),
-        quantization=config.quantization,
-        dtype=FLOATS[model.activation_dtype],
-    )
+    weights = weights_beside(model, folder, _rename, config.quantization)
     taps = _taps(fields, model.config.num_layers)
     builder = EagleLayer(config, weights)
     embed_tokens = None
@@ -487,12 +505,7 @@ def _taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     else:
         stated = counted or [2, num_layers // 2, num_layers - 3]
         layers = [max(int(index), 1) - 1 for index in stated]
-    if not layers or max(layers) >= num_layers:
-        raise CheckpointError(
-            f"The EAGLE-3 head reads layers {layers} of a model of {num_layers} layers: it is made "
-            "for another model."
-        )
-    return tuple(layers)
+    return checked_taps("EAGLE-3 head", layers, num_layers)
 
 
 def _enter(builder: EagleLayer, width: int) -> Norm:

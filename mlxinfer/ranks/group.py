@@ -56,7 +56,7 @@ class RankGroup(Followers):
 
     Attributes:
         failure: why it failed; None: it has not.
-        on_failure: is called with it, on a thread of the group, and then `on_end`.
+        on_failure: is called with it, on a thread of the group, and then those of `when_failed`.
 
     Raises:
         RanksFailedError: some did not come.
@@ -74,7 +74,6 @@ class RankGroup(Followers):
         self.place = place
         self.failure: RanksFailedError | None = None
         self.on_failure: Callable[[RanksFailedError], None] = lambda error: None
-        self.on_end: Callable[[], None] = lambda: None
         self.loaded: list[messages.Loaded] = []  # by the others, of the present model
         self._local = local
         self.adapters: OtherAdapters  # of the model that is loaded
@@ -365,7 +364,8 @@ class RankGroup(Followers):
         self._watch_ranks()
         if self.failure is not None and not self._closed:
             self.on_failure(self.failure)
-            self.on_end()
+            for call in _ends:
+                call()
 
     def _watch_ranks(self) -> None:
         """Until one fails."""
@@ -438,11 +438,6 @@ def when_failed(call: Callable[[], None]) -> None:
     _ends.append(call)
 
 
-def _call_ends() -> None:
-    for call in _ends:
-        call()
-
-
 def open_group(
     options: RankOptions, model: str | None = None, check: Callable[[], None] = lambda: None
 ) -> RankGroup | None:
@@ -493,7 +488,6 @@ def _group_of(options: RankOptions, place: Place | None, check: Callable[[], Non
             )
         else:
             group = RankGroup(place, shared_secret(), step_s=options.rank_deadline, check=check)
-        group.on_end = _call_ends
         _open.append(group)
         atexit.register(group.close)
         return group

@@ -1,22 +1,15 @@
 """Prompts with a gap: which tokens divide them, and in which order the texts stand."""
 
 import pytest
-import tokenizers
-from text_data import load_tokenizer
+from text_data import load_tokenizer, tokenizer_with
 
-from mlxinfer.text import Tokenizer, fim_tokens
+from mlxinfer.text import fim_tokens
 from mlxinfer.text.fim import _MARKS
-
-
-def tokenizer_with(*marks: str) -> Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(load_tokenizer("bytelevel").to_json())
-    backend.add_special_tokens(list(marks))
-    return Tokenizer(backend)
 
 
 @pytest.mark.parametrize("marks", _MARKS, ids=str)
 def test_the_gap_is_at_the_end_of_the_prompt(marks):
-    tokenizer = tokenizer_with(*(mark for mark in marks if mark), "<|fim_pad|>")
+    tokenizer = tokenizer_with(tokens=[*(mark for mark in marks if mark), "<|fim_pad|>"])
     prefix, suffix, middle = marks
     tokens = fim_tokens(tokenizer)
     ids = tokens.prompt_ids(tokenizer, "def f(x):", "return y\n")
@@ -30,7 +23,7 @@ def test_the_gap_is_at_the_end_of_the_prompt(marks):
 
 
 def test_control_tokens_in_the_texts_stay_text():
-    tokenizer = tokenizer_with(*(mark for mark in _MARKS[0] if mark))
+    tokenizer = tokenizer_with(tokens=_MARKS[0])
     tokens = fim_tokens(tokenizer)
     ids = tokens.prompt_ids(tokenizer, "a<|fim_suffix|>b", "c<|im_end|>")
     assert [i for i in ids if i in tokenizer.special_ids] == [
@@ -42,7 +35,7 @@ def test_control_tokens_in_the_texts_stay_text():
 
 
 def test_empty_texts_and_other_files():
-    tokenizer = tokenizer_with(*(mark for mark in _MARKS[1] if mark))
+    tokenizer = tokenizer_with(tokens=_MARKS[1])
     tokens = fim_tokens(tokenizer)
     assert tokens.prompt_ids(tokenizer, "", "", before=[5]) == [
         5,
@@ -54,4 +47,4 @@ def test_empty_texts_and_other_files():
 
 def test_models_without_such_tokens():
     assert fim_tokens(load_tokenizer("bytelevel")) is None
-    assert fim_tokens(tokenizer_with("<|fim_prefix|>", "<|fim_suffix|>")) is None
+    assert fim_tokens(tokenizer_with(tokens=["<|fim_prefix|>", "<|fim_suffix|>"])) is None

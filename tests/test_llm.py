@@ -342,6 +342,8 @@ def test_too_long_prompts(llm: LLM) -> None:
         {"launch_ahead": 0},
         {"kv_plain_ends": 1},
         {"disk_cache": "1GB", "prefix_cache": False},
+        {"disk_cache": "much"},
+        {"disk_cache_dir": "/tmp"},
         {"speculate": "magic"},
         {"ranks": 0},
         {"slow_experts": True},

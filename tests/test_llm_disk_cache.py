@@ -37,16 +37,6 @@ def test_a_restart_reuses_the_prompt(tmp_path: Path) -> None:
     assert other.cached_tokens == 0, "other bytes, other pages"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "param"),
-    [({"disk_cache": "much"}, "disk_cache"), ({"disk_cache_dir": "/tmp"}, "disk_cache_dir")],
-)
-def test_contradictory_disk_options_are_refused(arguments: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequestError, match=param) as caught:
-        LLM("demo", **arguments)
-    assert caught.value.param == param
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InvalidRequestError, match=r"cannot lie in .*file/kv: Not a dir") as caught:

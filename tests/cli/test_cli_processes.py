@@ -31,6 +31,18 @@ def finished(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_bundled_model_answers_and_doctor_finds_it_well(tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    answer, report = (
+        finished(*args, env=environment, stdin=subprocess.DEVNULL)
+        for args in (("run", "Hello"), ("doctor", "--json"))
+    )
+    assert (answer.returncode, answer.stderr) == (report.returncode, report.stderr) == (0, "")
+    assert len(answer.stdout.split()) > 3
+    found = {check["name"]: check["status"] for check in json.loads(report.stdout)["checks"]}
+    assert found["demo model"] == found["generation"] == "ok"
+
+
 def test_json_of_a_real_answer_repeats_with_its_seed(model: str) -> None:
     args = ("run", "-m", model, "--json", "--seed", "3", "--temperature", "1", "--max-tokens", "6")
     first, second = finished(*args, "hi"), finished(*args, "-", input="hi")

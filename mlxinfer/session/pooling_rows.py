@@ -9,7 +9,7 @@ from ..errors import InvalidRequestError, UnsupportedModelError, shown
 from ..pooling.config import Head, PoolingConfig
 from ..pooling.request import TokenRow
 from ..text import Tokenizer, encode_chat
-from ..text.rows import EncodedRow, encode_rows, encode_texts, too_long
+from ..text.rows import EncodedRow, encode_rows, too_long
 from .inputs import Text
 
 QUERY, DOCUMENT = "query", "document"
@@ -163,8 +163,9 @@ class RowBuilder:
                 "question.",
                 param=param,
             )
-        inner = encode_texts(self.tokenizer, bodies, max_tokens=room, truncate=cut, param=param)
-        return [TokenRow([*before, *ids, *after]) for ids in inner]
+        how: dict[str, Any] = {"truncate": cut, "param": param, "special": False}
+        inner = encode_rows(self.tokenizer, bodies, max_tokens=room, **how)
+        return [TokenRow([*before, *row.ids, *after]) for row in inner]
 
     def _rendered(
         self,

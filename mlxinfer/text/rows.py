@@ -28,10 +28,9 @@ def encode_rows(
     max_tokens: int,
     truncate: bool,
     param: str = "input",
+    special: bool = True,
 ) -> list[EncodedRow]:
-    """Return rows with the special tokens that the tokenizer puts around a text or a pair.
-
-    Special tokens that are spelled in a text are text.
+    """Return texts or pairs as rows. Special tokens that are spelled in a text are text.
 
     Args:
         tokenizer: of the model.
@@ -41,12 +40,13 @@ def encode_rows(
         truncate: a longer row loses tokens at its end, a pair at the end of its longer text;
             otherwise a longer row is refused.
         param: names the texts in errors.
+        special: add the tokens that the tokenizer puts around a text or a pair.
 
     Raises:
         ContextLengthError: a row is too long.
         InvalidRequestError: a text is no text, or the tokenizer fails.
     """
-    count = tokenizer.num_special_tokens(pair=pairs is not None)
+    count = tokenizer.num_special_tokens(pair=pairs is not None) if special else 0
     room = max_tokens - count
     if room < 1:
         raise InvalidRequestError(
@@ -63,7 +63,7 @@ def encode_rows(
             raise too_long(f"{param} {index}", total + count, max_tokens, param)
         if total > room:
             first, second = _cut(first, second, room)
-        whole = tokenizer.with_special_tokens(first, second)
+        whole = tokenizer.with_special_tokens(first, second) if special else first
         rows.append(EncodedRow(whole.ids, whole.type_ids))
     return rows
 
@@ -76,26 +76,6 @@ def too_long(what: str, num_tokens: int | None, max_tokens: int, param: str) -> 
         "for it to be truncated.",
         param=param,
     )
-
-
-def encode_texts(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    *,
-    max_tokens: int,
-    truncate: bool,
-    param: str,
-) -> list[list[int]]:
-    """Return the ids of texts without special tokens. Raises what `encode_rows` does."""
-    found = []
-    for index, text in enumerate(texts):
-        if not truncate:
-            _check_length(tokenizer, [text], max_tokens, f"{param} {index}", param)
-        ids = _encodings(tokenizer, [text])[0].ids
-        if len(ids) > max_tokens and not truncate:
-            raise too_long(f"{param} {index}", len(ids), max_tokens, param)
-        found.append(ids[:max_tokens])
-    return found
 
 
 def _check_length(

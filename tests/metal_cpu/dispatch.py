@@ -2,7 +2,6 @@
 
 import ctypes
 import mmap
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -79,11 +78,9 @@ def dispatch(
     native = (NativeBuffer * max(1, len(bound)))(*(_native(*one) for one in bound))
     memory = (_memory(STACKS_BYTES), _memory(ARENA_BYTES))
     call = NativeDispatch(grid, threadgroup, seed, native, *memory, len(bound), int(checked))
-    start = time.perf_counter()
     with _one_at_a_time:
         compiled.library.msl_dispatch(ctypes.byref(call))
     report = _report(kernel, grid, threadgroup, call)
-    report.wall_s = time.perf_counter() - start
     if checked:
         for record, (_, name, _) in zip(native, bound, strict=False):
             report.buffers[name] = record.traffic.as_traffic()
@@ -115,10 +112,8 @@ def _report(kernel: Kernel, grid: Size, threadgroup: Size, call: "NativeDispatch
         num_simdgroup_barriers=call.num_simdgroup_barriers,
         num_threadgroup_barriers=call.num_threadgroup_barriers,
         threadgroup_memory=call.threadgroup_memory.as_traffic(),
-        bank_ways=call.banks[0].ways,
-        bank_place=call.banks[0].place,
-        atomic_ways=call.banks[1].ways,
-        atomic_place=call.banks[1].place,
+        bank_ways=call.bank.ways,
+        bank_place=call.bank.place,
     )
 
 

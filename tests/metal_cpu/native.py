@@ -79,5 +79,5 @@ class NativeDispatch(ctypes.Structure):
         ("num_simdgroup_barriers", ctypes.c_uint64),
         ("num_threadgroup_barriers", ctypes.c_uint64),
         ("threadgroup_memory", NativeTraffic),
-        ("banks", NativeBankUse * 2),
+        ("bank", NativeBankUse),
     ]

@@ -72,9 +72,6 @@ class Report:
     threadgroup_memory: Traffic = field(default_factory=Traffic)
     bank_ways: int = 0  # the worst access to threadgroup memory: 1 where no bank is asked twice
     bank_place: str = ""  # file and line of it
-    atomic_ways: int = 0  # lanes of the worst atomic operation that meet in a bank or a word
-    atomic_place: str = ""
-    wall_s: float = 0.0
 
     def kinds(self) -> set[str]:
         """Kinds of the faults."""

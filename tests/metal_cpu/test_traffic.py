@@ -126,30 +126,6 @@ def test_banks_are_counted(place: str, ways: int) -> None:
     assert report.bank_ways == ways
 
 
-@pytest.mark.parametrize(
-    ("place", "ways"),
-    [
-        ("lane", 1),
-        ("0", 32),  # one after another
-        ("lane % 16", 2),
-        ("lane * 2", 2),
-    ],
-)
-def test_atomic_operations_are_counted_apart(place: str, ways: int) -> None:
-    report = report_of(
-        "threadgroup atomic_uint bins[64];\n"
-        "atomic_store_explicit(&bins[lane], 0u, memory_order_relaxed);\n"
-        "atomic_store_explicit(&bins[lane + 32], 0u, memory_order_relaxed);\n"
-        "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
-        f"atomic_fetch_add_explicit(&bins[{place}], 1u, memory_order_relaxed);\n"
-        "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
-        "out[i] = atomic_load_explicit(&bins[lane * 2], memory_order_relaxed);",
-        threads=32,
-        threadgroup=32,
-    )
-    assert (report.atomic_ways, report.bank_ways) == (ways, 2)
-
-
 def test_wide_loads_may_take_their_turns() -> None:
     report = report_of(
         "threadgroup float4 tile[32]; tile[lane] = float4(lane); out[i] = tile[lane][lane % 4];",

@@ -4,9 +4,8 @@
 // none. Lanes that ask for one word ask once. An access takes as many turns as its busiest bank has
 // words; the least for so many words would be all of them over 32. The quotient is what is counted.
 //
-// Atomic operations that read and write are another figure: where they go is in the data (a
-// histogram), and lanes that meet in one word wait for each other as well. Of them the most lanes
-// that meet in one bank are counted. Atomic loads and stores are plain accesses.
+// Atomic operations that read and write are not counted: where they go is in the data (a histogram).
+// Atomic loads and stores are plain accesses.
 #pragma once
 
 #include "fault.h"
@@ -20,15 +19,7 @@ struct BankAccess {
   const void* instruction;
   uint32_t turn;
   uint16_t first, last; // words of the variable
-  bool atomic; // reads and writes
-  Site at; // where that is known: atomic operations of several places share an instruction
 };
-
-// A number for each place in the source, in place of an instruction's address.
-inline const void* identity(const Site& at) {
-  uintptr_t place = (uintptr_t)at.line << 12 | at.column;
-  return (const void*)((uintptr_t)at.file ^ place << 20);
-}
 
 inline int compare_bank_accesses(const void* left, const void* right) {
   const BankAccess &a = *(const BankAccess*)left, &b = *(const BankAccess*)right;
@@ -42,9 +33,7 @@ inline int compare_bank_accesses(const void* left, const void* right) {
 class Banks {
  public:
   void add(
-      const void* instruction, Site at, size_t offset, unsigned size, bool atomic, unsigned lane,
-      uint32_t phase) {
-    instruction = at.file ? identity(at) : instruction;
+      const void* instruction, size_t offset, unsigned size, unsigned lane, uint32_t phase) {
     if (phase != phase_) {
       count();
       phase_ = phase;
@@ -55,7 +44,7 @@ class Banks {
     }
     uint16_t first = offset / kWord, last = (offset + size - 1) / kWord;
     uint32_t turn = turns_.turn(instruction, lane, phase);
-    accesses_[used_++] = {instruction, turn, first, last, atomic, at};
+    accesses_[used_++] = {instruction, turn, first, last};
   }
 
   // Looks at what there is, instruction by instruction, and forgets it.
@@ -80,11 +69,10 @@ class Banks {
   void look_at(const BankAccess* some, unsigned num) {
     static uint32_t stamps[kThreadgroupBytes / kWord], stamp = 0;
     unsigned words[kBanks] = {}, all = 0, busiest = 0;
-    bool atomic = some[0].atomic;
     stamp++;
     for (unsigned i = 0; i < num; i++) {
       for (unsigned word = some[i].first; word <= some[i].last; word++) {
-        if (atomic || stamps[word] != stamp) {
+        if (stamps[word] != stamp) {
           stamps[word] = stamp;
           all++;
           unsigned in_bank = ++words[word % kBanks];
@@ -92,13 +80,13 @@ class Banks {
         }
       }
     }
-    unsigned least = atomic ? 1 : (all + kBanks - 1) / kBanks;
-    note_ways(m.dispatch->banks[atomic], (busiest + least - 1) / least, some[0]);
+    unsigned least = (all + kBanks - 1) / kBanks;
+    note_ways(m.dispatch->bank, (busiest + least - 1) / least, some[0]);
   }
 
   static void note_ways(BankUse& worst, unsigned ways, const BankAccess& access) {
     if (ways > worst.ways) {
-      Site at = access.at.file ? access.at : site_of(access.instruction);
+      Site at = site_of(access.instruction);
       worst.ways = ways;
       worst.line = at.line;
       snprintf(worst.file, sizeof worst.file, "%s", base_name(at.file));

@@ -140,9 +140,10 @@ inline void touch_arena(uintptr_t address, const AccessKind& kind, const Place& 
     if (offset < v.size && offset + kind.size <= v.size) {
       check_alignment(v.name, offset, address, kind, at);
       const Thread& t = *m.current;
-      banks[t.simdgroup].add(
-          at.instruction, at.known, offset, kind.size, kind.loads && kind.stores, t.lane,
-          m.simdgroups[t.simdgroup].phase);
+      if (!(kind.loads && kind.stores)) { // where atomic operations go depends on the data
+        banks[t.simdgroup].add(
+            at.instruction, offset, kind.size, t.lane, m.simdgroups[t.simdgroup].phase);
+      }
       check_bytes(
           v.name, offset, kind, kThreadgroup, arena_cells + place, arena_written + place, at);
       return;

@@ -66,7 +66,7 @@ struct Dispatch {
   uint64_t threadgroup_bytes, num_threadgroups, num_threads;
   uint64_t num_simd_ops, num_simdgroup_barriers, num_threadgroup_barriers;
   Traffic threadgroup_memory;
-  BankUse banks[2]; // loads and stores; atomic operations that read and write
+  BankUse bank; // of loads and stores
 };
 
 // --- threads

@@ -297,6 +297,10 @@ def test_pack_quantized_rows_and_act_order(tmp_path: Path) -> None:
     source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
     expected = (codes - 8).T * scales.T.astype(np.float32)[:, group_of]
     assert np.array_equal(np.array(source.read(NAME)), expected)
+    assert source.tensors[NAME].lossless is None
+    leaves["weight_g_idx"] = ("I32", np.arange(IN, dtype=np.int32) // 64)
+    source = opened(tmp_path, leaves, compressed(4, 64, format="pack-quantized"))
+    assert source.tensors[NAME].lossless is not None  # in order, as without an index
 
 
 def test_the_shape_must_be_what_the_words_hold(tmp_path: Path) -> None:

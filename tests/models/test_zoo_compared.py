@@ -55,6 +55,8 @@ def test_what_a_definition_gets_right_is_not_refused(kind: str) -> None:
         ("stablelm", {"rope_scaling": LINEAR}, "ignores rope_scaling"),
         ("phi", {"rope_parameters": {**LINEAR, "rope_theta": 1e4}}, "ignores rope_scaling"),
         ("jamba", {"num_experts": 16}, "ignores num_experts.*with num_experts = 1 run"),
+        ("internlm2", {"sliding_window": 8}, "does not read sliding_window.* to '8'"),
+        ("Klear", {"rope_scaling": LINEAR}, "does not read rope_scaling.* to 'linear'"),
     ],
 )
 def test_loading_asks_the_verdicts(kind: str, changes: dict[str, Any], says: str) -> None:

@@ -6,6 +6,7 @@ own forward pass gives. A batched model that differs runs alone. One that differ
 would be a fault of the definition's caches, is refused.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -26,7 +27,7 @@ from ..quantization import Quantization, format_of_shapes
 from ..registry import SUPPORTED
 from ..weights.files import read_headers
 from ..weights.tensors import FLOATS, choose_dtype
-from .compared import refuse_wrong
+from .compared import refuse_unread, refuse_wrong
 from .definitions import (
     Definition,
     architectures,
@@ -328,6 +329,7 @@ def choose(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[ZooCo
     if module is None:
         raise _unknown(model_type)
     refuse_wrong(raw)
+    refuse_unread(raw, inspect.signature(module.ModelArgs).parameters)
     definition = Definition.of(module, raw)
     specs: Sequence[CacheSpec]
     because = None

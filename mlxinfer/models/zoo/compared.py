@@ -6,7 +6,7 @@ ignores: a config that sets one of those would load, and answer wrongly.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,32 @@ def refuse_wrong(config: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(
                 f"{theirs} ignores {key}, which config.json sets to {str(stated[key])[:60]!r}, so "
                 f"answers would be wrong; {model_type!r} models {instead} run."
+            )
+
+
+def refuse_unread(config: Mapping[str, Any], fields: Collection[str]) -> None:
+    """Refuse a window or a stretched rope that a definition, which was not compared, cannot know.
+
+    Args:
+        config: config.json.
+        fields: that the definition reads.
+
+    Raises:
+        UnsupportedModelError: the message names the key of the config.
+    """
+    model_type = str(config.get("model_type"))
+    if verdicts()["types"].get(model_type, {}).get("verdict") == "agrees":
+        return
+    reads = {
+        "sliding_window": any("window" in field for field in fields),
+        "rope_scaling": not {"rope_scaling", "rope_parameters"}.isdisjoint(fields),
+    }
+    stated = dict(settings(config))
+    for key, is_read in reads.items():
+        if key in stated and not is_read:
+            raise UnsupportedModelError(
+                f"mlx-lm's definition of {model_type!r} does not read {key}, which config.json "
+                f"sets to {str(stated[key])[:60]!r}, so answers would be wrong."
             )
 
 

@@ -18,6 +18,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import inf
 from typing import Any, Final
 
 from ..errors import InvalidRequestError
@@ -295,6 +296,13 @@ class ConversionOptions:
     split_experts: bool = False  # what of an expert lies side by side (split_experts.py)
 
     def __post_init__(self) -> None:
+        limits = ("target_bpw", 1, 32), ("learn_minutes", 0, inf), ("max_kl", 0, inf)
+        for name, low, high in limits:
+            value = getattr(self, name)
+            if value is not None and not low < value <= high:  # nan is refused too
+                raise InvalidRequestError(
+                    f"{name} is {value}; expected a number above {low}, at most {high}.", param=name
+                )
         if self.targeted and self.calibration is None:
             what = f"The recipe {self.recipe.name}" if self.recipe.target_bpw else "A target size"
             raise InvalidRequestError(

@@ -61,6 +61,16 @@ def test_a_dry_run_writes_nothing_and_is_right(
     assert "sizes above are those of 4bit; what meets the target follows" in aimed.out
 
 
+@pytest.mark.parametrize("option", ["--target-bpw", "--learn", "--max-kl"])
+def test_a_number_that_is_none_is_refused_by_name(
+    option: str, source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    seen = outcome(source, tmp_path / "out", option, "nan")
+    assert seen.code != 0
+    assert "nan" in seen.err
+    assert "expected a number above" in seen.err
+
+
 def test_layers_are_in_the_order_of_numbers() -> None:
     names = ["lm_head", "m.norm", "m.layers.10.a", "m.layers.2.b", "m.layers.2.a", "m.embed_tokens"]
     assert sorted(names, key=convert.model_order) == [

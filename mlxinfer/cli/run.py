@@ -25,7 +25,7 @@ from ._options import (
     sampling_values,
 )
 from ._output import counted, emit_json, note
-from ._process import INTERRUPTED
+from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
 from .history import ChatLog, open_log
 
@@ -182,6 +182,7 @@ def show(deltas: Iterator[Delta], options: dict[str, Any]) -> tuple[Result, bool
     finally:
         if shown is not None:
             shown.finish()  # what is said of an error begins a line
+    end_at_next_interrupt()  # within the end of a model it would be a traceback
     stopped = Result(
         text=text,
         reasoning=reasoning or None,

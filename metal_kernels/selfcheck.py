@@ -75,6 +75,8 @@ class Verdict:
         detail: for people; empty where there is nothing to say.
         times: sequences and tokens before them -> seconds of the kernel, and of MLX's own
             operations; empty unless the kernel is right and was timed.
+        first_run_s: seconds of the first call, in which the kernel was compiled unless this
+            process had it already.
     """
 
     status: str
@@ -82,6 +84,7 @@ class Verdict:
     tolerance: float | None = None
     detail: str = ""
     times: dict[str, tuple[float, float]] = field(default_factory=dict)
+    first_run_s: float | None = field(default=None, compare=False)
 
     @property
     def speed(self) -> float | None:
@@ -366,8 +369,11 @@ def examine(variant: Variant, device: Device) -> Verdict:
     case = KINDS[variant.kind].case(variant)
     twin = case.twin()
     mx.eval(twin)
+    begun_s = time.perf_counter()
     kernel = _attempted(lambda: _ran(case), device)
-    return kernel if isinstance(kernel, Verdict) else compare(kernel, twin, case)
+    first_run_s = time.perf_counter() - begun_s
+    found = kernel if isinstance(kernel, Verdict) else compare(kernel, twin, case)
+    return replace(found, first_run_s=first_run_s)
 
 
 def message(error: Exception) -> str:

@@ -36,6 +36,7 @@ class KernelRow:
     speed: float | None = None  # how much faster than MLX's own operations
     # Sequences and tokens before them -> microseconds of a call of the kernel, and of MLX's own.
     times_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    first_run_s: float | None = None  # compiling included
 
     @property
     def cells(self) -> list[str]:
@@ -124,7 +125,7 @@ def on_gpu(gpu: Gpu, folder: Path) -> KernelReport:
 def _row(variant: str, verdict: Verdict) -> KernelRow:
     times_us = {load: (a * 1e6, b * 1e6) for load, (a, b) in verdict.times.items()}
     found = (verdict.status, verdict.error, verdict.tolerance, verdict.detail)
-    return KernelRow(variant, *found, verdict.speed, times_us)
+    return KernelRow(variant, *found, verdict.speed, times_us, verdict.first_run_s)
 
 
 def _figure(value: float | None) -> str:

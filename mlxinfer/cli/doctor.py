@@ -7,7 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -261,10 +262,23 @@ def _sysctl(name: str) -> str:
     is_flag=True,
     help="Compile and run every Metal kernel beside plain MLX: agreement and speed.",
 )
+@click.option(
+    "--report",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.json",
+    help="Write checks, kernels, speed, tokens and memory to FILE.json, and a page to FILE.md.",
+)
+@click.option("-m", "--model", help="Of --report.  [default: random weights of 0.6B and 8B shapes]")
 @json_option
-def command(kernels: bool, as_json: bool) -> None:
+def command(kernels: bool, path: Path | None, model: str | None, as_json: bool) -> None:
     """Check this machine and this installation. Exits with 1 where something fails."""
-    healthy = _kernels(as_json) if kernels else _machine(as_json)
+    if model is not None and path is None:
+        raise click.UsageError("--model goes with --report.", click.get_current_context())
+    if path is not None:
+        healthy = _report(path, model, as_json)
+    else:
+        healthy = _kernels(as_json) if kernels else _machine(as_json)
     if not healthy:
         raise click.exceptions.Exit(1)
 
@@ -291,6 +305,21 @@ def _kernels(as_json: bool) -> bool:
     else:
         click.echo(report.as_text())
     return report.ok
+
+
+def _report(path: Path, model: str | None, as_json: bool) -> bool:
+    require_mlx()
+    from ._report import machine_part, make_report
+
+    def checks() -> dict[str, Any]:
+        return machine_part([asdict(examine(check)) for check in CHECKS])
+
+    report = make_report(path, checks, model)
+    if as_json:
+        emit_json(report)
+    else:
+        click.echo(f"{path} and {path.with_suffix('.md')} are written.")
+    return bool(report["ok"])
 
 
 def _line(check: Check) -> str:

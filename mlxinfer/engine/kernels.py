@@ -3,9 +3,10 @@
 Knows no kernel and no layer. Kernels that prefill and decode need are checked and compiled before
 the first step. Kernels of odd shapes and of speculation are asked for by the first step that could
 use them, and are checked while nothing runs: nothing is compiled in the middle of an answer. Plain
-MLX does the work of the others, and of all where there is no Metal.
+MLX does the work of the others, and of all where there is no Metal or KERNELS_VARIABLE says "off".
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,13 @@ from ..metal_kernels.selfcheck import choose, this_gpu
 from ..metal_kernels.variants import ANY_ROWS, KernelUse, ReadyFor, Variant, never
 
 Chooser = Callable[[Sequence[Variant]], frozenset[Variant]]
+KERNELS_VARIABLE = "MLXINFER_KERNELS"  # of the environment; "off": models use plain MLX
 
 
 def choose_on_this_machine() -> Chooser:
     """Self-checked kernels on a Mac, none elsewhere; to be called on the thread that runs them."""
     gpu = this_gpu()
-    if gpu is None:
+    if gpu is None or os.environ.get(KERNELS_VARIABLE) == "off":
         return choose_none
     return partial(choose, gpu=gpu, folder=default_kernel_folder())
 

@@ -1,0 +1,443 @@
+"""`doctor --report`: checks, kernels, speed, tokens and memory of this machine, in one file.
+
+The parts of a report run one after the other. A part that raises becomes an entry with its error,
+and the others go on. The file is written before and after each part: if the machine crashes, the
+file has what was found, and names the part that was running.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .. import hub
+from ..backend import BUFFER_VARIABLE
+from ..bench.report import describe_machine
+from ..bench.speed import measure, prompts, token_times
+from ..engine.kernels import KERNELS_VARIABLE
+from ..errors import InvalidRequestError, MlxinferError
+from ..llm import LLM
+from ..memory import total_memory_bytes
+from ..roofline import Machine, estimate, machine
+from ._inspect import Summary, summarise
+from ._kernels import kernel_report
+from ._model import fetch
+from ._output import note
+
+Data = dict[str, Any]
+Part = Callable[[], Data]
+COUNTERS = (
+    *("steps", "tokens_computed", "tokens_sampled", "pages_sealed", "bytes_copied", "bytes_grown"),
+    *("preemptions", "step_failures"),
+)
+PROMPTS = ("Once upon a time", "What is a KV cache?", "1, 2, 3, 4,", "The page of a book")
+MEMORY = {
+    "active": mx.get_active_memory,
+    "cache": mx.get_cache_memory,
+    "peak": mx.get_peak_memory,
+}
+BATCHES = (1, 8)  # requests at once
+SOAKING = 4  # requests at once, of the soak
+BITS, GROUP = 4, 64  # of random weights, as of the bundled model
+
+
+class RandomModel(NamedTuple):
+    """The sizes of a Qwen3 by their names in config.json, and the prompt lengths to measure."""
+
+    name: str
+    contexts: tuple[int, ...]
+    sizes: dict[str, int]
+
+
+def _sizes(*values: int) -> dict[str, int]:
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings"),
+    )
+    return dict(zip(names, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much a report measures.
+
+    Attributes:
+        models: of random weights, each measured in a part of its own.
+        tokens: of each answer.
+        steps: of greedy decoding with and without kernels.
+        soak_s: seconds of requests while memory is watched.
+        speed_s: no measurement of a model begins after so many seconds.
+    """
+
+    models: tuple[RandomModel, ...]
+    tokens: int
+    steps: int
+    soak_s: float
+    speed_s: float
+
+
+class GreedyAnswers(NamedTuple):
+    """Tokens of answers that were computed together, and how long that took."""
+
+    tokens: list[list[int]]
+    seconds: float
+
+
+SMALL = RandomModel("0.6B, random", (512, 4096), _sizes(1024, 3072, 28, 16, 8, 128, 151_936, True))
+LARGE = RandomModel("8B, random", (512, 2048), _sizes(4096, 12_288, 36, 32, 8, 128, 151_936, False))
+TINY = RandomModel("tiny, random", (128, 512), _sizes(256, 768, 4, 4, 2, 64, 4096, True))
+LARGE_MEMORY, LARGE_DISK = 30 << 30, 12 * 10**9  # bytes that LARGE needs to be measured too
+ON_CPU = Extent((TINY,), 16, 500, 5, 30)
+
+
+def extent_here() -> Extent:
+    """Real shapes on a GPU, and tiny ones on MLX's CPU backend."""
+    if not mx.metal.is_available():
+        return ON_CPU
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    large = total_memory_bytes() >= LARGE_MEMORY and free >= LARGE_DISK
+    models = (SMALL, LARGE) if large else (SMALL,)
+    return Extent(models, 64, 500, 60, 120)
+
+
+# -- the report -------------------------------------------------------------------------------
+
+
+def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
+    """Run every part and write `path`, and the page of Markdown beside it.
+
+    Args:
+        path: a name that ends with .json.
+        checks: the part about the machine.
+        model: measured instead of random weights.
+
+    Returns:
+        The report. `ok` says whether nothing failed.
+
+    Raises:
+        InvalidRequestError: a file cannot be written.
+    """
+    if path.suffix != ".json":
+        raise InvalidRequestError(f"{path} is no name of a report: it must end with .json.")
+    with tempfile.TemporaryDirectory(prefix="mlxinfer-report-") as folder:
+        return run_parts(path, all_parts(extent_here(), checks, model, Path(folder)))
+
+
+def all_parts(extent: Extent, checks: Part, model: str | None, folder: Path) -> dict[str, Part]:
+    """The parts by name, in the order in which they run; random weights go into `folder`."""
+    sources: dict[str, tuple[Callable[[], Path], Sequence[int]]] = {
+        each.name: (partial(random_checkpoint, folder / each.name, each), each.contexts)
+        for each in extent.models
+    }
+    if model is not None:
+        sources = {model: (partial(fetch, model), extent.models[0].contexts)}
+    speeds = {
+        f"speed of {name}": partial(speed_part, find, contexts, extent)
+        for name, (find, contexts) in sources.items()
+    }
+    find, contexts = next(iter(sources.values()))
+    return {
+        "machine": checks,
+        "kernels": lambda: kernel_report().as_dict(),
+        "tokens": partial(tokens_part, extent.steps),
+        **speeds,
+        "soak": partial(soak_part, find, contexts[-1], extent.soak_s),
+    }
+
+
+def run_parts(path: Path, parts: Mapping[str, Part]) -> Data:
+    """Run parts, and write what is known before and after each."""
+    found: Data = {}
+    command = describe_machine(shlex.join(["mlxinfer", *sys.argv[1:]]))
+    report: Data = {"format": 1, "about": command, "running": None, "ok": False, "parts": found}
+    for number, (name, part) in enumerate(parts.items(), 1):
+        write(path, report | {"running": name})
+        note(f"[{number}/{len(parts)}] {name} ...")
+        found[name] = outcome(part)
+        note(f"[{number}/{len(parts)}] {name}: {found[name]['status']}")
+    report["ok"] = all(entry["status"] == "ok" for entry in found.values())
+    write(path, report)
+    return report
+
+
+def outcome(part: Part) -> Data:
+    """The entry of a part. Any exception is a finding about this machine."""
+    begun_s = time.monotonic()
+    try:
+        data = part()
+        entry = {"status": "ok" if data.get("ok", True) else "fail", "data": data}
+    except Exception as error:  # a finding, see above
+        text = f"{type(error).__name__}: {error}"
+        entry = {"status": "error", "error": text, "traceback": traceback.format_exc()}
+    return {"seconds": round(time.monotonic() - begun_s, 2)} | entry
+
+
+def write(path: Path, report: Data) -> None:
+    """Replace both files as wholes; the home folder is `~` in them, since they are published.
+
+    Raises:
+        InvalidRequestError: a file cannot be written.
+    """
+    from ._report_page import page
+
+    texts = {path: json.dumps(report, indent=1), path.with_suffix(".md"): page(report)}
+    for place, text in texts.items():
+        draft = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+        try:
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(text.replace(str(Path.home()) + os.sep, f"~{os.sep}"))
+                file.flush()
+                os.fsync(file.fileno())  # a GPU fault may take the whole machine with it
+            draft.replace(place)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise InvalidRequestError(f"{place} cannot be written: {error.strerror}.") from None
+
+
+# -- parts ------------------------------------------------------------------------------------
+
+
+def machine_part(checks: Sequence[Data]) -> Data:
+    """The doctor's checks, and what MLX and the system say of this machine."""
+    return {
+        "ok": all(check["status"] != "fail" for check in checks),
+        "checks": list(checks),
+        "device": dict(mx.device_info()),
+        "command_buffer": os.environ.get(BUFFER_VARIABLE),
+        "memory_bytes": total_memory_bytes(),
+        "system": platform.platform(),
+    }
+
+
+def tokens_part(steps: int) -> Data:
+    """Greedy answers of the bundled model with kernels, beside those of plain MLX alone."""
+    ways = {"kernels": "off", "kernels and proposals": "auto"}  # whether steps verify proposals
+    answers: dict[str, GreedyAnswers] = {}
+    for way, speculate in ways.items():
+        with LLM("demo", speculate=speculate) as llm:
+            answers[way] = _greedy(llm, steps)
+            kernels = llm.stats()["kernels"]
+    with plain_mlx(), LLM("demo", speculate="off") as llm:
+        answers["plain MLX"] = plain = _greedy(llm, steps)
+        differences = [
+            {"way": way, "prompt": prompt, **difference}
+            for way in ways
+            for prompt, *tokens in zip(PROMPTS, answers[way].tokens, plain.tokens, strict=True)
+            if (difference := _first_difference(llm, prompt, *tokens)) is not None
+        ]
+    seconds = {way: found.seconds for way, found in answers.items()}
+    return {"steps": steps, "kernels": kernels, "seconds": seconds, "differences": differences}
+
+
+@contextmanager
+def plain_mlx() -> Iterator[None]:
+    """Models that are loaded meanwhile use no kernels."""
+    before = os.environ.get(KERNELS_VARIABLE)
+    os.environ[KERNELS_VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[KERNELS_VARIABLE]
+        else:
+            os.environ[KERNELS_VARIABLE] = before
+
+
+def _greedy(llm: LLM, steps: int) -> GreedyAnswers:
+    begun_s = time.perf_counter()
+    results = llm.generate(list(PROMPTS), max_tokens=steps, temperature=0, ignore_eos=True)
+    return GreedyAnswers([list(each.token_ids) for each in results], time.perf_counter() - begun_s)
+
+
+def _first_difference(llm: LLM, prompt: str, found: list[int], plain: list[int]) -> Data | None:
+    """Where an answer differs first, and how close its two tokens are; None: nowhere."""
+    pairs = zip(found, plain, strict=True)
+    place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:
+        return None
+    ids = [*llm.tokenizer.encode(prompt), *plain[:place]]
+    result = llm.generate(ids, max_tokens=1, temperature=0, ignore_eos=True, logprobs=5)
+    assert result.logprobs is not None
+    return {
+        "step": place,
+        "tokens": [found[place], plain[place]],
+        "most_probable": [list(pair) for pair in result.logprobs[0].top],
+    }
+
+
+def speed_part(find: Callable[[], Path], contexts: Sequence[int], extent: Extent) -> Data:
+    """Rates of a model beside the limits of the chip, and counters of each measurement.
+
+    Proposals are off, since the limits are those of a step for each token.
+    """
+    folder = find()
+    summary, begun_s = summarise(folder), time.perf_counter()
+    with LLM(folder, prefix_cache=False, speculate="off") as llm:
+        data: Data = {"load_seconds": time.perf_counter() - begun_s, "model": _facts(llm)}
+        measure(partial(token_times, llm), llm.tokenizer, 64, 1, 4, 1)  # loads and compiles
+        most = (llm.model_info.max_context or 0) - extent.tokens
+        sizes = [(n, batch) for batch in BATCHES for n in contexts if n <= most]
+        deadline_s = time.monotonic() + extent.speed_s
+        cells = [_cell(llm, summary, *size, extent.tokens, deadline_s) for size in sizes]
+        kernels = llm.stats()["kernels"]
+    return data | {"kernels": kernels, "cells": cells}
+
+
+def _facts(llm: LLM) -> Data:
+    info = llm.model_info
+    names = ("architecture", "num_layers", "quantization", "weights_bytes", "kv_bytes_per_token")
+    return {name: getattr(info, name) for name in names}
+
+
+def _cell(
+    llm: LLM, summary: Summary, context: int, batch: int, tokens: int, deadline_s: float
+) -> Data:
+    """One measurement, its counters and its limits."""
+    if time.monotonic() > deadline_s:
+        return {"context": context, "batch": batch, "left_out": "the time was up"}
+    note(f"  {context} x {batch}")
+    before = llm.stats()
+    cell = measure(partial(token_times, llm), llm.tokenizer, context, batch, tokens, 1)
+    after = llm.stats()
+    counters = {name: after[name] - before[name] for name in COUNTERS}
+    return {**asdict(cell), "counters": counters, "limits": limits(summary, context, batch)}
+
+
+def limits(summary: Summary, context: int, batch: int) -> Data:
+    """Tokens a second that this chip allows at most, or why that is unknown.
+
+    A step of a batch reads the weights once, and the KV cache of every request.
+    """
+    mac = this_mac()
+    if mac is None or summary.config is None or summary.weights is None:
+        return {"unknown": "this chip is not in the table of chips" if mac is None else "model"}
+    weights = summary.weights
+    found = estimate(summary.config, weights.num_bytes, weights.work, mac, context * batch)
+    return {
+        "machine": mac.name,
+        "prompt_tokens_per_s": found["prefill_tokens_per_s"],
+        "generation_tokens_per_s": [rate * batch for rate in found["decode_tokens_per_s"]],
+    }
+
+
+def this_mac() -> Machine | None:
+    """This machine, where its chip is in the table."""
+    chip = mx.device_info().get("device_name", "")
+    try:
+        return machine(f"{chip} {round(total_memory_bytes() / 2**30)}GB")
+    except MlxinferError:
+        return None
+
+
+def soak_part(find: Callable[[], Path], longest: int, soak_s: float) -> Data:
+    """MLX's memory while requests come and their contexts grow from 64 tokens to `longest`."""
+    with LLM(find(), prefix_cache=False) as llm:
+        longest = min(longest, (llm.model_info.max_context or 0) - 16)
+        mx.reset_peak_memory()
+        return asyncio.run(_soak(llm, longest, soak_s))
+
+
+async def _soak(llm: LLM, longest: int, soak_s: float) -> Data:
+    begun_s = time.monotonic()
+    samples: list[Data] = []
+    answered = [0] * SOAKING
+
+    def seconds() -> float:
+        return time.monotonic() - begun_s
+
+    async def ask(client: int) -> None:
+        for turn in count():
+            if seconds() > soak_s:
+                return
+            length = min(64 << turn % 8, longest)
+            [ids] = prompts(llm.tokenizer, length, 1, f"{client} {turn}")
+            await llm.agenerate(ids, max_tokens=16, ignore_eos=True)
+            answered[client] += 1
+
+    async def watch() -> None:
+        while seconds() < soak_s:
+            await asyncio.sleep(soak_s / 20)
+            sample = {"seconds": round(seconds(), 1), "requests": sum(answered)}
+            samples.append(sample | {f"{name}_bytes": held() for name, held in MEMORY.items()})
+
+    await asyncio.gather(watch(), *map(ask, range(SOAKING)))
+    stats = llm.stats()
+    return {"samples": samples, "counters": {name: stats[name] for name in COUNTERS}}
+
+
+# -- random weights ---------------------------------------------------------------------------
+
+
+def random_checkpoint(folder: Path, model: RandomModel) -> Path:
+    """Write random weights in 4 bits, a file for each layer, unless they are there already.
+
+    Everything else is that of the bundled model.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir()
+    bundled = hub.resolve("demo", download=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((bundled / name).read_bytes())
+    config = json.loads((bundled / "config.json").read_text())
+    config |= model.sizes | {"max_position_embeddings": 32_768, "rope_theta": 1e6}
+    config["tie_word_embeddings"] = bool(config["tie_word_embeddings"])
+    for number in range(config["num_hidden_layers"]):
+        arrays: dict[str, mx.array] = {}
+        for name, shape in _layer_shapes(config).items():
+            arrays |= _random(f"model.layers.{number}.{name}", shape)
+        _save(folder / f"model-{number:03}.safetensors", arrays)
+    table = (config["vocab_size"], config["hidden_size"])
+    ends = _random("model.embed_tokens", table) | _random("model.norm", table[1:])
+    ends |= {} if config["tie_word_embeddings"] else _random("lm_head", table)
+    _save(folder / "model-ends.safetensors", ends)
+    # The config comes last: where it is, everything is.
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _layer_shapes(config: Data) -> dict[str, tuple[int, ...]]:
+    hidden, inner, each = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
+    queries, keys = (config[f"num_{kind}_heads"] * each for kind in ("attention", "key_value"))
+    return {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (each,),
+        "self_attn.k_norm": (each,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
+def _random(name: str, shape: tuple[int, ...]) -> dict[str, mx.array]:
+    """Ones for a vector; for a matrix random codes whose values have a mean of about zero."""
+    if len(shape) == 1:
+        return {f"{name}.weight": mx.ones(shape, dtype=mx.bfloat16)}
+    rows, columns = shape
+    scales = mx.full((rows, columns // GROUP), 0.22 / columns**0.5, dtype=mx.bfloat16)
+    codes = mx.random.randint(0, 1 << 32, (rows, columns * BITS // 32), dtype=mx.uint32)
+    return {f"{name}.weight": codes, f"{name}.scales": scales, f"{name}.biases": -7.5 * scales}
+
+
+def _save(path: Path, arrays: dict[str, mx.array]) -> None:
+    mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})

@@ -2,8 +2,6 @@
 
 import ctypes
 import multiprocessing
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -53,15 +51,6 @@ def test_what_fails_is_not_kept(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_what_is_not_used_is_forgotten(tmp_path: Path) -> None:
-    old, used = tmp_path / "old.so", tmp_path / "used.so"
-    for path in (old, used):
-        path.write_text("")
-    os.utime(old, (0, 0))
-    build._forget_unused(tmp_path)
-    assert list(tmp_path.iterdir()) == [used]
-
-
 def make_at_once(name: str, folder: Path, start: object) -> str:
     build.cache_folder = lambda: folder  # type: ignore[assignment]
 
@@ -79,19 +68,6 @@ def test_several_processes_may_make_the_same(folder: Path) -> None:
         texts = pool.starmap(make_at_once, [("c", folder, start)] * 3)
     assert set(texts) == {"whole" * 100_000}
     assert len(list(folder.iterdir())) == 1
-
-
-def test_the_cache_is_outside_of_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = build.cache_folder.__wrapped__
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert found() == tmp_path / "mlxinfer-metal-cpu"
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert found() == tmp_path / "home" / ".cache" / "mlxinfer-metal-cpu"
-    assert not found().is_relative_to(build.HERE.parent)
 
 
 def test_conversions_that_a_processor_may_lack(tmp_path: Path) -> None:
@@ -133,22 +109,6 @@ def test_conversions_that_a_processor_may_lack(tmp_path: Path) -> None:
     bits = x.view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     assert (got_bf[number] == rounded[number]).all()
-
-
-def test_the_shim_is_parsed_once_for_all_times_of_its_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shim = folder / "shim"
-    shutil.copytree(build.SHIM.parent, shim)
-    monkeypatch.setattr(build, "SHIM", shim / build.SHIM.name)
-    options = (*build.LANGUAGE, *build.arithmetic(), "-I", str(build.SHIM))
-    found = build.precompiled(*options)
-    for path in shim.rglob("*.h"):
-        os.utime(path, (0, 0))
-    assert build.precompiled(*options) == found
-    source = folder / "kernel.cpp"
-    source.write_text('#include "metal.h"\nfloat4 x;\n')
-    clang("-fsyntax-only", *options, *found, source)
 
 
 TARGETS = ["aarch64-macos", "x86_64-macos", "aarch64-linux-gnu", "x86_64-linux-gnu"]

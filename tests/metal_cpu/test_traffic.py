@@ -37,19 +37,6 @@ def test_loads_and_stores_of_each_buffer() -> None:
     assert (both.requested_bytes, both.num_loads) == (384, 128)
 
 
-def test_unique_bytes_of_threadgroups_add_up() -> None:
-    report = report_of("out[i] = scales[lane % 4] + float(x[0]);", threadgroup=32)
-    assert report.num_threadgroups == 2
-    assert report.buffers["scales"].unique_per_threadgroup_bytes == 2 * 16
-    assert report.buffers["scales"].unique_bytes == 16
-    assert report.buffers["scales"].requested_once_per_simdgroup_bytes == 2 * 16
-
-
-def test_vector_loads_are_one_each() -> None:
-    report = report_of("half4 v = ((const device half4*)x)[i]; out[i] = float(v.x + v.w);")
-    assert (report.buffers["x"].num_loads, report.buffers["x"].requested_bytes) == (64, 512)
-
-
 def test_lanes_share_an_address_only_at_the_same_turn_of_the_same_instruction() -> None:
     """Lanes walk over the same addresses, one apart: at no turn do two lanes load the same."""
     walked = report_of("float s = 0; for (uint j = 0; j < 8; j++) s += scales[(lane + j) % 16];\n"

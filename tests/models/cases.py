@@ -7,9 +7,7 @@ of each layer pattern, tied and untied, the spellings of transformers 4 ("v4") a
 
 from typing import Any
 
-from models.recorded_cases import RECORDED_CASES
-
-WINDOW = 8
+from models.recorded_cases import RECORDED_CASES, ROPE, V4, V5, WINDOW, YARN, without
 
 _SMALL = {
     "vocab_size": 96,
@@ -25,7 +23,7 @@ _SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_NO_HEAD_DIM = {key: value for key, value in _SMALL.items() if key != "head_dim"}
+_NO_HEAD_DIM = without(_SMALL, "head_dim")
 _LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -60,30 +58,18 @@ _OSS = {
     "sliding_window": WINDOW,
     "swiglu_limit": 7.0,
 }
-_OSS_YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "rope_type": "yarn",
-    "truncate": False,
-}
-_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+_OSS_YARN = {**YARN, "rope_type": "yarn", "truncate": False}
+_HALVES = ["sliding_attention", "full_attention"] * 2
 _THIRDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 _GRANITE = {
-    "model_type": "granite",
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.125,
     "residual_multiplier": 0.6,
     "logits_scaling": 0.5,
 }
 _DEEPSEEK = {
-    **{
-        key: value
-        for key, value in _SMALL.items()
-        if key not in ("head_dim", "num_key_value_heads")
-    },
+    **_NO_HEAD_DIM,
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
@@ -101,7 +87,6 @@ _DEEPSEEK = {
 _INDEXER = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 12}  # few heads would tie
 _GLM_MOE = {
     **_SMALL,
-    "model_type": "glm4_moe",
     "moe_intermediate_size": 24,
     "n_routed_experts": 12,
     "n_shared_experts": 2,
@@ -111,16 +96,14 @@ _GLM_MOE = {
     "num_nextn_predict_layers": 0,
 }
 _COHERE = {
-    **{key: value for key, value in _SMALL.items() if key not in ("head_dim", "rms_norm_eps")},
-    "model_type": "cohere2",
+    **without(_NO_HEAD_DIM, "rms_norm_eps"),
     "num_hidden_layers": 4,
     "layer_norm_eps": 1e-5,
     "sliding_window": WINDOW,
     "pad_token_id": 0,
 }
 _LFM2 = {
-    **{key: _SMALL[key] for key in _SMALL if key not in ("head_dim", "rms_norm_eps", "hidden_act")},
-    "model_type": "lfm2",
+    **without(_NO_HEAD_DIM, "rms_norm_eps", "hidden_act"),
     "num_hidden_layers": 4,
     "norm_eps": 1e-5,
     "conv_L_cache": 3,
@@ -128,7 +111,6 @@ _LFM2 = {
 }
 _GEMMA4 = {
     **_SMALL,
-    "model_type": "gemma4_text",
     "num_hidden_layers": 6,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 96,
@@ -156,7 +138,6 @@ _QWEN_EXPERTS = {
 _GRANITE_HYBRID = {
     **_GRANITE,
     **_NO_HEAD_DIM,
-    "model_type": "granitemoehybrid",
     "num_hidden_layers": 4,
     "shared_intermediate_size": 64,
     "mamba_n_heads": 8,
@@ -168,12 +149,6 @@ _GRANITE_HYBRID = {
     "mamba_chunk_size": 16,
     "pad_token_id": 0,
 }
-_DEEPSEEK_YARN = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-}
 
 
 def _long_factors(pairs: int) -> dict[str, list[float]]:
@@ -183,11 +158,9 @@ def _long_factors(pairs: int) -> dict[str, list[float]]:
     }
 
 
-CASES: dict[str, dict[str, Any]] = {
-    **RECORDED_CASES,
+_CASES: dict[str, dict[str, Any]] = {
     "llama-v4": {
         **_SMALL,
-        "model_type": "llama",
         "rope_theta": 500.0,
         "rope_scaling": _LLAMA3,
         "tie_word_embeddings": False,
@@ -195,7 +168,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "llama-v5": {
         **_SMALL,
-        "model_type": "llama",
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
         "attention_bias": True,
         "mlp_bias": True,
@@ -204,14 +176,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mistral-v4": {
         **_SMALL,
-        "model_type": "mistral",
-        "rope_theta": 1000.0,
+        **V4,
         "sliding_window": WINDOW,
-        "tie_word_embeddings": False,
     },
     "mistral-v5": {
         **_SMALL,
-        "model_type": "mistral",
         "sliding_window": None,
         "rope_parameters": {
             "rope_type": "yarn",
@@ -225,7 +194,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen2-v4": {
         **_NO_HEAD_DIM,
-        "model_type": "qwen2",
         "num_key_value_heads": 1,
         "rope_theta": 4.0,  # so slow a spread that YaRN's range ends past the last pair
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -235,7 +203,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen2-v5": {
         **_NO_HEAD_DIM,
-        "model_type": "qwen2",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "use_sliding_window": True,
         "sliding_window": WINDOW,
@@ -244,7 +211,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3-v4": {
         **_SMALL,
-        "model_type": "qwen3",
         "rope_theta": 1000.0,
         "rope_scaling": None,
         "use_sliding_window": False,
@@ -253,7 +219,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3-v5": {
         **_SMALL,
-        "model_type": "qwen3",
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         "attention_bias": True,
         "use_sliding_window": True,
@@ -263,17 +228,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe-v4": {
         **_MOE,
-        "model_type": "qwen3_moe",
         "num_experts": 6,
         "norm_topk_prob": True,
         "decoder_sparse_step": 2,
         "mlp_only_layers": [3],
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "qwen3_moe-v5": {
         **_MOE,
-        "model_type": "qwen3_moe",
         "num_local_experts": 6,
         "num_experts_per_tok": 3,
         "norm_topk_prob": False,
@@ -282,7 +244,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text-v4": {
         **_GEMMA,
-        "model_type": "gemma3_text",
         "sliding_window_pattern": 3,
         "rope_theta": 2000.0,
         "rope_local_base_freq": 100.0,
@@ -290,7 +251,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text-v5": {
         **_GEMMA,
-        "model_type": "gemma3_text",
         "layer_types": _THIRDS,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
@@ -301,24 +261,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gemma2-v4": {
         **_GEMMA,
-        "model_type": "gemma2",
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 6.0,
         "rope_theta": 1000.0,
     },
     "gemma2-v5": {
         **_GEMMA,
-        "model_type": "gemma2",
         "layer_types": _THIRDS,
         "attn_logit_softcapping": 1.0,
         "final_logit_softcapping": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "gpt_oss-v4": {
         **_OSS,
-        "model_type": "gpt_oss",
-        "layer_types": _ALTERNATING,
+        "layer_types": _HALVES,
         "rope_theta": 150000,
         "rope_scaling": _OSS_YARN,
         "experts_per_token": 2,
@@ -326,21 +283,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss-v5": {
         **_OSS,
-        "model_type": "gpt_oss",
-        "layer_types": _ALTERNATING,
+        "layer_types": _HALVES,
         "rope_parameters": {**_OSS_YARN, "truncate": True, "rope_theta": 1000.0},
         "swiglu_limit": 1.5,
         "tie_word_embeddings": False,
     },
     "olmo2-v4": {
         **_SMALL,
-        "model_type": "olmo2",
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "olmo2-v5": {
         **_SMALL,
-        "model_type": "olmo2",
         "num_key_value_heads": 1,
         "attention_bias": True,
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
@@ -348,17 +301,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "phi3-v4": {  # the text outgrows the original context: long factors
         **_NO_HEAD_DIM,
-        "model_type": "phi3",
         "pad_token_id": None,
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": {"type": "longrope", **_long_factors(8)},
         "original_max_position_embeddings": 16,
         "sliding_window": None,
-        "tie_word_embeddings": False,
     },
     "phi3-v5": {  # and here it does not: short factors
         **_NO_HEAD_DIM,
-        "model_type": "phi3",
         "pad_token_id": None,
         "rope_parameters": {
             "rope_type": "longrope",
@@ -383,30 +333,27 @@ CASES: dict[str, dict[str, Any]] = {
         **_SMALL,
         **_GRANITE,
         "attention_multiplier": 0.4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "deepseek_v2-v4": {
         **_DEEPSEEK,
-        "model_type": "deepseek_v2",
         "q_lora_rank": None,
         "topk_method": "greedy",
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": {
-            **_DEEPSEEK_YARN,
+            **YARN,
             "type": "yarn",
             "mscale": 0.707,
             "mscale_all_dim": 0.707,
         },
-        "tie_word_embeddings": False,
     },
     "deepseek_v2-v5": {
         **_DEEPSEEK,
-        "model_type": "deepseek_v2",
         "q_lora_rank": 28,
         "topk_method": "group_limited_greedy",
         "n_group": 3,
@@ -414,12 +361,10 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "routed_scaling_factor": 4.0,
         "attention_bias": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        "tie_word_embeddings": True,
+        **V5,
     },
     "deepseek_v3-v4": {
         **_DEEPSEEK,
-        "model_type": "deepseek_v3",
         "kv_lora_rank": 32,  # sizes that can be quantised
         "q_lora_rank": 28,
         "scoring_func": "sigmoid",
@@ -428,13 +373,11 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "rope_theta": 1000.0,
-        "rope_scaling": {**_DEEPSEEK_YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
-        "tie_word_embeddings": False,
+        **V4,
+        "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
     },
     "deepseek_v32-v4": {
         **_DEEPSEEK,
-        "model_type": "deepseek_v32",
         "kv_lora_rank": 32,
         "q_lora_rank": 32,
         **_INDEXER,
@@ -444,13 +387,11 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "rope_theta": 1000.0,
-        "rope_scaling": {**_DEEPSEEK_YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
-        "tie_word_embeddings": False,
+        **V4,
+        "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
     },
     "glm_moe_dsa-v5": {
         **_DEEPSEEK,
-        "model_type": "glm_moe_dsa",
         "q_lora_rank": 28,
         **_INDEXER,
         "scoring_func": "sigmoid",
@@ -460,12 +401,11 @@ CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
         "attention_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "deepseek_v3-v5": {
         **_DEEPSEEK,
-        "model_type": "deepseek_v3",
         "q_lora_rank": None,
         "rope_interleave": False,
         "n_group": 1,
@@ -475,7 +415,7 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "first_k_dense_replace": 2,
         "rope_parameters": {
-            **_DEEPSEEK_YARN,
+            **YARN,
             "rope_type": "yarn",
             "rope_theta": 1000.0,
             "mscale": 1.0,
@@ -485,34 +425,27 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mixtral-v4": {
         **_SMALL,
-        "model_type": "mixtral",
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
-        "rope_theta": 1000.0,
+        **V4,
         "sliding_window": None,
-        "tie_word_embeddings": False,
     },
     "mixtral-v5": {
         **_SMALL,
-        "model_type": "mixtral",
         "num_local_experts": 5,
         "num_experts_per_tok": 3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        **V5,
         "sliding_window": WINDOW,
-        "tie_word_embeddings": True,
     },
     "glm4-v4": {
         **_SMALL,
-        "model_type": "glm4",
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
         "pad_token_id": 0,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "glm4-v5": {
         **_SMALL,
-        "model_type": "glm4",
         "attention_bias": False,
         "pad_token_id": 0,
         "rope_parameters": {
@@ -530,9 +463,8 @@ CASES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "norm_topk_prob": True,
         "partial_rotary_factor": 0.5,
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": None,
-        "tie_word_embeddings": False,
     },
     "glm4_moe-v5": {
         **_GLM_MOE,
@@ -550,7 +482,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "smollm3-v4": {
         **_SMALL,
-        "model_type": "smollm3",
         "num_hidden_layers": 5,
         "pad_token_id": 0,
         "no_rope_layer_interval": 2,
@@ -559,7 +490,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "smollm3-v5": {
         **_SMALL,
-        "model_type": "smollm3",
         "pad_token_id": 0,
         "attention_bias": True,
         "mlp_bias": True,
@@ -567,7 +497,7 @@ CASES: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": WINDOW,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "cohere2-v4": {
@@ -579,7 +509,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "cohere2-v5": {
         **_COHERE,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": _HALVES,
         "logit_scale": 1.5,
         "attention_bias": True,
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
@@ -587,7 +517,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo3-v4": {
         **_SMALL,
-        "model_type": "olmo3",
         "num_hidden_layers": 5,
         "sliding_window": WINDOW,
         "rope_theta": 500_000.0,  # as published; the reference reads others for full layers only
@@ -603,10 +532,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmo3-v5": {
         **_SMALL,
-        "model_type": "olmo3",
         "num_hidden_layers": 4,
         "sliding_window": WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": _HALVES,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
@@ -615,71 +543,56 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "seed_oss-v4": {
         **_SMALL,
-        "model_type": "seed_oss",
         "attention_bias": True,
         "attention_out_bias": True,
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": None,
-        "tie_word_embeddings": False,
     },
     "seed_oss-v5": {
         **_SMALL,
-        "model_type": "seed_oss",
         "mlp_bias": True,
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        "tie_word_embeddings": True,
+        **V5,
     },
     "exaone4-v4": {
         **_SMALL,
-        "model_type": "exaone4",
         "num_hidden_layers": 5,
         "sliding_window": WINDOW,
         "sliding_window_pattern": "LLLG",
         "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": _LLAMA3,
-        "tie_word_embeddings": False,
     },
     "exaone4-v5": {
         **_SMALL,
-        "model_type": "exaone4",
         "sliding_window": None,
         "sliding_window_pattern": None,
         "layer_types": ["full_attention"] * 3,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        "tie_word_embeddings": True,
+        **V5,
     },
     "ernie4_5-v4": {
         **_SMALL,
-        "model_type": "ernie4_5",
         "use_bias": True,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "ernie4_5-v5": {
         **_SMALL,
-        "model_type": "ernie4_5",
         "use_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        "tie_word_embeddings": True,
+        **V5,
     },
     "minimax_m2-v4": {
         **_SMALL,
-        "model_type": "minimax_m2",
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "rotary_dim": 12,
         "use_qk_norm": True,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "minimax_m2-v5": {
         **_SMALL,
-        "model_type": "minimax_m2",
         "num_local_experts": 5,
         "num_experts_per_tok": 3,
         "rope_parameters": {
@@ -691,26 +604,22 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite-v4": {
         **_DEEPSEEK,
-        "model_type": "glm4_moe_lite",
         "q_lora_rank": 28,
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "glm4_moe_lite-v5": {
         **_DEEPSEEK,
-        "model_type": "glm4_moe_lite",
         "q_lora_rank": None,
         "n_group": 3,
         "topk_group": 2,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
         "mlp_layer_types": ["dense", "sparse", "dense"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
-        "tie_word_embeddings": True,
+        **V5,
     },
     "lfm2-v4": {
         **_LFM2,
@@ -729,7 +638,7 @@ CASES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["conv", "full_attention", "conv", "conv"],
         "conv_L_cache": 4,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "gemma4_text-v4": {
@@ -772,20 +681,17 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_next-v4": {
         **_QWEN_HYBRID,
         **_QWEN_EXPERTS,
-        "model_type": "qwen3_next",
         "full_attention_interval": 2,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [1],
         "partial_rotary_factor": 0.25,
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": None,
-        "tie_word_embeddings": False,
     },
     "qwen3_next-v5": {
         **_QWEN_HYBRID,
         **_QWEN_EXPERTS,
-        "model_type": "qwen3_next",
         "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
         "linear_num_key_heads": 4,
         "linear_conv_kernel_dim": 3,
@@ -802,7 +708,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text-v4": {
         **_QWEN_HYBRID,
-        "model_type": "qwen3_5_text",
         "full_attention_interval": 2,
         "partial_rotary_factor": 0.25,
         "rope_theta": 1000.0,
@@ -810,7 +715,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text-v5": {
         **_QWEN_HYBRID,
-        "model_type": "qwen3_5_text",
         "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
         "linear_value_head_dim": 10,
         "linear_num_value_heads": 6,
@@ -826,17 +730,14 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "qwen3_5_moe_text-v4": {
-        **{key: value for key, value in _QWEN_HYBRID.items() if key != "intermediate_size"},
+        **without(_QWEN_HYBRID, "intermediate_size"),
         **_QWEN_EXPERTS,
-        "model_type": "qwen3_5_moe_text",
         "full_attention_interval": 2,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "qwen3_5_moe_text-v5": {
-        **{key: value for key, value in _QWEN_HYBRID.items() if key != "intermediate_size"},
+        **without(_QWEN_HYBRID, "intermediate_size"),
         **_QWEN_EXPERTS,
-        "model_type": "qwen3_5_moe_text",
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_experts_per_tok": 3,
         "rope_parameters": {
@@ -876,7 +777,10 @@ CASES: dict[str, dict[str, Any]] = {
         "mamba_proj_bias": True,
         "attention_bias": True,
         "time_step_limit": [0.3, 1.1],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
+}
+CASES = RECORDED_CASES | {
+    name: {"model_type": name.rpartition("-")[0], **case} for name, case in _CASES.items()
 }

@@ -3,6 +3,13 @@
 from typing import Any
 
 WINDOW = 8
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A config less some of its fields."""
+    return {name: value for name, value in config.items() if name not in names}
+
+
 _SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -15,16 +22,17 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_YARN = {
+YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "factor": 8.0,
     "original_max_position_embeddings": 16,
 }
-_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+ROPE = {"rope_type": "default", "rope_theta": 300.0}
+V4: dict[str, Any] = {"rope_theta": 1000.0, "tie_word_embeddings": False}
+V5: dict[str, Any] = {"rope_parameters": ROPE, "tie_word_embeddings": True}
 _NEMOTRON = {
     **_SMALL,
-    "model_type": "nemotron_h",
     "head_dim": 24,
     "layer_norm_epsilon": 1e-5,
     "mamba_num_heads": 8,
@@ -44,7 +52,6 @@ _NEMOTRON_EXPERTS = {
 }
 _FALCON = {
     **_SMALL,
-    "model_type": "falcon_h1",
     "num_hidden_layers": 3,
     "rms_norm_eps": 1e-5,
     "mamba_n_heads": 6,
@@ -64,7 +71,6 @@ _FALCON = {
 
 _MISTRAL4 = {
     **_SMALL,
-    "model_type": "mistral4",
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
@@ -99,7 +105,6 @@ _GEMMA_ROPES = {
 }
 _GEMMA3N = {
     **_GEMMA,
-    "model_type": "gemma3n_text",
     "head_dim": 16,
     "hidden_size_per_layer_input": 8,
     "laurel_rank": 12,
@@ -107,8 +112,7 @@ _GEMMA3N = {
 }
 
 _KIMI = {
-    **{key: value for key, value in _SMALL.items() if key != "max_position_embeddings"},
-    "model_type": "kimi_linear",
+    **without(_SMALL, "max_position_embeddings"),
     "model_max_length": 128,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
@@ -123,7 +127,6 @@ _KIMI = {
 
 _LLAMA4 = {
     **_SMALL,
-    "model_type": "llama4_text",
     "num_hidden_layers": 5,
     "intermediate_size_mlp": 112,
     "rms_norm_eps": 1e-5,
@@ -145,7 +148,6 @@ _V3_EXPERTS = {
 }
 _EXAONE_MOE = {
     **_SMALL,
-    "model_type": "exaone_moe",
     "num_experts": 12,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -154,12 +156,11 @@ _EXAONE_MOE = {
 }
 _ERNIE_MOE = {
     **_SMALL,
-    "model_type": "ernie4_5_moe",
     "moe_num_experts": 12,
     "moe_k": 3,
     "moe_intermediate_size": 24,
 }
-RECORDED_CASES: dict[str, dict[str, Any]] = {
+_CASES: dict[str, dict[str, Any]] = {
     "llama4_text-v4": {
         **_LLAMA4,
         "head_dim": 24,
@@ -188,11 +189,10 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "use_qk_norm": False,
         "attn_temperature_tuning": False,
         "attention_bias": True,
-        "rope_parameters": _DEFAULT_ROPE,
+        "rope_parameters": ROPE,
     },
     "lfm2_moe-v4": {
         **_SMALL,
-        "model_type": "lfm2_moe",
         "moe_intermediate_size": 40,
         "norm_eps": 1e-5,
         "conv_L_cache": 3,
@@ -209,7 +209,6 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe-v5": {
         **_SMALL,
-        "model_type": "lfm2_moe",
         "moe_intermediate_size": 40,
         "norm_eps": 1e-5,
         "conv_L_cache": 4,
@@ -221,7 +220,7 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.7,
         "layer_types": ["full_attention", "conv", "conv", "full_attention"],
-        "rope_parameters": _DEFAULT_ROPE,
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "nemotron_h-v4": {
@@ -273,12 +272,11 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
         "time_step_limit": [0.1, 0.9],
-        "rope_parameters": _DEFAULT_ROPE,
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "hunyuan_v1_dense-v4": {
         **_SMALL,
-        "model_type": "hunyuan_v1_dense",
         "head_dim": 24,
         "num_hidden_layers": 3,
         "rms_norm_eps": 1e-5,
@@ -296,39 +294,35 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense-v5": {
         **_SMALL,
-        "model_type": "hunyuan_v1_dense",
         "head_dim": 16,
         "num_hidden_layers": 3,
         "num_key_value_heads": 1,
         "rms_norm_eps": 1e-6,
         "attention_bias": True,
-        "rope_parameters": _DEFAULT_ROPE,
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "ministral3-v4": {
         **_SMALL,
-        "model_type": "ministral3",
         "head_dim": 24,
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
-        "rope_theta": 1000.0,
+        **V4,
         "rope_scaling": {
-            **_YARN,
+            **YARN,
             "type": "yarn",
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.3,
         },
-        "tie_word_embeddings": False,
     },
     "ministral3-v5": {
         **_SMALL,
-        "model_type": "ministral3",
         "head_dim": 24,
         "rms_norm_eps": 1e-5,
         "sliding_window": WINDOW,
         "rope_parameters": {
-            **_YARN,
+            **YARN,
             "rope_type": "yarn",
             "rope_theta": 300.0,
             "original_max_position_embeddings": 12,
@@ -345,7 +339,7 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
         "rope_parameters": {
-            **_YARN,
+            **YARN,
             "type": "yarn",
             "rope_theta": 1000.0,
             "mscale": 1.0,
@@ -364,7 +358,7 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "rope_interleave": False,
         "rope_parameters": {
-            **_YARN,
+            **YARN,
             "rope_type": "yarn",
             "rope_theta": 300.0,
             "mscale": 1.0,
@@ -463,15 +457,12 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     },
     "glm-v4": {
         **_GLM,
-        "model_type": "glm",
         "partial_rotary_factor": 0.5,
-        "rope_theta": 1000.0,
+        **V4,
         "attention_bias": True,
-        "tie_word_embeddings": False,
     },
     "glm-v5": {
         **_GLM,
-        "model_type": "glm",
         "attention_bias": False,
         "rope_parameters": {
             "rope_type": "linear",
@@ -483,43 +474,37 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
     },
     "solar_open-v4": {
         **_V3_EXPERTS,
-        "model_type": "solar_open",
         "head_dim": 24,
         "n_shared_experts": 1,
-        "rope_theta": 1000.0,
-        "rope_scaling": {**_YARN, "type": "yarn"},
-        "tie_word_embeddings": False,
+        **V4,
+        "rope_scaling": {**YARN, "type": "yarn"},
     },
     "solar_open-v5": {
         **_V3_EXPERTS,
-        "model_type": "solar_open",
         "head_dim": 16,
         "n_shared_experts": 2,
         "attention_bias": True,
         "norm_topk_prob": True,
-        "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 1.0},
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
         "tie_word_embeddings": True,
     },
     "dots1-v4": {
         **_V3_EXPERTS,
-        "model_type": "dots1",
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
         "scoring_func": "noaux_tc",
         "sliding_window": None,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "dots1-v5": {
         **_V3_EXPERTS,
-        "model_type": "dots1",
         "n_shared_experts": 1,
         "attention_bias": True,
         "norm_topk_prob": False,
         "sliding_window": WINDOW,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "rope_parameters": {**_YARN, "rope_type": "yarn", "rope_theta": 300.0},
+        "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 300.0},
         "tie_word_embeddings": True,
     },
     "exaone_moe-v4": {
@@ -528,16 +513,14 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "sliding_window_pattern": "LLLG",
         "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "exaone_moe-v5": {
         **_EXAONE_MOE,
         "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_shared_experts": 2,
-        "rope_parameters": _DEFAULT_ROPE,
-        "tie_word_embeddings": True,
+        **V5,
     },
     "ernie4_5_moe-v4": {
         **_ERNIE_MOE,
@@ -552,25 +535,25 @@ RECORDED_CASES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 0,
         "moe_layer_interval": 2,
         "moe_num_shared_experts": 0,
-        "rope_parameters": _DEFAULT_ROPE,
+        "rope_parameters": ROPE,
         "tie_word_embeddings": False,
     },
     "starcoder2-v4": {
         **_SMALL,
-        "model_type": "starcoder2",
         "norm_epsilon": 1e-5,
         "sliding_window": WINDOW,
         "use_bias": True,
-        "rope_theta": 1000.0,
-        "tie_word_embeddings": False,
+        **V4,
     },
     "starcoder2-v5": {
         **_SMALL,
-        "model_type": "starcoder2",
         "hidden_act": "gelu",
         "sliding_window": None,
         "use_bias": False,
-        "rope_parameters": {**_YARN, "rope_type": "yarn", "rope_theta": 300.0},
+        "rope_parameters": {**YARN, "rope_type": "yarn", "rope_theta": 300.0},
         "tie_word_embeddings": True,
     },
+}
+RECORDED_CASES = {
+    name: {"model_type": name.rpartition("-")[0], **case} for name, case in _CASES.items()
 }

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mlxinfer.errors import InvalidRequestError, MlxinferError
 from mlxinfer.server.models import (
-    FIRST_PAUSE_S,
     MAX_PAUSE_S,
     MIN_KV_BYTES,
     ModelRegistry,
@@ -205,18 +204,6 @@ def test_budgets_together_stay_within_the_limit(
     free = [budgets[n.entry.name] for n in needs if n.entry.kv_bytes is None]
     assert len(set(free)) <= 1
     assert all(share >= MIN_KV_BYTES for share in free)
-
-
-def test_a_model_that_did_not_fail_has_no_pause() -> None:
-    assert need("a", GB).retry_left_s == 0.0
-
-
-def test_pauses_double_up_to_the_longest() -> None:
-    slot = need("a", GB)
-    pauses = [slot.fail() for _ in range(100)]
-    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == MAX_PAUSE_S
 
 
 @given(st.lists(st.floats(0, 1000)))

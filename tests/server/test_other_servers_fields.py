@@ -13,9 +13,7 @@ from live_server import CHAT, LiveServer, chat
 from scripted import TEMPLATE, ScriptedServer, teach
 from text.text_data import load_tokenizer
 
-from mlxinfer.core import FinishReason, TokenEvent
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.session.inputs import ChatInput
 from mlxinfer.session.session import RequestBuilder, Session
 from mlxinfer.text import ChatTemplate
 
@@ -64,13 +62,6 @@ def test_reasoning_is_closed_at_its_budget(stream: bool) -> None:
         ids = server.model.tokenizer.encode(said["reasoning_content"], add_special_tokens=False)
         assert 1 <= len(ids) <= 6
         assert said["content"]
-
-
-@pytest.mark.parametrize("form", ["json", {"type": "object", "required": ["a"]}])
-def test_ollamas_format_is_a_constraint(server: LiveServer, form: Any) -> None:
-    answer = server.post(CHAT, chat(format=form, max_tokens=20))
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"].startswith("{")
 
 
 def test_prompts_with_different_salts_share_no_cache(server: LiveServer) -> None:
@@ -226,18 +217,3 @@ def test_a_chat_completion(spaced: ScriptedServer) -> None:
     with spaced.says("sleeps"):
         assert said(spaced, [ASKED]) == "sleeps"
         assert said(spaced, [ASKED, BEGUN], continue_final_message=True) == " sleeps"
-
-
-def test_the_library(spaced: ScriptedServer) -> None:
-    session = spaced.model.generator
-    ids = spaced.model.tokenizer.encode("sleeps", add_special_tokens=False)
-    for messages, continues, expected in (
-        ([ASKED], False, "sleeps"),
-        ([ASKED, BEGUN], True, " sleeps"),
-    ):
-        (answer,) = session.start(ChatInput(messages=messages, continues=continues)).answers
-        for token_id in ids:
-            answer.push(TokenEvent(answer.request.id, token_id))
-        answer.push(TokenEvent.without_token(answer.request.id, FinishReason.LENGTH))
-        assert answer.result is not None
-        assert answer.result.text == expected

@@ -70,10 +70,13 @@ def test_calls_alone_have_no_content(client: openai.OpenAI, scripted: ScriptedSe
 
 
 def test_calls_in_a_stream(client: openai.OpenAI, scripted: ScriptedServer) -> None:
-    with scripted.says(f"I look.\n{WEATHER}\n{NOW}"):
+    with scripted.says(f"<think>hm</think>I look.\n{WEATHER}\n{NOW}"):
         chunks = list(ask(client, stream=True))
     for chunk in chunks:
         strictly(ChatCompletionChunk, chunk)
+    deltas: list[Any] = [chunk.choices[0].delta for chunk in chunks]
+    for name, said in (("reasoning_content", "hm"), ("content", "I look.")):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == said
     pieces = [p for c in chunks for p in c.choices[0].delta.tool_calls or []]
     firsts = [p for p in pieces if p.id is not None]
     assert [(p.index, p.type, p.function.name) for p in firsts] == [

@@ -1,25 +1,15 @@
-"""Bodies to inputs of the session, and steps to frames, of every API: tables, without a server."""
+"""Bodies to inputs of the session, of every API: tables, without a server."""
 
-import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlxinfer.core import FinishReason, SamplingParams
+from mlxinfer.core import SamplingParams
 from mlxinfer.errors import InvalidRequestError, OverloadedError, UnsupportedFieldError
-from mlxinfer.outputs import (
-    CallStatus,
-    Delta,
-    ReasoningPart,
-    Result,
-    TextPart,
-    ToolCall,
-    ToolCallDelta,
-)
 from mlxinfer.server.apis import (
     anthropic,
     chat,
@@ -30,10 +20,9 @@ from mlxinfer.server.apis import (
     tokens,
     tools,
 )
-from mlxinfer.server.apis.responses_items import OutputItems, conversation
+from mlxinfer.server.apis.responses_items import conversation
 from mlxinfer.server.config import TEMPLATE_KWARGS
 from mlxinfer.server.http import decode
-from mlxinfer.session.answers import AnswerStep
 from mlxinfer.session.inputs import ChatInput, TextInput
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -42,9 +31,6 @@ MODEL: Any = SimpleNamespace(
     defaults=SamplingParams(max_tokens=None, temperature=1.0),
     tokenizer=SimpleNamespace(encode=lambda text, **_: [ord(char) for char in text]),
 )
-
-
-# -- bodies -------------------------------------------------------------------------------------
 
 
 def read_chat(**fields: Any) -> ChatInput:
@@ -133,6 +119,7 @@ SCHEMA: Any = {"type": "object", "properties": {"age": {"type": "integer"}}}
 NAMED: Any = {"type": "json_schema", "name": "x", "schema": SCHEMA}
 FORMS: list[tuple[Read, dict[str, Any]]] = [
     (read_chat, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    (read_chat, {"format": SCHEMA}),
     (read_text, {"guided_json": SCHEMA}),
     (read_response, {"text": {"format": NAMED}}),
     (read_messages, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
@@ -345,129 +332,3 @@ def test_other_names_of_bodies_without_sampling() -> None:
     assert decode(b'{"content": "a"}', tokens.TokenizeRequest).prompt == "a"
     with pytest.raises(UnsupportedFieldError, match="Lark"):
         read_chat(grammar='root ::= "a"')
-
-
-# -- answers ------------------------------------------------------------------------------------
-
-CALL = ToolCall(id="c1", name="now", arguments='{"a":1}')
-PARTS: list[Any] = [
-    ReasoningPart(text="hm"),
-    TextPart(text="Hi"),
-    ToolCallDelta(index=0, id="c1", name="now", arguments='{"a"'),
-    ToolCallDelta(index=0, arguments=":1}", status=CallStatus.DONE),
-]
-RESULT = Result(
-    text="Hi",
-    reasoning="hm",
-    tool_calls=(CALL,),
-    token_ids=(1, 2, 3, 4),
-    finish_reason=FinishReason.STOP,
-    prompt_tokens=7,
-    cached_tokens=2,
-)
-
-
-class FakeAnswers:
-    """One answer of RESULT, a part a step."""
-
-    def __init__(self) -> None:
-        request = SimpleNamespace(prompt_ids=[0] * 7, params=SamplingParams(), stop_ids=frozenset())
-        self.answers = [SimpleNamespace(result=RESULT, request=request, stop_match=None)]
-        self.usage = SimpleNamespace(
-            prompt_tokens=7, cached_tokens=2, answer_tokens=4, reasoning_tokens=1
-        )
-
-    async def __aiter__(self) -> AsyncIterator[list[AnswerStep]]:
-        for number, part in enumerate(PARTS):
-            yield [AnswerStep(0, Delta(parts=(part,), token_ids=(number + 1,)))]
-        yield [AnswerStep(0, Delta(parts=(), token_ids=(), result=RESULT))]
-
-
-class FakeCall:
-    """What the writers use of a Call."""
-
-    id, created_s = "ID", 5
-
-    def note_usage(self, *_: Any) -> None:
-        pass
-
-    async def frames(self, answers: Any, write: Any, keep_alive: bytes = b"") -> Any:
-        async for steps in answers:
-            yield b"".join(frame for step in steps for frame in write(step))
-
-
-def events_of(frames: AsyncIterator[bytes]) -> list[Any]:
-    """The data of all events of a stream."""
-
-    async def whole() -> bytes:
-        return b"".join([frame async for frame in frames])
-
-    lines = asyncio.run(whole()).decode().splitlines()
-    found = [line.removeprefix("data: ") for line in lines if line.startswith(("data: ", "{"))]
-    return [json.loads(line) for line in found if line != "[DONE]"]
-
-
-def body_of(kind: Any, **fields: Any) -> Any:
-    return decode(json.dumps(fields).encode(), kind)
-
-
-CALLER: Any = FakeCall()
-
-
-def test_chunks_of_chat() -> None:
-    body = body_of(chat.ChatRequest, messages=HELLO, stream=True)
-    answers: Any = FakeAnswers()
-    writer = chat.ChatWriter(CALLER, body, MODEL, answers, {})
-    events = events_of(writer.frames())
-    deltas = [event["choices"][0]["delta"] for event in events]
-    assert deltas[:3] == [
-        {"role": "assistant", "content": ""},
-        {"reasoning_content": "hm"},
-        {"content": "Hi"},
-    ]
-    assert deltas[3]["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"a"'}
-    assert deltas[4]["tool_calls"] == [{"index": 0, "function": {"arguments": ":1}"}}]
-    assert (deltas[5], events[5]["choices"][0]["finish_reason"]) == ({}, "tool_calls")
-    whole = writer.whole([RESULT])
-    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (7, 4)
-    assert whole["choices"][0]["message"]["content"] == "Hi"
-
-
-def test_events_of_messages() -> None:
-    body = body_of(anthropic.MessagesRequest, messages=HELLO, max_tokens=9)
-    answers: Any = FakeAnswers()
-    events = events_of(anthropic.MessageWriter(CALLER, body, MODEL, answers).frames())
-    assert [event["type"].removeprefix("content_block_") for event in events] == [
-        *("message_start", "ping", "start", "delta", "delta", "stop", "start", "delta", "stop"),
-        *("start", "delta", "delta", "stop", "message_delta", "message_stop"),
-    ]
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    whole = asyncio.run(anthropic.MessageWriter(CALLER, body, MODEL, answers).whole())
-    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
-    usage = whole["usage"]
-    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (5, 2)
-
-
-def test_lines_of_ollama() -> None:
-    answers: Any = FakeAnswers()
-    writer = ollama.SaidWriter(CALLER, "demo", MODEL, answers, 0.5, True)
-    lines = events_of(CALLER.frames(answers, writer.lines))
-    said = [line["message"] for line in lines]
-    assert [each.get("thinking", each["content"]) for each in said] == ["hm", "Hi", "", ""]
-    assert said[2]["tool_calls"] == [
-        {"function": {"name": "now", "arguments": {"a": 1}}, "id": "c1"}
-    ]
-    assert (lines[-1]["done"], lines[-1]["eval_count"], lines[-1]["load_duration"]) == (
-        *(True, 4, 500_000_000),
-    )
-
-
-def test_items_of_responses() -> None:
-    items = OutputItems("ID", wrap=True, declared={})
-    frames = [frame for part in PARTS for frame in items.push((part,))]
-    frames += items.close("completed")
-    events = [json.loads(frame.decode().split("data: ")[1]) for frame in frames]
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [item["type"] for item in items.done] == ["reasoning", "message", "function_call"]
-    (done,) = [e for e in events if e["type"] == "response.function_call_arguments.done"]
-    assert (done["name"], done["arguments"]) == ("now", '{"a":1}')

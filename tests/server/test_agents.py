@@ -28,27 +28,23 @@ SHELL: Any = {
 GRAMMAR = (
     'start: "*** Begin Patch" LF line+ "*** End Patch"\nline: /[^*\\n]+/ LF\n%import common.LF'
 )
+
+
+def codex_said(role: str, text: str) -> dict[str, Any]:
+    return {
+        "type": "message",
+        "role": role,
+        "content": [{"type": "input_text", "text": text}],
+    }
+
+
 CODEX: Any = {
     "model": "gpt-5.5-codex",
     "instructions": "You are Codex, a coding agent.",
     "input": [
-        {
-            "type": "message",
-            "role": "developer",
-            "content": [{"type": "input_text", "text": "<permissions>read only</permissions>"}],
-        },
-        {
-            "type": "message",
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "<environment_context>/a</environment_context>"}
-            ],
-        },
-        {
-            "type": "message",
-            "role": "user",
-            "content": [{"type": "input_text", "text": "List the files."}],
-        },
+        codex_said("developer", "<permissions>read only</permissions>"),
+        codex_said("user", "<environment_context>/a</environment_context>"),
+        codex_said("user", "List the files."),
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "aG0="},
         {
             "type": "function_call",

@@ -357,6 +357,10 @@ def tool(name: Any, parameters: Any = None, **rest: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def custom(form: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "f", "format": form}}
+
+
 def deep(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
@@ -390,13 +394,18 @@ TOOLS: dict[str, Any] = {
     "parameters of another type": [tool("f", {"type": "string"})],
     "parameters that are deep": [tool("f", deep(300))],
     "too many": [tool(f"f{i}") for i in range(513)],
+    "a custom one of nothing": [{"type": "custom"}],
+    "a custom one without a name": [{"type": "custom", "custom": {}}],
+    "a form of YAML": [custom({"type": "yaml"})],
+    "a grammar of nothing": [custom({"type": "grammar", "grammar": {}})],
 }
 
 
 @pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.parametrize("path", [CHAT, TOKENIZE])
 def test_tools(scripted: ScriptedServer, path: str, name: str) -> None:
-    expect_refusal(scripted, path, {"messages": HELLO, "tools": TOOLS[name]})
+    error = expect_refusal(scripted, path, {"messages": HELLO, "tools": TOOLS[name]})
+    assert error["param"].startswith("tools")
 
 
 STRICT: dict[str, Any] = {

@@ -227,21 +227,6 @@ def test_arguments_of_a_forced_call_are_checked_for_what_masks_cannot_hold() -> 
         assert server.post(CHAT, body).status_code == 400
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        {"type": "custom"},
-        {"type": "custom", "custom": {}},
-        {"type": "custom", "custom": {"name": "f", "format": {"type": "yaml"}}},
-        {"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": {}}}},
-    ],
-)
-def test_wrong_custom_tools_are_refused(scripted: ScriptedServer, tool: Any) -> None:
-    answer = scripted.post(CHAT, {"messages": HI, "tools": [tool]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].startswith("tools")
-
-
 ARGUMENTS = '{"city": "Paris, \\"rue\\" 7", "days": [1, 2, 3], "note": "a }] b"}'
 SAID = f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -91,14 +91,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def write_arrays(folder: Path, config: dict[str, Any], arrays: dict[str, mx.array]) -> Path:
-    """A checkpoint of these tensors."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    return folder
-
-
 def logits(folder: Path, ids: Iterable[int] = range(3, 33)) -> np.ndarray:
     """(T, vocab) float32, of a model that is held whole."""
     model = load(folder, dtype="float32")

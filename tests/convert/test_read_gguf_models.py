@@ -7,10 +7,10 @@ import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import dequantised, logits, write_arrays
+from convert_cases import dequantised, logits
 from gguf import GGMLQuantizationType as Kind
 from models.random_weights import tiny_tensors
-from models.tiny import tiny_checkpoint, tiny_config
+from models.tiny import tiny_checkpoint, tiny_config, write
 from oracles.gguf_files import llama3_factors, write_model
 
 from mlxinfer.convert.arrange import arrange
@@ -78,9 +78,9 @@ def read(source: SourceModel) -> dict[str, mx.array]:
 def test_a_model_gives_the_logits_that_it_had(tmp_path: Path, case: str) -> None:
     config, tensors = make(case)
     arrays = {name: mx.array(value) for name, value in tensors.items()}
-    expected = logits(write_arrays(tmp_path / "hf", config, arrays))
+    expected = logits(write(tmp_path / "hf", config, arrays))
     source = opened(tmp_path, case, split_kv="kv_b" not in case)
-    found = logits(write_arrays(tmp_path / "back", dict(source.config), read(source)))
+    found = logits(write(tmp_path / "back", dict(source.config), read(source)))
     assert np.abs(found - expected).max() <= 2e-5 * max(1.0, expected.std())
     assert expected.std() > 0.5
 

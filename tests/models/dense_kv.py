@@ -209,6 +209,11 @@ class DenseCache:
         return model.logits(model(mx.array(flat, mx.int32), step))
 
 
+def logits(model, ids: Sequence[int] = range(3, 43)) -> np.ndarray:
+    """(T, vocab) float32, of a sequence by itself."""
+    return np.array(DenseCache(model).run(model, [("a", ids)]).astype(mx.float32))
+
+
 def masked_attention(
     q, k, v, *, scale, window=None, kept=0, chunked=False, sinks=None, soft_cap=None
 ):

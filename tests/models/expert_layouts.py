@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import mlx.core as mx
+from models.tiny import write
 
 _ONE = re.compile(r"(.+)\.experts\.(\d+)\.(.+)")
 
@@ -22,9 +23,5 @@ def with_stacks(folder: Path) -> Path:
     for name, each in stacks.items():
         tensors[name] = mx.stack([each[i] for i in range(len(each))])
     mx.eval(tensors)
-    new = folder.with_name(f"{folder.name}-stacks")
-    new.mkdir()
-    mx.save_safetensors(str(new / "model.safetensors"), tensors)
     config = json.loads((folder / "config.json").read_text())
-    (new / "config.json").write_text(json.dumps(config))
-    return new
+    return write(folder.with_name(f"{folder.name}-stacks"), config, tensors)

@@ -1,39 +1,29 @@
 """Checkpoints of hybrids in every layout that is published: the same model from each."""
 
-import json
 from math import prod
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.dense_kv import DenseCache
-from models.random_weights import tiny_tensors
-from models.tiny import quantized, tiny_config
+from models.dense_kv import logits
+from models.tiny import arrays_of, quantized, tiny_config, write
 
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
 from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 
-IDS = list(range(5, 30))
 CASES = ("qwen3_next-v4", "qwen3_5_text-v5", "qwen3_5_moe_text-v4")
 Tensors = dict[str, mx.array]
 
 
 def tensors_of(case: str) -> Tensors:
-    return {name: mx.array(value) for name, value in tiny_tensors(tiny_config(case)).items()}
+    return arrays_of(tiny_config(case))
 
 
 def loaded(folder: Path, config: dict, tensors: Tensors) -> Model:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    return load(folder)
-
-
-def logits(model: Model) -> np.ndarray:
-    return np.array(DenseCache(model).run(model, [("a", IDS)]))
+    return load(write(folder, config, tensors))
 
 
 def packed(tensors: Tensors) -> Tensors:

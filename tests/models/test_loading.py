@@ -8,10 +8,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from models import tiny
 from models.cases import CASES
-from models.dense_kv import DenseCache
+from models.dense_kv import DenseCache, logits
 from models.random_weights import tiny_tensors
-from models.tiny import tiny_checkpoint, tiny_config
+from models.tiny import tiny_checkpoint, tiny_config, write
 
 from mlxinfer.core import KVSpec
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
@@ -24,24 +25,10 @@ from mlxinfer.models.weights.source import Checkpoint
 from mlxinfer.models.weights.tensors import choose_dtype
 from mlxinfer.models.weights.weights import Weights
 
-IDS = list(range(3, 23))
-
-
-def write(folder: Path, config: dict, tensors: dict) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    arrays = {name: mx.array(value) for name, value in tensors.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    return folder
-
 
 @cache
 def arrays_of(case: str) -> dict[str, mx.array]:
-    return {name: mx.array(value) for name, value in tiny_tensors(tiny_config(case)).items()}
-
-
-def logits(model, ids=IDS) -> np.ndarray:
-    return np.array(DenseCache(model).run(model, [("a", ids)]).astype(mx.float32))
+    return tiny.arrays_of(tiny_config(case))
 
 
 def built(config: dict, arrays: dict[str, mx.array]) -> Model:

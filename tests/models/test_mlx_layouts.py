@@ -1,20 +1,16 @@
 """Checkpoints as mlx-lm lays them out load as those of the hub do, and give the same logits."""
 
-import json
 from importlib import import_module
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from models.dense_kv import DenseCache
-from models.random_weights import tiny_tensors
-from models.tiny import tiny_config
+from models.dense_kv import logits
+from models.tiny import arrays_of, tiny_config, write
 
 from mlxinfer.bench.peer import peer_module
 from mlxinfer.models import load
 
-IDS = list(range(5, 30))
 CASES = (
     *("lfm2_moe-v4", "nemotron_h-v4", "nemotron_h-v5", "falcon_h1-v4", "hunyuan_v1_dense-v4"),
     *(
@@ -42,22 +38,14 @@ ASKED = {  # what mlx-lm has no default for
 }
 
 
-def saved(folder: Path, config: dict, arrays: dict[str, mx.array]) -> np.ndarray:
-    """Logits of what is loaded from a folder with these."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    return np.array(DenseCache(model := load(folder)).run(model, [("a", IDS)]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
     config = dict(tiny_config(case))
     if "rope_scaling" in config:
         config["rope_parameters"] = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
-    arrays = {name: mx.array(value) for name, value in tiny_tensors(config).items()}
-    expected = saved(tmp_path / "hub", config, dict(arrays))
+    arrays = arrays_of(config)
+    expected = logits(load(write(tmp_path / "hub", config, arrays)))
     name = config["model_type"]
     if name in ("gemma3n_text", "llama4_text"):
         name = name.removesuffix("_text")
@@ -68,5 +56,5 @@ def test_the_layout_of_mlx_lm(tmp_path: Path, case: str) -> None:
     theirs = module.Model(module.ModelArgs.from_dict(stated))
     if name in PREFIXES:
         arrays = {PREFIXES[name] + key: array for key, array in arrays.items()}
-    found = saved(tmp_path / "mlx", stated, theirs.sanitize(arrays))
+    found = logits(load(write(tmp_path / "mlx", stated, theirs.sanitize(arrays))))
     np.testing.assert_allclose(found, expected, atol=1e-4 * max(1.0, expected.std()))

@@ -6,33 +6,20 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.dense_kv import DenseCache
-from models.random_weights import tiny_tensors
-from models.tiny import quantized, tiny_checkpoint, tiny_config
+from models.dense_kv import logits
+from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 
 from mlxinfer.errors import CheckpointError
 from mlxinfer.layers.linear import Joined
 from mlxinfer.models import load
 from mlxinfer.models.quantization import QuantFormat, format_of_shapes
 
-IDS = list(range(3, 43))
 FORMS = [{"group_size": 32, "bits": bits} for bits in (2, 3, 4, 5, 6, 8)] + [
     {"group_size": 64, "bits": 4},
     {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     {"group_size": 32, "bits": 8, "mode": "mxfp8"},
     {"group_size": 16, "bits": 4, "mode": "nvfp4"},
 ]
-
-
-def write(folder: Path, config: dict, arrays: dict[str, mx.array]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    return folder
-
-
-def arrays_of(config: dict) -> dict[str, mx.array]:
-    return {name: mx.array(value) for name, value in tiny_tensors(config).items()}
 
 
 def dequantized(arrays: dict[str, mx.array], forms) -> dict[str, mx.array]:
@@ -50,10 +37,6 @@ def widened(array: mx.array | None) -> mx.array | None:
     """Half precision made float32, so that a product is not rounded; bytes and None as they are."""
     half = array is not None and array.dtype in (mx.float16, mx.bfloat16)
     return array.astype(mx.float32) if half else array
-
-
-def logits(model) -> np.ndarray:
-    return np.array(DenseCache(model).run(model, [("a", IDS)]).astype(mx.float32))
 
 
 def assert_same(folder: Path, config: dict, arrays: dict[str, mx.array], stated, forms) -> None:

@@ -5,6 +5,7 @@ folder = tiny_checkpoint(tmp_path, "llama", quantize={"group_size": 32, "bits": 
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,25 @@ def tiny_checkpoint(
     whole groups, as mlx-lm does; the experts of gpt_oss stay as they are.
     """
     config = dict(tiny_config(case))
-    arrays = {name: mx.array(value) for name, value in tiny_tensors(config, seed).items()}
+    arrays = arrays_of(config, seed)
     if quantize is not None:
         arrays = quantized(arrays, quantize)
         config["quantization"] = quantize
+    return write(folder, config, arrays)
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of a config and tensors, arrays of MLX or NumPy, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    arrays = {name: mx.array(value) for name, value in tensors.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
     return folder
+
+
+def arrays_of(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
+    """Every tensor of a checkpoint with this config, random."""
+    return {name: mx.array(value) for name, value in tiny_tensors(config, seed).items()}
 
 
 def quantized(arrays: dict[str, mx.array], how: dict[str, Any]) -> dict[str, mx.array]:

@@ -5,12 +5,12 @@ model with layers that add nothing. There the embedding's half of the head's pro
 identity and the other half is zero, so that the head computes what the model will.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from models import tiny
 from models.random_weights import random_tensor, tiny_tensors
 from models.tiny import quantized, tiny_config
 
@@ -92,10 +92,7 @@ def write(
     arrays = {name: mx.array(value) for name, value in tensors.items()}
     if how is not None:
         arrays, config = quantized(arrays, how), {**config, "quantization": how}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    return folder
+    return tiny.write(folder, config, arrays)
 
 
 def eagle_checkpoint(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ..text import Tokenizer
 
 CONTEXTS = (512, 2048, 8192)  # those that the model takes
+GOES_ON = 512  # tokens that answers may be longer than asked for, while the last prompts begin
 SAME = "Both with their defaults; on MLX's CPU backend both compute in float32."
 OURS, PEER = "mlxinfer", "mlx-lm"
 WORDS = "time page river stone light house green water letter seven open near road field sound"
@@ -81,19 +82,23 @@ def run(
         require_peer()
     with open_llm() as llm:
         tokenizer, folder = llm.tokenizer, llm.path
-        sizes = _sizes(llm, contexts, batches, tokens)
+        asked = _sizes(llm, contexts, batches, tokens)
+        sizes = [size for size in asked if has_room(llm, *size, tokens)]
         measured = partial(_cells, tokenizer=tokenizer, sizes=sizes, tokens=tokens, runs=runs)
         sides = {OURS: measured(partial(token_times, llm))}
     del llm  # and with it the weights
     data: dict[str, Any] = {"model": str(folder), "answer_tokens": tokens, "runs": runs}
+    if left_out := ", ".join(f"{size[0]:,} x {size[1]}" for size in asked if size not in sizes):
+        data["left_out"] = f"The KV cache has no room for {left_out}."
     try:
         if peer:
             mx.clear_cache()
             sides[PEER] = measured(PeerGeneration(folder).token_times)
     except UnsupportedModelError as error:  # ours is measured all the same
         data["not_compared"] = str(error)
+    remark = " ".join(data[name] for name in ("left_out", "not_compared") if name in data)
     data |= {"cells": {side: [asdict(cell) for cell in cells] for side, cells in sides.items()}}
-    return Report("speed", _tables(sides, tokens, before, data.get("not_compared", "")), data)
+    return Report("speed", _tables(sides, tokens, before, remark), data)
 
 
 def read_saved(path: Path) -> dict[str, Any]:
@@ -166,6 +171,16 @@ def generation_rate(times: Sequence[Sequence[float]]) -> float:
     return sum(when > begin for each in times for when in each) / (end - begin)
 
 
+def has_room(llm: "LLM", context: int, batch: int, tokens: int) -> bool:
+    """Whether the KV cache holds so many requests at once; else one waits for another's end."""
+    stats = llm.stats()
+    length = min(context + tokens + GOES_ON, llm.model_info.max_context or context)
+    return batch == 1 or all(
+        batch * (min(length, group["window"] or length) // stats["page_size"] + 2) <= group["pages"]
+        for group in stats["groups"]
+    )
+
+
 def token_times(
     llm: "LLM", asked: list[list[int]], enough: int, *, clock: Clock = time.perf_counter
 ) -> list[list[float]]:
@@ -220,10 +235,10 @@ def _tables(
     sides: Mapping[str, list[SpeedCell]],
     tokens: int,
     before: Mapping[str, Any] | None,
-    not_compared: str,
+    remark: str,
 ) -> list[Table]:
     ours = sides[OURS]
-    tables = [_speed_table(ours, tokens, not_compared)]
+    tables = [_speed_table(ours, tokens, remark)]
     if PEER in sides:
         tables.append(_pairs("Beside mlx-lm", "mlx-lm", ours, sides[PEER], SAME))
     if before is not None:

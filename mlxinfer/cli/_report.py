@@ -28,7 +28,7 @@ import mlx.core as mx
 from .. import hub
 from ..backend import BUFFER_VARIABLE
 from ..bench.report import describe_machine
-from ..bench.speed import measure, prompts, token_times
+from ..bench.speed import has_room, measure, prompts, token_times
 from ..engine.kernels import KERNELS_VARIABLE
 from ..errors import InvalidRequestError, MlxinferError
 from ..llm import LLM
@@ -195,8 +195,12 @@ def write(path: Path, report: Data) -> None:
     """
     from ._report_page import page
 
-    texts = {path: json.dumps(report, indent=1), path.with_suffix(".md"): page(report)}
-    for place, text in texts.items():
+    try:
+        markdown = page(report)
+    except Exception as error:  # the data is what counts
+        markdown = f"This page could not be made: {type(error).__name__}: {error}\n"
+    data = json.dumps(report, indent=1, default=str)
+    for place, text in {path: data, path.with_suffix(".md"): markdown}.items():
         draft = place.with_name(f".{place.name}.{os.getpid()}.tmp")
         try:
             with draft.open("w", encoding="utf-8") as file:
@@ -308,8 +312,11 @@ def _cell(
     llm: LLM, summary: Summary, context: int, batch: int, tokens: int, deadline_s: float
 ) -> Data:
     """One measurement, its counters and its limits."""
+    size = {"context": context, "batch": batch}
     if time.monotonic() > deadline_s:
-        return {"context": context, "batch": batch, "left_out": "the time was up"}
+        return size | {"left_out": "the time was up"}
+    if not has_room(llm, context, batch, tokens):
+        return size | {"left_out": "the KV cache has no room"}
     note(f"  {context} x {batch}")
     before = llm.stats()
     cell = measure(partial(token_times, llm), llm.tokenizer, context, batch, tokens, 1)

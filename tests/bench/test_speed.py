@@ -104,6 +104,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         speed.read_saved(tmp_path / "missing.json")
 
 
+def test_requests_that_the_kv_cache_does_not_hold_together_are_left_out() -> None:
+    report = speed.run(
+        lambda: LLM("demo", num_pages=100), contexts=[8, 1000], batches=[1, 2], tokens=2, peer=False
+    )
+    assert [row[0] for row in report.tables[0].rows] == ["8 x 1", "8 x 2", "1,000 x 1"]
+    assert report.data["left_out"] == "The KV cache has no room for 1,000 x 2."
+    assert report.data["left_out"] in report.tables[0].note
+
+
 def test_by_default_contexts_are_those_that_the_model_takes() -> None:
     assert speed._fitting(32_768, None, 128) == [512, 2048, 8192]
     assert speed._fitting(1000, None, 128) == [512]

@@ -19,7 +19,7 @@ from ..memory import human_bytes, total_memory_bytes
 from .attention import AttentionBackend
 from .inputs import CacheWork, Spill, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
-from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, Plane, TailPlace
+from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, Plane, TailPlace, finish
 from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
 from .state import SequenceGroup
 
@@ -27,8 +27,11 @@ MAX_BARE_PAGES = 1 << 16  # where nothing lies in pages, and they are numbers al
 # Where some groups, or all, have their layers on other ranks, which say what there is room for.
 MAX_ABSENT_PAGES = 1 << 20
 FIRST_PAGES = 16  # arrays start small: a first question takes little memory
-DOUBLED = 128  # pages: arrays of fewer double, and larger ones grow by so many at least,
-GROWTH = 4  # ... or by one part in so many: copying stays rare, and little is taken unused
+# Pages: arrays of fewer double, and larger ones have multiples of it, so that their bytes are whole
+# pages of memory (16 KB). Others may get a buffer of MLX so much too large that the next write
+# copies the array instead of writing in place.
+DOUBLED = 128
+GROWTH = 4  # larger ones grow by one part in so many: copying stays rare, and little is unused
 FIRST_SLOTS = 4
 CHUNK_BYTES = 64 * 2**20  # payloads that are gathered at once
 
@@ -73,7 +76,7 @@ class LayerGroup(PageGroup):
     def reset(self, *, at_once: bool) -> None:
         """Make empty arrays; `at_once`: for all pages that there may be."""
         total = self.allocator.num_pages
-        count = total if at_once else min(total, max(FIRST_PAGES, self.allocator.extent))
+        count = total if at_once else grown(min(FIRST_PAGES, total), self.allocator.extent, total)
         for layer in self.layers:
             layer.allocate(self.page_size, count, min(FIRST_SLOTS, self.max_slots))
         mx.eval([layer.arrays() for layer in self.layers])
@@ -163,7 +166,7 @@ class LayerGroup(PageGroup):
                     for plane in self.planes
                 ]
         if taken:
-            mx.eval([parts for _, parts, _ in taken])  # before their pages are written
+            finish([parts for _, parts, _ in taken])  # before their pages are written
         for plane, parts, place in taken:
             plane.copy_in(parts, *place)
 
@@ -200,7 +203,7 @@ class LayerGroup(PageGroup):
                 taken = mx.contiguous(taken.swapaxes(0, 1))  # (N, H, P, W)
                 parts.append(taken.view(mx.uint8).flatten(1))
         rows = mx.concatenate(parts, axis=1)  # (N, bytes of a page)
-        mx.eval(rows)
+        finish(rows)  # others may be written next
         return [row.tobytes() for row in np.array(rows, copy=False)]
 
     def _write(self, pages: Sequence[int], payloads: Sequence[Payload]) -> None:
@@ -579,5 +582,8 @@ def grown(pages: int, extent: int, limit: int) -> int:
         limit: that there may ever be.
     """
     while pages < extent:
-        pages = min(pages + max(pages // GROWTH, min(pages, DOUBLED)), limit)
+        if pages < DOUBLED:
+            pages = min(2 * pages, DOUBLED, limit)
+        else:
+            pages = min((pages + max(pages // GROWTH, DOUBLED)) // DOUBLED * DOUBLED, limit)
     return pages

@@ -258,6 +258,17 @@ class Plane(Vectors):
             mx.eval(self.pages[i])
 
 
+def finish(arrays: object) -> None:
+    """Evaluate arrays, and return when MLX holds none of the inputs of what made them.
+
+    An evaluation may return a moment earlier: on Metal, command buffers hold inputs until their
+    completion handlers have run. Pages are written in place only where nothing else holds them,
+    and copied otherwise, which no result shows.
+    """
+    mx.eval(arrays)
+    mx.synchronize()  # the stream of this thread, on which all is computed
+
+
 def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
     """The array with `extra` zeros at the end of an axis.
 

@@ -22,6 +22,7 @@ from ..cache.disk import namespace_key
 from ..cache.inputs import CacheWork, Ints, Spill, StepMetadata
 from ..cache.kv import KVCache
 from ..cache.layout import LayerCache, kernel_uses, lay_out
+from ..cache.paged import finish
 from ..config import EngineConfig
 from ..core import TokenLogprobs
 from ..layers.ranks import AbsentMixer, Link
@@ -203,7 +204,7 @@ class Forward:
             in_flight.wait()
             runs_ahead = False
         if step.is_barrier:  # what was written and not read since would keep all of its prompt
-            mx.eval([layer.arrays() for layer in cache.paged])
+            finish([layer.arrays() for layer in cache.paged])  # also where no step is in flight
         cache.make_room(step.num_slots, shrink=step.is_barrier)
         return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
 
@@ -343,8 +344,7 @@ class Launched:
 
     def wait(self) -> None:
         """Return when this rank's part is done and MLX holds none of its inputs."""
-        mx.eval(self.outputs if self.own is None else self.own)
-        mx.synchronize()
+        finish(self.outputs if self.own is None else self.own)
         if self.own is None or self.goes_on:
             self.ended_s = time.monotonic()
 

@@ -19,6 +19,7 @@ import mlx.core as mx
 import msgspec
 
 from ..cache.inputs import Spill
+from ..cache.paged import finish
 from ..config import EngineConfig, KVOptions
 from ..engine.kernels import choose_on_this_machine
 from ..engine.runner import Computed, Forward, cache_of
@@ -50,8 +51,7 @@ class _InFlight:
 
     def wait(self) -> None:
         """Return when it is done and MLX holds none of its inputs."""
-        mx.eval(self._arrays)
-        mx.synchronize()
+        finish(self._arrays)
 
 
 class Follower:

@@ -83,12 +83,12 @@ def test_one_token_is_written_as_many_are(bits: Bits, key_dim: int, value_dim: i
 def test_tails_are_sealed_and_pasted_and_grow(bits: Bits, key_dim: int, value_dim: int) -> None:
     layer, keys, values = made(bits, key_dim, value_dim)
     layer.write_tails(TailPlace(None, SLOTS, OFFSETS, 2 * PAGE), layer.encode(keys, values))
-    layer.grow_tails(7)
+    layer.resize_tails(7)
     layer.grow_pages(9)
     layer.seal(mx.array(SLOTS), mx.array(OFFSETS), mx.arange(COUNT))
     for plane in (layer.keys, layer.values):
         plane.copy_in(plane.copy_out(4, 12), 100, slot=6, offset=8)
-    layer.grow_tails(8)
+    layer.resize_tails(8)
     pairs = zip(
         planes(layer, keys, values), in_tails(layer), layer.read_tails(slice(6, 7)), strict=True
     )

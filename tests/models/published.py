@@ -201,7 +201,6 @@ PUBLISHED: dict[str, Published] = {
         {
             "model_type": "qwen3_5_text",
             **_sizes(64, 5120, 17408, 24, 4, 248_320),
-            **_QWEN_HYBRID,
             "linear_num_value_heads": 48,
         },
         26.9,
@@ -212,7 +211,6 @@ PUBLISHED: dict[str, Published] = {
         {
             "model_type": "qwen3_5_moe_text",
             **_sizes(40, 2048, 5632, 16, 2, 248_320),
-            **_QWEN_HYBRID,
             "linear_num_value_heads": 32,
             "num_experts": 256,
             "num_experts_per_tok": 8,

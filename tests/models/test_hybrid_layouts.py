@@ -1,6 +1,5 @@
 """Checkpoints of hybrids in every layout that is published: the same model from each."""
 
-from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,7 +10,6 @@ from models.tiny import arrays_of, quantized, tiny_config, write
 
 from mlxinfer.errors import CheckpointError
 from mlxinfer.models import load
-from mlxinfer.models.config import normalise
 from mlxinfer.models.decoder import Model
 
 CASES = ("qwen3_next-v4", "qwen3_5_text-v5", "qwen3_5_moe_text-v4")
@@ -198,22 +196,3 @@ def test_a_config_that_makes_no_sense_is_refused(
     config = tiny_config("qwen3_5_text-v4") | change
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path / "bad", config, tensors_of("qwen3_5_text-v4"))
-
-
-@pytest.mark.parametrize(
-    ("layers", "value_heads", "mebibytes"),
-    [(64, 48, 144), (40, 32, 60)],
-    ids=["Qwen3.5-27B", "Qwen3.5-35B-A3B"],
-)
-def test_a_published_size_has_the_published_states(
-    layers: int, value_heads: int, mebibytes: int
-) -> None:
-    """Those of the heads; the convolutions' are 2 to 6 MiB more."""
-    sizes = {"num_hidden_layers": layers, "linear_num_value_heads": value_heads}
-    common = {"hidden_size": 2048, "intermediate_size": 512, "num_attention_heads": 16}
-    config = normalise({"model_type": "qwen3_5", "text_config": {**common, **sizes}})
-    states = [state for state in config.states if state is not None]
-    assert len(states) == layers * 3 // 4
-    assert sum(4 * prod(state.shapes[1][0]) for state in states) == mebibytes << 20
-    assert config.ropes[3] is not None
-    assert (config.head_dim, config.ropes[3].dims) == (256, 64)

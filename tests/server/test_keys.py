@@ -121,6 +121,26 @@ def test_no_key_finds_the_prompts_of_another(shared: bool) -> None:
         assert cached("b") > 0
 
 
+def test_answers_to_one_key_are_proposed_to_that_key_alone() -> None:
+    always = {"speculate": "ngram", "fixed_proposals": True}
+    keys = ApiKeys.from_plain(["first", "second"])
+    with LiveServer(keys=keys, engine=always) as server:
+
+        def accepted(key: str) -> tuple[str, int]:
+            """The answer, and how many of its tokens were proposed."""
+            stats = server.model.session.engine.stats
+            before = stats()["speculation"]["accepted"]
+            answer = server.post(CHAT, chat("Hello", max_tokens=30), headers=bearer(key)).json()
+            text: str = answer["choices"][0]["message"]["content"]
+            return text, stats()["speculation"]["accepted"] - before
+
+        text, own = accepted("first")
+        assert accepted("second") == (text, own)
+        again, after = accepted("first")
+    assert again == text
+    assert after > own + 5
+
+
 def test_https(tmp_path: Path) -> None:
     files: dict[str, Any] = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
     with LiveServer(**files) as server:

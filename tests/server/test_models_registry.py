@@ -379,13 +379,6 @@ def test_a_load_that_is_under_way_when_the_server_ends_is_stopped(machine: Machi
     assert not machine.there
 
 
-@pytest.mark.parametrize("other", [{"name": "a"}, {"name": "x", "aliases": ("a",)}])
-def test_two_models_of_one_name_are_refused(machine: Machine, other: dict[str, Any]) -> None:
-    name = other.pop("name")
-    with pytest.raises(InvalidRequestError, match="Two models are called a"):
-        machine.registry([machine.entry("a", MB), machine.entry(name, MB, **other)])
-
-
 def test_patterns_and_a_default_answer_to_other_names(machine: Machine) -> None:
     entries = [
         machine.entry("a", 10 * MB, aliases=("claude-*", "gpt-4*")),

@@ -7,7 +7,18 @@ of each layer pattern, tied and untied, the spellings of transformers 4 ("v4") a
 
 from typing import Any
 
-from models.recorded_cases import RECORDED_CASES, ROPE, V4, V5, WINDOW, YARN, without
+from models.recorded_cases import (
+    GEMMA_ROPES,
+    LATENT,
+    LLAMA3,
+    RECORDED_CASES,
+    ROPE,
+    V4,
+    V5,
+    WINDOW,
+    YARN,
+    without,
+)
 
 _SMALL = {
     "vocab_size": 96,
@@ -24,13 +35,6 @@ _SMALL = {
     "eos_token_id": 2,
 }
 _NO_HEAD_DIM = without(_SMALL, "head_dim")
-_LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_type": "llama3",
-}
 _MOE = {
     **_SMALL,
     "num_hidden_layers": 4,
@@ -72,10 +76,7 @@ _DEEPSEEK = {
     **_NO_HEAD_DIM,
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
+    **LATENT,
     "moe_intermediate_size": 24,
     "n_routed_experts": 12,
     "n_shared_experts": 2,
@@ -83,6 +84,16 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
     "num_nextn_predict_layers": 0,
+}
+_V3 = {
+    **V4,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 3,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
 }
 _INDEXER = {"index_n_heads": 32, "index_head_dim": 24, "index_topk": 12}  # few heads would tie
 _GLM_MOE = {
@@ -162,7 +173,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "llama-v4": {
         **_SMALL,
         "rope_theta": 500.0,
-        "rope_scaling": _LLAMA3,
+        "rope_scaling": LLAMA3,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     },
@@ -367,28 +378,14 @@ _CASES: dict[str, dict[str, Any]] = {
         **_DEEPSEEK,
         "kv_lora_rank": 32,  # sizes that can be quantised
         "q_lora_rank": 28,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "n_group": 3,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        **V4,
-        "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
+        **_V3,
     },
     "deepseek_v32-v4": {
         **_DEEPSEEK,
         "kv_lora_rank": 32,
         "q_lora_rank": 32,
         **_INDEXER,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "n_group": 3,
-        "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        **V4,
-        "rope_scaling": {**YARN, "type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.6},
+        **_V3,
     },
     "glm_moe_dsa-v5": {
         **_DEEPSEEK,
@@ -448,11 +445,7 @@ _CASES: dict[str, dict[str, Any]] = {
         **_SMALL,
         "attention_bias": False,
         "pad_token_id": 0,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 300.0,
-            "partial_rotary_factor": 0.75,
-        },
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.75},
         "tie_word_embeddings": True,
     },
     "glm4_moe-v4": {
@@ -473,11 +466,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "n_group": 3,
         "topk_group": 2,
         "norm_topk_prob": False,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 300.0,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": True,
     },
     "smollm3-v4": {
@@ -520,14 +509,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "sliding_window": WINDOW,
         "rope_theta": 500_000.0,  # as published; the reference reads others for full layers only
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 16,
-            "attention_factor": 1.2,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-        },
+        "rope_scaling": {**YARN, "rope_type": "yarn", "attention_factor": 1.2},
         "tie_word_embeddings": False,
     },
     "olmo3-v5": {
@@ -564,7 +546,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": "LLLG",
         "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"],
         **V4,
-        "rope_scaling": _LLAMA3,
+        "rope_scaling": LLAMA3,
     },
     "exaone4-v5": {
         **_SMALL,
@@ -595,11 +577,7 @@ _CASES: dict[str, dict[str, Any]] = {
         **_SMALL,
         "num_local_experts": 5,
         "num_experts_per_tok": 3,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 300.0,
-            "partial_rotary_factor": 0.75,
-        },
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.75},
         "tie_word_embeddings": True,
     },
     "glm4_moe_lite-v4": {
@@ -652,14 +630,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "layer_types": _THIRDS,
         "final_logit_softcapping": 8.0,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 2000.0,
-            },
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
+        "rope_parameters": GEMMA_ROPES,
         "tie_word_embeddings": True,
     },
     "gemma4_text-v5": {
@@ -699,11 +670,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 2,
         "attention_bias": True,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 300.0,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": True,
     },
     "qwen3_5_text-v4": {
@@ -721,10 +688,9 @@ _CASES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 3,
         "attention_bias": True,
         "rope_parameters": {
-            "rope_type": "default",
+            **ROPE,
             "mrope_section": [2, 2, 2],
             "mrope_interleaved": True,
-            "rope_theta": 300.0,
             "partial_rotary_factor": 0.5,
         },
         "tie_word_embeddings": False,
@@ -741,10 +707,9 @@ _CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_experts_per_tok": 3,
         "rope_parameters": {
-            "rope_type": "default",
+            **ROPE,
             "mrope_section": [1, 1, 1],
             "mrope_interleaved": True,
-            "rope_theta": 300.0,
             "partial_rotary_factor": 0.25,
         },
         "tie_word_embeddings": True,

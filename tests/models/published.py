@@ -35,13 +35,6 @@ def _periodic(count: int, period: int, often: str, seldom: str) -> list[str]:
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _LFM2_LAYERS = (2, 5, 8, 10, 12, 14)
 _LFM2_MOE_LAYERS = (2, 6, 10, 14, 18, 21)
-_QWEN_HYBRID = {
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-}
 _GEMMA4_ROPES = {
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -186,7 +179,11 @@ PUBLISHED: dict[str, Published] = {
         {
             "model_type": "qwen3_next",
             **_sizes(48, 2048, 5120, 16, 2, 151_936),
-            **_QWEN_HYBRID,
+            "head_dim": 256,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
             "linear_num_value_heads": 32,
             "num_experts": 512,
             "num_experts_per_tok": 10,

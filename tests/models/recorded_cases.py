@@ -31,6 +31,14 @@ YARN = {
 ROPE = {"rope_type": "default", "rope_theta": 300.0}
 V4: dict[str, Any] = {"rope_theta": 1000.0, "tie_word_embeddings": False}
 V5: dict[str, Any] = {"rope_parameters": ROPE, "tie_word_embeddings": True}
+LATENT = {"kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_type": "llama3",
+}
 _NEMOTRON = {
     **_SMALL,
     "head_dim": 24,
@@ -74,10 +82,7 @@ _MISTRAL4 = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
+    **LATENT,
     "moe_intermediate_size": 24,
     "n_routed_experts": 12,
     "num_experts_per_tok": 3,
@@ -95,7 +100,7 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "eos_token_id": [2, 5],
 }
-_GEMMA_ROPES = {
+GEMMA_ROPES = {
     "full_attention": {
         "rope_type": "proportional",
         "partial_rotary_factor": 0.25,
@@ -117,11 +122,8 @@ _KIMI = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
-    "kv_lora_rank": 20,
+    **LATENT,
     "q_lora_rank": None,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
     "moe_intermediate_size": 24,
 }
 
@@ -171,13 +173,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0, 1, 1, 0],
         "attn_temperature_tuning": True,
         "rope_theta": 1000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "rope_type": "llama3",
-        },
+        "rope_scaling": LLAMA3,
     },
     "llama4_text-v5": {
         **_LLAMA4,
@@ -377,7 +373,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 6.0,
-        "rope_parameters": _GEMMA_ROPES,
+        "rope_parameters": GEMMA_ROPES,
         "tie_word_embeddings": True,
     },
     "gemma4_e-v5": {
@@ -389,7 +385,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 96,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": False,
-        "rope_parameters": _GEMMA_ROPES,
+        "rope_parameters": GEMMA_ROPES,
         "tie_word_embeddings": False,
     },
     "gemma3n_text-v4": {

@@ -16,6 +16,12 @@ WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich �
 NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 CALLS = [("get_weather", {"city": "Zürich 🙂"}), ("now", {})]
 HELLO: Any = [{"role": "user", "content": "Hello"}]
+CITY: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION: Any = {"name": "get_weather", "description": "The weather", "parameters": CITY}
+CHAT_TOOLS: Any = [
+    {"type": "function", "function": FUNCTION},
+    {"type": "function", "function": {"name": "now"}},
+]
 
 _STRICT: Any = {
     "api_key": "none",

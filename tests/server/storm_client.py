@@ -148,11 +148,3 @@ def draw_leaver(rng: random.Random) -> Plan:
     if path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES):
         body["stream"] = True
     return Plan(path, body, events=rng.randint(1, 50), abrupt=abrupt)
-
-
-def draw_visitor(rng: random.Random) -> Plan:
-    """A client of mixed traffic: three in ten leave in the middle."""
-    if rng.random() < 0.3:
-        return draw_leaver(rng)
-    path, body = draw_body(rng)
-    return Plan(path, body)

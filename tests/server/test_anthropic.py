@@ -11,22 +11,14 @@ import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from live_server import LiveServer, wait_until
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
-from sdk_clients import CALLS, HELLO, NOW, WEATHER, anthropic_client, strictly
+from sdk_clients import CALLS, CITY, HELLO, NOW, WEATHER, anthropic_client, strictly
 
 from mlxinfer.server.keys import ApiKeys
 from mlxinfer.server.models import ModelRegistry, RegistryEntry
 from mlxinfer.server.served import ServedModel
 
 TOOLS: Any = [
-    {
-        "name": "get_weather",
-        "description": "The weather",
-        "input_schema": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
+    {"name": "get_weather", "description": "The weather", "input_schema": CITY},
     {"name": "now", "input_schema": {"type": "object", "properties": {}}},
 ]
 SAMPLING = ("temperature", "top_p", "top_k")

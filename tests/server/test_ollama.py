@@ -12,18 +12,10 @@ import pytest
 from lazy_server import MB, LazyServer
 from live_server import LiveServer, wait_until
 from scripted import ScriptedServer
-from sdk_clients import CALLS, NOW, WEATHER, ollama_client
+from sdk_clients import CALLS, CHAT_TOOLS, HELLO, NOW, WEATHER, ollama_client
 
 from mlxinfer.errors import ModelNotFoundError
 
-HELLO: Any = [{"role": "user", "content": "Hello"}]
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 GREEDY: Any = {"temperature": 0, "num_predict": 4}
 
 
@@ -73,10 +65,10 @@ def test_calls_and_thoughts(client: ollama.Client, scripted: ScriptedServer) -> 
         {"role": "tool", "tool_name": "get_weather", "content": "rain"},
     ]
     with scripted.says(f"<think>hm</think>I look.{WEATHER}{NOW}"):
-        whole = client.chat("demo", earlier, tools=[TOOL])
+        whole = client.chat("demo", earlier, tools=CHAT_TOOLS[:1])
         for text in ("<think>so</think>", "Ulm", "rain"):
             assert text in scripted.prompt
-        parts = list(client.chat("demo", earlier, tools=[TOOL], stream=True))
+        parts = list(client.chat("demo", earlier, tools=CHAT_TOOLS[:1], stream=True))
     calls = whole.message.tool_calls
     assert [(c.function.name, c.function.arguments) for c in calls] == CALLS
     assert (whole.message.thinking, whole.message.content) == ("hm", "I look.")

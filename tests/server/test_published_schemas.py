@@ -9,14 +9,12 @@ import jsonschema
 import pytest
 from live_server import CHAT, LiveServer, chat
 from scripted import ScriptedServer
-from sdk_clients import NOW, WEATHER
+from sdk_clients import CITY, FUNCTION, NOW, WEATHER
 
 from mlxinfer.server.app import ROUTES
 
 PUBLISHED = json.loads((Path(__file__).parent / "schemas" / "published.json").read_text())
 SAID = f"<think>hm</think>I look.\n{WEATHER}\n{NOW}"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-FUNCTION: Any = {"name": "get_weather", "parameters": SCHEMA}
 USER: Any = [{"role": "user", "content": "Hi"}]
 
 
@@ -78,7 +76,7 @@ def test_completions(server: LiveServer, fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("max_tokens", [9, 100])
 def test_messages(scripted: ScriptedServer, max_tokens: int) -> None:
-    tools = [{"name": "get_weather", "input_schema": SCHEMA}]
+    tools = [{"name": "get_weather", "input_schema": CITY}]
     body: Any = {"messages": USER, "max_tokens": max_tokens, "tools": tools}
     with scripted.says(SAID):
         check("message", scripted.post("/v1/messages", body).json())

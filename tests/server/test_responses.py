@@ -14,24 +14,14 @@ from live_server import CHAT, LiveServer, chat
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
-from sdk_clients import CALLS, NOW, WEATHER, openai_client, strictly
+from sdk_clients import CALLS, FUNCTION, NOW, WEATHER, openai_client, strictly
 
 from mlxinfer.grammar.lark_pattern import NotRegularError, lark_pattern
 from mlxinfer.outputs import CallStatus, ReasoningPart, TextPart, ToolCallDelta
 from mlxinfer.server.apis.responses_items import OutputItems
 
 TOOLS: Any = [
-    {
-        "type": "function",
-        "name": "get_weather",
-        "description": "The weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-        "strict": False,
-    },
+    {"type": "function", **FUNCTION, "strict": False},
     {"type": "function", "name": "now", "parameters": None, "strict": True},
 ]
 

@@ -12,24 +12,18 @@ import pytest
 from live_server import CHAT, LiveServer, chat
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from scripted import TEMPLATE, THOUGHT, ScriptedServer, teach
-from sdk_clients import CALLS, NOW, WEATHER, anthropic_client, openai_client, strictly
+from sdk_clients import (
+    CALLS,
+    CHAT_TOOLS,
+    CITY,
+    NOW,
+    WEATHER,
+    anthropic_client,
+    openai_client,
+    strictly,
+)
 
 HI: Any = [{"role": "user", "content": "hi"}]
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-                "required": ["city"],
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "now"}},
-]
 
 
 @pytest.fixture
@@ -41,7 +35,7 @@ def client(scripted: ScriptedServer) -> Iterator[openai.OpenAI]:
 
 def ask(client: Any, **fields: Any) -> Any:
     return client.chat.completions.create(
-        **{"model": "demo", "messages": HI, "tools": TOOLS, **fields}
+        **{"model": "demo", "messages": HI, "tools": CHAT_TOOLS, **fields}
     )
 
 
@@ -120,9 +114,9 @@ def test_a_whole_conversation_with_a_tool(client: openai.OpenAI, scripted: Scrip
 
 
 def test_a_template_without_tools_gets_them_as_text(server: LiveServer) -> None:
-    answer = server.post(CHAT, chat(tools=TOOLS))
+    answer = server.post(CHAT, chat(tools=CHAT_TOOLS))
     assert answer.status_code == 200
-    plain = server.post(CHAT, chat(tools=TOOLS, tool_choice="none"))
+    plain = server.post(CHAT, chat(tools=CHAT_TOOLS, tool_choice="none"))
     assert plain.status_code == 200
     tokens = [reply.json()["usage"]["prompt_tokens"] for reply in (answer, plain)]
     assert tokens[0] > tokens[1] + 50
@@ -131,7 +125,10 @@ def test_a_template_without_tools_gets_them_as_text(server: LiveServer) -> None:
 
 def test_prompts_with_tools_can_be_counted(scripted: ScriptedServer) -> None:
     plain = scripted.post("/tokenize", {"messages": HI}).json()["count"]
-    assert scripted.post("/tokenize", {"messages": HI, "tools": TOOLS}).json()["count"] > plain + 50
+    assert (
+        scripted.post("/tokenize", {"messages": HI, "tools": CHAT_TOOLS}).json()["count"]
+        > plain + 50
+    )
 
 
 SCHEMA: Any = {
@@ -154,7 +151,7 @@ def allows(scripted: ScriptedServer, request: dict[str, Any], said: str) -> bool
 def test_a_form_leaves_room_for_calls(scripted: ScriptedServer) -> None:
     """With response_format and tools an answer is calls, or a text of that form; nothing else."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    request = {**chat("hi", tools=TOOLS, response_format=form), "max_tokens": 60}
+    request = {**chat("hi", tools=CHAT_TOOLS, response_format=form), "max_tokens": 60}
     fitting = (WEATHER, f"<think>hm</think>{WEATHER}", '{"answer": true}', "<think>x</think>")
     for said, fits in (*((text, True) for text in fitting), ("I look.", False), ("{}", False)):
         assert allows(scripted, request, said) == fits, said
@@ -169,7 +166,7 @@ CODE: Any = {
 
 
 def test_a_custom_tool_is_called_with_plain_text(scripted: ScriptedServer) -> None:
-    tools = [*TOOLS, NOTES]
+    tools = [*CHAT_TOOLS, NOTES]
     earlier = {"id": "c", "type": "custom", "custom": {"name": "notes", "input": "once"}}
     turns = [
         *HI,
@@ -229,8 +226,6 @@ def test_arguments_of_a_forced_call_are_checked_for_what_masks_cannot_hold() -> 
 
 ARGUMENTS = '{"city": "Paris, \\"rue\\" 7", "days": [1, 2, 3], "note": "a }] b"}'
 SAID = f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
-CHAT_TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
 RESPONSES_TOOLS: Any = [{"type": "function", "name": "get_weather", "parameters": CITY}]
 ANTHROPIC_TOOLS: Any = [{"name": "get_weather", "input_schema": CITY}]
 
@@ -254,7 +249,7 @@ Ask = Callable[[Clients, int, bool], Seen]
 
 
 def chats(clients: Clients, max_tokens: int, stream: bool) -> Seen:
-    fields: Any = {"messages": HI, "tools": CHAT_TOOLS, "max_tokens": max_tokens}
+    fields: Any = {"messages": HI, "tools": CHAT_TOOLS[:1], "max_tokens": max_tokens}
     client = clients.openai
     if not stream:
         (choice,) = client.chat.completions.create(model="demo", **fields).choices
@@ -407,7 +402,7 @@ def test_a_forced_call_that_is_cut_before_its_name_is_no_text(
 ) -> None:
     body = {
         "messages": HI,
-        "tools": CHAT_TOOLS,
+        "tools": CHAT_TOOLS[:1],
         "tool_choice": "required",
         "stream": stream,
     }

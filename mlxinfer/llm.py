@@ -1,9 +1,7 @@
 """LLM: the Python interface of one model, in this process or behind a server."""
 
-import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, overload
@@ -13,10 +11,12 @@ from .backend import require_mlx
 from .core import SamplingParams, SamplingValues, check_names, check_switch
 from .errors import InvalidRequestError, shown
 from .outputs import Delta, Facts, Ranked, Result, Results, ranked
+from .program import Item, PartArguments, Program, T, map_programs
 from .progress import in_notebook, is_watched, patient, progress_bar, progress_bars
-from .session.base import ModelSession, RunningAnswers
+from .session.base import ModelSession, adeltas, deltas, last
 from .session.inputs import (
     ENDS,
+    ChatArguments,
     ChatInput,
     EmbedInput,
     Input,
@@ -25,6 +25,7 @@ from .session.inputs import (
     ResponseFormat,
     ScoreInput,
     Text,
+    TextArguments,
     TextInput,
     is_one_prompt,
 )
@@ -35,22 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .display.show import Heat
-
-
-class TextArguments(SamplingValues, total=False):
-    """Keyword arguments of LLM.stream, documented at LLM.generate."""
-
-    response_format: ResponseFormat | None
-    adapter: str | None
-
-
-class ChatArguments(TextArguments, total=False):
-    """Keyword arguments of LLM.chat, documented there."""
-
-    tools: Sequence[Message] | None
-    tool_choice: str | Message
-    parallel_tool_calls: bool
-    chat_template_kwargs: Mapping[str, Any] | None
 
 
 _VARIABLES = {"add_generation_prompt": "begins", "continue_final_message": "continues"}
@@ -111,6 +96,7 @@ class LLM:
         else:
             session = load_session(name, options, tool_format, progress)
         self._session: ModelSession = session
+        self._max_batch = options.get("max_batch", EngineOptions().max_batch)
         self.model_info = session.info
         if in_notebook():
             from .display.tracebacks import shorten_errors
@@ -190,7 +176,7 @@ class LLM:
         **options: Unpack[TextArguments],
     ) -> Iterator[Delta]:
         """Continue one prompt and yield what each step adds; leaving the loop ends the request."""
-        return _deltas(self._session.start(self._text("stream", prompt, params, options)))
+        return deltas(self._session.start(self._text("stream", prompt, params, options)))
 
     async def agenerate(
         self,
@@ -199,7 +185,7 @@ class LLM:
         **options: Unpack[TextArguments],
     ) -> Result:
         """`generate` of one prompt for asyncio; cancelling the task ends the request."""
-        return await _last(self.astream(prompt, params, **options))
+        return await last(self.astream(prompt, params, **options))
 
     def astream(
         self,
@@ -208,7 +194,7 @@ class LLM:
         **options: Unpack[TextArguments],
     ) -> AsyncIterator[Delta]:
         """`stream` for asyncio."""
-        return _adeltas(self._session, self._text("astream", prompt, params, options))
+        return adeltas(self._session, self._text("astream", prompt, params, options))
 
     def _text(
         self,
@@ -261,7 +247,7 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> Iterator[Delta]:
         """Answer a conversation and yield what each step adds; arguments as of `chat`."""
-        return _deltas(self._session.start(self._chat("stream_chat", messages, params, options)))
+        return deltas(self._session.start(self._chat("stream_chat", messages, params, options)))
 
     async def achat(
         self,
@@ -270,7 +256,7 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> Result:
         """`chat` for asyncio; cancelling the task ends the request."""
-        return await _last(self.astream_chat(messages, params, **options))
+        return await last(self.astream_chat(messages, params, **options))
 
     def astream_chat(
         self,
@@ -279,7 +265,7 @@ class LLM:
         **options: Unpack[ChatArguments],
     ) -> AsyncIterator[Delta]:
         """`stream_chat` for asyncio."""
-        return _adeltas(self._session, self._chat("astream_chat", messages, params, options))
+        return adeltas(self._session, self._chat("astream_chat", messages, params, options))
 
     def show(
         self,
@@ -349,6 +335,61 @@ class LLM:
             return
         self._said_params = True
         print(f"{self.model_info.name} answers with its own {params.words}", file=sys.stderr)
+
+    # -- programs -------------------------------------------------------------------------------
+
+    def program(self, **options: Unpack[PartArguments]) -> Program:
+        """Begin a program: a conversation or a text that Python and the model write in turns.
+
+        Args:
+            options: of all its parts, as of `Program.gen`; a part's own replace them.
+        """
+        return Program(self._session, self._part, options)
+
+    def _part(self, text: str, messages: Sequence[Message], options: Mapping[str, Any]) -> Input:
+        """The input of a program's next part: the conversation, or (no messages) the text."""
+        if messages:
+            return self._chat("gen", messages, None, options)
+        return self._text("gen", text, None, options)
+
+    def map(
+        self,
+        function: Callable[[Program, Item], T],
+        items: Iterable[Item],
+        *,
+        key: Callable[[Item], str | int] | None = None,
+        path: str | Path | None = None,
+        in_flight: int | None = None,
+        **options: Unpack[PartArguments],
+    ) -> list[T]:
+        """Run a program for each item, many at once, on threads.
+
+        Args:
+            function: takes a new program and the item; what it returns is the item's value.
+            items: all of them.
+            key: a text or a number that tells an item from all others; it goes with `path`.
+            path: a JSON Lines file that gets each value with its key as soon as it is there. Items
+                whose keys it has are not run: a map that was stopped goes on. Values must be JSON,
+                and are returned as the file has them.
+            in_flight: how many programs run at once; None: as many as the batch has rows, and 64 of
+                a server's model.
+            options: of the programs, as of `program`.
+
+        Returns:
+            The values, in the order of the items.
+
+        Raises:
+            The first error of a program, once those that had begun have ended. InvalidRequestError:
+            two items have one key, `key` or `path` stands alone, or the file is no such file.
+        """
+
+        def run(item: Item) -> T:
+            with self.program(**options) as program:
+                return function(program, item)
+
+        rows = self._max_batch if in_flight is None else in_flight
+        with progress_bar("items", unit="it", wanted=self._progress) as show:
+            return map_programs(run, items, key=key, path=path, in_flight=rows, show=show)
 
     # -- the model itself -----------------------------------------------------------------------
 
@@ -610,31 +651,6 @@ def connect(
     from .remote.session import RemoteSession
 
     return RemoteSession(url, api_key, served_model)
-
-
-def _deltas(answers: RunningAnswers) -> Iterator[Delta]:
-    """The deltas of the one answer; leaving the loop ends the request."""
-    for steps in answers:
-        for step in steps:
-            yield step.delta
-
-
-async def _adeltas(session: ModelSession, given: Input) -> AsyncIterator[Delta]:
-    """`_deltas` for asyncio; what takes long runs in a worker thread."""
-    answers: Any = aiter(await asyncio.to_thread(session.start, given))
-    async with aclosing(answers):
-        async for steps in answers:
-            for step in steps:
-                yield step.delta
-
-
-async def _last(deltas: AsyncIterator[Delta]) -> Result:
-    """The result that a stream ends with."""
-    result = None
-    async for delta in deltas:
-        result = delta.result
-    assert result is not None  # a stream that ends early raises
-    return result
 
 
 def _split(

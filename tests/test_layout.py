@@ -23,6 +23,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
+    "program": {"core", "errors", "outputs", "progress", "session"},
     "remote": LEAVES | {"http_json", "session"},
     "config": {"core", "errors"},
     "configfile": {"errors"},
@@ -104,6 +105,7 @@ WITHOUT_MLX = (
     "outputs",
     "display",
     "progress",
+    "program",
     "remote",
     "hub",
     "backend",

@@ -22,6 +22,7 @@ from mlxinfer import (
     SamplingParams,
 )
 from mlxinfer.http_json import ServerError
+from mlxinfer.program import Program
 from mlxinfer.server.keys import ApiKeys
 
 KEY = "sk-test"
@@ -161,3 +162,26 @@ def test_the_server_gives_the_ids_of_tokens_where_they_are_asked_for(server: Liv
         assert len(ids) == 6
         del body["return_token_ids"]
         assert "token_ids" not in server.post(path, body, headers=headers).json()["choices"][0]
+
+
+def test_a_program_runs_as_it_does_here_but_has_no_scores(llm: LLM, here: LLM) -> None:
+    def run(p: Program) -> list[Any]:
+        p.user("What is a KV cache?")
+        p += "It is "
+        p.gen("first")
+        branches = p.fork(2)
+        branches.user("And a page?")
+        branches.gen("second", temperature=1, seed=3)
+        p.join()
+        return [p["first"], p["second"], p.messages]
+
+    options: Any = {"max_tokens": 6, "temperature": 0}
+    assert run(llm.program(**options)) == run(here.program(**options))
+    assert llm.map(ask, [1, 2], **options) == here.map(ask, [1, 2], **options)
+    with pytest.raises(InvalidRequestError, match="no log-probabilities"):
+        llm.program().select("it", ["a", "b"])
+
+
+def ask(p: Program, number: int) -> str:
+    p += f"Number {number}"
+    return p.gen("more").text

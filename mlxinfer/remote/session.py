@@ -47,6 +47,7 @@ class RemoteInfo:
 
 _REASONS = {  # why a server's model has no such part
     "pin": "a server keeps prefixes for all its clients by their use",
+    "select": "a server gives no log-probabilities of given tokens",
     "logits": "a server gives tokens, not logits",
     "chat_params": "the server has them, and uses them",
     "path": "the files are the server's",

@@ -1,14 +1,16 @@
 """The interface of an open model for LLM: the model may run here or behind a server."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..outputs import Result
+from ..outputs import Delta, Result
 from .answers import AnswerStep
-from .inputs import EmbedInput, Input, Message, PromptLike, ScoreInput
+from .inputs import EmbedInput, EncodedPrompt, Input, Message, PromptLike, ScoreInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +50,10 @@ class ModelSession(Protocol):
     def start(self, *inputs: Input) -> RunningAnswers:
         """The answers to conversations and texts; see Session.start."""
         self.refuse("chat")
+
+    def encode(self, given: Input, *, bounded: bool = True) -> EncodedPrompt:
+        """The prompt of an input alone; see Session.encode."""
+        self.refuse("select")
 
     def pin(self, prompt: PromptLike | Sequence[Message]) -> int:
         """Compute and keep the KV cache of a prompt."""
@@ -139,3 +145,28 @@ class LocalSession(ModelSession):
     def close(self) -> None:
         """End what runs and free the memory; closing twice is fine."""
         self.engine.close()
+
+
+def deltas(answers: RunningAnswers) -> Iterator[Delta]:
+    """The deltas of the one answer; leaving the loop ends the request."""
+    for steps in answers:
+        for step in steps:
+            yield step.delta
+
+
+async def adeltas(session: ModelSession, given: Input) -> AsyncIterator[Delta]:
+    """`deltas` for asyncio; what takes long runs in a worker thread."""
+    answers: Any = aiter(await asyncio.to_thread(session.start, given))
+    async with aclosing(answers):
+        async for steps in answers:
+            for step in steps:
+                yield step.delta
+
+
+async def last(deltas: AsyncIterator[Delta]) -> Result:
+    """The result that a stream ends with."""
+    result = None
+    async for delta in deltas:
+        result = delta.result
+    assert result is not None  # a stream that ends early raises
+    return result

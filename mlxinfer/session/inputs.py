@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..core import SamplingParams, check_switch
+from ..core import SamplingParams, SamplingValues, check_switch
 from ..errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
@@ -26,6 +26,22 @@ PromptLike = str | Sequence[int]
 Text = PromptLike  # of a model that pools
 
 ENDS = ("add_generation_prompt", "continue_final_message")  # variables that are fields of ChatInput
+
+
+class TextArguments(SamplingValues, total=False):
+    """Keyword arguments of LLM.stream, documented at LLM.generate."""
+
+    response_format: ResponseFormat | None
+    adapter: str | None
+
+
+class ChatArguments(TextArguments, total=False):
+    """Keyword arguments of LLM.chat, documented there."""
+
+    tools: Sequence[Message] | None
+    tool_choice: str | Message
+    parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,498 @@
+"""Programs over a model: Python code that writes a prompt, lets the model go on, and branches.
+
+A program is what stands in it: messages, or plain text before there is a message. The model's next
+part is the answer to an ordinary request whose prompt is exactly that. So programs share prefixes,
+and take grammars, adapters, speculation and remote models, as all requests do.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Self, TypeVar, Unpack
+
+from .core import FinishReason, SamplingParams
+from .errors import InvalidRequestError, shown
+from .outputs import Delta, Result, Results
+from .progress import Watch
+from .session.base import ModelSession, adeltas, deltas, last
+from .session.inputs import Input, Message, TextArguments, TextInput
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+Key = str | int
+MakeInput = Callable[[str, Sequence[Message], Mapping[str, Any]], Input]  # text, messages, options
+
+SCORED = SamplingParams(max_tokens=None, temperature=0.0, logprobs=0)  # of a choice
+
+
+class PartArguments(TextArguments, total=False):
+    """Keyword arguments of `gen`, as those of LLM.chat."""
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The choice that `select` took.
+
+    Attributes:
+        text: the choice.
+        scores: of every choice: the mean of its tokens' log-probabilities, or their sum.
+    """
+
+    text: str
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What stands in a program at one moment. Nothing in it changes.
+
+    Attributes:
+        text: plain text, where there are no messages.
+        messages: of a conversation.
+        inherited: values of named parts from before the fork.
+        named: values of parts that were named since.
+    """
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    inherited: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the last message is the assistant's, which the next part continues."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
+
+    def plus(self, text: str, reasoning: str | None = None) -> "Mark":
+        """The same with text behind it: the assistant's, or plain text before any message."""
+        if not self.messages:
+            return replace(self, text=self.text + text)
+        if not text and reasoning is None:
+            return self
+        if not self.continues:
+            empty = {"role": "assistant", "content": ""}
+            return replace(self, messages=(*self.messages, empty)).plus(text, reasoning)
+        *before, said = self.messages
+        message = {**said, "content": said["content"] + text}
+        if reasoning is not None:
+            message["reasoning_content"] = said.get("reasoning_content", "") + reasoning
+        return replace(self, messages=(*before, message))
+
+    def naming(self, name: str, value: object) -> "Mark":
+        """The same with a named value."""
+        return replace(self, named={**self.named, name: value})
+
+
+class Program:
+    """A conversation or a text that grows by what Python adds and by what the model writes.
+
+    `LLM.program` makes it. One thread or task uses it at a time; branches run side by side.
+
+    Args:
+        session: runs the requests.
+        make: makes the input of what stands here.
+        options: of every part.
+        number: of the branch; it is added to seeds.
+
+    Attributes:
+        number: as given. Branches of branches are counted through.
+    """
+
+    def __init__(
+        self, session: ModelSession, make: MakeInput, options: PartArguments, number: int = 0
+    ) -> None:
+        self.session, self._make, self._options, self.number = session, make, options, number
+        self._now = Mark()
+        self._forks: list[Branches] = []
+        self._ended = False
+
+    # -- what stands there ----------------------------------------------------------------------
+
+    def system(self, text: str) -> None:
+        """Add a message of the system."""
+        self._say("system", text)
+
+    def user(self, text: str) -> None:
+        """Add a message of the user."""
+        self._say("user", text)
+
+    def _say(self, role: str, text: str) -> None:
+        if self._now.text:
+            raise InvalidRequestError(
+                "This program began with plain text; messages go into one of their own."
+            )
+        message = {"role": role, "content": text}
+        self._set(replace(self._now, messages=(*self._now.messages, message)))
+
+    def __iadd__(self, text: str) -> Self:
+        """Add text of the assistant, or plain text where there is no message yet."""
+        self._set(self._now.plus(text))
+        return self
+
+    @property
+    def text(self) -> str:
+        """The plain text, or what the assistant's last message says so far."""
+        now = self._now
+        return str(now.messages[-1]["content"]) if now.continues else now.text
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages so far."""
+        return list(self._now.messages)
+
+    def __getitem__(self, name: str) -> Any:
+        """The text of a named part; after `join` the list of the branches' texts."""
+        values = {**self._now.inherited, **self._now.named}
+        if name not in values:
+            known = ", ".join(values) or "nothing"
+            raise InvalidRequestError(f"No part is named {name!r}; there is {known}.", param=name)
+        return values[name]
+
+    def mark(self) -> Mark:
+        """What stands here now, for `rollback`."""
+        return self._now
+
+    def rollback(self, mark: Mark) -> None:
+        """Return to a mark: text, messages and named parts."""
+        self._set(mark)
+        self._forks = []
+
+    # -- what the model writes ------------------------------------------------------------------
+
+    def gen(self, name: str, **options: Unpack[PartArguments]) -> Result:
+        """Let the model go on, and name what it writes.
+
+        Args:
+            name: of the part: `program[name]` is its text.
+            options: `schema`, a JSON schema that the part must fit, and those of LLM.chat, such as
+                max_tokens, stop, seed, response_format and adapter. They replace the program's.
+
+        Raises:
+            As LLM.chat and LLM.generate.
+        """
+        return Branches((self,)).gen(name, **options)[0]
+
+    async def agen(self, name: str, **options: Unpack[PartArguments]) -> Result:
+        """`gen` for asyncio; cancelling the task ends the request."""
+        return (await Branches((self,)).agen(name, **options))[0]
+
+    def stream(self, name: str, **options: Unpack[PartArguments]) -> Iterator[Delta]:
+        """`gen` that yields what each step adds.
+
+        Leaving the loop ends the request and adds nothing to the program.
+        """
+        given = self._input(name, options)
+        return self._taken(name, self._now, deltas(self.session.start(given)))
+
+    def _taken(self, name: str, sent: Mark, running: Iterator[Delta]) -> Iterator[Delta]:
+        for delta in running:
+            if delta.result is not None:
+                self._add(name, sent, delta.result.text, delta.result.reasoning)
+            yield delta
+
+    async def astream(self, name: str, **options: Unpack[PartArguments]) -> AsyncIterator[Delta]:
+        """`stream` for asyncio."""
+        given, sent = self._input(name, options), self._now
+        async for delta in adeltas(self.session, given):
+            if delta.result is not None:
+                self._add(name, sent, delta.result.text, delta.result.reasoning)
+            yield delta
+
+    def select(self, name: str, choices: Sequence[str], *, per_token: bool = True) -> Selection:
+        """Add the most probable of the choices, and name it.
+
+        Each choice is scored whole, as the text that comes next. A model that reasons does not
+        reason before it. The scores are those of the model itself: no temperature, no penalties.
+
+        Args:
+            name: of the part.
+            choices: different texts.
+            per_token: compare the mean log-probability of a choice's tokens; False: their sum,
+                which prefers short choices.
+
+        Raises:
+            InvalidRequestError: a choice is wrong, or the model is a server's.
+        """
+        return Branches((self,)).select(name, choices, per_token=per_token)[0]
+
+    async def aselect(
+        self, name: str, choices: Sequence[str], *, per_token: bool = True
+    ) -> Selection:
+        """`select` for asyncio."""
+        return (await Branches((self,)).aselect(name, choices, per_token=per_token))[0]
+
+    # -- branches -------------------------------------------------------------------------------
+
+    def fork(self, count: int) -> "Branches":
+        """Branches that begin with all that stands here.
+
+        Branch number i adds i to the seeds of its parts.
+        """
+        if type(count) is not int or count < 1:
+            raise InvalidRequestError(f"fork({shown(count)}): expected 1 or more.", param="count")
+        inherited = {**self._now.inherited, **self._now.named}
+        numbers = range(self.number * count, (self.number + 1) * count)
+        new = [Program(self.session, self._make, self._options, each) for each in numbers]
+        branches = Branches(new)
+        for branch in branches:
+            branch._now = replace(self._now, inherited=inherited, named={})
+        self._forks.append(branches)
+        return branches
+
+    def join(self) -> None:
+        """End the forks. A part that their branches named is here the list of their values.
+
+        A branch without the part has None there. Forks of branches are joined first. What stands
+        here stays: only this program's own words add what the branches wrote.
+        """
+        joined = self._now
+        for branches in self._forks:
+            for branch in branches:
+                branch.join()
+            values = [branch._now.named for branch in branches]
+            for name in dict.fromkeys(name for named in values for name in named):
+                joined = joined.naming(name, [named.get(name) for named in values])
+        self._set(joined)
+        self._forks = []
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _set(self, now: Mark, sent: Mark | None = None) -> None:
+        """Let this stand here; `sent`: what stood here when the model was asked."""
+        if self._ended:
+            raise InvalidRequestError("This program has ended: its `with` block was left.")
+        if sent is not None and sent is not self._now:
+            raise InvalidRequestError(
+                "The program changed while the model wrote a part of it; fork() gives branches "
+                "that run side by side."
+            )
+        self._now = now
+
+    def _input(self, name: str, options: Mapping[str, Any]) -> Input:
+        """The request for the next part."""
+        given, now = {**self._options, **options}, self._now
+        if (schema := given.pop("schema", None)) is not None:
+            form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+            given["response_format"] = form
+        if given.get("seed") is not None:
+            given["seed"] += self.number
+        if now.continues:
+            variables = given.get("chat_template_kwargs") or {}
+            given["chat_template_kwargs"] = {**variables, "continue_final_message": True}
+        return self._make(now.text, now.messages, given)
+
+    def _add(self, name: str, sent: Mark, text: str, reasoning: str | None = None) -> None:
+        """Add what the model wrote after what stood here when it was asked."""
+        self._set(sent.plus(text, reasoning).naming(name, text), sent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ended = True
+
+
+class Branches(tuple[Program, ...]):
+    """Programs that go on side by side: their requests are submitted together, as one batch."""
+
+    __slots__ = ()
+
+    def user(self, text: str) -> None:
+        """Add the same message of the user to each."""
+        for branch in self:
+            branch.user(text)
+
+    def gen(self, name: str, **options: Unpack[PartArguments]) -> Results:
+        """`Program.gen` of all, in one batch."""
+        sent, inputs = self._sent, [branch._input(name, options) for branch in self]
+        return self._take(name, sent, self[0].session.start(*inputs).results())
+
+    async def agen(self, name: str, **options: Unpack[PartArguments]) -> Results:
+        """`gen` for asyncio."""
+        sent, inputs = self._sent, [branch._input(name, options) for branch in self]
+        return self._take(name, sent, await _aresults(self[0].session, inputs))
+
+    def select(
+        self, name: str, choices: Sequence[str], *, per_token: bool = True
+    ) -> list[Selection]:
+        """`Program.select` of all, in one batch."""
+        sent, inputs = self._sent, self._choices(choices)
+        results = self[0].session.start(*inputs).results()
+        return self._choose(name, sent, _scores(choices, results, per_token))
+
+    async def aselect(
+        self, name: str, choices: Sequence[str], *, per_token: bool = True
+    ) -> list[Selection]:
+        """`select` for asyncio."""
+        sent, inputs = self._sent, await asyncio.to_thread(self._choices, choices)
+        results = await _aresults(self[0].session, inputs)
+        return self._choose(name, sent, _scores(choices, results, per_token))
+
+    def fork(self, count: int) -> "Branches":
+        """`count` branches of each, in one list."""
+        return Branches(new for branch in self for new in branch.fork(count))
+
+    def each(self, function: Callable[[Program], T]) -> list[T]:
+        """What the function returns for each branch, run side by side on threads."""
+        with ThreadPoolExecutor(len(self)) as pool:
+            return list(pool.map(function, self))
+
+    @property
+    def _sent(self) -> list[Mark]:
+        return [branch._now for branch in self]
+
+    def _take(self, name: str, sent: Sequence[Mark], results: Sequence[Result]) -> Results:
+        for branch, before, result in zip(self, sent, results, strict=True):
+            branch._add(name, before, result.text, result.reasoning)
+        return Results(results)
+
+    def _choices(self, choices: Sequence[str]) -> list[Input]:
+        """For each branch a request for each choice: the answer is it, with log-probabilities."""
+        if isinstance(choices, str) or not choices or len(set(choices)) < len(choices):
+            raise InvalidRequestError(
+                f"choices is {shown(choices)}; expected a list of different texts.", param="choices"
+            )
+        given = [branch._input("", {}) for branch in self]
+        return [
+            TextInput(
+                prompt=ids,
+                params=SCORED,
+                response_format={"type": "choice", "choice": [choice]},
+                adapter=before.adapter,
+                reasons=False,
+            )
+            for before in given
+            for ids in [self[0].session.encode(before).ids]
+            for choice in choices
+        ]
+
+    def _choose(
+        self, name: str, sent: Sequence[Mark], scores: Sequence[Mapping[str, float]]
+    ) -> list[Selection]:
+        chosen = [Selection(max(each, key=each.__getitem__), each) for each in scores]
+        for branch, before, selection in zip(self, sent, chosen, strict=True):
+            branch._add(name, before, selection.text)
+        return chosen
+
+
+def _scores(
+    choices: Sequence[str], results: Sequence[Result], per_token: bool
+) -> list[dict[str, float]]:
+    """The scores of the choices for each program; `results` has those of one after the other's."""
+    scores = []
+    for result in results:
+        if result.finish_reason is not FinishReason.STOP:
+            raise InvalidRequestError("The context leaves no room for a choice.", param="choices")
+        logprobs = [each.logprob for each in result.logprobs or ()]
+        scores.append(sum(logprobs) / (len(logprobs) if per_token else 1))
+    starts = range(0, len(scores), len(choices))
+    return [dict(zip(choices, scores[start:], strict=False)) for start in starts]
+
+
+async def _aresults(session: ModelSession, inputs: Iterable[Input]) -> list[Result]:
+    """The results of all; the first error, or being cancelled, ends the rest."""
+    tasks = [asyncio.ensure_future(last(adeltas(session, given))) for given in inputs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# -- many items ---------------------------------------------------------------------------------
+
+
+def read_values(path: Path) -> dict[Key, Any]:
+    """The values of a file of `map` by their keys. A last line that was cut off is dropped.
+
+    Raises:
+        InvalidRequestError: another line is no {"key": ..., "value": ...}.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    values = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            values[entry["key"]] = entry["value"]
+        except (ValueError, KeyError, TypeError):
+            raise InvalidRequestError(
+                f'{path}, line {number}: expected {{"key": ..., "value": ...}}.', param="path"
+            ) from None
+    return values
+
+
+def map_programs(
+    run: Callable[[Item], T],
+    items: Iterable[Item],
+    *,
+    key: Callable[[Item], Key] | None,
+    path: str | Path | None,
+    in_flight: int,
+    show: Watch,
+) -> list[T]:
+    """As LLM.map; `run` runs the program of an item."""
+    if (key is None) != (path is None):
+        raise InvalidRequestError("map() takes key and path together.", param="key")
+    if in_flight < 1:
+        raise InvalidRequestError("in_flight is less than 1.", param="in_flight")
+    every = list(items)
+    keys: list[Key] = list(range(len(every))) if key is None else [key(item) for item in every]
+    if len(set(keys)) < len(keys):
+        raise InvalidRequestError("Two items have the same key.", param="key")
+    values: dict[Key, Any] = {} if path is None else read_values(Path(path))
+    todo = {each: item for each, item in zip(keys, every, strict=True) if each not in values}
+    with nullcontext() if path is None else Path(path).open("a", encoding="utf-8") as file:
+        show(len(keys) - len(todo), len(keys))
+        for done, (each, value) in enumerate(_finished(run, todo, in_flight), start=1):
+            values[each] = value if file is None else _written(file, each, value)
+            show(len(keys) - len(todo) + done, len(keys))
+    return [values[each] for each in keys]
+
+
+def _finished(
+    run: Callable[[Item], T], todo: Mapping[Key, Item], in_flight: int
+) -> Iterator[tuple[Key, T]]:
+    """Keys and values as they come. After the first error no item begins; then it is raised."""
+    waiting, running = iter(todo.items()), dict[Future[T], Key]()
+    failed: Future[T] | None = None
+    with ThreadPoolExecutor(in_flight) as pool:
+        while True:
+            if failed is None:
+                for each, item in islice(waiting, in_flight - len(running)):
+                    running[pool.submit(run, item)] = each
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                each = running.pop(future)
+                if future.exception() is None:
+                    yield each, future.result()
+                else:
+                    failed = failed or future
+    if failed is not None:
+        failed.result()  # raises
+
+
+def _written(file: IO[str], key: Key, value: object) -> Any:
+    """The value as the file has it, so that a run that goes on returns the same."""
+    line = json.dumps({"key": key, "value": value}, ensure_ascii=False)
+    file.write(line + "\n")
+    file.flush()
+    return json.loads(line)["value"]

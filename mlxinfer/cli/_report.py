@@ -131,6 +131,7 @@ def make_report(path: Path, checks: Part, model: str | None = None) -> Data:
 
     Raises:
         InvalidRequestError: a file cannot be written.
+        ModelNotFoundError, DownloadError: of the model.
     """
     if path.suffix != ".json":
         raise InvalidRequestError(f"{path} is no name of a report: it must end with .json.")
@@ -145,7 +146,8 @@ def all_parts(extent: Extent, checks: Part, model: str | None, folder: Path) -> 
         for each in extent.models
     }
     if model is not None:
-        sources = {model: (partial(fetch, model), extent.models[0].contexts)}
+        found = fetch(model)  # a wrong name ends the command now
+        sources = {model: (lambda: found, extent.models[0].contexts)}
     speeds = {
         f"speed of {name}": partial(speed_part, find, contexts, extent)
         for name, (find, contexts) in sources.items()

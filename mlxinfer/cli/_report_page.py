@@ -80,7 +80,7 @@ def _speed(name: str, data: Data) -> list[Table]:
         *("prompt x requests", "prompt tok/s", "share", "answer tok/s", "share", "first token (s)"),
         *("peak memory", "steps", "pages sealed", "copied a step"),
     ]
-    return [Table(name.capitalize(), columns, rows, note + " ".join(unknown))]
+    return [Table(name[0].upper() + name[1:], columns, rows, note + " ".join(unknown))]
 
 
 def _speed_row(cell: Data) -> list[str]:

@@ -16,7 +16,7 @@ from .. import __version__, hub
 from ..backend import BUFFER_VARIABLE, require_mlx
 from ..errors import MlxinferError
 from ..memory import human_bytes, total_memory_bytes
-from ._options import json_option
+from ._options import complete_models, json_option
 from ._output import counted, emit_json, styled
 
 if TYPE_CHECKING:
@@ -269,7 +269,13 @@ def _sysctl(name: str) -> str:
     metavar="FILE.json",
     help="Write checks, kernels, speed, tokens and memory to FILE.json, and a page to FILE.md.",
 )
-@click.option("-m", "--model", help="Of --report.  [default: random weights of 0.6B and 8B shapes]")
+@click.option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    shell_complete=complete_models,
+    help="Measured by --report.  [default: random weights of 0.6B and 8B shapes]",
+)
 @json_option
 def command(kernels: bool, path: Path | None, model: str | None, as_json: bool) -> None:
     """Check this machine and this installation. Exits with 1 where something fails."""

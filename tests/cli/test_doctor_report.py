@@ -120,11 +120,13 @@ def test_an_interrupt_leaves_what_was_found(
     assert "ended while this part was running: tokens." in path.with_suffix(".md").read_text()
 
 
-def test_files_that_cannot_be_written_are_named(outcome: Any, tmp_path: Path) -> None:
+def test_files_and_models_that_are_wrong_are_named_at_once(outcome: Any, tmp_path: Path) -> None:
     for name in ("out.txt", "nowhere/out.json"):
         seen = outcome("doctor", "--report", str(tmp_path / name))
         assert seen.code == 1
         assert name in seen.err
+    seen = outcome("doctor", "--report", str(tmp_path / "out.json"), "-m", "./nowhere")
+    assert (seen.code, "nowhere" in seen.err) == (1, True)
     assert "goes with --report" in outcome("doctor", "-m", "demo").err
     assert not list(tmp_path.iterdir())
 

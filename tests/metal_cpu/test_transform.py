@@ -19,16 +19,6 @@ def test_tokens_of_any_text_are_the_whole_text(text: str) -> None:
     ]
 
 
-def test_what_is_not_code_is_left_alone() -> None:
-    text = """
-// threadgroup float a[3]; float4(1)
-/* [[kernel]] 1.0h */ const char* s = "float4(1) [[x]] 1.0h";
-#define TWO float2(1, 1) \\
-  [[x]]
-"""
-    assert transformed(text, {}) == text
-
-
 @pytest.mark.parametrize(("metal", "cpp"), [
     ("float4 v = float4(1, x);", "float4 v = msl::make<float4>(1, x);"),
     ("vec<T, 4>(a)", "msl::make<vec<T, 4>>(a)"),
@@ -48,21 +38,6 @@ def test_what_is_not_code_is_left_alone() -> None:
 ])  # fmt: skip
 def test_words_of_metal(metal: str, cpp: str) -> None:
     assert transformed(metal, {7: 1}) == cpp
-
-
-@pytest.mark.parametrize("text", [
-    "{ threadgroup float a[32]; }",
-    "{ threadgroup float a[N * M]; }",
-    "{ threadgroup vec<T, 4> a[2][3], b; }",
-    "{ int i; threadgroup Pair<A, B> a; }",
-])  # fmt: skip
-def test_threadgroup_variables_are_allotted(text: str) -> None:
-    cpp = transformed(text, {})
-    names = ["a", "b"] if " b;" in text else ["a"]
-    for name in names:
-        assert f'"{name}", msl::Site::here())' in cpp
-    assert cpp.count("msl_threadgroup_variable") == len(names)
-    assert "threadgroup " not in cpp
 
 
 def test_lines_stay_where_they_are() -> None:

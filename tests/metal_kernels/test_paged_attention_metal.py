@@ -9,7 +9,6 @@ from mlxinfer.metal_kernels.paged_attention import (
     paged_attention_on_metal,
 )
 
-D64 = {"key_dim": 64, "value_dim": 64}
 D128 = {"key_dim": 128, "value_dim": 128}
 
 # Scenes that share compiled kernels stand together: lengths, batch, window and group are no part

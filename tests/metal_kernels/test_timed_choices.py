@@ -29,7 +29,6 @@ from mlxinfer.sampling.sampler import Sampler, apply_bitmask
 from tests.bench.dispatches import VIEWS, as_on_metal, traced
 
 ROWS = 8
-Results = Callable[[], mx.array]
 
 
 def operations(results: Callable[[], list[mx.array]]) -> list[str]:

@@ -10,18 +10,26 @@ from models.tiny import write
 _ONE = re.compile(r"(.+)\.experts\.(\d+)\.(.+)")
 
 
+def stacked(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Tensors with those of single experts stacked, as mlx-lm stores them."""
+    result: dict[str, mx.array] = {}
+    stacks: dict[str, dict[int, mx.array]] = {}
+    for name, array in tensors.items():
+        if one := _ONE.fullmatch(name):
+            stacks.setdefault(f"{one[1]}.switch_mlp.{one[3]}", {})[int(one[2])] = array
+        else:
+            result[name] = array
+    for name, each in stacks.items():
+        result[name] = mx.stack([each[i] for i in range(len(each))])
+    return result
+
+
 def with_stacks(folder: Path) -> Path:
     """The checkpoint with tensors of single experts stacked, as mlx-lm stores them."""
-    file = folder / "model.safetensors"
-    tensors = mx.load(str(file))
-    assert isinstance(tensors, dict)
-    stacks: dict[str, dict[int, mx.array]] = {}
-    for name in list(tensors):
-        if one := _ONE.fullmatch(name):
-            stacks.setdefault(f"{one[1]}.switch_mlp.{one[3]}", {})[int(one[2])] = tensors.pop(name)
-    assert stacks, f"no tensor of a single expert in {folder}"
-    for name, each in stacks.items():
-        tensors[name] = mx.stack([each[i] for i in range(len(each))])
+    plain = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(plain, dict)
+    tensors = stacked(plain)
+    assert len(tensors) < len(plain), f"no tensor of a single expert in {folder}"
     mx.eval(tensors)
     config = json.loads((folder / "config.json").read_text())
     return write(folder.with_name(f"{folder.name}-stacks"), config, tensors)

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from models.dense_kv import logits
+from models.expert_layouts import stacked
 from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 
 from mlxinfer.errors import CheckpointError
@@ -84,24 +85,16 @@ def test_exceptions_by_path(tmp_path):
 def test_stacked_experts_of_mlx_checkpoints(tmp_path):
     config = tiny_config("qwen3_moe-v5") | {"moe_intermediate_size": 64}
     arrays = arrays_of(config)
-    stacked = stack_experts(arrays, config["num_local_experts"])
+    stacks = stacked(arrays)
     by_name = logits(load(write(tmp_path / "hub", config, arrays)))
-    assert (logits(load(write(tmp_path / "mlx", config, stacked))) == by_name).all()
+    assert (logits(load(write(tmp_path / "mlx", config, stacks))) == by_name).all()
     form = {"group_size": 32, "bits": 4}
-    packed = quantized(stacked, form)
+    packed = quantized(stacks, form)
     for name in [name for name in packed if "switch_mlp" in name]:
         path = name.removesuffix(".weight")
         parts = mx.quantize(packed[name], **form)
         packed |= dict(zip((name, f"{path}.scales", f"{path}.biases"), parts, strict=True))
     assert_same(tmp_path, config, packed, form, lambda path: form)
-
-
-def stack_experts(arrays: dict[str, mx.array], count: int) -> dict[str, mx.array]:
-    result = {name: array for name, array in arrays.items() if ".experts." not in name}
-    for name in [name for name in arrays if ".experts.0." in name]:
-        parts = [arrays[name.replace(".experts.0.", f".experts.{e}.")] for e in range(count)]
-        result[name.replace(".experts.0.", ".switch_mlp.")] = mx.stack(parts)
-    return result
 
 
 # gpt-oss: three layouts of the same experts.

@@ -173,7 +173,6 @@ def test_a_stream_says_how_far_its_prompt_is(
 
 
 GREETING = "Hello! I am the demo model of mlxinfer."
-LONG = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture

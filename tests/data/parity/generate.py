@@ -12,7 +12,6 @@ transformers would publish for this config, and no router is close to a tie.
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +32,10 @@ MIN_LOGIT_GAP = 2e-3
 BY_NAME = {"mistral4": transformers.Mistral4ForCausalLM}  # which no automatic class has
 
 
-def reference(
-    config: dict, seed: int, make: Callable[[dict], torch.nn.Module] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (LENGTH,) and logits (LENGTH, vocab_size) of one seed; `make` or `hub_model`."""
+def reference(config: dict, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (LENGTH,) and logits (LENGTH, vocab_size) of one seed."""
     ids = np.random.default_rng(seed).integers(3, config["vocab_size"], LENGTH)
-    model = (make or hub_model)(config)
+    model = hub_model(config)
     gaps: list[float] = []
     for name, module in model.named_modules():
         if name.endswith((".gate", ".router")):
@@ -49,7 +46,7 @@ def reference(
         logits = model(torch.tensor(ids)[None]).logits[0].numpy()
     top = np.sort(logits, axis=-1)
     if min(gaps, default=1.0) < MIN_ROUTER_GAP or (top[:, -1] - top[:, -2]).min() < MIN_LOGIT_GAP:
-        return reference(config, seed + 1, make)
+        return reference(config, seed + 1)
     return ids.astype(np.int32), logits
 
 

@@ -33,14 +33,6 @@ def test_a_client_that_hangs_up_ends_its_request(server: LiveServer, stream: boo
     assert server.stats()["tokens_sampled"] - before < 1800
 
 
-def test_a_client_that_leaves_a_stream_ends_it(server: LiveServer) -> None:
-    with server.stream(CHAT, long_chat(n=3)) as response:
-        events = events_of(response)
-        for _ in range(10):
-            next(events)
-    wait_until(server.is_idle)
-
-
 def test_a_client_that_leaves_while_it_sends_is_forgotten(server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(post(CHAT, b'{"messages": [', length=1000))

@@ -1,7 +1,6 @@
 """Embeddings, reranking and scores over HTTP, by the clients that people use."""
 
 import asyncio
-import base64
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -93,13 +92,6 @@ def test_openais_client_gets_the_vectors(served: PoolingServer, client: openai.O
     np.testing.assert_allclose([each.embedding for each in ids.data], expected[:2], atol=1e-5)
     one = client.embeddings.create(model="embedder", input=[1, 8, 2])
     np.testing.assert_allclose(one.data[0].embedding, expected[1], atol=1e-5)
-
-
-def test_base64_is_of_little_endian_floats(served: PoolingServer) -> None:
-    body = {"model": "embedder", "input": "w8", "encoding_format": "base64"}
-    text = served.post("/v1/embeddings", body).json()["data"][0]["embedding"]
-    vector = np.frombuffer(base64.b64decode(text), "<f4")
-    np.testing.assert_allclose(vector, vectors_of(own(served), "w8")[0], atol=1e-5)
 
 
 def test_dimensions_cut_and_normalise(served: PoolingServer, client: openai.OpenAI) -> None:

@@ -61,17 +61,6 @@ def test_an_answer(demo: openai.OpenAI) -> None:
     assert whole.instructions == "Be brief."
 
 
-def test_a_stream_says_what_an_answer_says(demo: openai.OpenAI) -> None:
-    whole = ask(demo, temperature=0)
-    with demo.responses.stream(model="demo", input="Hello", temperature=0) as stream:
-        for _ in stream:
-            pass
-        streamed = stream.get_final_response()
-    assert streamed.output_text == whole.output_text
-    assert streamed.usage is not None
-    assert streamed.usage.output_tokens == whole.usage.output_tokens
-
-
 def test_an_answer_in_a_form(demo: openai.OpenAI) -> None:
     class Person(BaseModel):
         age: int

@@ -6,9 +6,9 @@ import socket
 from live_server import LiveServer
 
 
-def exchange(server: LiveServer, request: bytes, *, limit_s: float = 10) -> bytes:
+def exchange(server: LiveServer, request: bytes) -> bytes:
     """Send these bytes and read until the server closes, or falls silent after its answer."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=limit_s) as connection:
+    with connect(server) as connection:
         connection.sendall(request)
         return read_answer(connection)
 
@@ -23,6 +23,18 @@ def read_answer(connection: socket.socket) -> bytes:
         if found and length and len(body) >= int(length.group(1)):
             break
     return data
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+def connect(server: LiveServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
 
 
 def status_of(answer: bytes) -> int:

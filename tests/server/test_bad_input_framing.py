@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from bad_input import GOOD, unharmed
 from live_server import CHAT, LiveServer, long_chat, wait_until
-from raw_http import exchange, post, read_answer, status_of
+from raw_http import connect, exchange, post, read_all, read_answer, status_of
 
 from mlxinfer.server.protocol import READ_BYTES, TimedProtocol
 
@@ -20,8 +20,22 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"
 POST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 )
-CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 LAST = b"0\r\n\r\n"
+
+
+def get(target: bytes) -> bytes:
+    return b"GET " + target + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def sized(length: bytes) -> bytes:
+    return POST + b"content-length: " + length + b"\r\n\r\n"
+
+
+def coded(coding: bytes, before: bytes = b"") -> bytes:
+    return POST + before + b"transfer-encoding: " + coding + b"\r\n\r\n"
+
+
+CHUNKED = coded(b"chunked")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,26 +49,23 @@ def chunk(data: bytes, extension: bytes = b"") -> bytes:
 
 REFUSED: dict[str, tuple[bytes, int]] = {
     # reading the length and reading the chunks gives different requests
-    "length and chunks": (
-        POST + LENGTH + b"transfer-encoding: chunked\r\n\r\n" + chunk(BODY) + LAST,
-        400,
-    ),
+    "length and chunks": (coded(b"chunked", LENGTH) + chunk(BODY) + LAST, 400),
     "chunks and length": (
         POST + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n" + chunk(BODY) + LAST,
         400,
     ),
     "two lengths": (POST + LENGTH + b"content-length: 3\r\n\r\n" + BODY, 400),
     "a list of lengths": (POST + b"content-length: 3, 5\r\n\r\n" + BODY, 400),
-    "a negative length": (POST + b"content-length: -1\r\n\r\n", 400),
-    "a signed length": (POST + b"content-length: +5\r\n\r\n", 400),
-    "a length in hexadecimal": (POST + b"content-length: 0x5\r\n\r\n", 400),
-    "a huge length": (POST + b"content-length: " + b"9" * 19 + b"\r\n\r\n", 413),
-    "an endless length": (POST + b"content-length: " + b"9" * 5000 + b"\r\n\r\n", 400),
+    "a negative length": (sized(b"-1"), 400),
+    "a signed length": (sized(b"+5"), 400),
+    "a length in hexadecimal": (sized(b"0x5"), 400),
+    "a huge length": (sized(b"9" * 19), 413),
+    "an endless length": (sized(b"9" * 5000), 400),
     "no length": (POST + b"\r\n" + BODY, 400),
-    "chunked twice": (POST + b"transfer-encoding: chunked, chunked\r\n\r\n" + LAST, 400),
-    "gzip and chunks": (POST + b"transfer-encoding: gzip, chunked\r\n\r\n" + LAST, 400),
+    "chunked twice": (coded(b"chunked, chunked") + LAST, 400),
+    "gzip and chunks": (coded(b"gzip, chunked") + LAST, 400),
     "identity": (POST + LENGTH + b"transfer-encoding: identity\r\n\r\n" + BODY, 400),
-    "nearly chunked": (POST + b"transfer-encoding: xchunked\r\n\r\n" + LAST, 400),
+    "nearly chunked": (coded(b"xchunked") + LAST, 400),
     "a chunk of no number": (CHUNKED + b"zz\r\nabc\r\n" + LAST, 400),
     "a negative chunk": (CHUNKED + b"-5\r\nabc\r\n" + LAST, 400),
     "a chunk beyond all memory": (CHUNKED + b"f" * 30 + b"\r\nabc", 400),
@@ -67,7 +78,7 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     "no Host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
     "no Host in 1.0": (b"GET /v1/models HTTP/1.0\r\n\r\n", 403),
     "two Hosts": (GET + b"host: localhost\r\n\r\n", 400),
-    "no ASCII in the path": (b"GET /\xff HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
+    "no ASCII in the path": (get(b"/\xff"), 400),
     "no path": (b"GET HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
     "no version": (b"GET /v1/models\r\nhost: localhost\r\n\r\n", 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\n", 403),
@@ -75,36 +86,18 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     "all bytes": (bytes(range(256)), 400),
     "a long header": (GET + b"x-a: " + b"a" * 100_000, 400),
     "many headers": (GET + b"x-a: 1\r\n" * 200 + b"\r\n", 431),
-    "a proxy's request": (
-        b"GET http://evil.example/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        403,
-    ),
-    "a URL with a name in it": (
-        b"GET http://localhost@evil.example/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        403,
-    ),
-    "a URL whose host hides": (
-        b"GET http://evil.example%2Fv1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        403,
-    ),
-    "a URL without a host": (b"GET http:///v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", 403),
-    "a URL of another scheme": (
-        b"GET ftp://localhost/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        404,
-    ),
-    "a URL in a URL": (
-        b"GET http://localhost/http://localhost/v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        404,
-    ),
+    "a proxy's request": (get(b"http://evil.example/v1/models"), 403),
+    "a URL with a name in it": (get(b"http://localhost@evil.example/v1/models"), 403),
+    "a URL whose host hides": (get(b"http://evil.example%2Fv1/models"), 403),
+    "a URL without a host": (get(b"http:///v1/models"), 403),
+    "a URL of another scheme": (get(b"ftp://localhost/v1/models"), 404),
+    "a URL in a URL": (get(b"http://localhost/http://localhost/v1/models"), 404),
     "a long header that comes whole": (GET + b"x-a: " + b"a" * 70_000 + b"\r\n\r\n", 431),
     "headers that are long together": (
         GET + (b"x-a: " + b"a" * 7000 + b"\r\n") * 10 + b"\r\n",
         431,
     ),
-    "a long path that comes whole": (
-        b"GET /v1/models?" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        431,
-    ),
+    "a long path that comes whole": (get(b"/v1/models?" + b"a" * 70_000), 431),
     "a body in crumbs": (CHUNKED + chunk(b" ") * 2000 + LAST, 400),
     "a body in crumbs, with a large chunk first": (
         CHUNKED + chunk(b" " * 2000) + chunk(b" ") * 2000 + LAST,
@@ -112,8 +105,8 @@ REFUSED: dict[str, tuple[bytes, int]] = {
     ),
     "a tunnel": (b"CONNECT evil.example:443 HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
     "TRACE": (b"TRACE /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", 405),
-    "NUL in the path": (b"GET /v1/models%00 HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
-    "bad escapes in the path": (b"GET /v1/models/%zz%ff HTTP/1.1\r\nhost: localhost\r\n\r\n", 404),
+    "NUL in the path": (get(b"/v1/models%00"), 404),
+    "bad escapes in the path": (get(b"/v1/models/%zz%ff"), 404),
 }
 
 
@@ -131,11 +124,9 @@ def test_what_is_refused(live: LiveServer, name: str) -> None:
 @pytest.mark.parametrize("name", ["length and chunks", "chunks and length", "two lengths"])
 def test_nothing_is_read_behind_an_ambiguous_end(live: LiveServer, name: str) -> None:
     """The second request, which a proxy in between has not seen, is not answered."""
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         connection.sendall(REFUSED[name][0] + GET + b"\r\n")
-        data = b""
-        while part := connection.recv(65536):
-            data += part
+        data = read_all(connection)
     assert data.count(b"HTTP/1.1 ") == 1
 
 
@@ -173,7 +164,7 @@ def test_what_is_odd_and_fine(live: LiveServer, name: str) -> None:
 def test_crumbs_are_counted_anew_for_each_request(live: LiveServer) -> None:
     body = b" " * 600 + BODY
     request = CHUNKED + b"".join(chunk(bytes([b])) for b in body) + LAST
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         for _ in range(3):
             connection.sendall(request)
             assert status_of(read_answer(connection)) == 200
@@ -213,7 +204,7 @@ def test_a_whole_url_is_a_path_with_a_host(live: LiveServer) -> None:
 
 
 def test_a_client_that_asks_whether_to_go_on_is_told_so(live: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         connection.sendall(POST + LENGTH + b"expect: 100-continue\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
         connection.sendall(BODY)
@@ -221,11 +212,9 @@ def test_a_client_that_asks_whether_to_go_on_is_told_so(live: LiveServer) -> Non
 
 
 def test_pipelined_requests_are_answered_in_their_order(live: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         connection.sendall(post(CHAT, BODY) + post(CHAT, b"{") + GET + b"connection: close\r\n\r\n")
-        data = b""
-        while part := connection.recv(65536):
-            data += part
+        data = read_all(connection)
     answers = data.split(b"HTTP/1.1 ")[1:]
     assert [int(answer[:3]) for answer in answers] == [200, 400, 200]
 
@@ -237,7 +226,7 @@ def test_a_hang_up_behind_bytes_sent_ahead_is_noticed(
 ) -> None:
     began = live.stats()["tokens_sampled"]
     body = json.dumps(long_chat()).encode()
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         connection.sendall(post(CHAT, body, f"connection: {persistence}"))
         wait_until(lambda: live.stats()["running"] == 1)
         connection.sendall(b"x" * ahead)
@@ -248,7 +237,7 @@ def test_a_hang_up_behind_bytes_sent_ahead_is_noticed(
 
 def test_half_a_close_is_a_hang_up(live: LiveServer) -> None:
     body = json.dumps(long_chat()).encode()
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         connection.sendall(post(CHAT, body))
         wait_until(lambda: live.stats()["running"] == 1)
         connection.shutdown(socket.SHUT_WR)
@@ -257,11 +246,9 @@ def test_half_a_close_is_a_hang_up(live: LiveServer) -> None:
 
 
 def test_a_body_longer_than_its_length_is_two_requests(live: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as connection:
+    with connect(live) as connection:
         connection.sendall(post(CHAT, b"{" + BODY + b"\r\n\r\n", length=1))
-        data = b""
-        while part := connection.recv(65536):  # until it closes: what came second was no HTTP
-            data += part
+        data = read_all(connection)  # until it closes: what came second was no HTTP
     assert data.count(b"HTTP/1.1 400 ") == 2
 
 
@@ -285,7 +272,7 @@ SLOW: dict[str, tuple[bytes, bytes, int]] = {  # first bytes, then these at time
 def test_a_slow_client_is_disconnected(hasty: LiveServer, name: str) -> None:
     """Bytes that come in time do not make the time longer."""
     first, more, status = SLOW[name]
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=10) as connection:
+    with connect(hasty) as connection:
         connection.sendall(first)
 
         def left() -> bool:
@@ -332,8 +319,7 @@ def test_what_turns_into_no_http_is_answered_once(
 def test_a_client_with_one_connection_too_many_is_told_so() -> None:
     with LiveServer(max_connections=2) as server, contextlib.ExitStack() as open_ones:
         for _ in range(2):
-            address = ("127.0.0.1", server.port)
-            open_ones.enter_context(socket.create_connection(address))
+            open_ones.enter_context(connect(server))
         wait_until(lambda: server.connections() == 2)
         head, _, body = exchange(server, GET + b"\r\n").partition(b"\r\n\r\n")
         assert status_of(head) == 503

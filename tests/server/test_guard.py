@@ -5,14 +5,13 @@ import contextlib
 import errno
 import json
 import re
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from live_server import CHAT, LiveServer, chat, wait_until
-from raw_http import exchange, post, read_answer, status_of
+from raw_http import connect, exchange, post, read_answer, status_of
 
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.server import run
@@ -144,7 +143,7 @@ def test_a_charset_is_fine_and_an_encoding_is_not(server: LiveServer) -> None:
 
 
 def test_the_connection_stays_usable_after_an_error(server: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with connect(server) as connection:
         for body, status in ((b"{", 400), (json.dumps(chat()).encode(), 200), (b"[]", 400)):
             connection.sendall(post(CHAT, body))
             assert status_of(read_answer(connection)) == status
@@ -152,7 +151,7 @@ def test_the_connection_stays_usable_after_an_error(server: LiveServer) -> None:
 
 def test_a_body_that_goes_on_after_its_answer_is_cut_off() -> None:
     with LiveServer(header_timeout_s=0.5, max_body_bytes=100) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        with connect(server) as connection:
             connection.sendall(post(CHAT, b"", length=10_000_000))
             assert status_of(read_answer(connection)) == 413
 
@@ -178,10 +177,7 @@ def test_request_ids_come_back(server: LiveServer) -> None:
 def test_idle_connections_of_one_client_leave_room_for_others() -> None:
     limits: Any = {"max_connections": 8, "max_connections_per_client": 6}
     with LiveServer(**limits) as server, contextlib.ExitStack() as open_ones:
-        address = ("127.0.0.1", server.port)
-        idle = [
-            open_ones.enter_context(socket.create_connection(address, timeout=5)) for _ in range(20)
-        ]
+        idle = [open_ones.enter_context(connect(server)) for _ in range(20)]
         assert idle[0].recv(1) == b""  # closed, the oldest first
         assert server.post(CHAT, chat(max_tokens=1)).status_code == 200
         idle[-1].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -193,10 +189,7 @@ def test_connections_beyond_the_files_of_the_process_are_closed(
 ) -> None:
     monkeypatch.setattr(run, "max_open_connections", lambda: 4)
     with LiveServer() as server, contextlib.ExitStack() as open_ones:
-        address = ("127.0.0.1", server.port)
-        several = [
-            open_ones.enter_context(socket.create_connection(address, timeout=5)) for _ in range(9)
-        ]
+        several = [open_ones.enter_context(connect(server)) for _ in range(9)]
         for surplus in several[4:]:
             with contextlib.suppress(ConnectionResetError):
                 assert surplus.recv(1) == b""

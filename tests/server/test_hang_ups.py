@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import CHAT, LiveServer, chat, events_of, long_chat, wait_until
-from raw_http import post, status_of
+from raw_http import connect, post, status_of
 from steps import hanging
 
 from mlxinfer.core import SamplingParams
@@ -26,7 +26,7 @@ COMPLETIONS = "/v1/completions"
 def test_a_client_that_hangs_up_ends_its_request(server: LiveServer, stream: bool) -> None:
     body = json.dumps(long_chat(stream=stream)).encode()
     before = server.stats()["tokens_sampled"]
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+    with connect(server) as connection:
         connection.sendall(post(CHAT, body))
         wait_until(lambda: server.stats()["running"] == 1)
     wait_until(server.is_idle)
@@ -34,7 +34,7 @@ def test_a_client_that_hangs_up_ends_its_request(server: LiveServer, stream: boo
 
 
 def test_a_client_that_leaves_while_it_sends_is_forgotten(server: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+    with connect(server) as connection:
         connection.sendall(post(CHAT, b'{"messages": [', length=1000))
         time.sleep(0.05)
     wait_until(server.is_idle)
@@ -152,7 +152,7 @@ def test_the_end_does_not_wait_forever() -> None:
 
 def test_answers_without_a_stream_end_with_the_server_too() -> None:
     with LiveServer(drain_s=0.1) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        with connect(server) as connection:
             connection.sendall(post(CHAT, json.dumps(long_chat()).encode()))
             wait_until(lambda: server.stats()["running"] == 1)
             server.server.stop()

@@ -55,6 +55,16 @@ def test_the_program_of_the_tools_page_runs(capfd: pytest.CaptureFixture[str]) -
     assert out.startswith(("get_weather Oslo\n", "get_weather Rome\n"))
 
 
+def test_the_programs_of_the_programs_page_run(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "\n".join(blocks(DOCS["programs.md"], "python"))
+    exec(code, {"__name__": "__main__"})
+    out, err = capfd.readouterr()
+    assert not err
+    *_, joined, evens = out.splitlines()
+    assert joined.startswith("[")
+    assert len(evens.split()) == 8
+
+
 def test_the_client_of_the_server_page_gets_an_answer(capfd: pytest.CaptureFixture[str]) -> None:
     [code] = blocks(DOCS["server.md"], "python")
     with LLM("demo") as llm:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from bad_input import unharmed
 from live_server import LiveServer
 from scripted import ScriptedServer
 
@@ -26,3 +27,9 @@ def scripted() -> Iterator[ScriptedServer]:
     """A server with a model that says what a test tells it to."""
     with ScriptedServer() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def whole(live: LiveServer) -> Iterator[None]:
+    """Around a module of cases: the server is as it was."""
+    yield from unharmed(live)

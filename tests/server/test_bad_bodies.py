@@ -3,7 +3,6 @@
 import json
 import math
 import threading
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +18,6 @@ from bad_input import (
     RESPONSES,
     TOKENIZE,
     expect_refusal,
-    unharmed,
     with_fields,
 )
 from live_server import LiveServer, chat
@@ -33,10 +31,7 @@ from mlxinfer.server.apis import anthropic, completions, responses
 from mlxinfer.server.apis import chat as chats
 from mlxinfer.text.tokenizer import PIECE_CHARS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def whole(live: LiveServer) -> Iterator[None]:
-    yield from unharmed(live)
+pytestmark = pytest.mark.usefixtures("whole")
 
 
 def with_raw(path: str, raw: bytes) -> bytes:

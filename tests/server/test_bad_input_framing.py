@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from bad_input import GOOD, unharmed
+from bad_input import GOOD
 from live_server import CHAT, LiveServer, long_chat, wait_until
 from raw_http import connect, exchange, post, read_all, read_answer, status_of
 
@@ -38,9 +38,7 @@ def coded(coding: bytes, before: bytes = b"") -> bytes:
 CHUNKED = coded(b"chunked")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def whole(live: LiveServer) -> Iterator[None]:
-    yield from unharmed(live)
+pytestmark = pytest.mark.usefixtures("whole")
 
 
 def chunk(data: bytes, extension: bytes = b"") -> bytes:

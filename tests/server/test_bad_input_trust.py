@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
-from bad_input import CHAT, GOOD, MESSAGES, error_of, expect_refusal, unharmed
+from bad_input import CHAT, GOOD, MESSAGES, error_of, expect_refusal
 from live_server import LiveServer, chat, wait_until
 from raw_http import exchange, status_of
 
@@ -14,9 +14,7 @@ from mlxinfer.server.keys import ApiKeys
 KEY = "sk-a-key-of-ours"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def whole(live: LiveServer) -> Iterator[None]:
-    yield from unharmed(live)
+pytestmark = pytest.mark.usefixtures("whole")
 
 
 @pytest.fixture(scope="module")

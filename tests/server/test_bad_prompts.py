@@ -15,16 +15,12 @@ from bad_input import (
     RESPONSES,
     TOKENIZE,
     expect_refusal,
-    unharmed,
     with_fields,
 )
 from live_server import LiveServer, chat
 from scripted import ScriptedServer
 
-
-@pytest.fixture(scope="module", autouse=True)
-def whole(live: LiveServer) -> Iterator[None]:
-    yield from unharmed(live)
+pytestmark = pytest.mark.usefixtures("whole")
 
 
 def user(content: Any, **rest: Any) -> dict[str, Any]:

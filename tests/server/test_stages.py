@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from bad_input import COMPLETIONS, MESSAGES, RESPONSES, unharmed
+from bad_input import COMPLETIONS, MESSAGES, RESPONSES
 from live_server import CHAT, LONG_TOKENS, LiveServer, chat, events_of, long_chat, wait_until
 
 from mlxinfer.engine import loop as engine_loop
@@ -35,9 +35,7 @@ QUESTIONS = [f"What is {number} + 38" for number in range(44, 46)]
 FORM = {"type": "array", "items": {"type": "integer"}, "minItems": 500}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def whole(live: LiveServer) -> Iterator[None]:
-    yield from unharmed(live)
+pytestmark = pytest.mark.usefixtures("whole")
 
 
 class Panic(BaseException):

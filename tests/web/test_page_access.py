@@ -91,50 +91,41 @@ def test_the_small_window_has_the_conversation_alone(profile: Any, server: PageS
         page.page.wait_for_selector(".welcome")
 
 
-def test_the_app_is_told_of_an_escape_that_the_page_does_not_need(
-    profile: Any, server: PageServer
-) -> None:
-    server.script.reset()
-    server.script.says("begun ", rest="never")
-    with PageDriver(profile, server) as page:
-        page.open("/?compact=1&shell=1")
-        page.ask("Wait")
-        page.page.get_by_text("begun").wait_for()
-        page.page.keyboard.press("Escape")  # stops the answer
-        page.wait_idle()
-        assert HIDE not in page.asked
-        page.page.keyboard.press("Escape")
-        wait_until(lambda: HIDE in page.asked)
-        page.asked.remove(HIDE)
-        page.errors.clear()  # this browser knows no such scheme
+def test_the_app_is_told_of_an_escape_that_the_page_does_not_need(page: PageDriver) -> None:
+    page.server.script.says("begun ", rest="never")
+    page.open("/?compact=1&shell=1")
+    page.ask("Wait")
+    page.page.get_by_text("begun").wait_for()
+    page.page.keyboard.press("Escape")  # stops the answer
+    page.wait_idle()
+    assert HIDE not in page.asked
+    page.page.keyboard.press("Escape")
+    wait_until(lambda: HIDE in page.asked)
+    page.asked.remove(HIDE)
+    page.errors.clear()  # this browser knows no such scheme
 
 
-def test_links_open_a_new_chat_or_a_stored_one(profile: Any, server: PageServer) -> None:
-    server.script.reset()
-    with PageDriver(profile, server) as page:
-        page.open("/?compact=1")
-        page.answered("Linked question")
-        found = server.get("/history/conversations").json()["data"]
-        id = next(each["id"] for each in found if each["title"] == "Linked question")
-        page.page.evaluate("location.hash = '#new'")
-        page.page.wait_for_selector(".welcome")
-        page.page.evaluate(f"location.hash = '#chat/{id}'")
-        page.page.get_by_role("article").get_by_text("Linked question").wait_for()
-        tab = page.new_tab()
-        tab.goto(f"{server.url}/?compact=1#chat/{id}")
-        tab.get_by_role("article").get_by_text("Linked question").wait_for()
-        assert "#" not in tab.url
+def test_links_open_a_new_chat_or_a_stored_one(page: PageDriver) -> None:
+    page.open("/?compact=1")
+    page.answered("Linked question")
+    found = page.server.get("/history/conversations").json()["data"]
+    id = next(each["id"] for each in found if each["title"] == "Linked question")
+    page.page.evaluate("location.hash = '#new'")
+    page.page.wait_for_selector(".welcome")
+    page.page.evaluate(f"location.hash = '#chat/{id}'")
+    page.page.get_by_role("article").get_by_text("Linked question").wait_for()
+    tab = page.new_tab()
+    tab.goto(f"{page.server.url}/?compact=1#chat/{id}")
+    tab.get_by_role("article").get_by_text("Linked question").wait_for()
+    assert "#" not in tab.url
 
 
-def test_a_screen_reader_hears_the_answer_once(profile: Any, server: PageServer) -> None:
-    server.script.reset()
-    server.script.says("Spoken words")
-    with PageDriver(profile, server) as page:
-        page.open()
-        page.answered("Say")
-        assert page.page.get_by_role("status").inner_text() == "Answer: Spoken words"
-        roles = page.page.get_by_role("article").all()
-        assert [each.get_attribute("aria-label") for each in roles] == ["You", "Assistant"]
+def test_a_screen_reader_hears_the_answer_once(page: PageDriver) -> None:
+    page.server.script.says("Spoken words")
+    page.answered("Say")
+    assert page.page.get_by_role("status").inner_text() == "Answer: Spoken words"
+    roles = page.page.get_by_role("article").all()
+    assert [each.get_attribute("aria-label") for each in roles] == ["You", "Assistant"]
 
 
 def test_the_theme_is_kept(profile: Any, server: PageServer) -> None:

@@ -54,25 +54,6 @@ def test_both_spellings_of_rope(old, new, expected):
         assert config.ropes == (expected,) * 3
 
 
-def test_gemma_stretches_its_full_attention_layers_only():
-    old = {"rope_theta": 2e3, "rope_local_base_freq": 100.0}
-    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
-    new = {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e3},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    }
-    base = {
-        key: value
-        for key, value in tiny_config("gemma3_text").items()
-        if not key.startswith("rope")
-    }
-    configs = [normalise(base | old), normalise(base | {"rope_parameters": new})]
-    assert configs[0].ropes == configs[1].ropes
-    local, full = configs[0].ropes[0], configs[0].ropes[2]
-    assert (local.kind, local.theta) == ("default", 100.0)
-    assert (full.kind, full.theta, full.factor) == ("linear", 2000.0, 8.0)
-
-
 LINEAR = {"type": "linear", "factor": 4.0, "mrope_section": [16, 24, 24]}
 
 
@@ -194,25 +175,6 @@ def test_gpt_oss_defaults_to_yarn():
         False,
     )
     assert normalise(stated | {"rope_scaling": None}).ropes[0].kind == "default"
-
-
-def test_biases_follow_the_family():
-    flags = {
-        case: (c.qkv_bias, c.o_bias, c.mlp_bias)
-        for case, c in ((name, normalise(config)) for name, config in CASES.items())
-    }
-    assert flags["llama-v4"] == (False, False, False)
-    assert flags["llama-v5"] == (True, True, True)
-    assert flags["qwen2-v4"] == (True, False, False)
-    assert flags["gpt_oss-v4"] == (True, True, False)
-
-
-def test_mixture_spellings():
-    old, new = normalise(tiny_config("qwen3_moe-v4")), normalise(tiny_config("qwen3_moe-v5"))
-    assert (old.num_experts, old.experts_per_token, old.norm_topk_prob) == (6, 2, True)
-    assert old.sparse_layers == (False, True, False, False)
-    assert (new.num_experts, new.experts_per_token, new.norm_topk_prob) == (6, 3, False)
-    assert new.sparse_layers == (True,) * 4
 
 
 YARN = {"type": "yarn", "factor": 4.0}

@@ -27,12 +27,11 @@ def loaded(folder: Path, config: dict, tensors: Tensors) -> Model:
 
 def packed(tensors: Tensors) -> Tensors:
     """Experts as two stacks, as the hub has them of Qwen 3.5."""
-    result = {name: array for name, array in tensors.items() if ".experts." not in name}
-    for path in {name.split(".experts.")[0] for name in tensors if ".experts." in name}:
-        count = sum(name.startswith(f"{path}.experts.") for name in tensors) // 3
+    result = stacked(tensors)
+    for name in [name for name in result if name.endswith(".switch_mlp.gate_proj.weight")]:
+        path = name.removesuffix(".switch_mlp.gate_proj.weight")
         gate, up, down = (
-            mx.stack([tensors[f"{path}.experts.{i}.{name}_proj.weight"] for i in range(count)])
-            for name in ("gate", "up", "down")
+            result.pop(f"{path}.switch_mlp.{part}_proj.weight") for part in ("gate", "up", "down")
         )
         result[f"{path}.experts.gate_up_proj"] = mx.concatenate([gate, up], axis=1)
         result[f"{path}.experts.down_proj"] = down

@@ -108,13 +108,6 @@ def test_a_taken_port_is_one_clear_line() -> None:
     assert re.fullmatch(r"error: Cannot serve on 127\.0\.0\.1 port \d+: .* in use.*\n", said)
 
 
-def test_an_open_address_without_a_key_is_refused() -> None:
-    code, said = run("--host", "0.0.0.0", "--port", "0")
-    assert code == 2
-    assert "no API key is set" in said.splitlines()[0]
-    assert "--insecure" in said.splitlines()[0]
-
-
 def test_an_unknown_model_is_one_clear_line() -> None:
     code, said = run("--port", "0", "-m", "./nowhere")
     assert code == 1

@@ -4,8 +4,7 @@ import random
 import tempfile
 from pathlib import Path
 
-from mlxinfer import LLM
-from mlxinfer.program import Program
+from mlxinfer import LLM, Program
 
 draw = random.Random(1)
 QUESTIONS = list({(draw.randint(1, 40), draw.randint(1, 40)): None for _ in range(400)})[:200]

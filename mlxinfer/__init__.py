@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .library import convert_model, list_models, pull
     from .llm import LLM
     from .outputs import Delta, Facts, Result, Results, Timing, ToolCall, ToolCallDelta
+    from .program import Branches, Program, Selection
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "LLM",
     "AdapterNotFoundError",
     "BackendMissingError",
+    "Branches",
     "CheckpointError",
     "ContextLengthError",
     "ConversationNotFoundError",
@@ -61,6 +63,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "OverloadedError",
+    "Program",
     "PromptTooLongError",
     "Ranked",
     "RanksFailedError",
@@ -69,6 +72,7 @@ __all__ = [
     "Result",
     "Results",
     "SamplingParams",
+    "Selection",
     "ServiceError",
     "TemplateError",
     "Timing",
@@ -89,6 +93,9 @@ _HOMES = {
     "convert_model": "library",
     "list_models": "library",
     "pull": "library",
+    "Branches": "program",
+    "Program": "program",
+    "Selection": "program",
     "Delta": "outputs",
     "Facts": "outputs",
     "Ranked": "outputs",

@@ -18,11 +18,11 @@ from mlxinfer import (
     ContextLengthError,
     EngineClosedError,
     InvalidRequestError,
+    Program,
     Result,
     SamplingParams,
 )
 from mlxinfer.http_json import ServerError
-from mlxinfer.program import Program
 from mlxinfer.server.keys import ApiKeys
 
 KEY = "sk-test"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxinfer import LLM, FinishReason, InvalidRequestError, MlxinferError
-from mlxinfer.program import Branches, Program
+from mlxinfer import LLM, Branches, FinishReason, InvalidRequestError, MlxinferError, Program
+from mlxinfer.hub import resolve
 
 QUESTION = "Is a page a part of the KV cache?"
 LONG = " ".join(f"Rule {n}: a page holds sixteen tokens, and pages are shared." for n in range(10))
@@ -115,6 +116,32 @@ def test_what_does_not_go_is_refused_in_words(llm: LLM) -> None:
             list(stream)
     with pytest.raises(InvalidRequestError, match="has ended"):
         p.user("late")
+
+
+THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+def test_thoughts_stay_beside_the_part_and_choices_have_none(tmp_path: Path) -> None:
+    shutil.copytree(resolve("demo"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(THINKS)
+    with LLM(tmp_path) as llm, llm.program(max_tokens=20, temperature=0) as p:
+        p.user(QUESTION)
+        part = p.gen("part", max_reasoning_tokens=6)
+        chosen = p.select("choice", [" yes", " no"])
+    assert part.reasoning
+    assert p.messages[-1] == {
+        "role": "assistant",
+        "content": part.text + chosen.text,
+        "reasoning_content": part.reasoning,
+    }
 
 
 # -- branches -----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import mlxinfer
-from mlxinfer import core, errors, library, outputs
+from mlxinfer import core, errors, library, outputs, program
 
 HERE = {"LLM", "__version__"}  # not in the modules compared below
 CORE = {"FinishReason", "Request", "SamplingParams", "TokenEvent"}
@@ -14,12 +14,13 @@ OUTPUTS = {
     *("Delta", "Facts", "Ranked", "Result", "Results", "Timing", "ToolCall", "ToolCallDelta"),
 }
 LIBRARY = {"convert_model", "list_models", "pull"}
-HOMES = [(CORE, core), (OUTPUTS, outputs), (LIBRARY, library)]
+PROGRAM = {"Branches", "Program", "Selection"}
+HOMES = [(CORE, core), (OUTPUTS, outputs), (LIBRARY, library), (PROGRAM, program)]
 
 
 def test_all_is_every_error_and_the_listed_names() -> None:
     tree = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | OUTPUTS | LIBRARY | HERE)
+    assert sorted(mlxinfer.__all__) == sorted(tree | CORE | OUTPUTS | LIBRARY | PROGRAM | HERE)
 
 
 @pytest.mark.parametrize("name", sorted(set(mlxinfer.__all__) - HERE))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+SLOW = ("few_shot",)
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
 
@@ -20,7 +21,7 @@ EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.
                 pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install ray"),
             ]
             if path.stem.startswith("ray")
-            else [],
+            else [pytest.mark.slow] * (path.stem in SLOW),
         )
         for path in EXAMPLES
     ],

@@ -249,6 +249,7 @@ def tree_of_thoughts(llm: LLM) -> int:
     return int(llm.stats()["prompt_tokens_computed"] - before)
 
 
+@pytest.mark.slow
 def test_a_tree_computes_a_fifth_of_its_prompts_at_most() -> None:
     with LLM("demo") as sharing:
         shared = tree_of_thoughts(sharing)

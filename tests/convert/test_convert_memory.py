@@ -83,7 +83,7 @@ def test_the_check_reads_no_weights(case: str, tmp_path: Path, monkeypatch) -> N
         ("--dry-run", "--calibration", "none"),
         ("--dry-run",),
         ("--fast",),
-        ("--calibration", "none", "--check", "tensors"),
+        pytest.param(("--calibration", "none", "--check", "tensors"), marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_never_held(tmp_path: Path, options: tuple[str, ...]) -> None:

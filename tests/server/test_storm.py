@@ -1,6 +1,6 @@
 """Clients that leave at random moments: nothing may be left of them.
 
-Drawn from fixed seeds. The default run takes a small share; the slow one all.
+Drawn from fixed seeds. All of them are slow; the checks of a checkout run the shortest.
 """
 
 import asyncio
@@ -92,6 +92,7 @@ def leavers(count: int) -> Iterator[Plan]:
     return (draw_leaver(rng) for _ in range(count))
 
 
+@pytest.mark.slow
 def test_some_disconnects_leave_nothing(stormy: LiveServer) -> None:
     found = survive(stormy, leavers(8))
     assert found[None] > 4

@@ -30,6 +30,7 @@ def test_the_demo_and_its_draft_give_more_than_three_tokens_a_step(batch: int) -
     assert found.num_tokens / found.num_steps >= 3.3
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_every_answer_with_the_plain_one() -> None:
     report = run("demo", draft="demo-draft", depths=(2,), batches=(2,), tokens=4)
     cells = report.data["cells"]

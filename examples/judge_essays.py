@@ -3,7 +3,7 @@
 from mlxinfer import LLM
 
 RUBRIC = """Judge an essay about the KV cache. Good: it says what is kept, why this saves time, and
-what it costs in memory. Poor: it says nothing of these, or wanders off."""
+what it costs in memory. Poor: it does not mention these, or leaves the subject."""
 ESSAYS = [
     "The cache keeps keys and values of earlier tokens. No token is computed twice; memory pays.",
     "I had porridge this morning, and then it rained.",

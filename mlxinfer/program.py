@@ -53,7 +53,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What stands in a program at one moment. Nothing in it changes.
+    """The contents of a program at one moment. Nothing in it changes.
 
     Attributes:
         text: plain text, where there are no messages.
@@ -101,10 +101,7 @@ class Program:
         session: runs the requests.
         make: makes the input of what stands here.
         options: of every part.
-        number: of the branch; it is added to seeds.
-
-    Attributes:
-        number: as given. Branches of branches are counted through.
+        number: of the branch, counted through branches of branches; it is added to seeds.
     """
 
     def __init__(
@@ -158,7 +155,7 @@ class Program:
         return values[name]
 
     def mark(self) -> Mark:
-        """What stands here now, for `rollback`."""
+        """The contents now, for `rollback`."""
         return self._now
 
     def rollback(self, mark: Mark) -> None:
@@ -348,7 +345,7 @@ class Branches(tuple[Program, ...]):
         return Branches(new for branch in self for new in branch.fork(count))
 
     def each(self, function: Callable[[Program], T]) -> list[T]:
-        """What the function returns for each branch, run side by side on threads."""
+        """Run the function on each branch, on threads side by side; its results in order."""
         with ThreadPoolExecutor(len(self)) as pool:
             return list(pool.map(function, self))
 
@@ -421,12 +418,11 @@ def read_values(path: Path) -> dict[Key, Any]:
     """The values of a file of `map` by their keys. A last line that was cut off is dropped.
 
     Raises:
-        InvalidRequestError: another line is no {"key": ..., "value": ...}.
+        InvalidRequestError: another line is no {"key": ..., "value": ...}. The file stays as it is.
     """
     data = path.read_bytes() if path.exists() else b""
     whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
+    cut = data[len(whole) :]
     values = {}
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
@@ -436,6 +432,10 @@ def read_values(path: Path) -> dict[Key, Any]:
             raise InvalidRequestError(
                 f'{path}, line {number}: expected {{"key": ..., "value": ...}}.', param="path"
             ) from None
+    if cut:
+        if not b'{"key": '.startswith(cut[:8]):
+            raise InvalidRequestError(f"map() did not write the last line of {path}.", param="path")
+        os.truncate(path, len(whole))
     return values
 
 

@@ -120,7 +120,7 @@ class WholeLatents:
 
 
 def _cache(spec: CacheSpec, group: RowGroup, masks: Masks) -> Any:
-    """What stands for the cache of a layer that keeps `spec`."""
+    """Make the stand-in for the cache of a layer that keeps `spec`."""
     if isinstance(spec, StateSpec):
         return SegmentStates([group], spec)
     assert not isinstance(spec, OwnCacheSpec), "convert knows native families only"

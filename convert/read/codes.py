@@ -1,4 +1,4 @@
-"""Codes in groups along the last axis: their values, and MLX's layout of them.
+"""Codes in groups along the last axis: read as values, or laid out as MLX stores them.
 
 Integers have a scale and a bias for each group. value = code * scale + bias, all products exact in
 float32 for codes of at most 8 bits and scales of at most 17 significant bits.
@@ -166,7 +166,7 @@ def float_reader(
         info: values in this dtype; codes where it says that they are lossless.
         form: of the codes.
         octets: of a range of the first axis.
-        rescaled: scales (float32) times what the source multiplies all of them with.
+        rescaled: scales (float32), multiplied by the factor that the source has for all of them.
     """
 
     def values(rows: slice) -> mx.array:

@@ -312,7 +312,9 @@ class Batch:
     admitted: list[Sequence] = field(default_factory=list)  # took their slot for this step
     sampling: SamplingRows = NO_ROWS
     num_tokens: int = 0  # rows of the forward pass
-    held_slots: int = 0  # slots up to the highest one held, in a step with a barrier
+    # Slots up to the highest one that any sequence holds, also outside of the step. A step with a
+    # barrier must have it: tails beyond may go.
+    held_slots: int = 0
     num_decoding: int = 0  # with those of steps that take turns with it; 0: there are none such
     ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
     begins_answers: bool = field(init=False)  # whether it gives the first token of an answer

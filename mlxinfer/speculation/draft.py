@@ -11,6 +11,7 @@ Tokens are drawn with the settings of the request, and with the same random numb
 place as the model draws with: where both distributions are alike, both mostly draw the same token.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -97,6 +98,7 @@ class DraftProposer(ProposalSource):
         self._weights: dict[Sequence, list[mx.array]] = {}  # of own sequences, by proposal
         self._set_sampler()
         self._counterparts: OrderedDict[Sequence, Counterpart] = OrderedDict()  # last used last
+        # A heap: low slots first keeps tails small.
         self._free_slots = list(range(self._loop.cache.max_batch))
         self._admitted: list[Sequence] = []
         self._num_steps = 0
@@ -229,7 +231,7 @@ class DraftProposer(ProposalSource):
         while True:
             try:
                 if self._free_slots:
-                    slot = self._free_slots[-1]
+                    slot = self._free_slots[0]
                     self._loop.scheduler.kv_manager.begin(own, slot=slot, spare=0)
                     break
             except OutOfPages:
@@ -238,7 +240,7 @@ class DraftProposer(ProposalSource):
             if unneeded is None:
                 return None
             self._release(unneeded)
-        own.slot = self._free_slots.pop()
+        own.slot = heapq.heappop(self._free_slots)
         self._admitted.append(own)
         found = self._counterparts[sequence] = Counterpart(own, len(ids), offset)
         return found
@@ -260,7 +262,7 @@ class DraftProposer(ProposalSource):
         if own in self._admitted:
             self._admitted.remove(own)
         self._loop.scheduler.kv_manager.end(own, keep=True)
-        self._free_slots.append(own.slot)
+        heapq.heappush(self._free_slots, own.slot)
         own.slot = -1
 
     def _start_afresh(self) -> None:
@@ -341,6 +343,7 @@ class DraftProposer(ProposalSource):
             long=[segment for segment in made if segment.seals],
             cache_work=kv_manager.take_work(),
             admitted=self._admitted,
+            held_slots=1 + max([each.own.slot for each in self._counterparts.values()]),
         )
         self._admitted = []
         batch.cache_work.seal += moves

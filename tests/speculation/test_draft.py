@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
 
+from mlxinfer.cache.paged import PagedLayer
 from mlxinfer.config import KVOptions
 from mlxinfer.core import SamplingParams
 from mlxinfer.engine.batch import Proposal, Sequence
@@ -48,6 +49,34 @@ def with_draft(
 def counts(speculation: Speculation) -> tuple[int, int]:
     stats = speculation.stats()
     return stats["drafted"], stats["accepted"]
+
+
+def test_tails_stay_while_others_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a long prompt has a barrier, and sequences that hold higher slots are not in it."""
+    sizes = config(num_pages=400, max_batch=16, prefill_chunk=32)
+    source = DraftProposer(model(), sizes, vocab_size=model().config.vocab_size, cost=0.1)
+    resize, lost = PagedLayer.resize_tails, list[bool]()
+
+    def checked(layer: PagedLayer, num_slots: int) -> None:
+        if layer in source._loop.cache.paged:
+            owns = [each.own for each in source._counterparts.values()]
+            held = [own.slot for own in owns if own.num_computed > own.num_sealed]
+            lost.append(num_slots <= max(held, default=0))
+        resize(layer, num_slots)
+
+    monkeypatch.setattr(PagedLayer, "resize_tails", checked)
+    harness = Harness(model(), proposer=Speculation([source], FixedDepth(1), max_depth=1))
+    for i in range(12):
+        count = 150 if i in (0, 11) else 12
+        harness.add(str(i), prompt(20 + i, i), SamplingParams(max_tokens=count, ignore_eos=True))
+    while len(harness.loop.scheduler.queues.unfinished()) > 2:
+        harness.turn()
+    for i in range(3):
+        harness.add(f"long{i}", prompt(400, 50 + i), SamplingParams(max_tokens=4, ignore_eos=True))
+        harness.turn(12)
+    harness.drain()
+    assert lost
+    assert not any(lost)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def rope_scaling(
 def _llama3_scaling(
     facts: ArchitectureFields, factors: Array, head_dim: int
 ) -> dict[str, Any] | None:
-    """The settings that give these divisors of the frequencies; files have no other trace of them.
+    """Find the settings that give these divisors of the frequencies. Files do not state them.
 
     Llama 3 (github.com/meta-llama/llama-models, apply_scaling) leaves short waves as they are,
     divides the frequency of long ones by `factor`, and blends in between.

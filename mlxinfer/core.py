@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from .images import PlacedPicture
+
 MAX_LOGPROBS = 20
 DRY_BREAKERS = ("\n", ":", '"', "*")  # as llama.cpp and text-generation-webui have them
 MAX_COUNT = 1 << 30  # positions are 32-bit integers, and sums of two of them are formed
@@ -288,6 +290,7 @@ class Request:
     # Its sender, such as the name of an API key: proposals come from answers to requests
     # of the same owner and salt alone, for their number shows in how long a step takes.
     owner: str | None = None
+    pictures: "tuple[PlacedPicture, ...]" = ()  # in the prompt, in its order
     arrived_s: float = 0.0  # monotonic seconds, set by the engine; so is the next
     started_s: float = 0.0  # when its first step was launched
     num_drafted: int = 0  # tokens proposed and verified; set by the engine, and so is the next
@@ -355,6 +358,7 @@ class KVSpec:
     # Numbers of a key that turn with its position, where all others are those of the value: half
     # of them at its beginning, half from its middle on. 0: keys and values differ everywhere.
     turning: int = 0
+    sees_spans: bool = False  # features of a picture see each other here, where it says so
 
     @property
     def joint_dim(self) -> int:

@@ -19,7 +19,8 @@ FOLDERS = {
 LEAVES = {"core", "errors", "config", "outputs"}
 MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "errors": set(),
-    "core": {"errors"},
+    "core": {"errors", "images"},  # of images the plain data of a picture, for type checkers
+    "images": {"errors"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
@@ -29,13 +30,13 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "configfile": {"errors"},
     "metal_kernels": set(),
     "layers": LEAVES | {"metal_kernels"},
-    "models": LEAVES | {"layers", "memory", "metal_kernels"},
+    "models": LEAVES | {"images", "layers", "memory", "metal_kernels"},
     "cache": LEAVES | {"memory", "metal_kernels"},
     "sampling": LEAVES | {"metal_kernels"},
     "text": LEAVES | {"killable"},
     "grammar": LEAVES | {"killable", "text"},
     "engine": LEAVES
-    | {"cache", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
+    | {"cache", "images", "layers", "memory", "metal_kernels", "models", "sampling", "threads"},
     "ranks": LEAVES | {"cache", "engine", "layers", "memory", "models"},
     "speculation": LEAVES | {"cache", "engine", "grammar", "metal_kernels", "models", "sampling"},
     "hub": LEAVES | {"backend", "memory", "threads"},
@@ -51,7 +52,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "memory": LEAVES,
     "pooling": LEAVES | {"layers", "metal_kernels", "models"},
     "session": LEAVES
-    | {"backend", "display", "engine", "fit", "grammar", "memory", "models", "speculation"}
+    | {"backend", "display", "engine", "fit", "grammar", "images", "memory", "models"}
+    | {"speculation"}
     | {"pooling", "text"}
     | {"ranks"},
     "convert": LEAVES
@@ -102,6 +104,7 @@ WITHOUT_MLX = (
     "core",
     "config",
     "errors",
+    "images",
     "outputs",
     "display",
     "progress",

@@ -5,7 +5,7 @@ what each token may see (causality, sliding window), only the cache knows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -56,6 +56,21 @@ class Rope(Protocol):
         ...
 
 
+class StepFeatures(NamedTuple):
+    """Vectors that stand for the embeddings of some rows of a step, such as a picture's.
+
+    Attributes:
+        rows: (N,) int32 rows of the step.
+        vectors: (N, hidden).
+        deep: (N, hidden) each: what is added to these rows after decoder layer 0, 1, ... (DeepStack
+            of Qwen3-VL).
+    """
+
+    rows: mx.array
+    vectors: mx.array
+    deep: tuple[mx.array, ...] = ()
+
+
 class Taps:
     """Hidden states of a step that are wanted beside its logits.
 
@@ -94,8 +109,7 @@ class Step:
     Attributes:
         per_layer: (T, L, P) inputs of the layers, of models that have such; see `per_layer.py`.
         token_types: (T,) int32, of encoders that tell the texts of a pair apart; None: all 0.
-        features: rows (N,) of the step, and vectors (N, hidden) that stand for the embeddings of
-            their token ids, such as those of a picture; None: every row has its token's.
+        features: vectors of a picture in place of embeddings; None: every row has its token's.
     """
 
     __slots__ = (
@@ -119,7 +133,7 @@ class Step:
         self.taps = taps
         self.per_layer: mx.array | None = None
         self.token_types: mx.array | None = None
-        self.features: tuple[mx.array, mx.array] | None = None
+        self.features: StepFeatures | None = None
         self._prepared: dict[Rope, Any] = {}
 
     def prepared(self, rope: Rope) -> Any:

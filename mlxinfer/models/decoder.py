@@ -23,6 +23,7 @@ from .language import arrays
 
 if TYPE_CHECKING:
     from ..layers.ranks import Link
+    from .towers import Tower
     from .weights.expert_store import ExpertStore
 
 
@@ -134,6 +135,8 @@ class Model:
         link_norms(self.layers, norm)
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
+        self.tower: Tower | None = None
+        self.rope_axes = 1
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
         self.link: Link | None = None  # to ranks that have the other parts of each layer
         self.mixers: list[Mixer] = [mixer for layer in self.layers for mixer in layer.mixers]
@@ -167,8 +170,7 @@ class Model:
         """Token ids (T,) -> what the first layer reads, (T, hidden_size)."""
         x = self.embed(ids)
         if step.features is not None:
-            rows, vectors = step.features
-            x[rows] = vectors.astype(x.dtype)
+            x[step.features.rows] = step.features.vectors.astype(x.dtype)
         return x if self.entry is None else self.entry(ids, x, step)
 
     def embed(self, ids: mx.array) -> mx.array:

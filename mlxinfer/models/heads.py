@@ -153,6 +153,8 @@ class DraftHead:
 
     lacks: Mapping[str, str] = {}
     expert_store: None = None
+    tower: None = None
+    rope_axes = 1
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from ..metal_kernels.variants import KernelUse
 from .quantization import Quantization
 
 if TYPE_CHECKING:
+    from .towers import Tower
     from .weights.expert_store import ExpertStore
 
 Found = TypeVar("Found")
@@ -130,6 +131,16 @@ class LanguageModel(Protocol):
     @property
     def lacks(self) -> Mapping[str, str]:
         """Features that the model does not support -> the reason, as half a sentence."""
+        ...
+
+    @property
+    def tower(self) -> "Tower | None":
+        """The part that sees; None: the model reads text alone."""
+        ...
+
+    @property
+    def rope_axes(self) -> int:
+        """Positions of a token by which keys and queries turn: 1, or 3 with M-RoPE."""
         ...
 
     @property

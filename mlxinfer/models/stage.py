@@ -137,6 +137,7 @@ class StageModel:
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store
+        self.tower, self.rope_axes = part.tower, part.rope_axes
         own = part.arrays() if self._is_first else arrays(part.layers)
         self.num_bytes = sum(array.nbytes for array in own)
         self.rope_variant = part.rope_variant

@@ -4,7 +4,7 @@ import mlx.core as mx
 from models.dense_kv import DenseCache
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.layers.step import Step
+from mlxinfer.layers.step import Step, StepFeatures
 from mlxinfer.models import load
 
 
@@ -18,6 +18,6 @@ def test_features_stand_for_the_embeddings_of_their_rows(tmp_path):
         return model(ids, step)
 
     rows = mx.array([1, 3])
-    found = hidden(ids, (rows, model.embed(others)[rows]))
+    found = hidden(ids, StepFeatures(rows, model.embed(others)[rows]))
     assert mx.array_equal(found, hidden(others))
     assert not mx.allclose(found, hidden(ids)).item()

@@ -343,6 +343,8 @@ class FlatModel:
 
     lacks: ClassVar[Mapping[str, str]] = {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
+    tower: ClassVar[None] = None
+    rope_axes = 1
 
     def __init__(self, config: ZooConfig, definition: Definition, traced: Trace) -> None:
         self.config = config
@@ -423,6 +425,8 @@ class AloneModel:
 
     lacks: ClassVar[Mapping[str, str]] = dict.fromkeys(LACKING, WHY) | {"adapters": NO_ADAPTERS}
     expert_store: ClassVar[None] = None
+    tower: ClassVar[None] = None
+    rope_axes = 1
 
     def __init__(self, config: ZooConfig, definition: Definition, dtype: mx.Dtype) -> None:
         self.config = config

@@ -1,0 +1,72 @@
+"""A picture as the engine gets it: patches for the model's tower, and its tokens in the prompt.
+
+Plain data. `images` makes it of pixels, the session places it in a prompt, the engine has the tower
+compute its features, and puts these in place of the embeddings of its tokens.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """One input of a tower: a whole picture, a cut of one, or a pair of frames.
+
+    Attributes:
+        patches: (P, row) float32, in the order and the layout that the tower reads.
+        grid: frames, rows and columns of patches; their product is P.
+        num_features: vectors that the tower gives for it.
+    """
+
+    patches: NDArray[np.float32]
+    grid: tuple[int, int, int]
+    num_features: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A picture that is ready for one model.
+
+    Attributes:
+        tiles: inputs of the tower, whose features follow each other.
+        token_ids: what stands in the prompt for it, in place of the template's one placeholder.
+        feature_id: the token id, among these, that stands for one feature; the others are text,
+            such as the end of a row. It stands there as often as the tiles have features.
+        digest: 16 bytes, of pixels, grids and processor: pictures of equal digests have equal
+            features.
+        turns: (rows, columns) of its features for families whose positions are three-dimensional
+            (M-RoPE). None: its tokens have the positions of text.
+        sees_itself: features of one run of `feature_id` see each other, in the layers that say so
+            (`KVSpec.sees_spans`).
+    """
+
+    tiles: tuple[Tile, ...]
+    token_ids: tuple[int, ...]
+    feature_id: int
+    digest: bytes
+    turns: tuple[int, int] | None = None
+    sees_itself: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """Vectors that stand for embeddings."""
+        return sum(tile.num_features for tile in self.tiles)
+
+
+class PlacedPicture(NamedTuple):
+    """A picture in a prompt.
+
+    Attributes:
+        start: position of the first of its `token_ids`.
+    """
+
+    picture: Picture
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past the position of its last token."""
+        return self.start + len(self.picture.token_ids)

@@ -1,0 +1,41 @@
+"""What the engine knows of a tower."""
+
+from collections.abc import Generator
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from ...images import Tile
+
+
+class Features(NamedTuple):
+    """What a tower gives for one tile.
+
+    Attributes:
+        vectors: (N, hidden) of the text model, in place of embeddings; nothing scales them.
+        deep: (N, hidden) each, added after decoder layer 0, 1, ... (DeepStack); mostly none.
+    """
+
+    vectors: mx.array
+    deep: tuple[mx.array, ...] = ()
+
+
+class Tower(Protocol):
+    """The part of a model that sees. One tile at a time: no mask, and no P x P array."""
+
+    def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
+        """Compute the features of a tile, piece by piece.
+
+        Yields:
+            After each few blocks the array that is to be evaluated before it goes on, so that the
+            steps of running answers come in between.
+        """
+        ...
+
+    def work(self, tile: Tile) -> float:
+        """Multiplications of the whole pass, for the estimate of its time."""
+        ...
+
+    def arrays(self) -> list[mx.array]:
+        """Its weights."""
+        ...

@@ -97,7 +97,7 @@ class ErrorStats:
 
     @property
     def relative(self) -> float:
-        """Root mean square of the differences, as a share of that of the numbers."""
+        """Root mean square of the differences, divided by that of the numbers."""
         return float(np.sqrt(self.squares / self.energy)) if self.energy else 0.0
 
 

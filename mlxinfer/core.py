@@ -345,7 +345,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What one attention layer keeps per token, and for how long."""
+    """The keys and values that one attention layer keeps per token, and for how long."""
 
     num_kv_heads: int
     key_dim: int  # head_dim of K
@@ -373,7 +373,7 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """What one latent attention layer (MLA) keeps per token: one vector, keys and values in one.
+    """The one vector that a latent attention layer (MLA) keeps per token: keys and values in one.
 
     Its first `latent_dim` numbers are the compressed keys and values of all heads, the others the
     rotary part of the keys, which all heads share. Source: DeepSeek-V2, arXiv:2405.04434.
@@ -394,7 +394,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What one recurrent layer keeps of a whole sequence: arrays of fixed size, and no positions.
+    """The state that one recurrent layer keeps of a sequence: arrays of fixed size, no positions.
 
     The state before the first token is all zeros.
     """
@@ -410,7 +410,7 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class OwnCacheSpec:
-    """What a model keeps that has caches of its own, for the whole model: it cannot go back.
+    """The caches of a model that brings its own, all layers together. They cannot go back.
 
     Memory is counted in pages as for the others, but nothing lies in them.
     """

@@ -198,7 +198,7 @@ class RequestFailedError(MlxinferError):
 
 
 class GrammarFailedError(RequestFailedError):
-    """What the answer must look like came to a dead end or a limit: the request's own doing."""
+    """The grammar of an answer came to a dead end or a limit: the request's own doing."""
 
     status = 400
     code = "grammar_failed"
@@ -221,7 +221,7 @@ class BackendMissingError(MlxinferError):
 
 
 def shown(value: object) -> str:
-    """What a user gave, in a message: its repr, unless that is long."""
+    """A user's value as messages show it: its repr, cut if long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python writes

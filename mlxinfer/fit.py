@@ -94,7 +94,7 @@ class Fit:
 
     @property
     def remedies(self) -> str:
-        """What would fit, of a model that does not."""
+        """The forms of a model that would fit, where the model itself does not."""
         found = list(self._remedies())
         return f"What would fit: {'; '.join(found)}." if found else "Take a smaller model."
 
@@ -117,7 +117,7 @@ class Fit:
 
 
 def models_limit_bytes() -> int:
-    """What a server gives to models on this machine by default."""
+    """The memory that a server gives to models on this machine by default."""
     return int(MODELS_SHARE * total_memory_bytes())
 
 
@@ -204,7 +204,7 @@ def _converted_bytes(config: LanguageConfig, weights_bytes: int, bits: int) -> i
 
 
 def _expert_memory(config: LanguageConfig, folder: Path, fit: Fit) -> int | None:
-    """What the rest of a mixture and its KV cache leave for experts, in 100 MB.
+    """Memory that the rest of a mixture and its KV cache leave for experts, in 100 MB.
 
     None: it is less than the experts that a token goes to, or all of them have room.
     """

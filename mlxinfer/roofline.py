@@ -35,7 +35,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a token of a model is computed with, at batch one.
+    """Bytes and multiplications that one token of a model takes, at batch one.
 
     Attributes:
         weight_bytes: that each token of an answer reads.

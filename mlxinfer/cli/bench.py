@@ -60,7 +60,7 @@ class Lengths(click.ParamType):  # type: ignore[type-arg]  # generic from click 
 def number(
     flag: str, default: int | None, help: str, *, least: int = 1, most: int | None = None
 ) -> Option:
-    """A whole number; where there is no default, the help says what holds."""
+    """A whole number. Without a default, the help says which value is used."""
     kind = click.IntRange(min=least, max=most)
     return click.option(
         flag, type=kind, default=default, show_default=default is not None, help=help

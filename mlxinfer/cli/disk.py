@@ -192,7 +192,7 @@ class Suggestion:
     Attributes:
         parameters: all of them.
         active: those that a token is computed with.
-        layers: of which the KV cache grows with the context.
+        layers: those whose KV cache grows with the context.
         kv_numbers: keys and values of one token in one layer.
         context: tokens, of the model.
     """

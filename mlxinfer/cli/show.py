@@ -187,7 +187,7 @@ def _runs(facts: dict[str, Any]) -> str:
 
 
 def _limits(estimated: dict[str, Any]) -> list[tuple[str, str]]:
-    """Rows of an estimate; a range is that of the configurations sold under the chip's name."""
+    """Rows of an estimate. A range covers the configurations sold under the chip's name."""
 
     def rate(key: str) -> str:
         low, high = (f"{round(each):,}" if each >= 10 else f"{each:g}" for each in estimated[key])

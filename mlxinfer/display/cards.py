@@ -70,7 +70,7 @@ def answers_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def facts_card(title: str, facts: Mapping[str, Any]) -> str:
-    """Names and values; what holds others is folded away."""
+    """Names and values. Nested values are folded away."""
     plain = [(k, v) for k, v in facts.items() if not isinstance(v, Mapping | list)]
     rows = [[_named(name), escape(shown_value(value, name))] for name, value in plain]
     folded = "".join(

@@ -107,7 +107,7 @@ class References:
 
 
 def resolved(schema: Any, place: str) -> tuple[Any, tuple[str, ...]]:
-    """Return a schema with plain references, and the keywords of which it says less than before.
+    """Return a schema with plain references, and the keywords that it weakens.
 
     Raises:
         InvalidRequestError: a reference leads to another document.

@@ -1,1 +1,1 @@
-"""What decoders are made of: mixers, feed-forward blocks, projections, norms and ropes."""
+"""The parts of decoders: mixers, feed-forward blocks, projections, norms and ropes."""

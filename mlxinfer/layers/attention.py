@@ -71,7 +71,7 @@ class ParallelMixers:
 
 
 class AttentionShape:
-    """What a Metal kernel for attention needs to know of a layer.
+    """The facts about a layer that a Metal kernel for attention needs.
 
     Args:
         num_heads: of queries.
@@ -234,7 +234,7 @@ class Attention(AttentionShape, Mixer):
         return self.o_proj(outputs, residual)  # of the heads side by side
 
     def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:
-        """What the bias adds to keys of `heads` (N,) at `positions` (N,): (N, head_dim) float32."""
+        """The bias on keys of `heads` (N,) at `positions` (N,): (N, head_dim) float32."""
         assert self.key_bias is not None
         bias = self.key_bias.astype(mx.float32)[heads][:, None]  # (N, 1, D)
         if self.rope is not None:
@@ -281,4 +281,4 @@ class SharedAttention:
 
 
 LayerMixer = Mixer | ParallelMixers | SharedAttention
-"""What stands in a layer: a mixer with a cache of its own, several of them, or none."""
+"""The mixer of a layer. It has a cache of its own, several of them, or none."""

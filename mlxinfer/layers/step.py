@@ -1,4 +1,4 @@
-"""What the mixers of one forward pass share, and what a recurrent mixer reads of its cache.
+"""The step: data that the mixers of one forward pass share, and protocols of what they use.
 
 A step is a flat list of T tokens of several sequences. Which token belongs to which sequence, and
 what each token may see (causality, sliding window), only the cache knows.
@@ -43,7 +43,7 @@ class Rope(Protocol):
     """A rotary embedding: turns the heads of each token by the token's position."""
 
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> Any:
-        """What `__call__` needs of T tokens, computed once a step.
+        """Compute once a step what `__call__` needs of T tokens.
 
         Args:
             positions: (T,) int32.

@@ -82,7 +82,7 @@ def load_any(
 ) -> "LanguageModel":
     """Load a native family, or mlx-lm's definition if there is no native family; see `load`.
 
-    That is loaded in one piece, of which no progress is reported.
+    It is loaded in one piece, without a report of progress.
     """
     if _is_native(folder):
         return load(folder, dtype=dtype, watch=watch, experts=experts)

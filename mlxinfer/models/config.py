@@ -88,7 +88,7 @@ class ModelConfig:
         return None
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """What the cache keeps for the mixer of a layer."""
+        """The spec of the cache of a layer's mixer."""
         if self.states and (state := self.states[index]) is not None:
             return state
         if self.latent is not None:
@@ -167,7 +167,7 @@ def normalise(
 
 
 def _block_settings(fields: Fields) -> dict[str, Any]:
-    """What all layers share, whatever they attend to."""
+    """Fields that all layers share, whatever they attend to."""
     return {
         "hidden_size": fields.integer("hidden_size", high=2**20),
         "intermediate_size": fields.integer("intermediate_size", high=2**22),

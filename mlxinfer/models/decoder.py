@@ -32,7 +32,7 @@ Entry = Callable[[mx.array, mx.array, Step], mx.array]
 
 
 class ResidualLayer(Layer):
-    """Two blocks, each of which adds to the residual stream, with norms before and after them.
+    """Two blocks that add to the residual stream, with norms before and after them.
 
     x + mixer(norm(x)), then x + mlp(norm(x)) in Llama and most others; x + norm(mixer(x)) and so
     on in OLMo 2 and its kin; norms on both sides in Gemma 2 and 3.
@@ -226,7 +226,7 @@ def link_norms(layers: Sequence[Layer], last: Norm) -> None:
 
 
 def scaled_logits(logits: mx.array, config: ModelConfig) -> mx.array:
-    """What the output projection gives, with the model's scale and soft cap."""
+    """Apply the model's scale and soft cap to logits of the output projection."""
     if config.logit_scale is not None:
         logits = logits * config.logit_scale
     cap = config.final_softcap

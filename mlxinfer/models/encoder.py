@@ -86,7 +86,7 @@ def identity(x: mx.array) -> mx.array:
 
 
 class Encoder(Family):
-    """What encoders have in common.
+    """The parts that all encoders share.
 
     Attributes:
         renamed: parts of the hub's names, and ours; in this order.

@@ -496,7 +496,7 @@ def _rename(name: str) -> str:
 def _taps(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """The layers that give the head its inputs.
 
-    speculators count hidden states, of which the first are the embeddings; SGLang counts layers.
+    speculators count hidden states, and the embeddings come first; SGLang counts layers.
     Where nothing is stated they are the inputs of layers 2, n / 2 and n - 3.
     """
     counted = fields.items("eagle_aux_hidden_state_layer_ids")

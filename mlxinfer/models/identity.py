@@ -157,7 +157,7 @@ def _hash_chunk(chunk: _Chunk) -> bytes:
 
 
 def _read(memory: Path) -> dict[str, str]:
-    """What is remembered; a file that is missing or broken remembers nothing."""
+    """Read the remembered hashes. A file that is missing or broken has none."""
     try:
         found: Any = json.loads(memory.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -19,7 +19,7 @@ Found = TypeVar("Found")
 
 
 class LanguageConfig(Protocol):
-    """What the engine needs to know of a config, and what people are shown."""
+    """The part of a config that the engine reads and that people are shown."""
 
     @property
     def model_type(self) -> str:
@@ -72,7 +72,7 @@ class LanguageConfig(Protocol):
         ...
 
     def cache_spec(self, index: int) -> CacheSpec:
-        """What the mixer of a layer keeps in the cache."""
+        """The spec of the cache of a layer's mixer."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class LanguageConfig(Protocol):
 
 
 class LanguageModel(Protocol):
-    """What the engine runs: `Model`, a stage of it, or one of mlx-lm's definitions."""
+    """A model as the engine runs it: `Model`, a stage of it, or one of mlx-lm's definitions."""
 
     @property
     def config(self) -> LanguageConfig:

@@ -56,7 +56,7 @@ class Pass:
 
     @property
     def output(self) -> mx.array:
-        """What the slice that was launched last computes."""
+        """The work of the slice that was launched last."""
         return self.x if self.vectors is None else self.vectors
 
 

@@ -52,7 +52,7 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True)
 class PoolingLimits:
-    """What requests must fit into, as plain values that any thread may read."""
+    """Limits that every request must keep: plain values, readable from any thread."""
 
     vocab_size: int
     max_context: int  # tokens of a row

@@ -87,7 +87,7 @@ class Masks:
 
 
 class SegmentAttention:
-    """What stands for the KV cache of one attention layer in a pass.
+    """Takes the place of the KV cache of one attention layer in a pass.
 
     Args:
         groups: of the pass.
@@ -192,7 +192,7 @@ def attention(
 
 
 class SegmentStates:
-    """What stands for the states of a recurrent layer in a pass: every row begins with zeros.
+    """Takes the place of the states of a recurrent layer: every row begins with zeros.
 
     Args:
         groups: of the pass.
@@ -215,7 +215,7 @@ class SegmentStates:
 
 
 class _Zeros:
-    """The states before the first tokens of `count` rows, all of which count."""
+    """The states before the first tokens of `count` rows. Every token counts."""
 
     __slots__ = ("_count", "_spec", "lengths")
 
@@ -244,7 +244,7 @@ def segment_cache(
     groups: Sequence[RowGroup],
     masks: Masks,
 ) -> SegmentCache:
-    """What stands for a mixer's cache in a pass.
+    """Takes the place of a mixer's cache in a pass.
 
     Raises:
         UnsupportedModelError: a mixer that has none here.

@@ -208,7 +208,7 @@ class Follower:
     ) -> None:
         """Make the KV cache of an `EngineConfig` of these fields; `Ready` answers.
 
-        `taps` are the layers of which rank 0 wants the outputs.
+        `taps` are the layers whose outputs rank 0 wants.
         """
         assert self._model is not None
         config = EngineConfig(

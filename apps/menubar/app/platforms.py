@@ -92,7 +92,7 @@ class Platform:
         return False
 
     def start_at_login(self, on: bool) -> bool:
-        """Start the app at login, or no longer; returns what holds then."""
+        """Turn starting at login on or off; return whether it is on."""
         return False
 
     def notify(self, title: str, text: str) -> None:

@@ -56,7 +56,7 @@ class ArchitectureFields:
         return self.all.number(name, above=0.0, default=default)
 
     def count(self, key: str) -> int:
-        """A number that may be 0, which is what it is where the file does not say."""
+        """A number that may be 0, and is 0 where the file does not state it."""
         return self.all.integer(f"{self.architecture}.{key}", low=0, default=0)
 
     def by_layer(self, key: str, num_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Gemma 3n: several hidden states a token, of which each layer computes one (AltUp, 2301.13310).
+"""Gemma 3n: several hidden states a token. Each layer computes one of them (AltUp, 2301.13310).
 
 T = tokens of the step, S = streams, that is hidden states of a token. Layers predict all streams,
 compute the active one, and correct the others by what came out. Beside attention runs a product of

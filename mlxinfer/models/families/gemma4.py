@@ -259,7 +259,7 @@ class Gemma4(Family):
         return fused([query, key, key])
 
     def _head_norm_weight(self, index: int) -> mx.array:
-        """If keys share numbers with values, the norm's factors of these go to the queries."""
+        """If keys share numbers with values, the norm's factors for them go to the queries."""
         weight = super()._head_norm_weight(index)  # (H + Hkv, D)
         config = self.config
         turning = config.turning[index]

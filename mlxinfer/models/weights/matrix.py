@@ -41,7 +41,7 @@ class StoredMatrix:
 
     @property
     def in_dims(self) -> int:
-        """Number of inputs, of which a rank may have a part."""
+        """Number of inputs of the whole matrix; a rank may have a part of them."""
         words = self.weight.shape[-1]
         return words if self.form is None else words * 32 // self.form.bits
 

@@ -276,7 +276,7 @@ def _require_rate(active_bytes: int, share: float, rate: float) -> None:
     if missing <= rate / LEAST_RATE:
         return
     raise InsufficientMemoryError(
-        f"A token goes to {human_bytes(active_bytes)} of experts, of which expert_memory holds "
+        f"A token goes to {human_bytes(active_bytes)} of experts; expert_memory holds "
         f"{share:.0%}; the disk was measured at {human_bytes(int(rate))}/s, which makes "
         f"{rate / missing:.2f} tokens/s where routing is even. Less than {LEAST_RATE} is refused: "
         "give it more expert_memory, take fewer bits, or say slow_experts=True (--slow-experts).",

@@ -361,7 +361,7 @@ def _unknown(model_type: str) -> UnsupportedModelError:
 
 
 def _kept_alone(definition: Definition) -> tuple[list[CacheSpec], int]:
-    """What a sequence keeps in mlx-lm's caches, and the size of the vocabulary."""
+    """The arrays that a sequence keeps in mlx-lm's caches, and the size of the vocabulary."""
     try:
         logits = definition(mx.zeros((1, 2), mx.int32), definition.own_caches())
         return [kept_by(definition, mx.float32)], logits.shape[-1]

@@ -1,4 +1,4 @@
-"""What comparing mlx-lm's definitions with transformers has shown, and the refusals that follow.
+"""Verdicts of comparing mlx-lm's definitions with transformers, and the refusals that follow.
 
 `verdicts.json` is written by `tests/data/zoo/compare.py`. Of each type that both define it says
 whether the logits of a tiny random model agree, and which keys of config.json the definition
@@ -85,7 +85,7 @@ def refuse_unread(config: Mapping[str, Any], fields: Collection[str]) -> None:
 
 
 def settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a config states, by key, in either spelling.
+    """The values that a config states, by key, in either spelling.
 
     A window that is as long as the context, or is switched off, is not stated, nor is a rope's
     scaling of kind "default".

@@ -461,7 +461,7 @@ class AloneModel:
 
 
 def kept_by(definition: Definition, dtype: mx.Dtype) -> OwnCacheSpec:
-    """What a sequence keeps, learnt from the shapes of a short sequence. Nothing is computed."""
+    """Learn from the shapes of a short sequence what a sequence keeps. Nothing is computed."""
     caches = definition.own_caches()
     definition(mx.zeros((1, 2), mx.int32), caches)
     step_bytes = sum(_step_bytes(cache) for cache in caches)

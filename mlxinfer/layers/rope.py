@@ -2,11 +2,12 @@
 
 Pair i of a head turns by `position * frequency[i]`; where a context was stretched after training,
 the slow pairs turn slower. Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595),
-YaRN (2309.00071), LongRoPE (2402.13753), and the smoothing that Llama 3.1 published with its
-weights.
+YaRN (2309.00071), LongRoPE (2402.13753), M-RoPE (2409.12191), and the smoothing that Llama 3.1
+published with its weights.
 """
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,20 @@ class RopeSpec:
     num_still: int = 0  # proportional: pairs, the slowest ones, that do not turn
     attention_factor: float = 1.0  # multiplies rotated numbers
     long: "RopeSpec | None" = None  # of sequences that may outgrow the original context; None: this
+    sections: tuple[int, ...] = ()  # M-RoPE: pairs that turn by time, row and column; empty: one
+    interleaved: bool = False  # M-RoPE: time, row and column take turns; else one after the other
+
+    @property
+    def num_axes(self) -> int:
+        """Positions of a token: 3 with M-RoPE, else 1."""
+        return max(len(self.sections), 1)
+
+    def pair_axes(self) -> list[int]:
+        """The axis of the positions by which each of the `dims // 2` pairs turns."""
+        if not self.interleaved:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        turns = enumerate(i % 3 for i in range(self.dims // 2))
+        return [axis if i < 3 * self.sections[axis] else 0 for i, axis in turns]
 
     def variant(self, max_tokens: int) -> int:
         """1 for a sequence that may grow to `max_tokens` and takes `long`; else 0."""
@@ -53,6 +68,15 @@ class FusedRope:
         self.freqs = 1 / mx.array(inverse_frequencies(spec), mx.float32)
         self.magnitudes = magnitudes(spec, head_dim, dtype)
 
+    def some(self, pairs: mx.array) -> "FusedRope":
+        """This rope for the chosen pairs (dims / 2,) alone: the others do not turn.
+
+        Nothing is scaled: the factor of the spec is to be applied once.
+        """
+        part = copy(self)
+        part.freqs, part.magnitudes = mx.where(pairs, self.freqs, mx.inf), None
+        return part
+
     def prepare(self, positions: mx.array, variants: Rows | None = None) -> mx.array:
         """The positions (T,) themselves."""
         return positions
@@ -71,6 +95,36 @@ class FusedRope:
             freqs=self.freqs,
         )
         return turned.squeeze(2)
+
+
+class MultiRope:
+    """M-RoPE: each pair turns by one of a token's three positions: time, row or column.
+
+    Tokens of text have three equal positions. A step of such tokens gives one of them, and runs the
+    plain rope. Else one rope for each axis turns its own pairs: it leaves the others as they are,
+    so a token of three equal positions gets the numbers of the plain rope.
+    """
+
+    __slots__ = ("by_axis", "plain")
+
+    def __init__(self, spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> None:
+        self.plain = FusedRope(spec, head_dim, dtype)
+        axes = mx.array(spec.pair_axes())
+        self.by_axis = [self.plain.some(axes == axis) for axis in range(spec.num_axes)]
+
+    def prepare(self, positions: mx.array, variants: Rows | None = None) -> list[mx.array]:
+        """The positions (T,) alone, or (T,) of each axis."""
+        return [positions] if positions.ndim == 1 else list(positions)
+
+    def __call__(self, x: mx.array, prepared: list[mx.array]) -> mx.array:
+        """x (T, heads, head_dim) to the same shape."""
+        if len(prepared) == 1:
+            return self.plain(x, prepared[0])
+        if self.plain.magnitudes is not None:
+            x = x * self.plain.magnitudes
+        for rope, positions in zip(self.by_axis, prepared, strict=True):
+            x = rope(x, positions)
+        return x
 
 
 class LongRope:
@@ -110,6 +164,8 @@ class LongRope:
 
 def rope_of(spec: RopeSpec, head_dim: int, dtype: mx.Dtype) -> Rope:
     """The rope of a spec over heads of a size."""
+    if spec.sections:
+        return MultiRope(spec, head_dim, dtype)
     rope = FusedRope(spec, head_dim, dtype)
     return rope if spec.long is None else LongRope(rope, FusedRope(spec.long, head_dim, dtype))
 

@@ -46,7 +46,7 @@ class Rope(Protocol):
         """Compute once a step what `__call__` needs of T tokens.
 
         Args:
-            positions: (T,) int32.
+            positions: (T,) int32; (3, T) in steps of models with M-RoPE that have pictures.
             variants: (T,) see `Step`.
         """
         ...

@@ -121,7 +121,7 @@ def load_share(
 ) -> "Model | StageModel":
     """Load the part of a model that one of several ranks has. Every rank calls this.
 
-    Only that part of the files is read.
+    Only that part of the files is read. Rank 0 has the part that sees pictures.
 
     Args:
         folder: as of `load`.
@@ -138,6 +138,7 @@ def load_share(
     from .config import load_config
     from .registry import family
     from .stage import load_stage
+    from .towers.loading import load_tower, num_bytes, tower_tensors
     from .weights.share import Share
     from .weights.source import Checkpoint
     from .weights.tensors import load_tensors
@@ -149,14 +150,17 @@ def load_share(
     builder = family(config.model_type)
     options = _reading(config, builder, dtype, watch)
     tensors = load_tensors(folder)
+    seeing = {} if rank else tower_tensors(folder, tensors)
     if share is None:
         stage, bytes_read = load_stage(tensors, config, builder, link, **options)
-        read(bytes_read)
+        stage.part.tower = load_tower(folder, seeing, stage.part)
+        read(bytes_read + num_bytes(seeing))
         return stage
     weights = Weights(Checkpoint(tensors, builder.tensor_name, share), link=link, **options)
     part: Model = builder.build(config, weights)
     part.link = link
-    read(weights.bytes_read)
+    part.tower = load_tower(folder, seeing, part)
+    read(weights.bytes_read + num_bytes(seeing))
     return part
 
 
@@ -237,6 +241,7 @@ def load(
     """
     from .config import load_config
     from .registry import family
+    from .towers.loading import load_tower, num_bytes, tower_tensors
     from .weights.placing import IN_MEMORY, InSlots
     from .weights.source import Checkpoint
     from .weights.tensors import load_tensors
@@ -245,10 +250,14 @@ def load(
     config = load_config(folder)
     _require_text(config, folder)
     builder = family(config.model_type)
-    options = _reading(config, builder, dtype, watch)
-    source = Checkpoint(load_tensors(folder), builder.tensor_name)
+    tensors = load_tensors(folder)
+    source = Checkpoint(tensors, builder.tensor_name)
+    seeing = tower_tensors(folder, tensors)
+    options = _reading(config, builder, dtype, _part_of(watch, after=num_bytes(seeing)))
     slots = None if experts is None else InSlots()
     model: Model = builder.build(config, Weights(source, slots or IN_MEMORY, **options))
+    read = _part_of(watch, before=source.num_bytes)
+    model.tower = load_tower(folder, seeing, model, watch=read)
     if experts is not None and slots is not None:
         model.expert_store = slots.open_experts(
             experts.num_bytes,
@@ -268,6 +277,13 @@ def _require_text(config: "ModelConfig", folder: Path) -> None:
             f"The model in {folder} gives embeddings, no text: LLM(...).embed(texts), or "
             "/v1/embeddings of a server."
         )
+
+
+def _part_of(watch: Watch | None, *, before: int = 0, after: int = 0) -> Watch | None:
+    """`watch` for a part of what is loaded, with so many bytes before and after that part."""
+    if watch is None:
+        return None
+    return lambda num_loaded, of: watch(before + num_loaded, before + of + after)
 
 
 def _reading(

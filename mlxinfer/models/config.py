@@ -354,9 +354,25 @@ def read_rope(config: Fields, layer_type: str, *, head_dim: int) -> RopeSpec:
     if raised:
         return RopeSpec(dims=dims, theta=theta * alpha ** (head_dim / (head_dim - 2)))
     base = RopeSpec(dims=dims, theta=theta, kind=_KINDS[kind])
-    if base.kind == "default":
-        return base
-    return (_long if base.kind == "longrope" else _scaled)(base, stated, config)
+    if base.kind == "longrope":
+        return _long(base, stated, config)
+    scaled = base if base.kind == "default" else _scaled(base, stated, config)
+    return _sectioned(scaled, stated)
+
+
+def _sectioned(spec: RopeSpec, stated: Fields) -> RopeSpec:
+    """The rope with the sections of M-RoPE, where they are stated."""
+    sections = stated.items("mrope_section")
+    if sections is None:
+        return spec
+    interleaved = stated.boolean("mrope_interleaved", default=False)
+    whole = len(sections) == 3 and all(type(count) is int and count >= 0 for count in sections)
+    if not whole or sum(sections) != spec.dims // 2:
+        raise CheckpointError(
+            f"mrope_section in {stated.where} is {sections}; expected three numbers of pairs, "
+            f"{spec.dims // 2} in all."
+        )
+    return replace(spec, sections=tuple(sections), interleaved=interleaved)
 
 
 def _stated(config: Fields, layer_type: str) -> Fields:

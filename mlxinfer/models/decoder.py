@@ -136,7 +136,7 @@ class Model:
         self.activation_dtype = activation_dtype
         self.lacks: Mapping[str, str] = {}
         self.tower: Tower | None = None
-        self.rope_axes = 1
+        self.rope_axes = max([spec.num_axes for spec in config.ropes if spec], default=1)
         self.expert_store: ExpertStore | None = None  # where experts stay in their files
         self.link: Link | None = None  # to ranks that have the other parts of each layer
         self.mixers: list[Mixer] = [mixer for layer in self.layers for mixer in layer.mixers]
@@ -157,14 +157,23 @@ class Model:
         self.begin_adapters(step.adapters)
         taps = step.taps
         x, normed = self.enter(ids, step), None
-        for index, layer in enumerate(self.layers):
-            x, normed = layer(x, normed, step)
-            if taps is not None:
-                taps.put(index, x)
+        for index in range(len(self.layers)):
+            x, normed = self.run_layer(index, x, normed, step)
         x = self.norm(x) if normed is None else normed
         if taps is not None:
             taps.put(FINAL, x)
         return x
+
+    def run_layer(self, index: int, x: mx.array, normed: mx.array | None, step: Step) -> Passed:
+        """Layer `index`, and what pictures add to its output; see `Layer.__call__`."""
+        x, normed = self.layers[index](x, normed, step)
+        features = step.features
+        if features is not None and index < len(features.deep):
+            added = features.deep[index].astype(x.dtype)
+            x, normed = x.at[features.rows].add(added), None
+        if step.taps is not None:
+            step.taps.put(index, x)
+        return x, normed
 
     def enter(self, ids: mx.array, step: Step) -> mx.array:
         """Token ids (T,) -> what the first layer reads, (T, hidden_size)."""
@@ -209,7 +218,9 @@ class Model:
     def arrays(self) -> list[mx.array]:
         """Every array that the model holds; a tied table once."""
         head = None if self.config.tie_word_embeddings else self.lm_head
-        return list(arrays([self.embed_tokens, self.entry, self.layers, self.norm, head]))
+        tower = [] if self.tower is None else self.tower.arrays()
+        parts = [self.embed_tokens, self.entry, self.layers, self.norm, head, tower]
+        return list(arrays(parts))
 
     @property
     def num_bytes(self) -> int:

@@ -25,6 +25,7 @@ from ..layers.step import FINAL, Rows, Step, Taps
 from .config import ModelConfig
 from .decoder import Model
 from .language import arrays
+from .towers import Tower
 from .weights.source import Checkpoint
 from .weights.tensors import FileTensor
 from .weights.weights import StagePart, Weights, layer_of
@@ -137,15 +138,23 @@ class StageModel:
         self.activation_dtype = part.activation_dtype
         self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store
-        self.tower, self.rope_axes = part.tower, part.rope_axes
-        own = part.arrays() if self._is_first else arrays(part.layers)
-        self.num_bytes = sum(array.nbytes for array in own)
-        self.rope_variant = part.rope_variant
+        self.rope_axes, self.rope_variant = part.rope_axes, part.rope_variant
+
+    @property
+    def tower(self) -> Tower | None:
+        """The part that sees, on rank 0."""
+        return self.part.tower
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that this rank's weights take."""
+        own = self.part.arrays() if self._is_first else arrays(self.part.layers)
+        return sum(array.nbytes for array in own)
 
     def __call__(self, ids: mx.array, step: Step) -> mx.array:
         """Run this rank's layers; arguments as of `Model`. Returns (T, hidden_size)."""
         self.part.begin_adapters(step.adapters)
-        taps, rank, num_rows = step.taps, self._link.rank, step.positions.shape[0]
+        taps, rank, num_rows = step.taps, self._link.rank, step.positions.shape[-1]
         tapped: list[mx.array] = []  # of layers of ranks 1 and on, in their order
         if self._is_first:
             x = self.part.enter(ids, step)
@@ -153,9 +162,8 @@ class StageModel:
             x, tapped = self._receive(num_rows, step, self._tapped(taps, rank))
         normed = None
         for index in self._layers[rank]:
-            x, normed = self.part.layers[index](x, normed, step)
+            x, normed = self.part.run_layer(index, x, normed, step)
             if taps is not None:
-                taps.put(index, x)
                 tapped += [x] if index in taps.layers and rank else []
         self._rows_are_back = taps is not None
         if self._rows_are_back or not self._is_last:

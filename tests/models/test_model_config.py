@@ -54,7 +54,7 @@ def test_both_spellings_of_rope(old, new, expected):
         assert config.ropes == (expected,) * 3
 
 
-LINEAR = {"type": "linear", "factor": 4.0, "mrope_section": [16, 24, 24]}
+LINEAR = {"type": "linear", "factor": 4.0, "mrope_section": [4, 4, 4]}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""Finds the tower of a checkpoint, and builds it from the tensors that the text model leaves out.
+
+A tower's module is imported when it is used. A checkpoint without the tensors of a tower, such as
+a conversion of the text alone, has none, whatever its config says.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol
+
+from ...errors import CheckpointError
+from ..decoder import Model
+from ..jsonfields import Fields, read_json
+from ..weights.source import Checkpoint
+from ..weights.tensors import FLOATS, Tensor
+from ..weights.weights import Watch, Weights
+from .tower import Tower
+
+TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module here, class
+}
+_PARTS = {  # what a tensor's name begins with, without "model." -> what it begins with here
+    "visual.": "vision.",
+    "vision_tower.vision_model.": "vision.",
+    "vision_tower.": "vision.",
+    "vision_model.": "vision.",
+    "multi_modal_projector.": "projector.",
+    "mm_projector.": "projector.",
+    "embed_vision.": "embed_vision.",
+    "vision_embedder.": "vision_embedder.",
+}
+
+
+class TowerFamily(Protocol):
+    """Builds the towers of one architecture: a class of a module in this package."""
+
+    def build(self, config: Fields, weights: Weights) -> Tower:
+        """The tower, not yet evaluated.
+
+        Args:
+            config: the whole of config.json, with `vision_config` and `text_config`.
+            weights: the tensors of the tower, by the names that `tower_name` gives.
+
+        Raises:
+            CheckpointError: a tensor is missing or misshapen, or the config makes no sense.
+        """
+        ...
+
+
+def tower_name(name: str) -> str | None:
+    """A tensor's name as towers have it; None: the tensor belongs to no tower.
+
+    Towers' own tensors begin with `vision.`, those of a projector behind it with `projector.`;
+    Gemma 4's `embed_vision.` and `vision_embedder.` stay.
+    """
+    inner = name.removeprefix("model.")
+    for prefix, ours in _PARTS.items():
+        if inner.startswith(prefix):
+            return ours + inner[len(prefix) :]
+    return None
+
+
+def tower_family(config: Fields) -> TowerFamily | None:
+    """What builds the tower that config.json describes; None: none does.
+
+    Args:
+        config: the whole of config.json.
+    """
+    module, name = TOWERS.get(config.text("model_type", default=""), ("", ""))
+    if not module or config.fields("vision_config") is None:
+        return None
+    found: TowerFamily = getattr(import_module(f".{module}", __package__), name)
+    return found
+
+
+def tower_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the tower that loads from a folder, by the checkpoint's names.
+
+    Args:
+        folder: of the checkpoint.
+        tensors: of all of it.
+    """
+    if tower_family(_whole(folder)) is None:
+        return {}
+    return {name: tensor for name, tensor in tensors.items() if tower_name(name) is not None}
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of tensors in their files."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def load_tower(
+    folder: Path, tensors: Mapping[str, Tensor], text: Model, *, watch: Watch | None = None
+) -> Tower | None:
+    """The tower of a checkpoint, evaluated and ready.
+
+    Args:
+        folder: of the checkpoint.
+        tensors: those that `tower_tensors` gave.
+        text: the model that reads what the tower sees.
+        watch: as of `Weights`.
+
+    Returns:
+        None: the checkpoint has no tower that is known here.
+
+    Raises:
+        CheckpointError: tensors are missing, misshapen or left over, or the config makes no sense.
+    """
+    config = _whole(folder)
+    family = tower_family(config)
+    if family is None or not tensors:
+        return None
+    weights = Weights(
+        Checkpoint(tensors, tower_name),
+        quantization=text.config.quantization,
+        dtype=FLOATS[text.activation_dtype],
+        watch=watch,
+    )
+    try:
+        tower = family.build(config, weights)
+        weights.finish()
+    except CheckpointError as error:
+        raise CheckpointError(f"The part that sees pictures: {error}") from error
+    weights.evaluate(tower.arrays())
+    return tower
+
+
+def _whole(folder: Path) -> Fields:
+    return Fields(read_json(folder / "config.json", infinite=True), "config.json")

@@ -23,6 +23,11 @@ class Features(NamedTuple):
 class Tower(Protocol):
     """The part of a model that sees. One tile at a time: no mask, and no P x P array."""
 
+    @property
+    def width(self) -> int:
+        """Numbers of one feature: `hidden`, and as many again for each array of `Features.deep`."""
+        ...
+
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
         """Compute the features of a tile, piece by piece.
 
@@ -30,10 +35,6 @@ class Tower(Protocol):
             After each few blocks the array that is to be evaluated before it goes on, so that the
             steps of running answers come in between.
         """
-        ...
-
-    def work(self, tile: Tile) -> float:
-        """Multiplications of the whole pass, for the estimate of its time."""
         ...
 
     def arrays(self) -> list[mx.array]:

@@ -61,13 +61,6 @@ class Turn(NamedTuple):
     counts: NDArray[np.int64]  # (R,) its index: how many tokens the answer has before it
     recent: mx.array | None  # (R, n) int32 newest tokens that no memory has yet, then -1
 
-    def of(self, places: NDArray[np.int64], device_places: mx.array | None) -> "Turn":
-        """The turn of the rows at these places; `device_places` None: of all rows, in order."""
-        if device_places is None:
-            return self
-        recent = None if self.recent is None else self.recent[device_places]
-        return Turn(self.counts[places], recent)
-
 
 class SamplerPart(NamedTuple):
     """A part of sampling: one row in the table of parts.
@@ -98,20 +91,20 @@ class PartRows:
     @staticmethod
     def of(
         part: SamplerPart, places: Sequence[int], slots: Sequence[SamplerSlot], spare: int
-    ) -> "PartRows | None":
-        """The rows at these places of a batch of `slots`; None: there are none."""
-        if not places:
-            return None
+    ) -> "PartRows":
+        """The rows at these places, at least one, of a batch of `slots`."""
         array = np.array(places)
         device_places = None if len(places) == len(slots) else mx.array(array.astype(np.int32))
         return PartRows(part, array, device_places, [slots[place] for place in places], spare)
 
     def apply(self, logits: mx.array, turn: Turn) -> mx.array:
         """Logits (R, width) of the whole batch with these rows changed."""
-        own = turn.of(self.places, self.device_places)
-        if self.device_places is None:
-            return self.part.change(logits, self, own)
-        logits[self.device_places] = self.part.change(logits[self.device_places], self, own)
+        places = self.device_places
+        if places is None:
+            return self.part.change(logits, self, turn)
+        recent = None if turn.recent is None else turn.recent[places]
+        own = Turn(turn.counts[self.places], recent)
+        logits[places] = self.part.change(logits[places], self, own)
         return logits
 
     @property

@@ -126,18 +126,20 @@ def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
     """
     params = [slot.params for slot in slots]
     early = [any(part.concerns(p) for part in LATE) for p in params]
-    before, fused = [], []
+    before: list[PartRows] = []
+    fused: list[PartRows] = []
     for part in PARTS:
         rows = [row for row, p in enumerate(params) if part.concerns(p)]
-        first = [row for row in rows if early[row]] if part.fused else rows
-        rest = [row for row in rows if not early[row]] if part.fused else []
-        before.append(PartRows.of(part, first, slots, vocab_size))
-        fused.append(PartRows.of(part, rest, slots, vocab_size))
+        first = [row for row in rows if early[row] or not part.fused]
+        rest = [row for row in rows if part.fused and not early[row]]
+        for places, found in ((first, before), (rest, fused)):
+            if places:
+                found.append(PartRows.of(part, places, slots, vocab_size))
     drawn = np.array([row for row, p in enumerate(params) if not p.greedy], dtype=np.int64)
     temperatures = [max(params[row].temperature, TINY) for row in drawn.tolist()]
     return SamplingPlan(
-        before=[rows for rows in before if rows is not None],
-        fused=[rows for rows in fused if rows is not None],
+        before=before,
+        fused=fused,
         drawn=drawn,
         device_drawn=None if len(drawn) == len(slots) else mx.array(drawn.astype(np.int32)),
         temperature=mx.array(temperatures, mx.float32)[:, None] if temperatures else mx.zeros(0),

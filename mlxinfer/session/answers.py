@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from ..core import FinishReason, Grammar, Request, TokenEvent, TokenLogprobs
 from ..errors import EngineClosedError, GrammarFailedError
 from ..grammar.relaxed import Unenforced, problem_of
-from ..outputs import Delta, Part, Result, Timing, joined_calls, merged
+from ..outputs import Delta, Part, ReasoningPart, Result, Timing, joined_calls, merged
 from ..text import TextStream
 from .inputs import EncodedPrompt
 
@@ -213,7 +213,7 @@ class Answer:
         if reason is not None:
             self.result = self._finish(reason, event.made_s)
         delta = Delta(parts=parts, token_ids=new_ids, result=self.result)
-        if delta.reasoning:
+        if ReasoningPart in map(type, parts):
             self.reasoning_tokens = len(self._token_ids)
         return delta
 

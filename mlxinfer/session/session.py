@@ -464,7 +464,7 @@ class Session(LocalSession):
         """Tokens that end an answer."""
         return self.builder.end_ids
 
-    @property
+    @cached_property
     def capabilities(self) -> frozenset[str]:
         """Some of "completion", "chat", "tools", "reasoning" and "infill"."""
         chats = self.tokenizer.template is not None

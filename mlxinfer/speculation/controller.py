@@ -66,17 +66,8 @@ class MeasuredStep(NamedTuple):
 # -- how likely proposals hold ----------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Trials:
-    """Proposals that held, of those tried; both decayed."""
-
-    held: float
-    tried: float
-
-    def add(self, held: float, tried: float, decay: float) -> None:
-        """Count one more trial, or what was expected of one."""
-        self.held = self.held * decay + held
-        self.tried = self.tried * decay + tried
+Trials = tuple[float, float]  # proposals that held, and those tried; both decayed
+UNTRIED: Trials = (0.0, 0.0)
 
 
 class Acceptance:
@@ -96,21 +87,17 @@ class Acceptance:
 
     def chance(self, sequence: Sequence, key: Key) -> float:
         """The chance of one proposal, in [0, 1)."""
-        own = self._by_sequence.get(sequence)
-        factor = 1.0
-        if own is not None:
-            factor = (own.held + SEQUENCE_WEIGHT) / (own.tried + SEQUENCE_WEIGHT)
+        held, tried = self._by_sequence.get(sequence, UNTRIED)
+        factor = (held + SEQUENCE_WEIGHT) / (tried + SEQUENCE_WEIGHT)
         return min(self._of_key(key) * factor, CERTAIN)
 
     def observe(self, sequence: Sequence, key: Key, held: bool) -> None:
         """Count a proposal that was tried: those before it had held."""
-        expected = self._of_key(key)
-        own = self._by_sequence.setdefault(sequence, Trials(0.0, 0.0))
-        own.add(float(held), expected, SEQUENCE_DECAY)
-        trials = self._by_key.get(key)
-        if trials is None:
-            trials = self._by_key[key] = self._prior(key)
-        trials.add(float(held), 1.0, DECAY)
+        num_held, expected = self._by_sequence.get(sequence, UNTRIED)
+        expected = expected * SEQUENCE_DECAY + self._of_key(key)
+        self._by_sequence[sequence] = num_held * SEQUENCE_DECAY + held, expected
+        num_held, num_tried = self._by_key.get(key) or self._prior(key)
+        self._by_key[key] = num_held * DECAY + held, num_tried * DECAY + 1.0
 
     def renew(self, source: str) -> None:
         """Forget what was measured of a source, so that it is tried again."""
@@ -126,11 +113,11 @@ class Acceptance:
         return {key: self._of_key(key) for key in sorted(self._by_key)}
 
     def _of_key(self, key: Key) -> float:
-        trials = self._by_key.get(key) or self._prior(key)
-        return trials.held / trials.tried
+        held, tried = self._by_key.get(key) or self._prior(key)
+        return held / tried
 
     def _prior(self, key: Key) -> Trials:
-        return Trials(self._priors[key] * PRIOR_WEIGHT, PRIOR_WEIGHT)
+        return self._priors[key] * PRIOR_WEIGHT, PRIOR_WEIGHT
 
 
 # -- how long steps take ----------------------------------------------------------------------

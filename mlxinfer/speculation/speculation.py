@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 from ..engine.batch import Batch, CommitResult, Proposal, Segment, Sequence
@@ -28,15 +30,6 @@ class SourceCounts:
     switched_off: int = 0  # requests for which the source failed and proposes no more
     last_error: str | None = None  # why
     accepted_at: list[int] = field(default_factory=list)  # by position
-
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Count the proposals of one sequence in one step."""
-        self.drafts += 1
-        self.drafted += num_drafted
-        self.accepted += num_accepted
-        self.accepted_at += [0] * (num_drafted - len(self.accepted_at))
-        for place in range(num_accepted):
-            self.accepted_at[place] += 1
 
 
 class ProposalSource(ABC):
@@ -89,6 +82,7 @@ class SourcePlan(NamedTuple):
 
     source: ProposalSource
     keys: list[Key]  # of its proposals, by position
+    chances: list[float]  # that each holds if those before it do
     draft_s: float = 0.0  # seconds for all proposals of the step
 
 
@@ -237,20 +231,14 @@ class Speculation(Proposer):
                 self._switch_off(source, on)
                 continue
             for sequence, keys in outlook.items():
-                tokens, chance = 0.0, 1.0
-                for key in keys:
-                    chance *= self._acceptance.chance(sequence, key)
-                    tokens += chance
+                chances = [self._acceptance.chance(sequence, key) for key in keys]
+                tokens = sum(accumulate(chances, mul))
                 if sequence not in best or tokens > best[sequence][0]:
-                    best[sequence] = tokens, SourcePlan(source, keys)
+                    best[sequence] = tokens, SourcePlan(source, keys, chances)
         return {sequence: plan for sequence, (_, plan) in best.items()} if best else {}
 
     def _choose(self, plans: dict[Sequence, SourcePlan], num_sequences: int) -> list[int]:
-        chance = self._acceptance.chance
-        outlooks = [
-            Outlook([chance(s, key) for key in plan.keys], plan.source.cost)
-            for s, plan in plans.items()
-        ]
+        outlooks = [Outlook(plan.chances, plan.source.cost) for plan in plans.values()]
         num_decoding = max(self._num_decoding, num_sequences)
         return self._controller.choose(outlooks, num_decoding, num_sequences / num_decoding)
 
@@ -292,7 +280,12 @@ class Speculation(Proposer):
             plan, held = self._planned.get(sequence), accepted[sequence]
             if plan is None:
                 continue
-            plan.source.counts.add(num_drafted, held)
+            counts = plan.source.counts
+            counts.drafts, counts.drafted = counts.drafts + 1, counts.drafted + num_drafted
+            counts.accepted += held
+            counts.accepted_at += [0] * (num_drafted - len(counts.accepted_at))
+            for place in range(held):
+                counts.accepted_at[place] += 1
             if not plan.source.is_free:  # else it scores its own guesses
                 tried = held if sequence.finished else min(held + 1, num_drafted)
                 for place in range(tried):

@@ -225,9 +225,10 @@ class Detokenizer:
         self._steps = decoder_steps(tokenizer.decoder_spec)
         self._held: list[int] = []  # where the decoder has no incremental form
         self._before = 0  # characters of the held ids that are the prompt's
-        for token_id in prompt_ids[-PROMPT_TAIL:]:
-            self.push(token_id)
-        self.end_prompt()
+        if prompt_ids:
+            for token_id in prompt_ids[-PROMPT_TAIL:]:
+                self.push(token_id)
+            self.end_prompt()
 
     def push(self, token_id: int) -> str:
         """Return the text that is certain after this token; often ""."""
@@ -317,7 +318,7 @@ class TextStream:
         self._splitter = None
         if reasoning:
             self._splitter = reasoning.splitter(answer_prefix(tokenizer, reasoning, prompt_ids))
-        self._matcher = StopMatcher(stop, include_stop=include_stop)
+        self._matcher = StopMatcher(stop, include_stop=include_stop) if stop else None
         self._tools = tools
         self._single_call = single_call
         self._min_tokens = min_tokens
@@ -328,7 +329,7 @@ class TextStream:
     @property
     def stop_match(self) -> str | None:
         """The stop string that ended the answer."""
-        return self._matcher.matched
+        return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: Sequence[int]) -> tuple[Part, ...]:
         """Return what these tokens add; nothing after the answer was stopped."""
@@ -357,7 +358,7 @@ class TextStream:
             self._find_calls(text, parts)
         if self._tools and not self.stopped:
             self._show(self._tools.finish(), parts)
-        if not self.stopped:
+        if self._matcher and not self.stopped:
             parts.append(TextPart(self._matcher.finish()))
         return merged(parts)
 
@@ -372,15 +373,18 @@ class TextStream:
 
     def _show(self, found: Iterable[Part], parts: list[Part]) -> None:
         """Append parts up to the first stop string in their text."""
+        matcher = self._matcher
         for part in found:
             if self.stopped:
                 return
-            if isinstance(part, TextPart):
+            if matcher and isinstance(part, TextPart):
                 enabled = self.num_tokens >= self._min_tokens
-                parts.append(TextPart(self._matcher.push(part.text, enabled=enabled)))
-                self.stopped = self._matcher.matched is not None
+                parts.append(TextPart(matcher.push(part.text, enabled=enabled)))
+                self.stopped = matcher.matched is not None
                 continue
-            parts += [TextPart(self._matcher.finish()), part]
+            if matcher:
+                parts.append(TextPart(matcher.finish()))
+            parts.append(part)
             if isinstance(part, ToolCallDelta) and part.status is CallStatus.DONE:
                 self.stopped = self._single_call
 
@@ -423,8 +427,6 @@ class StopMatcher:
         """
         if self.matched is not None:
             return ""
-        if len(self._next) == 1:
-            return text
         node = self._node
         for index, char in enumerate(text):
             while node and char not in self._next[node]:

@@ -235,11 +235,11 @@ def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> No
 
     The size is checked first, in C: a walk through 30 MB of numbers takes a minute.
     """
-    deep = InvalidRequestError(f"{param} nests more than {max_depth} levels deep.", param=param)
+    too_deep = f"{param} nests more than {max_depth} levels deep."
     try:
         size = len(msgspec.json.encode(value))
     except RecursionError:
-        raise deep from None
+        raise InvalidRequestError(too_deep, param=param) from None
     if size > MAX_BYTES:
         raise InvalidRequestError(
             f"{param} has {size} bytes of JSON; at most {MAX_BYTES} are accepted. Send less of it.",
@@ -251,7 +251,7 @@ def check_json_size(value: Any, *, param: str, max_depth: int = MAX_DEPTH) -> No
         if not isinstance(item, (dict, list)):
             continue
         if depth > max_depth:
-            raise deep
+            raise InvalidRequestError(too_deep, param=param)
         children = item.values() if isinstance(item, dict) else item
         stack += [(child, depth + 1) for child in children]
 

@@ -226,7 +226,12 @@ class KVManager:
         replaced = False
         for sequence in self._written if self.reuse else ():
             if sequence.lease is not None:
-                replaced |= self._hand_over(sequence, sequence.num_sealed)
+                replaced |= self.tree.extend(
+                    sequence.lease,
+                    sequence.token_ids,
+                    sequence.tables,
+                    num_tokens=sequence.num_sealed,
+                )
                 if self._states is not None:
                     self._states.settle(sequence)
         self._written = []
@@ -260,7 +265,7 @@ class KVManager:
             if written > sequence.num_sealed:
                 tables = [table.copy() for table in sequence.tables]
                 self._closing.append(Move(tables, sequence.slot, sequence.num_sealed, written))
-            self._hand_over(sequence, written)
+            self.tree.extend(lease, sequence.token_ids, sequence.tables, num_tokens=written)
             kept_partial = self.tree.add_partial(
                 lease, sequence.token_ids, sequence.tables, num_tokens=written
             )
@@ -284,16 +289,6 @@ class KVManager:
         self.tree.clear()
         if self._states is not None:
             self._states.forget()
-
-    def _hand_over(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give whole pages to the tree; True: it had one already, which replaces the sequence's."""
-        duplicates = self.tree.extend(
-            sequence.lease_of, sequence.token_ids, sequence.tables, num_tokens=num_tokens
-        )
-        for duplicate in duplicates:
-            sequence.tables[duplicate.group].replace(duplicate.page_number, duplicate.tree)
-            self.allocators[duplicate.group].release([duplicate.own])
-        return bool(duplicates)
 
 
 class Snapshots:

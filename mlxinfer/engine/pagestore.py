@@ -14,7 +14,7 @@ from typing import Any
 from ..cache.disk import DiskStats, DiskTier, Entry, chain_keys, namespace_key, page_key
 from ..cache.inputs import PageLoad, Spill
 from ..cache.pages import PageGroup, PageTable, StateGroup
-from ..cache.prefix import PrefixTree, RestorePoint, StoredPage
+from ..cache.prefix import Node, PrefixTree, RestorePoint, Snapshot
 
 MIN_PAGES = 2  # fewer are not worth a look at the disk
 MAX_SPILL_BYTES = 128 * 2**20  # read out of the pools before one step, and held until they go
@@ -128,22 +128,30 @@ class PageStore:
         root = self.tier.namespace
         return root if namespace is None else namespace_key(root.hex(), repr(namespace))
 
-    def spills(self, page: StoredPage) -> list[Spill]:
-        """The parts of a page to read out and store; none that the disk has already."""
-        if self.tier is None or len(page.tokens) < self.page_size:
+    def spills(
+        self, node: Node, pages: Seq[int | None], snapshots: Iterable[Snapshot]
+    ) -> list[Spill]:
+        """The parts of a page to read out and store; none that the disk has already.
+
+        Args:
+            node: of the prefix tree.
+            pages: by group, those that are meant.
+            snapshots: likewise.
+        """
+        if self.tier is None or len(node.tokens) < self.page_size:
             return []
-        before, _ = page.chain_keys(self.root_key(page.namespace), page_key)
-        held = [(group, page_id) for group, page_id in enumerate(page.pages) if page_id is not None]
+        before, _ = node.chain_keys(self.root_key(node.namespace), page_key)
+        held = [(group, page) for group, page in enumerate(pages) if page is not None]
         held += [
             (self.state_group, snapshot.number)
-            for snapshot in page.snapshots
+            for snapshot in snapshots
             if snapshot.offset == self.page_size
         ]
         spills = []
         for group, number in held:
-            parent, key = entry_keys(before, group, page.tokens)
+            parent, key = entry_keys(before, group, node.tokens)
             if not self.tier.contains(key):
-                spills.append(Spill(group, number, key, parent, page.tokens))
+                spills.append(Spill(group, number, key, parent, node.tokens))
         return spills
 
     def affordable(self, spills: Seq[Spill]) -> list[Spill]:
@@ -389,22 +397,21 @@ class Transfers:
 
     # -- to the disk ----------------------------------------------------------------------------
 
-    def note_evicted(self, pages: Seq[StoredPage]) -> None:
-        """Note evicted pages, to be stored; those that wait for content from the disk are not."""
-        for page in pages:
-            places = [(g, i) for g, i in enumerate(page.pages) if i is not None]
-            places += [(self._store.state_group, s.number) for s in page.snapshots]
-            unfilled = {place for place in places if self._loads.pop(place, None)}
-            self._spills += [
-                spill
-                for spill in self._store.spills(page)
-                if (spill.group, spill.page) not in unfilled
-            ]
+    def note_evicted(self, node: Node, pages: Seq[int | None], snapshots: Seq[Snapshot]) -> None:
+        """Note an evicted page, to be stored, unless it waits for content from the disk."""
+        places = [(g, i) for g, i in enumerate(pages) if i is not None]
+        places += [(self._store.state_group, s.number) for s in snapshots]
+        unfilled = {place for place in places if self._loads.pop(place, None)}
+        self._spills += [
+            spill
+            for spill in self._store.spills(node, pages, snapshots)
+            if (spill.group, spill.page) not in unfilled
+        ]
 
     def all_of(self, tree: PrefixTree) -> list[Spill]:
         """All that the tree has and the disk lacks, what was used last and parents first."""
-        pages = sorted(tree.stored(), key=lambda p: (-p.node.tick, p.page_number))
-        self.note_evicted(pages)
+        for node in sorted(tree.nodes(), key=lambda node: (-node.tick, node.number)):
+            self.note_evicted(node, node.pages, list(node.snapshots.values()))
         spills, self._spills = self._spills, []
         return spills
 
@@ -475,9 +482,10 @@ class Transfers:
         for group, first, pages in runs:
             tables[group] = PageTable(size, first=first, pages=pages)
         namespace, ids = prompt
-        for duplicate in tree.insert(namespace, ids[: stop * size], tables):
-            self._loads.pop((duplicate.group, duplicate.own))
-            self._allocators[duplicate.group].release([duplicate.own])
+        tree.insert(namespace, ids[: stop * size], tables)
+        for group, _, pages in runs:
+            for page in set(pages).difference(tables[group].pages):  # the tree had an equal one
+                self._loads.pop((group, page))
 
     def _insert_snapshot(self, tree: PrefixTree, prompt: Prompt, number: int, read: Entry) -> None:
         """The state after page `number`, where there is room for it."""

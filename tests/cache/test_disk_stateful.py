@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxinfer.cache.disk.entry import Entry, Files, decode, namespace_key, page_key
-from mlxinfer.cache.disk.tier import DiskStore
+from mlxinfer.cache.disk.tier import DiskTier
 
 BLOCK = 64
 MODEL = namespace_key("model", "bf16")
@@ -177,18 +177,18 @@ class DiskMachine(RuleBasedStateMachine):
     def build(self) -> None:
         self.disk = Disk()
         self.store = self.open()
-        self.other: DiskStore | None = None
+        self.other: DiskTier | None = None
         self.safe: set[str] = set()  # paths that a power cut must leave
 
-    def open(self) -> DiskStore:
-        return DiskStore(
+    def open(self) -> DiskTier:
+        return DiskTier(
             ROOT, MODEL, max_bytes=MAX_BYTES, files=self.disk, clock_ns=self.disk.clock_ns
         )
 
     def path(self, number: int) -> str:
         return f"{ROOT}/{MODEL.hex()}/{ENTRIES[number].key.hex()}.kv"
 
-    def check_get(self, store: DiskStore, number: int) -> bool:
+    def check_get(self, store: DiskTier, number: int) -> bool:
         entry = store.get(ENTRIES[number].key)
         assert entry is None or entry == ENTRIES[number]
         return entry is not None
@@ -277,8 +277,8 @@ class DiskMachine(RuleBasedStateMachine):
             self.check_get(self.store, number)
 
 
-TestDiskStore = DiskMachine.TestCase
-TestDiskStore.settings = settings(stateful_step_count=25)
+TestDiskTier = DiskMachine.TestCase
+TestDiskTier.settings = settings(stateful_step_count=25)
 
 
 def test_the_power_may_go_at_any_moment() -> None:

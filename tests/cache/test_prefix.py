@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 
 from mlxinfer.cache.pages import PageAllocator, PageTable
-from mlxinfer.cache.prefix import Lease, PrefixTree, StoredPage
+from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
 from mlxinfer.cache.prefix.store import EvictionQueue
 
 SIZE = 4
@@ -34,8 +34,7 @@ def put(tree: PrefixTree, token_ids: list[int], *, priority: int = 0, partial: b
     """A sequence that came, was computed and went."""
     lease = tree.lock(tree.probe("", token_ids, limit=0), priority=priority)
     tables = tables_for(tree, len(token_ids))
-    for duplicate in tree.extend(lease, token_ids, tables, num_tokens=len(token_ids)):
-        tree.allocators[duplicate.group].release([duplicate.own])
+    tree.extend(lease, token_ids, tables, num_tokens=len(token_ids))
     taken = partial and tree.add_partial(lease, token_ids, tables, num_tokens=len(token_ids))
     if len(token_ids) % SIZE and not taken:
         for table, allocator in zip(tables, tree.allocators, strict=True):
@@ -115,12 +114,12 @@ def test_windows_lose_pages_passed_by_before_those_where_a_sequence_ended() -> N
 
 
 def test_pages_are_given_back_even_if_the_listener_fails() -> None:
-    def fail(gone: list[StoredPage]) -> None:
-        raise RuntimeError(len(gone))
+    def fail(node: Node, pages: Sequence[int | None], snapshots: Sequence[Snapshot]) -> None:
+        raise RuntimeError(node.number)
 
     tree = make_tree(None, on_evict=fail)
     put(tree, list(range(8)))
-    with pytest.raises(RuntimeError, match="2"):
+    with pytest.raises(RuntimeError, match="1"):  # of two, the deepest
         tree.evict(0, 5)
     assert tree.allocators[0].num_held == 0
     tree.check()
@@ -135,7 +134,7 @@ def test_keys_of_a_path_are_made_once() -> None:
 
     tree = make_tree(None)
     put(tree, list(range(12)))
-    keys = [page.chain_keys(b"", next_key) for page in reversed(list(tree.stored()))]
+    keys = [page.chain_keys(b"", next_key) for page in reversed(list(tree.nodes()))]
     assert keys == [(bytes(range(n - SIZE)), bytes(range(n))) for n in (12, 8, 4)]
     assert len(calls) == 3
 
@@ -199,10 +198,10 @@ def test_holes_in_several_windows_cost_no_more_than_the_path() -> None:
         tree = make_tree(None, 60, 61, 62, num_pages=num_pages)
         tokens = list(range(num_pages * SIZE))
         tree.insert("", tokens, tables_for(tree, len(tokens)))
-        for page in tree.stored():
-            page.node.pages = Pages(page.node.pages)
-            if page.page_number % 3:
-                page.node.pages[page.page_number % 3] = None  # no two groups resume together
+        for page in tree.nodes():
+            page.pages = Pages(page.pages)
+            if page.number % 3:
+                page.pages[page.number % 3] = None  # no two groups resume together
         before = next(looked)
         assert reused(tree, tokens) < 8
         return next(looked) - before

@@ -5,6 +5,7 @@ wrong prompt, released while in use or overwritten shows at once, whatever the c
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
-from mlxinfer.cache.prefix import Lease, PrefixTree, StoredPage
+from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
 
 Path = tuple[str, tuple[int, ...]]  # namespace, tokens from position 0 to the end of a page
 SIZE = 2
@@ -125,7 +126,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.allocators = [PageAllocator(NUM_PAGES, headroom=1) for _ in self.groups]
         self.contents = [[[None] * SIZE for _ in range(NUM_PAGES)] for _ in self.groups]
         self.ticks = count(1)
-        self.evicted: list[StoredPage] = []
+        self.evicted: list[Node] = []
         self.tree = PrefixTree(
             self.allocators,
             windows=self.windows,
@@ -145,13 +146,16 @@ class PrefixMachine(RuleBasedStateMachine):
     def now(self) -> int:
         return next(self.ticks)
 
-    def note_evicted(self, gone: list[StoredPage]) -> None:
+    def note_evicted(
+        self, node: Node, pages: Sequence[int | None], snapshots: Sequence[Snapshot]
+    ) -> None:
         """Pages are still the tree's while it tells of them."""
-        for page in gone:
-            for group, page_id in enumerate(page.pages):
-                if page_id is not None:
-                    self.check_contents(group, page_id, page.namespace, page.token_ids())
-        self.evicted += gone
+        assert pages == node.pages
+        assert not snapshots
+        for group, page_id in enumerate(pages):
+            if page_id is not None:
+                self.check_contents(group, page_id, node.namespace, node.token_ids())
+        self.evicted.append(node)
 
     def check_contents(self, group: int, page: int, namespace: object, token_ids: list) -> None:
         start = (len(token_ids) - 1) // SIZE * SIZE
@@ -179,7 +183,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def sync_evictions(self) -> None:
         """The tree may lose nodes without a lock, and windowed pages without a hold."""
-        held = {(p.namespace, tuple(p.token_ids())): p.pages for p in self.tree.stored()}
+        held = {(p.namespace, tuple(p.token_ids())): p.pages for p in self.tree.nodes()}
         assert held.keys() <= self.model.entries.keys()
         assert self.locked() <= held.keys()
         for path in list(self.model.entries):
@@ -204,7 +208,7 @@ class PrefixMachine(RuleBasedStateMachine):
         path = [(namespace, tuple(token_ids[: n + SIZE])) for n in range(0, whole, SIZE)]
         cut = None
         if match.cut is not None:
-            cut = (namespace, tuple(StoredPage(match.cut).token_ids()))
+            cut = (namespace, tuple(match.cut.token_ids()))
         running = Running(namespace, token_ids, match.tables(), lease, length, path, cut, priority)
         self.running.append(running)
         if cut is not None:
@@ -261,17 +265,19 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def hand_over(self, running: Running) -> None:
         tree_had = len(running.path)
-        duplicates = self.tree.extend(
+        before = [table.copy() for table in running.tables]
+        some_replaced = self.tree.extend(
             running.lease, running.token_ids, running.tables, num_tokens=running.num_computed
         )
-        replaced = {(d.group, d.page_number): d for d in duplicates}
         if running.forgotten:
-            assert not duplicates
+            assert not some_replaced
+            assert running.tables == before
             assert running.lease.num_pages == tree_had
             return
+        num_replaced = 0
         for number in range(tree_had, running.num_computed // SIZE):
             path = (running.namespace, tuple(running.token_ids[: (number + 1) * SIZE]))
-            own = [page_of(table, number) for table in running.tables]
+            own = [page_of(table, number) for table in before]
             entry = self.model.entries.get(path)
             if entry is None:
                 self.drop_shorter(path)
@@ -280,16 +286,12 @@ class PrefixMachine(RuleBasedStateMachine):
             for group, page in enumerate(own):
                 if page is None:
                     continue
+                num_replaced += entry.pages[group] is not None
                 if entry.pages[group] is None:
-                    assert (group, number) not in replaced
                     entry.pages[group] = page
-                else:
-                    duplicate = replaced.pop((group, number))
-                    assert (duplicate.own, duplicate.tree) == (page, entry.pages[group])
-                    running.tables[group].replace(number, duplicate.tree)
-                    self.allocators[group].release([page])
+                assert page_of(running.tables[group], number) == entry.pages[group]
             running.path.append(path)
-        assert not replaced
+        assert some_replaced == (num_replaced > 0)
         assert running.lease.num_pages == len(running.path)
 
     def drop_shorter(self, path: Path) -> None:
@@ -417,7 +419,7 @@ class PrefixMachine(RuleBasedStateMachine):
         match = self.tree.probe(namespace, token_ids, limit=len(token_ids))
         lease = self.tree.lock(self.tree.probe(namespace, token_ids, limit=len(token_ids)))
         nodes = [*match.nodes, match.cut] if match.cut else match.nodes
-        paths = [(namespace, tuple(StoredPage(node).token_ids())) for node in nodes]
+        paths = [(namespace, tuple(node.token_ids())) for node in nodes]
         self.pins.append((lease, paths))
 
     @precondition(lambda self: self.pins)
@@ -460,13 +462,13 @@ class PrefixMachine(RuleBasedStateMachine):
                 if n >= r.lease.num_pages
             ]
             assert len(own) == len(set(own))
-            stored = {p.pages[group] for p in self.tree.stored()} - {None}
+            stored = {p.pages[group] for p in self.tree.nodes()} - {None}
             assert not stored & set(own)
             assert allocator.num_held == len(own) + self.tree.num_pages(group)
 
     @invariant()
     def tree_holds_what_the_model_holds(self) -> None:
-        held = {(p.namespace, tuple(p.token_ids())): list(p.pages) for p in self.tree.stored()}
+        held = {(p.namespace, tuple(p.token_ids())): list(p.pages) for p in self.tree.nodes()}
         assert held == {path: entry.pages for path, entry in self.model.entries.items()}
 
     @invariant()

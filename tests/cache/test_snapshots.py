@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
-from mlxinfer.cache.prefix import Lease, PrefixTree, Snapshot, StoredPage
+from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
 from mlxinfer.cache.prefix.node import resume_point
 
 SIZE = 4
@@ -20,7 +21,6 @@ class World:
         self.windows = self.rng.choice([[None], [None, 5], [6]])
         self.allocators = [PageAllocator(40) for _ in self.windows]
         self.states = StateGroup(100, self.rng.choice([0, 1, 3, 50]))
-        self.evicted: list[StoredPage] = []
         self.tree = PrefixTree(
             self.allocators,
             windows=self.windows,
@@ -31,8 +31,8 @@ class World:
         self.there: dict[Snapshot, tuple[int, ...]] = {}  # the tokens that each is behind
         self.leases: list[tuple[Lease, Snapshot | None]] = []
 
-    def _note(self, pages: list[StoredPage]) -> None:
-        for snapshot in (s for page in pages for s in page.snapshots):
+    def _note(self, node: Node, pages: Sequence[int | None], snapshots: Sequence[Snapshot]) -> None:
+        for snapshot in snapshots:
             assert not snapshot.holds, "a snapshot that a lease needs is evicted"
             del self.there[snapshot]
 
@@ -62,9 +62,7 @@ class World:
                 first = max(len(ids) - window + 1, 0) // SIZE
                 own = max(lease.num_pages - table.first, 0)
                 allocator.release(table.drop_before(first)[own:])
-        for duplicate in self.tree.extend(lease, ids, tables, num_tokens=len(ids)):
-            tables[duplicate.group].replace(duplicate.page_number, duplicate.tree)
-            self.allocators[duplicate.group].release([duplicate.own])
+        self.tree.extend(lease, ids, tables, num_tokens=len(ids))
         kept = self.tree.add_partial(lease, ids, tables, num_tokens=len(ids))
         for table, allocator in zip(tables, self.allocators, strict=True):
             allocator.release(table.pages_from(lease.num_pages + kept))
@@ -108,12 +106,12 @@ class World:
     def check(self) -> None:
         self.tree.check()
         assert len(self.there) == self.states.num_held <= max(self.states.max_snapshots, 0)
-        found = [s for page in self.tree.stored() for s in page.snapshots]
+        found = [s for node in self.tree.nodes() for s in node.snapshots.values()]
         assert set(found) == set(self.there)
-        for page in self.tree.stored():
-            start = page.token_ids()[: page.page_number * SIZE]
-            for snapshot in page.snapshots:
-                tokens = (*start, *page.tokens[: snapshot.offset])
+        for node in self.tree.nodes():
+            start = node.token_ids()[: node.number * SIZE]
+            for snapshot in node.snapshots.values():
+                tokens = (*start, *node.tokens[: snapshot.offset])
                 assert self.there[snapshot] == tokens
         dropped = self.states.take_dropped()
         assert not set(dropped) & {s.number for s in found}

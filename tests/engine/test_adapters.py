@@ -111,7 +111,7 @@ def test_two_adapters_never_share_a_page(folders: dict[str, Path]) -> None:
             outcome = harness.drain()[f"{name} {turn}"]
             assert outcome.cached_tokens == (4 * PAGE - 1 if turn else 0)
     pages: dict[object, set[int]] = {}
-    for stored in harness.loop.scheduler.kv_manager.tree.stored():
+    for stored in harness.loop.scheduler.kv_manager.tree.nodes():
         page = stored.pages[0]
         assert page is not None
         assert page not in pages.setdefault(stored.namespace, set())

@@ -71,12 +71,17 @@ class Bench:
         tree.insert(None, IDS[: num_pages * PAGE], tables)
         return tree
 
+    def spills(self) -> list[Spill]:
+        """What the disk lacks of ten pages."""
+        nodes = self.tree(10).nodes()
+        return [s for node in nodes for s in self.store.spills(node, node.pages, ())]
+
     def store_all(self) -> None:
-        for page in self.tree(10).stored():
-            spills = self.store.spills(page)
+        for node in self.tree(10).nodes():
+            spills = self.store.spills(node, node.pages, ())
             assert [spill.group for spill in spills] == [FULL, WINDOWED]
-            self.store.put((s, bytes([page.page_number]) * PAGE_BYTES[s.group]) for s in spills)
-            self.keys |= {(page.page_number, s.group): s.key for s in spills}
+            self.store.put((s, bytes([node.number]) * PAGE_BYTES[s.group]) for s in spills)
+            self.keys |= {(node.number, s.group): s.key for s in spills}
         self.tier.flush()
 
     def lose(self, number: int, group: int) -> None:
@@ -151,9 +156,9 @@ def test_a_payload_of_another_size_is_a_miss(bench: Bench) -> None:
 
 
 def test_pages_on_the_disk_are_not_spilled_again(bench: Bench) -> None:
-    assert [s for page in bench.tree(10).stored() for s in bench.store.spills(page)] == []
+    assert bench.spills() == []
     bench.lose(4, WINDOWED)
-    [spill] = [s for page in bench.tree(10).stored() for s in bench.store.spills(page)]
+    [spill] = bench.spills()
     assert (spill.group, spill.page) == (WINDOWED, 4)
 
 
@@ -169,7 +174,7 @@ def test_saving_stops_at_the_budget_and_at_the_deadline(
 ) -> None:
     bench = Bench(tmp_path, max_bytes=40)
     monkeypatch.setattr(pagestore, "SAVE_CHUNK_BYTES", 14)
-    spills = [s for page in bench.tree(10).stored() for s in bench.store.spills(page)]
+    spills = bench.spills()
     asked: list[int] = []
 
     def read(chunk):  # type: ignore[no-untyped-def]

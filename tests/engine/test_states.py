@@ -117,7 +117,8 @@ def test_a_long_prompt_leaves_a_rolling_snapshot(
     harness.add("gone", prompt(200), TEN)
     while harness.loop.scheduler.queues.find("gone").num_computed < 110:  # type: ignore[union-attr]
         harness.turn()
-    snapshots = [s for p in harness.loop.scheduler.kv_manager.tree.stored() for s in p.snapshots]
+    nodes = harness.loop.scheduler.kv_manager.tree.nodes()
+    snapshots = [s for node in nodes for s in node.snapshots.values()]
     assert len(snapshots) <= 2, "each takes the place of the one before"
     harness.drain()
     ids = prompt(200)[:150]

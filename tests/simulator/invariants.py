@@ -62,7 +62,7 @@ def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
             for s in scheduler.queues.running
             for page in s.tables[group].pages_from(s.lease_of.num_pages)
         ]
-        trees = [p for s in kv_manager.tree.stored() if (p := s.pages[group]) is not None]
+        trees = [p for s in kv_manager.tree.nodes() if (p := s.pages[group]) is not None]
         assert len(set(own + trees)) == len(own) + len(trees), "a page has two owners"
         assert len(own) + kv_manager.tree.num_pages(group) == allocator.num_held
         assert allocator.num_held + allocator.num_free == allocator.num_pages
@@ -92,7 +92,6 @@ def check_locks(scheduler: Scheduler, leases: list[Lease]) -> None:
             if page_group.window.size is not None:
                 kept = page_group.window.kept_pages(kv_manager.page_size)
                 holds[group].update(lease.nodes[:kept] + lease.nodes[lease.first[group] :] + cut)
-    for stored in kv_manager.tree.stored():
-        node = stored.node
+    for node in kv_manager.tree.nodes():
         assert node.locks == locks[node]
         assert node.holds == [counter[node] for counter in holds]

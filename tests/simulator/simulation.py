@@ -264,18 +264,18 @@ class Simulation:
     def _check_stored(self) -> None:
         """Every page of the tree holds the keys of the tokens that lead to it."""
         size, windows = self.sizes.page_size, self.sizes.windows
-        for stored in self.scheduler.kv_manager.tree.stored():
+        for stored in self.scheduler.kv_manager.tree.nodes():
             tokens = stored.token_ids()
             recurrent = self.states is not None
             oracle = Oracle(windows, tokens, seed=0, vocab=self.sizes.vocab, recurrent=recurrent)
-            start = stored.page_number * size
+            start = stored.number * size
             keys = [oracle.keys(position) for position in range(start, len(tokens))]
             for layer, group in enumerate(self.kv.groups):
                 page = stored.pages[group]
                 if page is not None:
                     found = self.kv.pools[layer][page * size : page * size + len(keys)]
                     assert found == [k[layer] for k in keys], "a cached page holds something else"
-            for snapshot in stored.snapshots:
+            for snapshot in stored.snapshots.values():
                 assert self.kv.states is not None
                 state = self.kv.states.state(snapshot.number)
                 assert state == oracle.state(start + snapshot.offset), "a snapshot of another place"

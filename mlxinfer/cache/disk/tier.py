@@ -42,15 +42,18 @@ class DiskStats:
     errors: int = 0  # of the file system; each was a miss, or an entry not written
 
 
-class DiskStore:
-    """One namespace of a folder that others may share. Raises nothing that files can cause.
+class DiskTier:
+    """Prefix pages of one namespace, in a folder that other processes and models may share.
 
-    Safe to use from several threads; at most one of them writes.
+    Raises nothing that files can cause. Safe to use from several threads. `put` never waits for a
+    write: a thread of its own, which the first `put` starts, calls `write_entry` and `sync`.
 
     Args:
         root: the folder; made where it is missing.
-        namespace: of what is written and read here.
-        max_bytes: what the entries of all namespaces may take together.
+        namespace: `namespace_key` of what makes payloads comparable: model content, KV format. An
+            adapter is best part of the key that a chain starts from.
+        max_bytes: what the entries of all namespaces under `root` may take together.
+        max_pending_bytes: payloads that may wait to be written; what comes on top is dropped.
         files: access to files.
         clock_ns: nanoseconds since the epoch.
     """
@@ -61,11 +64,13 @@ class DiskStore:
         namespace: bytes,
         *,
         max_bytes: int,
+        max_pending_bytes: int = 256 * 2**20,
         files: Files | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         assert len(namespace) == KEY_BYTES
         self.root = root
+        self.namespace = namespace
         self.folder = os.path.join(root, namespace.hex())
         self.max_bytes = max_bytes
         self._files = files or Files()
@@ -76,6 +81,12 @@ class DiskStore:
         self._stats = DiskStats()
         self._num_until_scan = WRITES_PER_SCAN
         self._unsynced = False
+        self._max_pending_bytes = max_pending_bytes
+        self._pending: OrderedDict[bytes, Entry] = OrderedDict()  # until they are written
+        self._num_pending_bytes = 0
+        self._writer: threading.Thread | None = None
+        self._stopping = False
+        self._changed = threading.Condition()  # of the four above
         with self._errors_counted():
             self._files.make_folder(self.folder)
         self._scan(remove_temps=True)
@@ -84,26 +95,31 @@ class DiskStore:
 
     def get(self, key: bytes) -> Entry | None:
         """The entry of a key, which counts as used; None: not there, or broken and now removed."""
-        entry = self._read(key)
-        if entry is not None:
-            self._mark_used([self._path(key)])
-        return entry
+        return next(iter(self.get_chain([key])), None)
 
     def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
-        """The entries of a chain up to the first miss. They count as used, the first the most:
-        so a chain loses its end first, without which its beginning still is of use.
+        """The entries of a prompt's `chain_keys` from the first on, up to the first miss.
+
+        They count as used, the first the most: so a chain loses its end first, without which its
+        beginning still is of use.
         """
         entries: list[Entry] = []
+        read: list[str] = []  # from the disk
         for key in keys:
-            entry = self._read(key)
+            entry = self._waiting(key)
             if entry is None:
-                break
+                entry = self._read(key)
+                if entry is None:
+                    break
+                read.append(self._path(key))
             entries.append(entry)
-        self._mark_used([self._path(entry.key) for entry in reversed(entries)])
+        self._mark_used(read[::-1])
         return entries
 
     def contains(self, key: bytes) -> bool:
-        """Whether there is a file; it may yet prove broken."""
+        """Whether there is an entry; it may yet prove broken."""
+        if self._waiting(key) is not None:
+            return True
         try:
             self._files.info(self._path(key))
         except OSError:
@@ -222,6 +238,85 @@ class DiskStore:
         with self._lock:
             self._num_bytes -= self._sizes.pop(path, 0)
 
+    # -- writing later --------------------------------------------------------------------------
+
+    def put(
+        self, key: bytes, parent: bytes, token_ids: Sequence[int], payload: bytes | memoryview
+    ) -> bool:
+        """Store a page soon. The payload is copied, unless it is bytes.
+
+        Args:
+            key: `page_key(parent, token_ids)`.
+            parent: key of the page before, or what the chain starts from.
+            token_ids: of this page alone.
+            payload: of any size and content.
+
+        Returns:
+            False: dropped, for too much waits already, or the tier was closed.
+        """
+        assert key == page_key(parent, token_ids)
+        if self.contains(key):
+            return True
+        entry = Entry(key, parent, tuple(token_ids), memoryview(bytes(payload)))
+        with self._changed:
+            waiting = self._num_pending_bytes + entry.num_bytes
+            if not self._stopping and waiting <= self._max_pending_bytes:
+                self._num_pending_bytes = waiting
+                self._pending[key] = entry
+                self._start_writer()
+                self._changed.notify_all()
+                return True
+        self.count_dropped()
+        return False
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was put is on the disk; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Write the waiting entries, and stop. Later entries are dropped; reading goes on."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+
+    def _start_writer(self) -> None:
+        if self._writer is None:
+            self._writer = threading.Thread(target=self._write_all, name="kv-disk", daemon=True)
+            self._writer.start()
+
+    def _waiting(self, key: bytes) -> Entry | None:
+        with self._changed:
+            return self._pending.get(key)
+
+    def _write_all(self) -> None:
+        """The writer's thread. Should a bug end it, no caller is left waiting."""
+        try:
+            while (entry := self._next()) is not None:
+                self.write_entry(entry)
+                if len(self._pending) == 1:
+                    self.sync()
+                self._done(entry)
+        finally:
+            with self._changed:
+                self._stopping = True
+                self._pending.clear()
+                self._changed.notify_all()
+
+    def _next(self) -> Entry | None:
+        """The entry that waits longest; None: there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._stopping)
+            return next(iter(self._pending.values()), None)
+
+    def _done(self, entry: Entry) -> None:
+        with self._changed:
+            del self._pending[entry.key]
+            self._num_pending_bytes -= entry.num_bytes
+            self._changed.notify_all()
+
     # -- looking around -------------------------------------------------------------------------
 
     def _scan_now_and_then(self) -> None:
@@ -272,125 +367,3 @@ class DiskStore:
         with self._lock:
             for name, count in counts.items():
                 setattr(self._stats, name, getattr(self._stats, name) + count)
-
-
-class DiskTier(DiskStore):
-    """A store of prefix pages that never makes its caller wait for a write.
-
-    Args:
-        root: the folder; made where it is missing. Other processes and models may share it.
-        namespace: `namespace_key` of what makes payloads comparable: model content, KV format. An
-            adapter is best part of the key that a chain starts from.
-        max_bytes: what all entries under `root` may take.
-        max_pending_bytes: payloads that may wait to be written; what comes on top is dropped.
-        files, clock_ns: for tests.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        namespace: bytes,
-        *,
-        max_bytes: int,
-        max_pending_bytes: int = 256 * 2**20,
-        files: Files | None = None,
-        clock_ns: Callable[[], int] = time.time_ns,
-    ) -> None:
-        super().__init__(root, namespace, max_bytes=max_bytes, files=files, clock_ns=clock_ns)
-        self.namespace = namespace
-        self._max_pending_bytes = max_pending_bytes
-        self._pending: OrderedDict[bytes, Entry] = OrderedDict()  # until they are written
-        self._num_pending_bytes = 0
-        self._stopping = False
-        self._changed = threading.Condition()  # of the three above
-        self._writer = threading.Thread(target=self._write_all, name="kv-disk", daemon=True)
-        self._writer.start()
-
-    def put(
-        self, key: bytes, parent: bytes, token_ids: Sequence[int], payload: bytes | memoryview
-    ) -> bool:
-        """Store a page soon. The payload is copied, unless it is bytes.
-
-        Args:
-            key: `page_key(parent, token_ids)`.
-            parent: key of the page before, or what the chain starts from.
-            token_ids: of this page alone.
-            payload: of any size and content.
-
-        Returns:
-            False: dropped, for too much waits already, or the tier was closed.
-        """
-        assert key == page_key(parent, token_ids)
-        if self.contains(key):
-            return True
-        entry = Entry(key, parent, tuple(token_ids), memoryview(bytes(payload)))
-        with self._changed:
-            waiting = self._num_pending_bytes + entry.num_bytes
-            if not self._stopping and waiting <= self._max_pending_bytes:
-                self._num_pending_bytes = waiting
-                self._pending[key] = entry
-                self._changed.notify_all()
-                return True
-        self.count_dropped()
-        return False
-
-    def get(self, key: bytes) -> Entry | None:
-        """The entry of a key, read now; None: not there, or broken."""
-        return self._waiting(key) or super().get(key)
-
-    def get_chain(self, keys: Sequence[bytes]) -> list[Entry]:
-        """The entries of a prompt's `chain_keys` from the first on, up to the first miss."""
-        entries: list[Entry] = []
-        while rest := keys[len(entries) :]:
-            waiting = self._waiting(rest[0])
-            found = [waiting] if waiting else super().get_chain(rest)
-            if not found:
-                break
-            entries += found
-        return entries
-
-    def contains(self, key: bytes) -> bool:
-        """Whether there is an entry; it may yet prove broken."""
-        return self._waiting(key) is not None or super().contains(key)
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put is on the disk; whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._pending, timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Write the waiting entries, and stop. Later entries are dropped; reading goes on."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        self._writer.join(timeout_s)
-
-    def _waiting(self, key: bytes) -> Entry | None:
-        with self._changed:
-            return self._pending.get(key)
-
-    def _write_all(self) -> None:
-        """The writer's thread. Should a bug end it, no caller is left waiting."""
-        try:
-            while (entry := self._next()) is not None:
-                self.write_entry(entry)
-                if len(self._pending) == 1:
-                    self.sync()
-                self._done(entry)
-        finally:
-            with self._changed:
-                self._stopping = True
-                self._pending.clear()
-                self._changed.notify_all()
-
-    def _next(self) -> Entry | None:
-        """The entry that waits longest; None: there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._stopping)
-            return next(iter(self._pending.values()), None)
-
-    def _done(self, entry: Entry) -> None:
-        with self._changed:
-            del self._pending[entry.key]
-            self._num_pending_bytes -= entry.num_bytes
-            self._changed.notify_all()

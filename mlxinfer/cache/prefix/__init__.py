@@ -1,15 +1,14 @@
 """The prefix cache: a tree of pages by the tokens that they hold. Pure Python."""
 
-from .node import RestorePoint, Snapshot, StoredPage
+from .node import Node, RestorePoint, Snapshot
 from .store import Lease
-from .tree import Duplicate, PrefixCounters, PrefixTree
+from .tree import PrefixCounters, PrefixTree
 
 __all__ = [
-    "Duplicate",
     "Lease",
+    "Node",
     "PrefixCounters",
     "PrefixTree",
     "RestorePoint",
     "Snapshot",
-    "StoredPage",
 ]

@@ -119,6 +119,33 @@ class Node:
                 found.append(child)
         return found
 
+    def token_ids(self) -> list[int]:
+        """All tokens from position 0 to the end of this page. Costs the length of the path."""
+        parts, node = [], self
+        while node.parent is not None:
+            parts.append(node.tokens)
+            node = node.parent
+        return [token for part in reversed(parts) for token in part]
+
+    def chain_keys(
+        self, root_key: bytes, next_key: Callable[[bytes, Sequence[int]], bytes]
+    ) -> tuple[bytes, bytes]:
+        """(parent's key, own key), each key made of the key before it and the page's tokens.
+
+        Remembered in the tree, so that the keys of a whole path cost its length once. `root_key`
+        and `next_key` must be the same at every call.
+        """
+        assert self.parent is not None
+        missing: list[Node] = []
+        node = self
+        while node.parent is not None and node.digest is None:
+            missing.append(node)
+            node = node.parent
+        key = _digest(node, root_key)
+        for node in reversed(missing):
+            key = node.digest = next_key(key, node.tokens)
+        return _digest(self.parent, root_key), key
+
 
 class Snapshot:
     """The state of recurrent layers after `offset` tokens of a node: it covers that position."""
@@ -133,65 +160,6 @@ class Snapshot:
         self.holds = 0  # leases that go on from it
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPage:
-    """A page of tokens with its page ids and snapshots, to be stored on disk or inspected.
-
-    Attributes:
-        alone: of the node, only this snapshot is meant.
-    """
-
-    node: Node
-    alone: Snapshot | None = None
-
-    @property
-    def namespace(self) -> Hashable:
-        """The namespace of the path."""
-        return self.node.namespace
-
-    @property
-    def page_number(self) -> int:
-        """Position of its first token // page_size."""
-        return self.node.number
-
-    @property
-    def tokens(self) -> Tokens:
-        """The tokens of this page alone; fewer than page_size in a partial leaf."""
-        return self.node.tokens
-
-    @property
-    def pages(self) -> tuple[int | None, ...]:
-        """Page id of each group; None where a window recycled it."""
-        return tuple(self.node.pages) if self.alone is None else (None,) * len(self.node.pages)
-
-    @property
-    def snapshots(self) -> list[Snapshot]:
-        """States after some of its tokens."""
-        return list(self.node.snapshots.values()) if self.alone is None else [self.alone]
-
-    def token_ids(self) -> list[int]:
-        """All tokens from position 0 to the end of this page. Costs the length of the path."""
-        parts = [node.tokens for node in _path(self.node)]
-        return [token for part in parts for token in part]
-
-    def chain_keys(
-        self, root_key: bytes, next_key: Callable[[bytes, Sequence[int]], bytes]
-    ) -> tuple[bytes, bytes]:
-        """(parent's key, own key), each key made of the key before it and the page's tokens.
-
-        Remembered in the tree, so that the keys of a whole path cost its length once. `root_key`
-        and `next_key` must be the same at every call.
-        """
-        missing = []
-        node: Node | None = self.node
-        while node is not None and node.parent is not None and node.digest is None:
-            missing.append(node)
-            node = node.parent
-        for node in reversed(missing):
-            node.digest = next_key(_digest(node.parent, root_key), node.tokens)
-        return _digest(self.node.parent, root_key), _digest(self.node, root_key)
-
-
 def common_length(a: Tokens, b: Tokens) -> int:
     """How many tokens two tuples share at their beginning."""
     length = 0
@@ -202,16 +170,8 @@ def common_length(a: Tokens, b: Tokens) -> int:
     return length
 
 
-def _path(node: Node) -> list[Node]:
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
-    return path[::-1]
-
-
-def _digest(node: Node | None, root_key: bytes) -> bytes:
-    if node is None or node.parent is None:
+def _digest(node: Node, root_key: bytes) -> bytes:
+    if node.parent is None:
         return root_key
     assert node.digest is not None
     return node.digest

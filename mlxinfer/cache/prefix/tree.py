@@ -6,7 +6,7 @@ node does.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ..pages import PageAllocator, PageTable, StateGroup
@@ -15,7 +15,6 @@ from .node import (
     Node,
     RestorePoint,
     Snapshot,
-    StoredPage,
     resume_point,
     state_coverage,
     window_coverage,
@@ -23,7 +22,8 @@ from .node import (
 )
 from .store import Lease, NodeStore
 
-OnEvict = Callable[[list[StoredPage]], None]
+OnEvict = Callable[[Node, Sequence[int | None], Sequence[Snapshot]], None]
+"""Of a node, the pages by group and the snapshots that go; before they are released."""
 
 
 @dataclass(slots=True)
@@ -38,24 +38,15 @@ class PrefixCounters:
     windows_dropped: int = 0  # windowed pages that went before their node
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """A page that the tree had already: use `tree` in place of `own`, and release `own`."""
-
-    group: int
-    page_number: int
-    own: int
-    tree: int
-
-
 class PrefixTree(NodeStore):
     """Prefix cache over the pages of all layer groups.
 
     Args:
         allocators, windows, page_size, states: as of `NodeStore`.
         num_kept, clock: likewise; by default no pages are kept, and uses are counted.
-        on_evict: gets whole nodes that go, and snapshots that go alone, before they are released.
-            The deepest of a path come first. Windowed pages that go alone are left out.
+        on_evict: gets nodes that go as a whole, and snapshots that go alone, in which case there
+            are no pages. The deepest of a path come first. Windowed pages that go alone are left
+            out.
     """
 
     def __init__(
@@ -72,7 +63,7 @@ class PrefixTree(NodeStore):
         kept, clock = num_kept or [0] * len(windows), clock or itertools.count(1).__next__
         super().__init__(allocators, windows, page_size, kept, clock, states)
         self.counters = PrefixCounters()
-        self._on_evict = on_evict
+        self._on_evict = on_evict or (lambda node, pages, snapshots: None)
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -135,10 +126,6 @@ class PrefixTree(NodeStore):
         loose = self.loose.get(group)
         return self.num_unlocked if loose is None else len(loose)
 
-    def stored(self) -> Iterator[StoredPage]:
-        """All pages, parents before children. The tree must not change meanwhile."""
-        return map(StoredPage, self.nodes())
-
     # -- leases ---------------------------------------------------------------------------------
 
     def count(self, match: RestorePoint) -> None:
@@ -165,13 +152,12 @@ class PrefixTree(NodeStore):
         tables: Sequence[PageTable],
         *,
         num_tokens: int,
-    ) -> list[Duplicate]:
+    ) -> bool:
         """Hand over the whole pages of the first `num_tokens` positions that are not in yet.
 
-        They stay protected by the lease, which grows by them. Where the tree has an equal page,
-        the caller's is not taken: put `tree` in the table in place of `own`, which is the
-        caller's to release. Page numbers that a table recycled are left out,
-        and are no longer protected for this lease.
+        They stay protected by the lease, which grows by them. Where the tree has an equal page, it
+        takes the place of the caller's in the table, and the caller's is released. Page numbers
+        that a table recycled are left out, and are no longer protected for this lease.
 
         Costs what is new. After `clear`, a lease from before takes nothing.
 
@@ -181,13 +167,15 @@ class PrefixTree(NodeStore):
             tables: by group; a table that sees everything has every page.
             num_tokens: positions that have keys and values in pages, or will be once the steps
                 launched so far have run.
+
+        Returns:
+            Whether a page was replaced by an equal one.
         """
         for group in self.windowed:
             self.trim(lease, group, tables[group].first)
-        duplicates: list[Duplicate] = []
         if not self.up_to_date(lease):
-            return duplicates
-        size = self.page_size
+            return False
+        size, replaced = self.page_size, False
         for number in range(lease.num_pages, num_tokens // size):
             tokens = tuple(token_ids[number * size : (number + 1) * size])
             own = [table.page_at(number) for table in tables]
@@ -197,9 +185,9 @@ class PrefixTree(NodeStore):
                 self.counters.nodes_inserted += 1
             else:
                 self.lock_node(node)
-                duplicates += self._merge(node, own)
+                replaced |= self._merge(node, tables)
             self.grow(lease, node)
-        return duplicates
+        return replaced
 
     def add_partial(
         self,
@@ -265,26 +253,27 @@ class PrefixTree(NodeStore):
 
     def insert(
         self, namespace: Hashable, token_ids: Sequence[int], tables: Sequence[PageTable]
-    ) -> list[Duplicate]:
+    ) -> None:
         """Hand over the whole pages of a sequence in one go, without a lease."""
         lease = self.lock(self.probe(namespace, (), limit=0))
-        duplicates = self.extend(lease, token_ids, tables, num_tokens=len(token_ids))
+        self.extend(lease, token_ids, tables, num_tokens=len(token_ids))
         self.unlock(lease)
-        return duplicates
 
-    def _merge(self, node: Node, own: list[int | None]) -> list[Duplicate]:
-        """Fill the gaps of a node with a sequence's own pages; what it has is a duplicate."""
-        duplicates = []
-        for group, page in enumerate(own):
-            had = node.pages[group]
+    def _merge(self, node: Node, tables: Sequence[PageTable]) -> bool:
+        """Fill the gaps of a node with a sequence's own pages; a page that it has replaces one."""
+        replaced = False
+        for group, table in enumerate(tables):
+            page, had = table.page_at(node.number), node.pages[group]
             if page is None:
                 continue
             if had is None:
                 self.fill(node, group, page)
             else:
                 assert had != page, "handed over twice"
-                duplicates.append(Duplicate(group, node.number, page, had))
-        return duplicates
+                table.replace(node.number, had)
+                self.allocators[group].release([page])
+                replaced = True
+        return replaced
 
     # -- eviction -------------------------------------------------------------------------------
 
@@ -309,8 +298,8 @@ class PrefixTree(NodeStore):
                 self.counters.windows_dropped += 1
         self.counters.nodes_evicted += len(gone)
         try:
-            if self._on_evict is not None and gone:
-                self._on_evict([StoredPage(node) for node in gone])
+            for node in gone:
+                self._on_evict(node, node.pages, list(node.snapshots.values()))
         finally:
             self.release(gone)
         return freed
@@ -321,8 +310,7 @@ class PrefixTree(NodeStore):
         if snapshot is None:
             return False
         try:
-            if self._on_evict is not None:
-                self._on_evict([StoredPage(snapshot.node, alone=snapshot)])
+            self._on_evict(snapshot.node, (), [snapshot])
         finally:
             self.drop_snapshot(snapshot)
         return True

@@ -17,7 +17,8 @@
     ├── TemplateError                  400  template_error
     ├── OverloadedError                503  overloaded             could fit later
     ├── EngineClosedError              503  engine_closed
-    │   └── RanksFailedError           503  ranks_failed           one of several ranks is gone
+    │   ├── RanksFailedError           503  ranks_failed           one of several ranks is gone
+    │   └── DeviceLostError            503  device_lost            the GPU refuses this process
     ├── RequestFailedError             500  request_failed         a step of this request went wrong
     │   └── GrammarFailedError         400  grammar_failed         its own grammar cannot go on
     ├── HistoryError               503  history_error          the file of conversations
@@ -30,6 +31,7 @@ Messages say what came, what was expected and what to do.
 """
 
 import math
+import re
 import sys
 
 
@@ -191,6 +193,12 @@ class RanksFailedError(EngineClosedError):
     code = "ranks_failed"
 
 
+class DeviceLostError(EngineClosedError):
+    """The GPU takes no more work from this process: only a new process can go on."""
+
+    code = "device_lost"
+
+
 class RequestFailedError(MlxinferError):
     """A step went wrong while it ran this request; others go on."""
 
@@ -218,6 +226,34 @@ class BackendMissingError(MlxinferError):
     """MLX is not installed, or has no backend for this machine."""
 
     code = "backend_missing"
+
+
+# The name at the end of "[METAL] Command buffer execution failed: Impacting Interactivity
+# (0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)". MLX raises it as a
+# RuntimeError where the work is awaited (mlx/backend/metal/eval.cpp, since MLX 0.32).
+_GPU_ERROR = re.compile("CommandBufferCallbackError([A-Za-z]+)")
+# Work took too long, blocked the display, was lost with that of another process, or needed too much
+# memory. Less work at a time may pass.
+_STOPPED = {"Timeout", "ImpactingInteractivity", "Hang", "InnocentVictim", "OutOfMemory"}
+
+
+def gpu_stopped(error: BaseException) -> bool:
+    """Whether macOS stopped work of the GPU that may pass in smaller parts."""
+    named = _GPU_ERROR.search(str(error))
+    return named is not None and named[1] in _STOPPED
+
+
+def require_gpu(error: BaseException) -> None:
+    """Raise DeviceLostError if an error says that the GPU ignores all work of this process.
+
+    macOS does so after several errors of a process, and until the process ends.
+    """
+    named = _GPU_ERROR.search(str(error))
+    if named is not None and named[1] == "SubmissionsIgnored":
+        raise DeviceLostError(
+            f"macOS ignores the GPU work of this process after earlier errors ({error}). Only a "
+            "new process can go on: start the program again."
+        ) from error
 
 
 def shown(value: object) -> str:

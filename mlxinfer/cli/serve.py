@@ -1,5 +1,6 @@
 """`mlxinfer serve`: models over HTTP."""
 
+import logging
 import os
 import sys
 import tomllib
@@ -14,7 +15,7 @@ from click.core import ParameterSource
 
 from .. import hub
 from ..configfile import ModelEntry, parse_duration
-from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..errors import DeviceLostError, InsufficientMemoryError, InvalidRequestError
 from ..history import History, data_folder, default_place
 from ..memory import MODELS_SHARE, parse_bytes, raise_file_limit, total_memory_bytes
 from ._configuration import (
@@ -34,7 +35,7 @@ from ._options import (
     engine_options,
     rank_options,
 )
-from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed
+from ._ranks import follow_if_asked, inherited_listeners, restart_when_failed, start_again
 
 if TYPE_CHECKING:
     from ..server.models import ModelRegistry, RegistryEntry
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ..server.service import Fetch
     from ..server.store import ResponseStore
 
+log = logging.getLogger("mlxinfer.server")
 file_option = partial(click.option, cls=FileOption)
 
 
@@ -286,6 +288,9 @@ def command(
         restart_when_failed(service.refuse, listeners)
     try:
         server.serve_forever()
+    except DeviceLostError as error:
+        log.error("the server starts again: %s", error)
+        start_again()
     finally:
         routes.close()
 

@@ -44,6 +44,7 @@ class Sequence:
     num_cached: int = 0  # prompt tokens that were found computed
     finished: bool = False
     num_preempted: int = 0
+    retried: bool = False  # macOS stopped a step of it on the GPU, and it started over
     # waiting sequence -> positions of this one that must be computed before it is admitted
     sharers: dict["Sequence", int] = field(default_factory=dict)
 

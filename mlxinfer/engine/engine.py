@@ -154,7 +154,7 @@ class Engine:
         self._listeners: dict[str, Listener] = {}
         self._stopping = False
         self._abandoned = False
-        self._why = "The engine is closed; build a new LLM."  # that it does, once it does
+        self._end = EngineClosedError("The engine is closed; build a new LLM.")  # once it does
         self._pid = claim_process()
         self._gate = threading.Lock()  # what is put into the inbox under it is answered
         self._running = threading.Lock()  # held by the thread until it has left MLX
@@ -246,8 +246,8 @@ class Engine:
             return
         self._abandoned = True
         with self._gate:
-            self._stopping, self._why = True, str(error)
-        self._fail_rest(EngineClosedError(self._why), error)
+            self._stopping, self._end = True, EngineClosedError(str(error))
+        self._fail_rest(self._end, error)
         with contextlib.suppress(BaseException):  # `fail`, for one
             self._drain_inbox(wait_s=0.0)
         with contextlib.suppress(BaseException):
@@ -301,10 +301,13 @@ class Engine:
             )
 
     def require_open(self) -> None:
-        """Raise EngineClosedError where the engine was closed, or runs in another process."""
+        """Raise EngineClosedError where the engine was closed, or runs in another process.
+
+        DeviceLostError: it ended because the GPU takes no more work from this process.
+        """
         self.require_process()
         if self._stopping:
-            raise EngineClosedError(self._why)
+            raise type(self._end)(str(self._end))
 
     @property
     def closed(self) -> bool:
@@ -356,10 +359,11 @@ class Engine:
             self._fail_rest(RequestFailedError(f"A fault came before its end: {what}"), error)
             return True
         except BaseException as worse:  # say, no memory for a new cache
+            kind = type(worse) if isinstance(worse, EngineClosedError) else EngineClosedError
             with self._gate:
                 self._stopping = True
-                self._why = f"The engine has ended after a fault: {worse}"
-            self._fail_rest(EngineClosedError(self._why), worse)
+                self._end = kind(f"The engine has ended after a fault: {worse}")
+            self._fail_rest(self._end, worse)
             return False
 
     def _fail_rest(self, failure: MlxinferError, cause: BaseException) -> None:

@@ -16,11 +16,13 @@ from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs, check_token_ids
 from ..errors import (
     ContextLengthError,
+    EngineClosedError,
     GrammarFailedError,
     InsufficientMemoryError,
     InvalidRequestError,
-    RanksFailedError,
     RequestFailedError,
+    gpu_stopped,
+    require_gpu,
 )
 from ..memory import human_bytes
 from ..metal_kernels.sample import SamplingKernels
@@ -384,18 +386,25 @@ class Loop:
     def _fail_step(self, batch: Batch, error: BaseException) -> None:
         """Fail the requests of a step; the others start over on fresh arrays and lose nothing.
 
-        Steps in flight ran on what it left: none of them is read.
+        If macOS stopped the step on the GPU, its requests start over too, once, and steps are half
+        as large from then on. Steps in flight ran on what it left: none of them is read.
 
         Raises:
             RanksFailedError: it failed on other ranks too.
+            DeviceLostError: no later step would run.
         """
         traceback.clear_frames(error.__traceback__)  # a log may keep the error: not its arrays
         self._followers.reset(error)
-        queues = self.scheduler.queues
+        require_gpu(error)
+        queues, stopped = self.scheduler.queues, gpu_stopped(error)
         self._in_flight.clear()
         self._counters.step_failures += 1
+        if stopped:
+            self.scheduler.prefill.halve(batch)
         for sequence in batch.sequences:
-            if not sequence.finished:
+            if stopped and not sequence.retried:
+                sequence.retried = True
+            elif not sequence.finished:
                 queues.finish(sequence, keep=False)
                 self._emit([failed_event(sequence, error)])
         for sequence in reversed(list(queues.running)):
@@ -427,7 +436,7 @@ class Loop:
             [failed_event(sequence, error) for sequence in self.scheduler.queues.unfinished()]
         )
         self._counters.step_failures += 1
-        if isinstance(error, RanksFailedError):  # no other loop would work; MLX may raise late
+        if isinstance(error, EngineClosedError):  # ranks or the GPU are gone: no loop would work
             raise error
         self.assemble()
 
@@ -595,7 +604,7 @@ def last_events(
 
 def failed_event(sequence: Sequence, error: BaseException) -> TokenEvent:
     """The last event of a request that failed; an error of its step is told by its words."""
-    if not isinstance(error, RequestFailedError | RanksFailedError | GrammarFailedError):
+    if not isinstance(error, RequestFailedError | EngineClosedError):
         cause, error = (
             error,
             RequestFailedError(

@@ -39,13 +39,17 @@ from .batch import (
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
 
-FIRST = 256  # prompt tokens of the first step
-UNTIMED = 64  # prompt tokens of a step while answers run, before any step was timed
+UNTIMED = 64  # prompt tokens of a step before any step was timed
 GAIN = 0.99  # a step of twice the tokens is tried while it cuts the time of a token to this share
 CLOSE = 1.015  # a step size is good if its tokens take at most this much longer than the quickest
-# Of prompts while none decodes. A step cannot be interrupted, and macOS ends work of the GPU that
-# takes seconds: one attention behind 100,000 tokens may take that long.
-MAX_STEP_S = 5.0
+# Of prompts while none decodes. macOS stops a command buffer that keeps the GPU from drawing the
+# screen for a good part of a second. MLX ends a buffer after 40 to 50 operations, some five layers,
+# so a buffer takes a small part of a step. The worst is one attention behind 100,000 tokens in a
+# model with ten such layers: a tenth of a step. Half a second a step would cost large models up to
+# a third of their speed on small chips, where each step reads all weights.
+MAX_STEP_S = 2.0
+MIN_STEP_S = 0.125  # the same, however often steps were stopped
+RISE_STEPS = 16  # steps with prompts that went well, after which larger ones are tried again
 LATEST = 0.5  # weight of the latest measurement
 LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
 
@@ -598,7 +602,10 @@ class PrefillSizer:
         self._decode_s: float | None = None  # of a step without prompts
         # Half-octave of the context -> context, and seconds that one more token takes there.
         self._beside: dict[int, tuple[float, float]] = {}
-        self._size = min(FIRST, most)  # of steps while none decodes
+        self._max_step_s = MAX_STEP_S
+        self._limit = most  # tokens of a step; less after the GPU stopped one
+        self._until_rise = 0
+        self._size = min(UNTIMED, most)  # of steps while none decodes
         self._times: dict[int, float] = {}  # such a size -> seconds a token
         self._context = LONGER  # up to which these hold
         self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
@@ -614,18 +621,18 @@ class PrefillSizer:
         if not prefilling:
             return []
         if self._slice_s is None:  # the budget is what the others wait for
-            room = self.most // 2 if num_running > 1 else self.most
+            room = min(self.most // 2 if num_running > 1 else self.most, self._limit)
             return prefill_shares(prefilling, max(room, page_size), page_size)
         if num_running == len(prefilling):
             self._size = self._next_size()
             return prefill_shares(prefilling, self._bounded(prefilling), page_size)
         if not self._beside:
-            return prefill_shares(prefilling, min(UNTIMED, self.most), page_size)
+            return prefill_shares(prefilling, min(UNTIMED, self._limit), page_size)
         left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
         costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
         if len(costs) > 1:  # a page for the oldest, and one for the shortest
             left_s = max(left_s, 2 * page_size * max(costs.values()))
-        left_s = min(left_s, self.most * min(costs.values()))
+        left_s = min(left_s, self._limit * min(costs.values()))
         return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)
 
     def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
@@ -652,6 +659,7 @@ class PrefillSizer:
             if not unseen:  # else it waited for prompts, too
                 self._decode_s = _blended(self._decode_s, seconds)
             return
+        self._rise()
         beside = num_tokens < batch.num_tokens
         if self._num_stages > 1:  # steps follow each other: what was not seen came before this one
             num_tokens, seconds, unseen, unseen_s = num_tokens + unseen, seconds + unseen_s, 0, 0.0
@@ -668,6 +676,27 @@ class PrefillSizer:
         if before is None and self._beside:  # one slow step says little of a new context
             before = self._seconds_at(context)
         self._beside[place] = _blended(at, context), _blended(before, cost)
+
+    def halve(self, batch: Batch) -> None:
+        """Give prompts half as many tokens as in this step, which the GPU stopped.
+
+        Steps may take half as long from now on. The limit in tokens rises again by and by: perhaps
+        not the size of the step was the reason.
+        """
+        num_tokens = sum([s.num_tokens for s in batch.ragged if not s.proposals])
+        if not num_tokens:
+            return
+        self._limit = max(num_tokens // 2 // self._page_size, 1) * self._page_size
+        self._until_rise = RISE_STEPS
+        self._max_step_s = max(self._max_step_s / 2, MIN_STEP_S)
+        if self._slice_s is not None:
+            self._slice_s = min(self._slice_s, self._max_step_s)
+
+    def _rise(self) -> None:
+        """Double the limit after some steps that went well."""
+        self._until_rise -= 1
+        if self._until_rise <= 0 and self._limit < self.most:
+            self._limit, self._until_rise = min(2 * self._limit, self.most), RISE_STEPS
 
     # -- beside sequences that decode -----------------------------------------------------------
 
@@ -689,12 +718,13 @@ class PrefillSizer:
     # -- while none decodes ---------------------------------------------------------------------
 
     def _bounded(self, prefilling: Seq[Sequence]) -> int:
-        """Tokens of a step: `_size`, or as many as take `MAX_STEP_S` behind the longest context."""
+        """Tokens of a step: `_size`, or those that fit the time behind the longest context."""
         if not self._beside:
-            return self._size
+            return min(self._size, self._limit)
         context = max([sequence.num_computed for sequence in prefilling]) + self._page_size
-        num_pages = int(MAX_STEP_S / self._seconds_at(context)) // self._page_size
-        return min(self._size, max(num_pages, len(prefilling)) * self._page_size)
+        num_pages = int(self._max_step_s / self._seconds_at(context)) // self._page_size
+        num_tokens = max(num_pages, len(prefilling)) * self._page_size
+        return min(self._size, self._limit, num_tokens)
 
     def _next_size(self) -> int:
         """Twice the last size while that pays, then the smallest of those that are as quick."""
@@ -712,7 +742,7 @@ class PrefillSizer:
         if context > self._context:  # reading the context costs more now: try again
             self._times.clear()
             self._context = 2 * context
-            self._size = max(self._size // 2, min(FIRST, self.most))
+            self._size = max(self._size // 2, min(UNTIMED, self.most))
         elif num_tokens > self._size - self._page_size:
             self._times[self._size] = _blended(self._times.get(self._size), seconds)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import FinishReason, TokenEvent
-from ..errors import MlxinferError, RequestFailedError
+from ..errors import EngineClosedError, MlxinferError, RequestFailedError, require_gpu
 from ..layers.step import Step
 from ..models.encoder import SummedEmbeddings
 from .model import PoolingModel
@@ -249,8 +249,9 @@ class PoolingLoop:
     # -- faults ---------------------------------------------------------------------------------
 
     def _fail(self, rows: Sequence[WaitingRow], error: BaseException) -> None:
-        """Fail the requests of a pass; others lose nothing."""
+        """Fail the requests of a pass; others lose nothing. Raises DeviceLostError."""
         traceback.clear_frames(error.__traceback__)
+        require_gpu(error)
         self._counters["step_failures"] += 1
         for request_id in {row.request.id: None for row in rows}:
             self._fail_request(request_id, _failed(error))
@@ -266,6 +267,8 @@ class PoolingLoop:
         self._counters["step_failures"] += 1
         for request_id in list(self._unfinished):
             self._fail_request(request_id, _failed(error))
+        if isinstance(error, EngineClosedError):  # the GPU is gone: no loop would work
+            raise error
         self._assemble()
 
     def close(self, *, save: bool = True) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import (
+    DeviceLostError,
     EngineClosedError,
     InvalidRequestError,
     MlxinferError,
@@ -315,6 +316,7 @@ class ModelRegistry:
 
         Raises:
             ModelNotFoundError: no model is called so.
+            DeviceLostError: no engine of this process works, and the server ends.
             ModelLoadError: it could not be loaded, or not lately.
             OverloadedError: the models in its way are in use, or it is being unloaded.
         """
@@ -390,7 +392,11 @@ class ModelRegistry:
                     await self._put_out(slot, "asked")
 
     async def unload_idle(self) -> None:
-        """Unload models unused for their ttl, and forget those with an engine that ended."""
+        """Unload models unused for their ttl, and forget those with an engine that ended.
+
+        Raises:
+            DeviceLostError: no engine of this process would work.
+        """
         for slot in self.slots():
             self._notice_end(slot)
             if slot.idle and slot.ttl_left_s == 0.0:
@@ -618,9 +624,18 @@ class ModelRegistry:
         """Forget a model after its engine ended in a fault: it gave back its memory.
 
         It is not loaded again at once: it may have been too large for this machine.
+
+        Raises:
+            DeviceLostError: no engine of this process would work.
         """
         if slot.served is None or not slot.served.closed:
             return
+        try:
+            slot.served.require_open()
+        except DeviceLostError:
+            raise
+        except EngineClosedError:
+            pass
         in_background(slot.served.close, "mlxinfer-unload")
         slot.served, slot.state = None, State.UNLOADED
         slot.unloads["fault"] = slot.unloads.get("fault", 0) + 1

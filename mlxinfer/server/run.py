@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from ..errors import InvalidRequestError
+from ..errors import DeviceLostError, InvalidRequestError
 from .app import ROUTES, build_app
 from .config import ServerConfig
 from .http import App, Route
@@ -87,6 +87,7 @@ class Server(uvicorn.Server):
 
         Raises:
             ModelError and others: a pinned or preloaded model cannot be loaded.
+            DeviceLostError: the GPU takes no more work from this process.
         """
         try:
             with self.service.problems.kept():
@@ -124,7 +125,12 @@ class Server(uvicorn.Server):
         self._on_ready()
         while True:
             await asyncio.sleep(TEND_S)
-            await self.service.models.unload_idle()
+            try:
+                await self.service.models.unload_idle()
+            except DeviceLostError as error:  # raised by serve_forever, once clients have it too
+                self._failure = error
+                self.should_exit = True
+                return
 
     def _begin_draining(self) -> None:
         if self._draining is None:

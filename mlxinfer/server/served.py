@@ -112,6 +112,10 @@ class ServedModel:
         """Whether close() was called, or the engine ended after a fault."""
         return self.session.closed
 
+    def require_open(self) -> None:
+        """Raise EngineClosedError, or what ended the engine, where `closed`."""
+        self.session.require_open()
+
     def close(self) -> None:
         """End what runs and free the memory."""
         self.session.close()

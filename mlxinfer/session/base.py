@@ -137,6 +137,10 @@ class LocalSession(ModelSession):
         """Counters, pages and memory of the engine; raises EngineClosedError after `close`."""
         return self.engine.stats()
 
+    def require_open(self) -> None:
+        """Raise EngineClosedError where `closed`; DeviceLostError where the GPU is gone."""
+        self.engine.require_open()
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or the engine ended after a fault."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from mlxinfer import hub
 
 Process = subprocess.Popen[str]
+URL = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 def start(*options: str, **kwargs: Any) -> Process:
@@ -28,7 +30,7 @@ def start(*options: str, **kwargs: Any) -> Process:
 def url_in(process: Process) -> str:
     assert process.stderr is not None
     line = process.stderr.readline()
-    found = re.search(r"http://127\.0\.0\.1:\d+", line)
+    found = URL.search(line)
     assert found, line
     return found.group()
 
@@ -161,3 +163,44 @@ def test_a_broken_model_at_the_start_is_one_clear_line(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert said.startswith("error: ")
     assert len(said.splitlines()) == 1
+
+
+IGNORES_WORK = """
+import sys
+from pathlib import Path
+
+from mlxinfer.cli import main
+from mlxinfer.engine.runner import Launched
+
+mark = Path(sys.argv.pop(1))
+
+def ignored(launched):
+    mark.touch()
+    raise RuntimeError(
+        "[METAL] Command buffer execution failed: Ignored (for causing prior/excessive GPU errors) "
+        "(00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)."
+    )
+
+if not mark.exists():  # the GPU ignores this process, and works for the next
+    Launched.token_ids = ignored
+main()
+"""
+
+
+def test_a_server_whose_gpu_takes_no_more_work_starts_again(tmp_path: Path) -> None:
+    mark = tmp_path / "ignored"
+    command = [sys.executable, "-c", IGNORES_WORK, str(mark), "serve", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(url_in(process), {**LONG, "stream": False, "max_tokens": 3})
+        assert refused.value.code == 503
+        assert json.load(refused.value)["error"]["code"] == "device_lost"
+        assert mark.exists()
+        assert process.stderr is not None
+        assert any("starts again" in line for line in process.stderr)
+        with post(url_in(process), {**LONG, "stream": False, "max_tokens": 3}) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+    finally:
+        process.kill()
+        process.communicate()

@@ -18,6 +18,14 @@ from ..weights.weights import Watch, Weights
 from .tower import Tower
 
 TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module here, class
+    "gemma3": ("siglip", "Gemma3Tower"),
+    "gemma4": ("gemma4", "Gemma4Tower"),
+    "gemma4_unified": ("gemma4", "Gemma4UnifiedTower"),
+    "lfm2_vl": ("siglip", "Lfm2Tower"),
+    "lfm2-vl": ("siglip", "Lfm2Tower"),
+    "llava": ("pixtral", "PixtralTower"),
+    "mistral3": ("pixtral", "Mistral3Tower"),
+    "pixtral": ("pixtral", "PixtralTower"),
 }
 _PARTS = {  # what a tensor's name begins with, without "model." -> what it begins with here
     "visual.": "vision.",
@@ -26,8 +34,11 @@ _PARTS = {  # what a tensor's name begins with, without "model." -> what it begi
     "vision_model.": "vision.",
     "multi_modal_projector.": "projector.",
     "mm_projector.": "projector.",
-    "embed_vision.": "embed_vision.",
-    "vision_embedder.": "vision_embedder.",
+    "vision_embedder.": "vision.",
+    "embed_vision.patch_": "vision.patch_",
+    "embed_vision.pos_": "vision.pos_",
+    "embed_vision.multimodal_embedder.": "projector.",
+    "embed_vision.": "projector.",
 }
 
 
@@ -50,8 +61,7 @@ class TowerFamily(Protocol):
 def tower_name(name: str) -> str | None:
     """A tensor's name as towers have it; None: the tensor belongs to no tower.
 
-    Towers' own tensors begin with `vision.`, those of a projector behind it with `projector.`;
-    Gemma 4's `embed_vision.` and `vision_embedder.` stay.
+    Towers' own tensors begin with `vision.`, those of a projector behind it with `projector.`.
     """
     inner = name.removeprefix("model.")
     for prefix, ours in _PARTS.items():

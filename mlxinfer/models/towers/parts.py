@@ -1,0 +1,409 @@
+"""What towers are made of: attention of all patches of a tile to all, blocks, and the pass itself.
+
+P = patches of a tile, H = heads, D = numbers of a head. No array here is (P, P): where MLX's
+attention would keep scores, it is given few queries at a time.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import CheckpointError, UnsupportedModelError
+from ...images import Tile
+from ...layers.linear import Linear, Projection
+from ...layers.mlp import ACTIVATIONS, MLP, PLAIN, Activation, FeedForward, gated
+from ...layers.norm import LayerNorm, Norm, RMSNorm
+from ..jsonfields import Fields
+from ..language import arrays
+from ..weights.weights import Weights
+from .tower import Features
+
+# Head dims for which MLX's Metal attention keeps no scores (scaled_dot_product_attention.cpp).
+FUSED_DIMS = frozenset({64, 72, 80, 96, 128})
+MAX_SCORES = 1 << 21  # numbers that attention keeps at once where it is not fused
+MAX_ROWS = 4096  # patches that go through a feed-forward block at once
+
+
+class Turn(NamedTuple):
+    """Cosines and sines by which the heads of each patch turn.
+
+    A head consists of some parts of equal size. In each of them, number i turns with number
+    i + size / 2.
+
+    Attributes:
+        cos, sin: (P, 1, parts, D / parts / 2) float32.
+    """
+
+    cos: mx.array
+    sin: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (P, H, D) to the same shape and dtype; float32 in between."""
+        parts = x.reshape(*x.shape[:2], self.cos.shape[2], -1).astype(mx.float32)
+        first, second = mx.split(parts, 2, axis=-1)
+        turned = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
+        return mx.concatenate(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def turn_by(angles: np.ndarray) -> Turn:
+    """The turn by angles (P, parts, D / parts / 2)."""
+    whole = mx.array(np.asarray(angles, np.float32))[:, None]
+    return Turn(mx.cos(whole), mx.sin(whole))
+
+
+def frequencies(theta: float, dims: int) -> np.ndarray:
+    """(dims / 2,) radians per place, of heads of which `dims` numbers turn."""
+    return theta ** -(np.arange(0, dims, 2) / dims)
+
+
+def rows_and_columns(grid: tuple[int, int, int]) -> np.ndarray:
+    """(P, 2) the row and the column of each patch, row by row, of one frame after the other."""
+    frames, rows, columns = grid
+    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1)
+    return np.tile(places.reshape(-1, 2), (frames, 1))
+
+
+def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention of all patches to all.
+
+    Args:
+        queries: (H, P, D).
+        keys, values: (Hkv, P, D), where Hkv divides H.
+        scale: of the scores.
+
+    Returns:
+        (H, P, D).
+    """
+    heads, count, dim = queries.shape
+    fused = mx.metal.is_available() and dim in FUSED_DIMS
+    if fused or heads * count * count <= MAX_SCORES:
+        parts = queries[None], keys[None], values[None]
+        return mx.fast.scaled_dot_product_attention(*parts, scale=scale)[0]
+    block, shared = max(MAX_SCORES // count, 1), heads // keys.shape[0]
+    found: list[mx.array] = []
+    for head in range(heads):
+        seen = keys[None, head // shared, None], values[None, head // shared, None]
+        for start in range(0, count, block):
+            some = queries[None, head, None, start : start + block]
+            some = mx.depends(some, found[-1]) if found else some  # scores of one block at a time
+            found.append(mx.fast.scaled_dot_product_attention(some, *seen, scale=scale))
+    return mx.concatenate(found, axis=2).reshape(heads, count, dim)
+
+
+class PatchAttention:
+    """Attention of all patches of a tile to all.
+
+    Args:
+        qkv_proj: to H + 2 * Hkv heads of D numbers.
+        o_proj: of all heads' outputs.
+        heads: H and Hkv.
+        scale: of the scores.
+        norms: over each head of queries, keys and values; None: there is none.
+    """
+
+    __slots__ = ("heads", "norms", "o_proj", "qkv_proj", "scale")
+
+    def __init__(
+        self,
+        qkv_proj: Projection,
+        o_proj: Projection,
+        *,
+        heads: tuple[int, int],
+        scale: float,
+        norms: Sequence[Norm | None] = (None, None, None),
+    ) -> None:
+        self.qkv_proj = qkv_proj
+        self.o_proj = o_proj
+        self.heads = heads
+        self.scale = scale
+        self.norms = tuple(norms)
+
+    def __call__(self, x: mx.array, turn: Turn | None) -> mx.array:
+        """x (P, hidden) -> (P, hidden)."""
+        heads, kv_heads = self.heads
+        made = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, -1)
+        parts = mx.split(made, [heads, heads + kv_heads], axis=1)
+        queries, keys, values = (
+            part if norm is None else norm(part)
+            for part, norm in zip(parts, self.norms, strict=True)
+        )
+        if turn is not None:
+            queries, keys = turn(queries), turn(keys)
+        queries, keys, values = (part.swapaxes(0, 1) for part in (queries, keys, values))
+        found = full_attention(queries, keys, values, self.scale)
+        return self.o_proj(found.swapaxes(0, 1).flatten(1))
+
+
+class PatchBlock:
+    """x + attention(norm(x)), then x + mlp(norm(x)); outputs may have norms too.
+
+    Args:
+        attention, mlp: the two blocks.
+        before: norms before each of them.
+        after: norms over the output of each, before it is added; None: there is none.
+    """
+
+    __slots__ = ("after", "attention", "before", "mlp")
+
+    def __init__(
+        self,
+        attention: PatchAttention,
+        mlp: FeedForward,
+        *,
+        before: Sequence[Norm],
+        after: Sequence[Norm | None] = (None, None),
+    ) -> None:
+        self.attention = attention
+        self.mlp = mlp
+        self.before = tuple(before)
+        self.after = tuple(after)
+
+    def __call__(self, x: mx.array, turn: Turn | None) -> mx.array:
+        """x (P, hidden) -> (P, hidden)."""
+        x = _added(x, self.attention(self.before[0](x), turn), self.after[0])
+        parts: list[mx.array] = []
+        for start in range(0, x.shape[0], MAX_ROWS):
+            some = x[start : start + MAX_ROWS]
+            some = mx.depends(some, parts[-1]) if parts else some
+            parts.append(_added(some, self.mlp(self.before[1](some)), self.after[1]))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _added(x: mx.array, y: mx.array, norm: Norm | None) -> mx.array:
+    return x + (y if norm is None else norm(y))
+
+
+class Embed(Protocol):
+    """Patches of a tile -> what the first block reads (P, hidden), and how heads turn."""
+
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn | None]:
+        """Patches (P, row) in the tower's dtype."""
+        ...
+
+
+class Project(Protocol):
+    """What the last block gives (P, hidden) -> features in the text model's width."""
+
+    def __call__(self, x: mx.array, tile: Tile) -> Features:
+        """All features of a tile."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSizes:
+    """Sizes of a tower's blocks.
+
+    Attributes:
+        hidden, inner: of a patch's state, and in a feed-forward block.
+        depth: blocks.
+        heads, kv_heads, head_dim: of attention.
+        activation: name of the function in feed-forward blocks.
+        eps: of norms.
+        gated: feed-forward blocks have a gate, so three matrices.
+    """
+
+    hidden: int
+    inner: int
+    depth: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: str
+    eps: float
+    gated: bool
+
+    @classmethod
+    def of(
+        cls, fields: Fields, defaults: Mapping[str, Any], *, gated: bool = False
+    ) -> "TowerSizes":
+        """Read `vision_config`, with the defaults that its model type has."""
+        read = Fields({**defaults, **_present(fields)}, fields.where)
+        hidden = read.integer("hidden_size", high=2**16)
+        heads = read.integer("num_attention_heads", high=2**12)
+        kv_heads = read.integer("num_key_value_heads", high=2**12, default=heads)
+        head_dim = read.integer("head_dim", high=2**12, default=hidden // heads)
+        if heads % kv_heads or head_dim < 1:
+            raise CheckpointError(
+                f"{fields.where} has {heads} attention heads, {kv_heads} for K and V and a hidden "
+                f"size of {hidden}; these do not fit together."
+            )
+        return cls(
+            hidden=hidden,
+            inner=read.integer("intermediate_size", high=2**20),
+            depth=read.integer("num_hidden_layers", high=2**10),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            activation=read.text("hidden_activation", "hidden_act"),
+            eps=read.number("rms_norm_eps", "layer_norm_eps", low=0.0, high=1.0),
+            gated=gated,
+        )
+
+    def work(self, patches: int, row: int) -> float:
+        """Multiplications of a pass over P patches of `row` numbers, but for the projector's."""
+        width = 2 * self.head_dim * (self.heads + self.kv_heads) + (2 + self.gated) * self.inner
+        attended = 2 * patches * self.heads * self.head_dim
+        return float(patches * (row * self.hidden + self.depth * (self.hidden * width + attended)))
+
+
+def _present(fields: Fields) -> dict[str, Any]:
+    return {key: value for key, value in fields.values.items() if value is not None}
+
+
+class PatchTower:
+    """A tower: an embedding of patches, blocks, and a projection to the text model's width.
+
+    Args:
+        embed: of a tile's patches.
+        blocks: in their order; there may be none.
+        project: of what the last block gives.
+        sizes: of the blocks.
+        dtype: of its arithmetic.
+    """
+
+    __slots__ = ("blocks", "dtype", "embed", "project", "sizes")
+
+    def __init__(
+        self,
+        embed: Embed,
+        blocks: Sequence[PatchBlock],
+        project: Project,
+        *,
+        sizes: TowerSizes,
+        dtype: mx.Dtype,
+    ) -> None:
+        self.embed = embed
+        self.blocks = list(blocks)
+        self.project = project
+        self.sizes = sizes
+        self.dtype = dtype
+
+    def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
+        """As of `Tower`; a slice is one block."""
+        x, turn = self.embed(mx.array(tile.patches).astype(self.dtype), tile)
+        for block in self.blocks:
+            x = block(x, turn)
+            yield x
+        return self.project(x, tile)
+
+    def work(self, tile: Tile) -> float:
+        """As of `Tower`."""
+        return self.sizes.work(*tile.patches.shape)
+
+    def arrays(self) -> list[mx.array]:
+        """As of `Tower`."""
+        return list(arrays([self.embed, self.blocks, self.project]))
+
+
+def no_blocks(hidden: int) -> TowerSizes:
+    """Sizes of a tower that has none."""
+    return TowerSizes(hidden, 0, 0, 0, 0, 0, "", 0.0, gated=False)
+
+
+# -- building ---------------------------------------------------------------------------------
+
+
+def vision_config(config: Fields) -> Fields:
+    """The part of config.json that describes the tower."""
+    vision = config.fields("vision_config")
+    if vision is None:
+        raise CheckpointError(f"{config.where} has no vision_config, which this tower needs.")
+    return vision
+
+
+def text_width(config: Fields) -> int:
+    """Numbers of an embedding of the text model."""
+    return (config.fields("text_config") or config).integer("hidden_size", high=2**20)
+
+
+def rope_theta(vision: Fields, default: float) -> float:
+    """The base of the frequencies by which heads turn, in either spelling."""
+    stated = vision.fields("rope_parameters") or vision
+    return stated.number("rope_theta", above=1.0, default=default)
+
+
+def layer_norm(weights: Weights, path: str, dims: int, eps: float) -> LayerNorm:
+    """The layer norm at `path`, with a bias."""
+    weight = weights.take(f"{path}.weight", (dims,))
+    return LayerNorm(weight, eps, weights.take(f"{path}.bias", (dims,)))
+
+
+def rms_norm(weights: Weights, path: str, dims: int, eps: float, *, offset: float = 0.0) -> RMSNorm:
+    """The RMS norm at `path`; `offset` is added to its weights."""
+    return RMSNorm(weights.take(f"{path}.weight", (dims,), offset=offset), eps)
+
+
+def linear(weights: Weights, path: str, out_dims: int, in_dims: int) -> Projection:
+    """The projection at `path`, with a bias if the checkpoint has one."""
+    return weights.linear(path, out_dims, in_dims, bias=f"{path}.bias" in weights)
+
+
+def patch_conv(weights: Weights, path: str, out_dims: int, side: int) -> Linear:
+    """The convolution at `path` over squares of `side` pixels that do not overlap, as a matrix.
+
+    Its inputs are in the order (channel, row, column). MLX checkpoints have channels last.
+    """
+    name, last = f"{path}.weight", (out_dims, side, side, 3)
+    if weights.has_shape(name, last):
+        weight = weights.take(name, last).transpose(0, 3, 1, 2)
+    else:
+        weight = weights.take(name, (out_dims, 3, side, side))
+    has_bias = f"{path}.bias" in weights
+    bias = weights.take(f"{path}.bias", (out_dims,)) if has_bias else None
+    return Linear(mx.contiguous(weight.flatten(1)), bias)
+
+
+def attention(
+    weights: Weights,
+    path: str,
+    sizes: TowerSizes,
+    *,
+    output: str = "o_proj",
+) -> PatchAttention:
+    """The attention at `path`, with biases if the checkpoint has some."""
+    heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+    qkv = weights.fused(
+        [f"{path}.{name}_proj" for name in "qkv"],
+        [heads * dim, kv_heads * dim, kv_heads * dim],
+        sizes.hidden,
+        bias=f"{path}.q_proj.bias" in weights,
+    )
+    output_proj = linear(weights, f"{path}.{output}", sizes.hidden, heads * dim)
+    return PatchAttention(qkv, output_proj, heads=(heads, kv_heads), scale=dim**-0.5)
+
+
+def gated_mlp(weights: Weights, path: str, sizes: TowerSizes) -> MLP:
+    """down(act(gate(x)) * up(x))."""
+    gate_up = weights.fused(
+        [f"{path}.gate_proj", f"{path}.up_proj"], [sizes.inner, sizes.inner], sizes.hidden
+    )
+    down = linear(weights, f"{path}.down_proj", sizes.hidden, sizes.inner)
+    return MLP(gate_up, down, gated_activation(sizes.activation, weights.dtype))
+
+
+def plain_mlp(weights: Weights, path: str, sizes: TowerSizes) -> MLP:
+    """fc2(act(fc1(x)))."""
+    up = linear(weights, f"{path}.fc1", sizes.inner, sizes.hidden)
+    down = linear(weights, f"{path}.fc2", sizes.hidden, sizes.inner)
+    return MLP(up, down, plain_activation(sizes.activation))
+
+
+def gated_activation(name: str, dtype: mx.Dtype) -> Activation:
+    """Of gate and up side by side."""
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(_unknown(name, ACTIVATIONS))
+    return gated(name, dtype)
+
+
+def plain_activation(name: str) -> Activation:
+    """Of a block without a gate, or of a projector."""
+    if name not in PLAIN:
+        raise UnsupportedModelError(_unknown(name, tuple(PLAIN)))
+    return PLAIN[name]
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    return f"The activation of the tower is {name[:60]!r}; supported are {', '.join(known)}."

@@ -1,0 +1,196 @@
+"""The tower of Pixtral, and of Mistral 3 with a projector that merges patches.
+
+A norm behind the projection of pixels, RMS norms, no biases; heads turn by rows with their even
+frequencies and by columns with the odd ones. Source: Pixtral (arXiv 2410.07073), transformers 5.24:
+models/pixtral, models/mistral3 and models/llava.
+"""
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import UnsupportedModelError
+from ...images import Tile
+from ...layers.linear import Projection
+from ...layers.mlp import MLP
+from ...layers.norm import Norm
+from ..jsonfields import Fields
+from ..weights.weights import Weights
+from .parts import (
+    PatchBlock,
+    PatchTower,
+    TowerSizes,
+    Turn,
+    attention,
+    frequencies,
+    gated_mlp,
+    linear,
+    patch_conv,
+    plain_activation,
+    rms_norm,
+    rope_theta,
+    rows_and_columns,
+    text_width,
+    turn_by,
+    vision_config,
+)
+from .tower import Features
+
+_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "hidden_act": "gelu",
+    "rms_norm_eps": 1e-5,
+}
+
+
+class PixtralEmbed:
+    """A projection of pixels, normed.
+
+    Args:
+        proj: (P, row) -> (P, hidden).
+        norm: behind it.
+        frequencies: (D / 2,) of a head.
+    """
+
+    __slots__ = ("frequencies", "norm", "proj")
+
+    def __init__(self, proj: Projection, norm: Norm, frequencies: np.ndarray) -> None:
+        self.proj = proj
+        self.norm = norm
+        self.frequencies = frequencies
+
+    def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
+        """The first half of the frequencies is of rows, the second of columns."""
+        rows, columns = rows_and_columns(tile.grid).T[..., None]
+        angles = np.concatenate(
+            [rows * self.frequencies[::2], columns * self.frequencies[1::2]], axis=-1
+        )
+        return self.norm(self.proj(patches)), turn_by(angles[:, None])
+
+
+class PixtralProject:
+    """Through two projections, a feature for each patch."""
+
+    __slots__ = ("mlp",)
+
+    def __init__(self, mlp: MLP) -> None:
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, tile: Tile) -> Features:
+        """(P, hidden) -> (P, text hidden)."""
+        return Features(self.mlp(x))
+
+
+class Mistral3Project:
+    """The same behind a norm and a projection that makes one of each square of patches.
+
+    Args:
+        norm: over a patch.
+        merge: (N, hidden * side * side) -> (N, hidden); places of a square vary fastest.
+        side: patches of a square's side.
+        mlp: the two projections.
+    """
+
+    __slots__ = ("merge", "mlp", "norm", "side")
+
+    def __init__(self, norm: Norm, merge: Projection, side: int, mlp: MLP) -> None:
+        self.norm = norm
+        self.merge = merge
+        self.side = side
+        self.mlp = mlp
+
+    def __call__(self, x: mx.array, tile: Tile) -> Features:
+        """(P, hidden) -> (P / side / side, text hidden)."""
+        _, rows, columns = tile.grid
+        side = self.side
+        x = self.norm(x).reshape(rows // side, side, columns // side, side, -1)
+        squares = x.transpose(0, 2, 4, 1, 3).reshape(-1, side * side * x.shape[-1])
+        return Features(self.mlp(self.merge(squares)))
+
+
+class PixtralTower:
+    """Builds the tower of Pixtral-12B."""
+
+    @classmethod
+    def build(cls, config: Fields, weights: Weights) -> PatchTower:
+        """As of `TowerFamily`."""
+        sizes = _sizes(config)
+        return _pixtral(config, weights, sizes, PixtralProject(_mlp(config, weights, sizes)))
+
+
+class Mistral3Tower:
+    """Builds the tower of Mistral Small 3.1 and 3.2, Ministral 3 and Devstral."""
+
+    @classmethod
+    def build(cls, config: Fields, weights: Weights) -> PatchTower:
+        """As of `TowerFamily`."""
+        sizes = _sizes(config)
+        side = config.integer("spatial_merge_size", high=64, default=2)
+        text = config.fields("text_config") or config
+        eps = text.number("rms_norm_eps", low=0.0, high=1.0, default=1e-5)
+        merging = "projector.patch_merger.merging_layer"
+        project = Mistral3Project(
+            rms_norm(weights, "projector.norm", sizes.hidden, eps),
+            linear(weights, merging, sizes.hidden, side * side * sizes.hidden),
+            side,
+            _mlp(config, weights, sizes),
+        )
+        return _pixtral(config, weights, sizes, project)
+
+
+def _sizes(config: Fields) -> TowerSizes:
+    return TowerSizes.of(vision_config(config), _DEFAULTS, gated=True)
+
+
+def _pixtral(
+    config: Fields,
+    weights: Weights,
+    sizes: TowerSizes,
+    project: PixtralProject | Mistral3Project,
+) -> PatchTower:
+    vision = vision_config(config)
+    pixels = vision.integer("patch_size", high=256, default=16)
+    embed = PixtralEmbed(
+        patch_conv(weights, "vision.patch_conv", sizes.hidden, pixels),
+        rms_norm(weights, "vision.ln_pre", sizes.hidden, sizes.eps),
+        frequencies(rope_theta(vision, 10_000.0), sizes.head_dim),
+    )
+    count = _num_read(config, sizes.depth)
+    blocks = [_block(weights, index, sizes) for index in range(count)]
+    weights.drop_below([f"vision.transformer.layers.{i}." for i in range(count, sizes.depth)])
+    return PatchTower(embed, blocks, project, sizes=sizes, dtype=weights.dtype)
+
+
+def _num_read(config: Fields, depth: int) -> int:
+    """Blocks up to the one that features are made of."""
+    stated = config.get("vision_feature_layer")
+    strategy = config.text("vision_feature_select_strategy", default="full")
+    layer = -1 if stated is None else stated
+    if type(layer) is not int or not -depth <= layer <= depth or strategy != "full":
+        raise UnsupportedModelError(
+            f"vision_feature_layer is {str(stated)[:60]} and vision_feature_select_strategy "
+            f"{strategy[:60]!r} in {config.where}; supported are all patches of one of {depth} "
+            "blocks."
+        )
+    return layer if layer >= 0 else depth + 1 + layer
+
+
+def _block(weights: Weights, index: int, sizes: TowerSizes) -> PatchBlock:
+    path = f"vision.transformer.layers.{index}"
+    names = ("attention_norm", "ffn_norm")
+    return PatchBlock(
+        attention(weights, f"{path}.attention", sizes),
+        gated_mlp(weights, f"{path}.feed_forward", sizes),
+        before=[rms_norm(weights, f"{path}.{one}", sizes.hidden, sizes.eps) for one in names],
+    )
+
+
+def _mlp(config: Fields, weights: Weights, sizes: TowerSizes) -> MLP:
+    width = text_width(config)
+    return MLP(
+        linear(weights, "projector.linear_1", width, sizes.hidden),
+        linear(weights, "projector.linear_2", width, width),
+        plain_activation(config.text("projector_hidden_act", default="gelu")),
+    )

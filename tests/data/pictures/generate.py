@@ -1,0 +1,175 @@
+"""Write references of models that see: transformers in float32 with eager attention.
+
+Needs torch and transformers, which nothing else here does:
+
+    python tests/data/pictures/generate.py [NAME ...]
+
+Weights and pixels come from `tests/models/picture_cases.py`, by name. A file holds the features of
+all tiles (N, hidden), one after the other, and the logits (T, vocab) of the prompt.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from models.names import shortened  # noqa: E402
+from models.picture_cases import (  # noqa: E402
+    DATA,
+    IMAGE,
+    PICTURE_CASES,
+    Case,
+    picture_tensors,
+    pixels,
+    prompt,
+)
+
+TENSORS = DATA / "tensors.json"
+
+
+def hub_model(name: str) -> torch.nn.Module:
+    """transformers' model of a case, through a folder as on the hub."""
+    kind = transformers.AutoModelForImageTextToText
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(PICTURE_CASES[name].config))
+        read = transformers.AutoConfig.from_pretrained(folder)
+        record(name, kind.from_config(read), folder)
+        tensors = {key: torch.tensor(value) for key, value in picture_tensors(name).items()}
+        save(tensors, folder)
+        model, info = kind.from_pretrained(
+            folder,
+            config=read,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    return model.eval()
+
+
+def save(tensors: dict[str, torch.Tensor], folder: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def record(name: str, model: torch.nn.Module, folder: str) -> None:
+    """Note the tensors that transformers saves of a case in `tensors.json`."""
+    from safetensors import safe_open
+
+    model.save_pretrained(Path(folder) / "saved", save_original_format=False)
+    with safe_open(Path(folder) / "saved" / "model.safetensors", "pt") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    tables = json.loads(TENSORS.read_text()) if TENSORS.exists() else {}
+    tables[name] = shortened(saved)
+    lines = [f"{json.dumps(key)}: {json.dumps(tables[key])}" for key in sorted(tables)]
+    TENSORS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def channels_last(patches: np.ndarray) -> np.ndarray:
+    """(P, C * p * p) -> (P, p * p * C)."""
+    side = int((patches.shape[1] // 3) ** 0.5)
+    return patches.reshape(-1, 3, side, side).transpose(0, 2, 3, 1).reshape(len(patches), -1)
+
+
+def picture(patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """(P, C * p * p) in raster order -> (C, height, width)."""
+    side = int((patches.shape[1] // 3) ** 0.5)
+    parts = patches.reshape(*grid, 3, side, side).transpose(2, 0, 3, 1, 4)
+    return parts.reshape(3, grid[0] * side, grid[1] * side)
+
+
+def padded(arrays: list[np.ndarray], value: float) -> torch.Tensor:
+    """Arrays of several lengths or sizes as one."""
+    most = np.max([array.shape for array in arrays], axis=0)
+    wide = [
+        np.pad(a, [(0, m - n) for m, n in zip(most, a.shape, strict=True)], constant_values=value)
+        for a in arrays
+    ]
+    return torch.tensor(np.stack(wide))
+
+
+def places(grid: tuple[int, int]) -> np.ndarray:
+    """(P, 2) x and y of patches in raster order."""
+    return np.stack(np.meshgrid(np.arange(grid[1]), np.arange(grid[0])), -1).reshape(-1, 2)
+
+
+def inputs(case: Case, tiles: list[np.ndarray], grids: list[tuple[int, int]]) -> dict:
+    """What a processor gives to this model."""
+    kind = case.config["model_type"]
+    if kind in ("gemma4", "gemma4_unified"):
+        return {
+            "pixel_values": padded([channels_last(tile) for tile in tiles], 0.0),
+            "image_position_ids": padded([places(grid) for grid in grids], -1),
+        }
+    if kind == "lfm2_vl":
+        return {
+            "pixel_values": padded([channels_last(tile) for tile in tiles], 0.0),
+            "spatial_shapes": torch.tensor(grids),
+            "pixel_attention_mask": padded([np.ones(len(tile), np.int64) for tile in tiles], 0),
+        }
+    pictures = [picture(tile, grid) for tile, grid in zip(tiles, grids, strict=True)]
+    sizes = {} if kind == "gemma3" else {"image_sizes": [one.shape[1:] for one in pictures]}
+    return {
+        "pixel_values": padded(pictures, 0.0),
+        **{key: torch.tensor(value) for key, value in sizes.items()},
+    }
+
+
+def reference(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Features (N, hidden) and logits (T, vocab_size)."""
+    case = PICTURE_CASES[name]
+    tiles = [tile for tiles in pixels(name) for tile in tiles]
+    grids = [grid for grids in case.pictures for grid in grids]
+    model, given = hub_model(name), inputs(case, tiles, grids)
+    ids = torch.tensor(prompt(name)[0])[None]
+    types = {"gemma3": "token_type_ids"}.get(case.config["model_type"], "mm_token_type_ids")
+    seen = (ids == IMAGE).long()
+    with torch.no_grad():
+        features = model.get_image_features(**given, return_dict=True).pooler_output
+        features = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])
+        if "gemma" in case.config["model_type"]:
+            given[types] = seen
+        if case.config["model_type"] == "gemma4_unified":
+            given["attention_mask"] = unified_masks(model, ids, seen)
+        logits = model(input_ids=ids, **given).logits[0]
+    return features.numpy(), logits.numpy()
+
+
+def unified_masks(model: torch.nn.Module, ids: torch.Tensor, seen: torch.Tensor) -> dict:
+    """What each token sees. The model's own `forward` shows spans to layers that see everything,
+    and beyond windows, which its masks for `generate` do not.
+    """
+    embeddings = model.get_input_embeddings()(ids)
+    return model.create_masks_for_generate(
+        model.config,
+        embeddings,
+        attention_mask=None,
+        cache=None,
+        position_ids=torch.arange(ids.shape[1])[None],
+        mm_token_type_ids=seen,
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or PICTURE_CASES:
+        features, logits = reference(name)
+        path = HERE / f"{name}.npz"
+        np.savez_compressed(path, features=features, logits=logits.astype(np.float32))
+        print(
+            f"{name:16} features {features.shape} std {features.std():.2f}  logits {logits.shape} "
+            f"std {logits.std():.2f}  {path.stat().st_size} bytes"
+        )
+
+
+if __name__ == "__main__":
+    main()

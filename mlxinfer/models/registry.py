@@ -14,7 +14,7 @@ from .jsonfields import Fields
 _QWEN2 = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2"}
 WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text, and ours of them
     "llama4": {"llama4_text": "llama4_text"},
-    "llava": {"llama": "llama", "mistral": "mistral"},
+    "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
     "pixtral": {"mistral": "mistral"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
     "kimi_k25": {"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"},

@@ -17,13 +17,12 @@ from ..weights.tensors import FLOATS, Tensor
 from ..weights.weights import Watch, Weights
 from .tower import Tower
 
-TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole -> module here, class
+TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole, or of its vision_config -> module, class
     "gemma3": ("siglip", "Gemma3Tower"),
     "gemma4": ("gemma4", "Gemma4Tower"),
     "gemma4_unified": ("gemma4", "Gemma4UnifiedTower"),
     "lfm2_vl": ("siglip", "Lfm2Tower"),
     "lfm2-vl": ("siglip", "Lfm2Tower"),
-    "llava": ("pixtral", "PixtralTower"),
     "mistral3": ("pixtral", "Mistral3Tower"),
     "pixtral": ("pixtral", "PixtralTower"),
 }
@@ -76,8 +75,12 @@ def tower_family(config: Fields) -> TowerFamily | None:
     Args:
         config: the whole of config.json.
     """
-    module, name = TOWERS.get(config.text("model_type", default=""), ("", ""))
-    if not module or config.fields("vision_config") is None:
+    vision = config.fields("vision_config")
+    if vision is None:
+        return None
+    types = [one.text("model_type", default="") for one in (config, vision)]
+    module, name = next((TOWERS[one] for one in types if one in TOWERS), ("", ""))
+    if not module:
         return None
     found: TowerFamily = getattr(import_module(f".{module}", __package__), name)
     return found

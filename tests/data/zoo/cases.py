@@ -70,7 +70,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # besides the sizes of `zoo_configs`
         "first_k_dense_replace": 1,
         "num_mtp_layers": 0,
     },
-    "llava": {"model_type": "llama"},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "recurrent_gemma": {"num_key_value_heads": 1},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},

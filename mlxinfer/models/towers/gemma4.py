@@ -27,7 +27,6 @@ from .parts import (
     gated_activation,
     layer_norm,
     linear,
-    no_blocks,
     rms_norm,
     rope_theta,
     rows_and_columns,
@@ -135,7 +134,7 @@ class Gemma4Tower:
     def build(cls, config: Fields, weights: Weights) -> PatchTower:
         """As of `TowerFamily`."""
         vision = vision_config(config)
-        sizes = TowerSizes.of(vision, _DEFAULTS, gated=True)
+        sizes = TowerSizes.of(vision, _DEFAULTS)
         places = vision.integer("position_embedding_size", high=2**20, default=10_240)
         table = weights.take(
             "vision.patch_embedder.position_embedding_table", (2, places, sizes.hidden)
@@ -149,7 +148,7 @@ class Gemma4Tower:
         limited = vision.boolean("use_clipped_linears", default=False)
         blocks = [_block(weights, i, sizes, limited=limited) for i in range(sizes.depth)]
         project = _project(config, vision, weights, sizes)
-        return PatchTower(embed, blocks, project, sizes=sizes, dtype=weights.dtype)
+        return PatchTower(embed, blocks, project, width=text_width(config), dtype=weights.dtype)
 
 
 class Gemma4UnifiedTower:
@@ -171,7 +170,7 @@ class Gemma4UnifiedTower:
             ],
         )
         project = UnifiedProject(*_projection(config, vision, weights, hidden))
-        return PatchTower(embed, [], project, sizes=no_blocks(hidden), dtype=weights.dtype)
+        return PatchTower(embed, [], project, width=text_width(config), dtype=weights.dtype)
 
 
 class UnifiedEmbed:

@@ -17,7 +17,9 @@ from ..weights.tensors import FLOATS, Tensor
 from ..weights.weights import Watch, Weights
 from .tower import Tower
 
-TOWERS: Mapping[str, tuple[str, str]] = {  # model_type of the whole, or of its vision_config -> module, class
+TOWERS: Mapping[
+    str, tuple[str, str]
+] = {  # model_type of the whole, or of its vision_config -> module, class
     "gemma3": ("siglip", "Gemma3Tower"),
     "gemma4": ("gemma4", "Gemma4Tower"),
     "gemma4_unified": ("gemma4", "Gemma4UnifiedTower"),

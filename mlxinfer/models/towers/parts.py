@@ -202,7 +202,6 @@ class TowerSizes:
         heads, kv_heads, head_dim: of attention.
         activation: name of the function in feed-forward blocks.
         eps: of norms.
-        gated: feed-forward blocks have a gate, so three matrices.
     """
 
     hidden: int
@@ -213,12 +212,9 @@ class TowerSizes:
     head_dim: int
     activation: str
     eps: float
-    gated: bool
 
     @classmethod
-    def of(
-        cls, fields: Fields, defaults: Mapping[str, Any], *, gated: bool = False
-    ) -> "TowerSizes":
+    def of(cls, fields: Fields, defaults: Mapping[str, Any]) -> "TowerSizes":
         """Read `vision_config`, with the defaults that its model type has."""
         read = Fields({**defaults, **_present(fields)}, fields.where)
         hidden = read.integer("hidden_size", high=2**16)
@@ -239,14 +235,7 @@ class TowerSizes:
             head_dim=head_dim,
             activation=read.text("hidden_activation", "hidden_act"),
             eps=read.number("rms_norm_eps", "layer_norm_eps", low=0.0, high=1.0),
-            gated=gated,
         )
-
-    def work(self, patches: int, row: int) -> float:
-        """Multiplications of a pass over P patches of `row` numbers, but for the projector's."""
-        width = 2 * self.head_dim * (self.heads + self.kv_heads) + (2 + self.gated) * self.inner
-        attended = 2 * patches * self.heads * self.head_dim
-        return float(patches * (row * self.hidden + self.depth * (self.hidden * width + attended)))
 
 
 def _present(fields: Fields) -> dict[str, Any]:
@@ -260,11 +249,11 @@ class PatchTower:
         embed: of a tile's patches.
         blocks: in their order; there may be none.
         project: of what the last block gives.
-        sizes: of the blocks.
+        width: of the text model.
         dtype: of its arithmetic.
     """
 
-    __slots__ = ("blocks", "dtype", "embed", "project", "sizes")
+    __slots__ = ("blocks", "dtype", "embed", "project", "width")
 
     def __init__(
         self,
@@ -272,13 +261,13 @@ class PatchTower:
         blocks: Sequence[PatchBlock],
         project: Project,
         *,
-        sizes: TowerSizes,
+        width: int,
         dtype: mx.Dtype,
     ) -> None:
         self.embed = embed
         self.blocks = list(blocks)
         self.project = project
-        self.sizes = sizes
+        self.width = width
         self.dtype = dtype
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
@@ -289,18 +278,9 @@ class PatchTower:
             yield x
         return self.project(x, tile)
 
-    def work(self, tile: Tile) -> float:
-        """As of `Tower`."""
-        return self.sizes.work(*tile.patches.shape)
-
     def arrays(self) -> list[mx.array]:
         """As of `Tower`."""
         return list(arrays([self.embed, self.blocks, self.project]))
-
-
-def no_blocks(hidden: int) -> TowerSizes:
-    """Sizes of a tower that has none."""
-    return TowerSizes(hidden, 0, 0, 0, 0, 0, "", 0.0, gated=False)
 
 
 # -- building ---------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Mistral3Tower:
 
 
 def _sizes(config: Fields) -> TowerSizes:
-    return TowerSizes.of(vision_config(config), _DEFAULTS, gated=True)
+    return TowerSizes.of(vision_config(config), _DEFAULTS)
 
 
 def _pixtral(
@@ -160,7 +160,7 @@ def _pixtral(
     count = _num_read(config, sizes.depth)
     blocks = [_block(weights, index, sizes) for index in range(count)]
     weights.drop_below([f"vision.transformer.layers.{i}." for i in range(count, sizes.depth)])
-    return PatchTower(embed, blocks, project, sizes=sizes, dtype=weights.dtype)
+    return PatchTower(embed, blocks, project, width=text_width(config), dtype=weights.dtype)
 
 
 def _num_read(config: Fields, depth: int) -> int:

@@ -165,7 +165,7 @@ class Gemma3Tower:
             rms_norm(weights, "projector.mm_soft_emb_norm", sizes.hidden, sizes.eps, offset=1.0),
             Linear(weights.take("projector.mm_input_projection_weight", shape).T),
         )
-        return _siglip(weights, sizes, (proj, side), project)
+        return _siglip(config, weights, sizes, (proj, side), project)
 
 
 class Lfm2Tower:
@@ -192,10 +192,11 @@ class Lfm2Tower:
             plain_activation(config.text("projector_hidden_act", default="gelu")),
         )
         project = Lfm2Project(_last_norm(weights, sizes), factor, norm, mlp)
-        return _siglip(weights, sizes, (proj, side), project)
+        return _siglip(config, weights, sizes, (proj, side), project)
 
 
 def _siglip(
+    config: Fields,
     weights: Weights,
     sizes: TowerSizes,
     pixels: tuple[Projection, int],
@@ -207,7 +208,7 @@ def _siglip(
     embed = SiglipEmbed(proj, weights.embedding(path, shape), side)
     blocks = [_block(weights, index, sizes) for index in range(sizes.depth)]
     weights.drop_below(_LEFT_OUT)
-    return PatchTower(embed, blocks, project, sizes=sizes, dtype=weights.dtype)
+    return PatchTower(embed, blocks, project, width=text_width(config), dtype=weights.dtype)
 
 
 def _block(weights: Weights, index: int, sizes: TowerSizes) -> PatchBlock:

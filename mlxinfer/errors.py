@@ -6,6 +6,7 @@
     │   │   └── PromptTooLongError     400  context_length_exceeded
     │   ├── UnsupportedFieldError      400  unsupported_parameter
     │   ├── InsufficientMemoryError    400  insufficient_memory    can never fit
+    │   ├── PictureError               400  invalid_image          broken, unknown or too large
     │   └── UnknownArgumentError       400  unknown_argument       also a TypeError
     ├── ModelError                     400  model_error
     │   ├── ModelNotFoundError         404  model_not_found
@@ -64,6 +65,12 @@ class InsufficientMemoryError(InvalidRequestError):
     """The request needs more KV cache than this engine will ever have."""
 
     code = "insufficient_memory"
+
+
+class PictureError(InvalidRequestError):
+    """A picture cannot be read: it is broken, of no known format, too large, or not there."""
+
+    code = "invalid_image"
 
 
 class PromptTooLongError(ContextLengthError):

@@ -16,7 +16,10 @@ class Tile:
     """One input of a tower: a whole picture, a cut of one, or a pair of frames.
 
     Attributes:
-        patches: (P, row) float32, in the order and the layout that the tower reads.
+        patches: (P, row) float32, in the order and the layout that the tower reads. The numbers
+            are in the order (row, column, colour) for Gemma 4 and LFM2, (colour, row, column) for
+            Gemma 3 and Pixtral, (colour, frame, row, column) for Qwen. Patches lie row by row;
+            those of Qwen block by block, as its merger takes them.
         grid: frames, rows and columns of patches; their product is P.
         num_features: vectors that the tower gives for it.
     """

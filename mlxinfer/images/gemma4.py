@@ -1,0 +1,69 @@
+"""Pictures of Gemma 4, with a tower (E2B, E4B, 26B, 31B) and without one (12B, "unified")."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from .picture import Picture, Tile
+from .pixels import ColourScale, colours_last, cut, resized
+from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .resize import fit_soft_tokens, soft_tokens
+from .settings import BICUBIC, HALF, VisionSettings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4Processor(ImageProcessor):
+    """Pictures of any ratio, scaled up or down to nearly the full number of tokens.
+
+    Attributes:
+        patch: side of a patch in pixels.
+        pool: patches along a side of what becomes one feature.
+        max_features: of a picture, as the checkpoint says.
+        whole: a patch is all that becomes one feature: there is no tower to pool them.
+        begin_id, end_id: the tokens around the features.
+    """
+
+    patch: int
+    pool: int
+    max_features: int
+    whole: bool
+    begin_id: int
+    end_id: int
+
+    @classmethod
+    def read(cls, settings: VisionSettings) -> Self:
+        """Read the processor of a checkpoint."""
+        mean, std = settings.normalisation(HALF, applies=False)
+        feature = settings.token("image_token_id", text="<|image|>")
+        whole = settings.model_type == "gemma4_unified"
+        sees = settings.text.get("use_bidirectional_attention", "vision" if whole else None)
+        return cls(
+            placeholder_id=feature,
+            feature_id=feature,
+            begin_id=settings.token("boi_token_id", default=255_999),
+            end_id=settings.token("eoi_token_id", default=258_882),
+            resample=settings.number("resample", BICUBIC),
+            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
+            patch=settings.tower_number("patch_size", 16),
+            pool=settings.tower_number("pooling_kernel_size", 3),
+            max_features=settings.number("max_soft_tokens", 280),
+            whole=whole,
+            sees_itself=sees == "vision",
+        )
+
+    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+        """Make a picture ready; it has at most one of the numbers of tokens of the training."""
+        limit = soft_tokens(min(self.max_features, max_tokens))
+        side = self.patch * self.pool
+        size = fit_soft_tokens(image.height, image.width, factor=side, limit=limit)
+        levels = resized(image, size, self.resample)
+        patches = cut(levels, side if self.whole else self.patch)
+        tile = Tile(
+            patches=colours_last(patches, self.scale),
+            grid=(1, *patches.shape[:2]),
+            num_features=size[0] * size[1] // side**2,
+        )
+        features = (self.feature_id,) * tile.num_features
+        return self.picture((tile,), (self.begin_id, *features, self.end_id))

@@ -1,0 +1,128 @@
+"""Pictures of LFM2-VL and LFM2.5-VL: whole, or as tiles with a small view of the whole."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from .picture import Picture, Tile
+from .pixels import ColourScale, Levels, colours_last, cut, resized
+from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .resize import TileGrid, fit_area, tile_grid
+from .settings import BILINEAR, HALF, VisionSettings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lfm2Processor(ImageProcessor):
+    """Small pictures are scaled, large ones cut into square tiles.
+
+    Attributes:
+        patch: side of a patch in pixels.
+        merge: patches along a side of what becomes one feature.
+        tile: side of a tile in pixels.
+        min_features, max_features: of a picture, or of the small view, that is not cut.
+        min_tiles, max_tiles: of a picture that is cut; at most 1: none is.
+        tolerance: a picture of so many times the pixels of `max_features` is still not cut.
+        has_view: a view of the whole picture follows its tiles.
+        begin_id, end_id, view_id: the tokens around the picture, and before the view.
+        tile_id: the token before the tile in a row and a column, both from 1.
+    """
+
+    patch: int
+    merge: int
+    tile: int
+    min_features: int
+    max_features: int
+    min_tiles: int
+    max_tiles: int
+    tolerance: float
+    has_view: bool
+    begin_id: int
+    end_id: int
+    view_id: int
+    tile_id: Callable[[int, int], int] = field(repr=False)
+
+    @classmethod
+    def read(cls, settings: VisionSettings) -> Self:
+        """Read the processor of a checkpoint."""
+        mean, std = settings.normalisation(HALF)
+        feature = settings.token("image_token_id", "image_token_index", text="<image>")
+        splits = settings.switch("do_image_splitting", True)
+        return cls(
+            placeholder_id=feature,
+            feature_id=feature,
+            begin_id=settings.token(text="<|image_start|>"),
+            end_id=settings.token(text="<|image_end|>"),
+            view_id=settings.token(text="<|img_thumbnail|>"),
+            tile_id=lambda row, column: settings.token(text=f"<|img_row_{row}_col_{column}|>"),
+            resample=settings.number("resample", BILINEAR),
+            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
+            patch=settings.number("encoder_patch_size", settings.tower_number("patch_size", 16)),
+            merge=settings.tower_number("downsample_factor", 2),
+            tile=settings.number("tile_size", 512),
+            min_features=settings.number("min_image_tokens", 64),
+            max_features=settings.number("max_image_tokens", 256),
+            min_tiles=settings.number("min_tiles", 2),
+            max_tiles=settings.number("max_tiles", 10) if splits else 1,
+            tolerance=settings.real("max_pixels_tolerance", 2.0),
+            has_view=settings.switch("use_thumbnail", True),
+        )
+
+    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+        """Make a picture ready; `max_tokens` limits how many tiles there are."""
+        grid = self._grid(image.height, image.width, max_tokens)
+        factor = self.patch * self.merge
+        size = fit_area(
+            image.height,
+            image.width,
+            factor=factor,
+            low=self.min_features * factor**2,
+            high=self.max_features * factor**2,
+            cap=max_tokens * factor**2,
+            keeps_side=True,
+        )
+        view = self._tile(resized(image, size, self.resample))
+        if grid is None:
+            return self._picture((view,), (self.feature_id,) * view.num_features)
+        tiles = tuple(self._tile(levels) for levels in self._pieces(image, grid))
+        ids = [i for n, tile in enumerate(tiles) for i in self._tile_ids(n, tile, grid)]
+        if self.has_view:
+            tiles += (view,)
+            ids += [self.view_id, *(self.feature_id,) * view.num_features]
+        return self._picture(tiles, tuple(ids))
+
+    def _grid(self, height: int, width: int, max_tokens: int) -> TileGrid | None:
+        """The tiles that the picture is cut into; None: it stays whole."""
+        factor = self.patch * self.merge
+        features = (self.tile // factor) ** 2  # of a tile
+        room = max_tokens - (self.max_features if self.has_view else 0)
+        most = min(self.max_tiles, room // features)
+        rows, columns = (max(self.patch, round(s / factor) * factor) for s in (height, width))
+        large = rows * columns > self.max_features * factor**2 * self.tolerance
+        if not large or most < max(2, self.min_tiles):
+            return None
+        return tile_grid(height, width, tile=self.tile, low=self.min_tiles, high=most)
+
+    def _pieces(self, image: "Image", grid: TileGrid) -> list[Levels]:
+        """The levels of each tile, row by row."""
+        side = self.tile
+        levels = resized(image, (grid.rows * side, grid.columns * side), self.resample)
+        return list(cut(levels, side).reshape(-1, side, side, 3))
+
+    def _tile(self, levels: Levels) -> Tile:
+        patches = cut(levels, self.patch)
+        rows, columns = patches.shape[:2]
+        return Tile(
+            patches=colours_last(patches, self.scale),
+            grid=(1, rows, columns),
+            num_features=-(-rows // self.merge) * -(-columns // self.merge),
+        )
+
+    def _tile_ids(self, number: int, tile: Tile, grid: TileGrid) -> tuple[int, ...]:
+        row, column = divmod(number, grid.columns)
+        return (self.tile_id(row + 1, column + 1), *(self.feature_id,) * tile.num_features)
+
+    def _picture(self, tiles: tuple[Tile, ...], ids: tuple[int, ...]) -> Picture:
+        return self.picture(tiles, (self.begin_id, *ids, self.end_id))

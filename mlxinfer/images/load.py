@@ -1,0 +1,190 @@
+"""Pictures from files, bytes, objects and arrays: upright, opaque and in RGB.
+
+Pillow is imported when the first picture comes.
+"""
+
+import base64
+import binascii
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import PictureError, shown
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_FILE_BYTES = 64 << 20
+MAX_PIXELS = 100_000_000  # 300 MB as RGB
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_KNOWN = "JPEG, PNG, WebP, GIF, BMP, TIFF and HEIC"
+_SOURCES = "a path, the bytes of a file, a data: URL, a PIL image or an array"
+
+
+def load_image(source: Any, *, place: str = "image") -> "Image":
+    """Load a picture as it is meant to be seen.
+
+    A picture is turned as its EXIF data say, a PIL object too. Transparency is composited on white.
+    Of a picture that moves, the first frame is taken.
+
+    Args:
+        source: a path, the bytes of a file, a `data:` URL, a PIL image, or an array of (H, W),
+            (H, W, 1), (H, W, 3) or (H, W, 4): whole numbers up to 255, or floats from 0 to 1.
+        place: the field that errors name.
+
+    Returns:
+        The picture in RGB.
+
+    Raises:
+        PictureError: there is no such file, it is no picture of a known format, it is broken, or
+            it has more than 100 million pixels.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        image = _opened(source, place)
+        if image.width * image.height > MAX_PIXELS:
+            raise _too_large(image.width, image.height, place)
+        image.load()
+        return _opaque(ImageOps.exif_transpose(image))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise PictureError(f"The picture is too large: {error}", param=place) from None
+    except UnidentifiedImageError:
+        raise PictureError(
+            f"The data are no picture of a known format; expected {_KNOWN}.", param=place
+        ) from None
+    except PictureError:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:
+        raise PictureError(
+            f"The picture is broken or cut off: {error}.", param=place
+        ) from None  # Pillow's decoders raise all of these on foreign data
+
+
+def from_data_url(url: str, *, place: str = "image") -> bytes:
+    """The bytes of a `data:` URL in base64; raises PictureError."""
+    head, comma, data = url.partition(",")
+    if not head.startswith("data:") or not comma or not head.endswith(";base64"):
+        raise PictureError(
+            f"The URL is {shown(url)}; expected data:image/png;base64, and the data.", param=place
+        )
+    return from_base64(data, place=place)
+
+
+def from_base64(data: str, *, place: str = "image") -> bytes:
+    """The bytes of a picture in base64; raises PictureError."""
+    if len(data) > MAX_FILE_BYTES * 4 // 3 + 4:
+        raise _too_heavy(len(data) * 3 // 4, place)
+    try:
+        return base64.b64decode("".join(data.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise PictureError(f"{place} is no base64.", param=place) from None
+
+
+def _opened(source: Any, place: str) -> "Image":
+    """The picture, opened and not yet decoded."""
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, str) and source.startswith("data:"):
+        source = from_data_url(source, place=place)
+    if isinstance(source, str | os.PathLike):
+        source = _bytes_of(source, place)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _decoder(bytes(source), place)
+    array = np.asarray(source)
+    if array.dtype == object or not array.ndim:
+        raise PictureError(f"{place} is {shown(source)}; expected {_SOURCES}.", param=place)
+    return _from_array(array, place)
+
+
+def _bytes_of(path: str | os.PathLike[str], place: str) -> bytes:
+    if isinstance(path, str) and path.startswith(("http://", "https://")):
+        raise PictureError(
+            f"{shown(path)} is not fetched; download the picture and give its path or its bytes.",
+            param=place,
+        )
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise PictureError(f"There is no file {shown(str(path))}.", param=place)
+    if (size := file.stat().st_size) > MAX_FILE_BYTES:
+        raise _too_heavy(size, place)
+    return file.read_bytes()
+
+
+def _decoder(data: bytes, place: str) -> "Image":
+    from PIL import Image
+
+    if len(data) > MAX_FILE_BYTES:
+        raise _too_heavy(len(data), place)
+    if data[4:8] == b"ftyp" and data[8:12] in HEIF_BRANDS:
+        return _open_heif(data, place)
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
+def _open_heif(data: bytes, place: str) -> "Image":
+    try:
+        import pillow_heif
+    except ImportError:
+        raise PictureError(
+            'A HEIC picture needs another package: pip install "mlxinfer[heif]". Or export it as '
+            "JPEG.",
+            param=place,
+        ) from None
+    opened: Image = pillow_heif.HeifImageFile(io.BytesIO(data))  # turned already, as it says then
+    return opened
+
+
+def _from_array(array: "np.ndarray[Any, Any]", place: str) -> "Image":
+    from PIL import Image
+
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[..., 0]
+    if 0 in array.shape or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
+        raise PictureError(
+            f"{place} is an array of {array.shape}; expected (H, W), (H, W, 3) or (H, W, 4).",
+            param=place,
+        )
+    if np.issubdtype(array.dtype, np.floating):
+        array = array * 255
+    if array.dtype == bool or not np.issubdtype(array.dtype, np.number):
+        raise PictureError(f"{place} is an array of {array.dtype}; expected numbers.", param=place)
+    if not (np.isfinite(array).all() and array.min() >= 0 and array.max() <= 255):
+        raise PictureError(
+            f"{place} is an array with values outside of its range; expected whole numbers from 0 "
+            "to 255, or floats from 0 to 1.",
+            param=place,
+        )
+    return Image.fromarray(np.ascontiguousarray(np.round(array).astype(np.uint8)))
+
+
+def _opaque(image: "Image") -> "Image":
+    """The picture in RGB, its transparent parts on white."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # Pillow's own conversion would cut levels off at 255
+        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
+
+
+def _too_large(width: int, height: int, place: str) -> PictureError:
+    return PictureError(
+        f"The picture has {width} x {height} pixels; at most {MAX_PIXELS:,} are read. Scale it "
+        "down first.",
+        param=place,
+    )
+
+
+def _too_heavy(size: int, place: str) -> PictureError:
+    return PictureError(
+        f"The picture has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read.", param=place
+    )

@@ -1,0 +1,72 @@
+"""Pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen 3.5 to 3.8."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from .picture import Picture, Tile
+from .pixels import ColourScale, colours_first, cut, resized
+from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .resize import fit_area
+from .settings import BICUBIC, CLIP, HALF, VisionSettings
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenProcessor(ImageProcessor):
+    """Pictures of any size and ratio, as squares of merged patches.
+
+    Attributes:
+        patch: side of a patch in pixels.
+        merge: patches along a side of what becomes one feature.
+        frames: how often a still picture stands in a patch.
+        low, high: pixels of a resized picture, at least and at most.
+    """
+
+    patch: int
+    merge: int
+    frames: int
+    low: int
+    high: int
+
+    @classmethod
+    def read(cls, settings: VisionSettings) -> Self:
+        """Read the processor of a checkpoint."""
+        second = settings.model_type.startswith(("qwen2_vl", "qwen2_5_vl"))
+        mean, std = settings.normalisation(CLIP if second else HALF)
+        low, high = (3_136, 1_003_520) if second else (65_536, 16_777_216)
+        feature = settings.token("image_token_id", text="<|image_pad|>")
+        return cls(
+            placeholder_id=feature,
+            feature_id=feature,
+            resample=settings.number("resample", BICUBIC),
+            scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
+            patch=settings.tower_number("patch_size", 14 if second else 16),
+            merge=settings.tower_number("spatial_merge_size", settings.number("merge_size", 2)),
+            frames=settings.tower_number("temporal_patch_size", 2),
+            low=settings.number("min_pixels", settings.size("shortest_edge", low)),
+            high=settings.number("max_pixels", settings.size("longest_edge", high)),
+        )
+
+    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+        """Make a picture ready: patches in the order in which they are merged."""
+        factor, merge = self.patch * self.merge, self.merge
+        size = fit_area(
+            image.height,
+            image.width,
+            factor=factor,
+            low=self.low,
+            high=self.high,
+            cap=max_tokens * factor**2,
+        )
+        patches = cut(resized(image, size, self.resample), self.patch)
+        rows, columns = patches.shape[0] // merge, patches.shape[1] // merge
+        blocks = patches.reshape(rows, merge, columns, merge, *patches.shape[2:]).swapaxes(1, 2)
+        tile = Tile(
+            patches=colours_first(blocks, self.scale, self.frames),
+            grid=(1, rows * merge, columns * merge),
+            num_features=rows * columns,
+        )
+        ids = (self.feature_id,) * tile.num_features
+        return self.picture((tile,), ids, turns=(rows, columns))

@@ -1,0 +1,160 @@
+"""What a checkpoint's files say of its pictures, from wherever they say it.
+
+The numbers of an image processor are in `preprocessor_config.json`, or nested in
+`processor_config.json`, which wins, or in neither: then they are the family's own. Sizes of patches
+are those of the tower, in `config.json`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, shown
+
+MAX_JSON_BYTES = 64 << 20
+CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+BILINEAR, BICUBIC = 2, 3  # Pillow's numbers, which the files use too
+
+
+class VisionSettings:
+    """The settings of one checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        token_id: the id of a token's text; None where the vocabulary has no such token.
+
+    Attributes:
+        config: config.json.
+        vision: its part about the tower; empty where it has none.
+        text: its part about the text model.
+
+    Raises:
+        CheckpointError: a file is broken.
+    """
+
+    def __init__(self, folder: Path, token_id: Callable[[str], int | None]) -> None:
+        self.folder = folder
+        self.config = _read(folder / "config.json")
+        self.vision = _object(self.config.get("vision_config"))
+        self.text = _object(self.config.get("text_config"))
+        self._processor = _read(folder / "processor_config.json")
+        nested = self._processor.get("image_processor")
+        self._image = _object(nested) or _read(folder / "preprocessor_config.json")
+        self._token_id = token_id
+
+    @property
+    def model_type(self) -> str:
+        """Of the whole model. A llava model with a Pixtral tower is a Pixtral."""
+        name = str(self.config.get("model_type", "")).replace("-", "_")
+        return "pixtral" if self.vision.get("model_type") == "pixtral" and name == "llava" else name
+
+    def number(self, name: str, default: int) -> int:
+        """A whole number of the image processor, at least 1."""
+        return self._whole(name, self._image.get(name), default)
+
+    def tower_number(self, name: str, default: int) -> int:
+        """A whole number that the tower, the model or the processors say, in this order."""
+        sources = (self.vision, self.config, self._processor, self._image)
+        found = next((each[name] for each in sources if each.get(name) is not None), None)
+        if isinstance(found, Mapping):  # {"height": 16, "width": 16}
+            found = found.get("height")
+        return self._whole(name, found, default)
+
+    def switch(self, name: str, default: bool) -> bool:
+        """A truth value of the image processor."""
+        found = self._image.get(name)
+        return default if found is None else bool(found)
+
+    def real(self, name: str, default: float) -> float:
+        """A positive number of the image processor."""
+        found = self._image.get(name, default)
+        if type(found) not in (int, float) or not 0 < found < 1e6:
+            raise self._wrong(name, found, "a positive number")
+        return float(found)
+
+    def size(self, name: str, default: int) -> int:
+        """A number of the image processor's `size`."""
+        return self._whole(f"size.{name}", _object(self._image.get("size")).get(name), default)
+
+    def normalisation(
+        self, default: tuple[tuple[float, ...], tuple[float, ...]], *, applies: bool = True
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each colour; (0, 0, 0) and (1, 1, 1): none.
+
+        Args:
+            default: where the files name none.
+            applies: whether colours are normalised where the files do not say.
+        """
+        if not self.switch("do_normalize", applies):
+            return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+        names = ("image_mean", "image_std")
+        mean, std = (self._colours(n, d) for n, d in zip(names, default, strict=True))
+        if 0.0 in std:
+            raise self._wrong("image_std", std, "numbers other than 0")
+        return mean, std
+
+    def _colours(self, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        found = self._image.get(name)
+        if found is None:
+            return default
+        values = found if isinstance(found, list) else [found] * 3
+        if len(values) != 3 or not all(type(value) in (int, float) for value in values):
+            raise self._wrong(name, found, "three numbers")
+        return tuple(map(float, values))
+
+    def token(self, *names: str, text: str | None = None, default: int | None = None) -> int:
+        """The id of a token that marks pictures.
+
+        Args:
+            names: of its id in config.json.
+            text: of the token, where the config has no such id.
+            default: where neither is there.
+
+        Raises:
+            CheckpointError: the checkpoint does not say.
+        """
+        found = next((self.config[n] for n in names if self.config.get(n) is not None), None)
+        if found is None and text is not None:
+            found = self._token_id(text)
+        found = default if found is None else found
+        if type(found) is not int or found < 0:
+            what = " or ".join([*names, *([] if text is None else [f"token {text!r}"])])
+            raise CheckpointError(
+                f"{self.folder} sees pictures and has no {what}; its files are incomplete."
+            )
+        return found
+
+    def _whole(self, name: str, found: object, default: int) -> int:
+        if found is None:
+            return default
+        if type(found) is float and found.is_integer():  # as some files write numbers of pixels
+            found = int(found)
+        if type(found) is not int or found < 1:
+            raise self._wrong(name, found, "a whole number of at least 1")
+        return found
+
+    def _wrong(self, name: str, found: object, wanted: str) -> CheckpointError:
+        return CheckpointError(
+            f"{name} of the image processor in {self.folder} is {shown(found)}; expected {wanted}."
+        )
+
+
+def _object(found: object) -> dict[str, Any]:
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a file, {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError("too large")
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no JSON object.")
+    return found

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypedDict
@@ -73,6 +73,16 @@ class SamplingValues(TypedDict, total=False):
     speculate: bool
 
 
+def _number(default: float, **bounds: Any) -> Any:
+    """A field of SamplingParams with the bounds of `check_number`."""
+    return field(default=default, metadata={"check": check_number, "bounds": bounds})
+
+
+def _integer(default: int | None, **bounds: Any) -> Any:
+    """A field of SamplingParams with the bounds of `check_int`."""
+    return field(default=default, metadata={"check": check_int, "bounds": bounds})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Checked when built; greedy by default.
@@ -85,37 +95,46 @@ class SamplingParams:
         InvalidRequestError: a value out of its range, with the range in the message.
     """
 
-    max_tokens: int | None = 512  # None: until the context is full
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and answer
-    repetition_window: int = -1  # last tokens of these that it looks at; 0: none, -1: all
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
+    # None: until the context is full
+    max_tokens: int | None = _integer(512, low=1, high=MAX_TOKENS, optional=True)
+    temperature: float = _number(0.0, low=0.0, high=100.0)  # 0: greedy
+    top_k: int = _integer(0, low=0)  # 0: off
+    top_p: float = _number(1.0, low=0.0, high=1.0, open_low=True)
+    min_p: float = _number(0.0, low=0.0, high=1.0)
+    # over prompt and answer
+    repetition_penalty: float = _number(1.0, low=0, high=FLOAT32_MAX, open_low=True)
+    # last tokens of these that it looks at; 0: none, -1: all
+    repetition_window: int = _integer(-1, low=-1, high=MAX_COUNT)
+    presence_penalty: float = _number(0.0, low=-100.0, high=100.0)  # over the answer
+    frequency_penalty: float = _number(0.0, low=-100.0, high=100.0)  # over the answer
     # token id -> added to its logit; a dict has no hash
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    top_n_sigma: float = 0.0  # keep logits so many deviations below the highest; 0: all
-    typical_p: float = 1.0  # keep the most typical tokens of this mass; 1: all
-    xtc_probability: float = 0.0  # that all but the least probable token above the threshold go
-    xtc_threshold: float = 0.1  # probability; above 0.5 no two tokens have it
+    # keep logits so many deviations below the highest; 0: all
+    top_n_sigma: float = _number(0.0, low=0.0, high=FLOAT32_MAX)
+    # keep the most typical tokens of this mass; 1: all
+    typical_p: float = _number(1.0, low=0.0, high=1.0, open_low=True)
+    # that all but the least probable token above the threshold go
+    xtc_probability: float = _number(0.0, low=0.0, high=1.0)
+    xtc_threshold: float = _number(0.1, low=0.0, high=1.0)  # above 0.5 no two tokens have it
     # DRY: a token that would continue a repetition, of prompt or answer, loses
     # multiplier * base ** (length - allowed_length). 0: off.
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2  # tokens that may be repeated
-    dry_penalty_last_n: int = -1  # tokens that are looked at; 0: none, -1: all
+    dry_multiplier: float = _number(0.0, low=0.0, high=100.0)
+    dry_base: float = _number(1.75, low=1.0, high=100.0)
+    dry_allowed_length: int = _integer(2, low=1, high=MAX_COUNT)  # tokens that may be repeated
+    # tokens that are looked at; 0: none, -1: all
+    dry_penalty_last_n: int = _integer(-1, low=-1, high=MAX_COUNT)
     dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS  # texts that no repetition reaches over
     # Same seed, same tokens, whatever else is in the batch; with 16-bit activations but for
     # tokens nearly as probable as each other, see README.
-    seed: int | None = None
-    min_tokens: int = 0  # no end token and no stop before this many
-    max_reasoning_tokens: int | None = None  # then the reasoning is closed; None: no limit
+    seed: int | None = _integer(None, low=-(2**63), high=2**63 - 1, optional=True)
+    min_tokens: int = _integer(0, low=0, high=MAX_TOKENS)  # no end token and no stop before these
+    # then the reasoning is closed; None: no limit
+    max_reasoning_tokens: int | None = _integer(None, low=1, high=MAX_TOKENS, optional=True)
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # strings, matched on text
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # None: off; n: the chosen token's and the n most probable ones'
+    # None: off; n: the chosen token's and the n most probable ones'
+    logprobs: int | None = _integer(None, low=0, high=MAX_LOGPROBS, optional=True)
     # Whether steps may verify tokens that were proposed, where the model was loaded with that. It
     # changes how many steps the answer takes. With acceptance="exact" the tokens are those of the
     # plain run, seeded or not; with "rejection" a drawn answer has the same distribution, and a
@@ -123,35 +142,8 @@ class SamplingParams:
     speculate: bool = True
 
     def __post_init__(self) -> None:
-        check_int("max_tokens", self.max_tokens, low=1, high=MAX_TOKENS, optional=True)
-        check_number("temperature", self.temperature, low=0.0, high=100.0)
-        check_int("top_k", self.top_k, low=0)
-        check_number("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
-        check_number("min_p", self.min_p, low=0.0, high=1.0)
-        check_number(
-            "repetition_penalty", self.repetition_penalty, low=0, high=FLOAT32_MAX, open_low=True
-        )
-        check_int("repetition_window", self.repetition_window, low=-1, high=MAX_COUNT)
-        check_number("presence_penalty", self.presence_penalty, low=-100.0, high=100.0)
-        check_number("frequency_penalty", self.frequency_penalty, low=-100.0, high=100.0)
-        check_number("top_n_sigma", self.top_n_sigma, low=0.0, high=FLOAT32_MAX)
-        check_number("typical_p", self.typical_p, low=0.0, high=1.0, open_low=True)
-        check_number("xtc_probability", self.xtc_probability, low=0.0, high=1.0)
-        check_number("xtc_threshold", self.xtc_threshold, low=0.0, high=1.0)
-        check_number("dry_multiplier", self.dry_multiplier, low=0.0, high=100.0)
-        check_number("dry_base", self.dry_base, low=1.0, high=100.0)
-        check_int("dry_allowed_length", self.dry_allowed_length, low=1, high=MAX_COUNT)
-        check_int("dry_penalty_last_n", self.dry_penalty_last_n, low=-1, high=MAX_COUNT)
-        check_int("seed", self.seed, low=-(2**63), high=2**63 - 1, optional=True)
-        check_int("min_tokens", self.min_tokens, low=0, high=MAX_TOKENS)
-        check_int(
-            "max_reasoning_tokens",
-            self.max_reasoning_tokens,
-            low=1,
-            high=MAX_TOKENS,
-            optional=True,
-        )
-        check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        for name, check, bounds in BOUNDED:
+            check(name, getattr(self, name), **bounds)
         check_switch("ignore_eos", self.ignore_eos)
         check_switch("speculate", self.speculate)
         self._check_lists()
@@ -215,6 +207,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is taken without a draw."""
         return self.temperature == 0.0
+
+
+# The numbers among the fields of SamplingParams: name, check, bounds. The server reads them, too.
+BOUNDED = tuple(
+    (each.name, each.metadata["check"], each.metadata["bounds"])
+    for each in fields(SamplingParams)
+    if each.metadata
+)
 
 
 class Grammar(Protocol):

@@ -1,5 +1,6 @@
 """One running model as the server sees it: a session under a name, with sampling defaults."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -8,7 +9,7 @@ from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..session.engine_factory import ModelInfo
 from ..session.options import EngineOptions
-from ..session.pooling_session import PoolingSession, Watch, open_session
+from ..session.pooling_session import PoolingSession, open_session
 from ..session.session import Session, read_sampling
 from ..text import Tokenizer
 
@@ -42,7 +43,7 @@ class ServedModel:
         *,
         created_s: int,
         tool_format: str = "auto",
-        watch: Watch | None = None,
+        watch: Callable[[int, int], None] | None = None,
     ) -> "ServedModel":
         """Load the model in `folder`, with `watch` as of Session.
 

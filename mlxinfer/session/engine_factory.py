@@ -10,6 +10,7 @@ from ..backend import require_mlx
 from ..config import EngineConfig
 from ..errors import EngineClosedError
 from ..memory import human_bytes
+from ..models import Watch, load_any, stoppable
 from .options import EngineOptions
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def open_engine(
     options: EngineOptions,
     *,
     owner: object,
-    watch: Callable[[int, int], None] | None = None,
+    watch: Watch | None = None,
 ) -> "tuple[Engine, ModelInfo]":
     """Load the model in `folder` on the engine's own thread.
 
@@ -109,37 +110,41 @@ def open_engine(
     require_mlx()  # says why, where what follows cannot import MLX
     from ..engine.engine import Engine, generation
     from ..engine.runner import NO_FOLLOWERS
-    from ..models import load_any, stoppable
-    from ..speculation.sources import open_speculation
 
     watch, stop = stoppable(watch)
     group = _group(name, folder, options, partial(watch, 0, 0))
-
-    def build() -> "tuple[LanguageModel, EngineConfig, Proposer | None]":
-        disk = options.disk(folder)
-        model: LanguageModel
-        if group is None:
-            model = load_any(folder, dtype=options.dtype, watch=watch, experts=options.experts)
-        else:
-            pipeline = options.spread.pipeline
-            model = group.load(name, folder, dtype=options.dtype, pipeline=pipeline, watch=watch)
-
-        def kv_bytes(draft_bytes: int) -> int:
-            """Of each rank, where rank 0 also has the weights of a draft."""
-            weights = model.num_bytes + draft_bytes
-            if group is None or options.max_memory is not None:
-                return options.kv_bytes(weights)
-            return group.kv_bytes(options.kv_bytes, weights, adapter_bytes=options.adapter_bytes)
-
-        config = options.config(model, disk, kv_bytes(0))
-        return model, *open_speculation(
-            options.speculation, folder, model, config, kv_bytes, dtype=options.dtype
-        )
-
-    engine = Engine(generation(build, group or NO_FOLLOWERS), owner=owner, stop_loading=stop)
+    load = partial(_load, name, folder, options, group, watch)
+    engine = Engine(generation(load, group or NO_FOLLOWERS), owner=owner, stop_loading=stop)
     if group is not None:
         group.on_failure = engine.fail
     return engine, engine.call(lambda loop: describe(name, folder, loop.model))
+
+
+def _load(
+    name: str, folder: Path, options: EngineOptions, group: "RankGroup | None", watch: Watch
+) -> "tuple[LanguageModel, EngineConfig, Proposer | None]":
+    """The model, or rank 0's part of it, how to run it, and its proposer."""
+    from ..speculation.sources import open_speculation
+
+    disk = options.disk(folder)
+    model: LanguageModel
+    if group is None:
+        model = load_any(folder, dtype=options.dtype, watch=watch, experts=options.experts)
+    else:
+        pipeline = options.spread.pipeline
+        model = group.load(name, folder, dtype=options.dtype, pipeline=pipeline, watch=watch)
+
+    def kv_bytes(draft_bytes: int) -> int:
+        """Of each rank, where rank 0 also has the weights of a draft."""
+        weights = model.num_bytes + draft_bytes
+        if group is None or options.max_memory is not None:
+            return options.kv_bytes(weights)
+        return group.kv_bytes(options.kv_bytes, weights, adapter_bytes=options.adapter_bytes)
+
+    config = options.config(model, disk, kv_bytes(0))
+    return model, *open_speculation(
+        options.speculation, folder, model, config, kv_bytes, dtype=options.dtype
+    )
 
 
 def _group(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..backend import require_mlx
 from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, InvalidRequestError, shown
-from ..models import stoppable
+from ..models import Watch, stoppable
 from ..pooling.config import NORMALISE, PoolingConfig, Task, read_pooling
 from ..pooling.request import PoolingLimits, PoolingRequest, TokenRow
 from ..text import Tokenizer
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-Watch = Callable[[int, int], None]
 POOLING_OPTIONS = ("dtype", "max_context", "prefill_chunk", "task")
 
 

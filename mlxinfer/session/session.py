@@ -21,6 +21,7 @@ from ..errors import InvalidRequestError, PromptTooLongError, UnsupportedFieldEr
 from ..grammar import GrammarSpec, response_format
 from ..grammar.guidance import Guidance
 from ..memory import total_memory_bytes
+from ..models import Watch
 from ..speculation.options import kind_of
 from ..text import (
     GENERIC,
@@ -415,7 +416,7 @@ class Session(LocalSession):
         folder: Path,
         options: EngineOptions,
         tool_format: str = "auto",
-        watch: Callable[[int, int], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.chat_params: SamplingParams = chat_params(folder)
         self._keeps_prefixes = options.prefix_cache

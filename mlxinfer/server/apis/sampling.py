@@ -1,19 +1,19 @@
 """Fields that say how tokens are chosen, whichever API they came by: sampling, and constraints.
 
-A new sampling field is one line of SamplerFields, under its name in SamplingParams, beside the
-sampler itself. A field of other servers that would change the answer and is not supported is one
-line of REFUSED.
+The numbers of SamplingParams are fields of every API, with the bounds that they have there, so a
+new one needs no line here. SamplerFields has those with other bounds and all that are no numbers. A
+field of other servers that would change the answer and is not supported is one line of REFUSED.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 import msgspec.structs
 from msgspec import Meta
 
-from ...core import MAX_COUNT, SamplingParams
-from ...errors import InvalidRequestError, UnsupportedFieldError
+from ...core import BOUNDED, SamplingParams
+from ...errors import InvalidRequestError, UnsupportedFieldError, check_int
 from ...grammar import GrammarSpec, response_format, spec
 from ...grammar.schema import MAX_BYTES
 from ..http import RequestBody
@@ -32,8 +32,6 @@ BANNED = -1e9  # added to a logit
 
 TokenLimit = Annotated[int, Meta(ge=UNLIMITED)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Mass = Annotated[float, Meta(gt=0, le=1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 ReasoningLimit = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -86,37 +84,45 @@ LIMIT_ALIASES = {  # of llama.cpp, Ollama and Hugging Face
 }
 
 
-class SamplerFields(RequestBody, kw_only=True):
+READ_BY_EACH = ("max_tokens", "max_reasoning_tokens", "logprobs")  # APIs name them as they like
+
+
+def _kind_of(check: Callable[..., None], bounds: Mapping[str, Any]) -> Any:
+    """The type of a number of SamplingParams, with its bounds."""
+    number = int if check is check_int else float
+    lowest = "gt" if bounds.get("open_low") else "ge"
+    return Annotated[number, Meta(**{lowest: bounds["low"], "le": bounds.get("high")})] | None
+
+
+if TYPE_CHECKING:
+    NumberFields = RequestBody
+else:
+    NumberFields = msgspec.defstruct(
+        "NumberFields",
+        [(n, _kind_of(*how), None) for n, *how in BOUNDED if n not in READ_BY_EACH],
+        bases=(RequestBody,),
+        kw_only=True,
+    )
+
+
+class SamplerFields(NumberFields, kw_only=True):
     """Fields of all APIs, by their names in SamplingParams; null means absent."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
     aliases: ClassVar[Mapping[str, str]] = ALIASES
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Mass | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: off
-    min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    repetition_window: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # tokens; -1: all
     logit_bias: (
         Annotated[dict[int, Bias], Meta(max_length=MAX_BIASES)]
         | Annotated[list[TextBias], Meta(max_length=MAX_BIASES)]
         | None
     ) = None
     top_n_sigma: Annotated[float, Meta(le=100)] | None = None  # of llama.cpp; up to 0: off
-    typical_p: Mass | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
-    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None  # -1: all
     dry_sequence_breakers: Annotated[list[StopString], Meta(max_length=MAX_BREAKERS)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_IDS)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = None  # false: no tokens are proposed for this request
     # prompts with different salts share no prefix cache

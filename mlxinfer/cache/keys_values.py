@@ -33,7 +33,8 @@ from ..metal_kernels.paged_attention import (
 from ..metal_kernels.stored import Affine
 from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant
-from .attention import is_fused
+from .attention import Prepared
+from .chunks import is_fused
 from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Stored
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
@@ -93,6 +94,7 @@ class KeyValueLayer(PagedLayer):
     """
 
     spec: KVSpec
+    prepared: Prepared
     _less_bias: LessBias
 
     def __init__(self, spec: KVSpec, formats: Formats, dtype: mx.Dtype) -> None:

@@ -7,7 +7,7 @@ states (`state.RecurrentGroup`) or caches that a model keeps by itself (`state.O
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import human_bytes, total_memory_bytes
-from .attention import AttentionBackend
+from .attention import prepare
 from .inputs import CacheWork, Spill, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
 from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, Plane, TailPlace, finish
@@ -47,7 +47,6 @@ class LayerGroup(PageGroup):
     that is loaded equals the one that was read, bit for bit.
 
     Attributes:
-        number: of the group among the page tables of a sequence.
         layers: that keep the same positions.
         max_slots: sequences that may run at once.
         cost: bytes of a page on the rank where they are most; this rank's until ranks agree.
@@ -55,21 +54,14 @@ class LayerGroup(PageGroup):
         bytes_grown: copied while arrays grew.
     """
 
-    number: int
-    layers: Sequence[PagedLayer]
-    max_slots: int
+    layers: Sequence[PagedLayer] = ()
+    max_slots: int = 1
     cost: int = 0
     limit: int = 0
     bytes_grown: int = 0
-    _attention: AttentionBackend = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.cost, self.limit = self.page_bytes, self.allocator.num_pages
-        self._attention = AttentionBackend(
-            max([layer.spec.numbers * layer.dtype.size for layer in self.layers], default=1),
-            list(dict.fromkeys(layer.ready for layer in self.layers)),
-            tiles=any(layer.tiles for layer in self.layers),
-        )
 
     # -- arrays ---------------------------------------------------------------------------------
 
@@ -129,7 +121,7 @@ class LayerGroup(PageGroup):
 
     def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
         """Prepare the attention of a step for all layers."""
-        prepared = self._attention.prepare(metadata, self, self.number, place)
+        prepared = prepare(metadata, self, self.layers, place)
         for layer in self.layers:
             layer.prepared = prepared
             layer.heads = None if place.positions is None else layer.write_heads

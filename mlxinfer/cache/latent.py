@@ -32,10 +32,11 @@ from ..metal_kernels.paged_attention import (
 )
 from ..metal_kernels.stored import PLAIN, KVFormat
 from ..metal_kernels.variants import Variant
-from .attention import Chunk, cut_runs
+from .attention import Prepared, attend_rows
+from .chunks import Chunk, cut_runs
 from .inputs import Ints
 from .keys_values import rotatable
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored, attend_rows
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
@@ -53,6 +54,7 @@ class LatentLayer(PagedLayer):
     """
 
     spec: LatentSpec
+    prepared: Prepared
 
     def __init__(
         self,
@@ -325,7 +327,7 @@ class RankedLayer(LatentLayer):
             parts = zip(*(each.tolist() for each in numbers), short.tables, strict=True)
             for row, start, count, sealed, slot, tables in parts:
                 tail = np.arange(sealed, start + count, dtype=np.int32) % (2 * self.page_size)
-                runs = tables[prepared.number].runs(0, sealed)
+                runs = tables[prepared.group.number].runs(0, sealed)
                 yield slice(row, row + count), start, (runs, slot, tail)
         for chunk in prepared.chunks:
             yield chunk.rows, chunk.start, (chunk.reads, 0, nothing)

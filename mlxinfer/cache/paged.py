@@ -8,14 +8,14 @@ kilobytes a sequence where the pages would be gigabytes. Where keys and values a
 share tails, (2 * H, 2 * P, W), keys first: one write a step serves both. All tails of a part are
 one array of vectors, (num_slots * H * 2 * P, W).
 
-The attention backend (`attention.py`) makes a `Prepared` once a step and group.
+`attention.prepare` makes a `Prepared` once a step and group.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -282,98 +282,6 @@ def vector_bytes(fmt: KVFormat, dim: int, dtype: mx.Dtype) -> int:
     return sum(width * kind.size for width, kind in fmt.parts(dim, dtype))
 
 
-class AttentionPart(Protocol):
-    """Some rows of a step that attend together."""
-
-    @property
-    def rows(self) -> slice | mx.array | None:
-        """Which rows of the flat list the queries are; None: all, in order."""
-        ...
-
-    def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
-        """Queries (N, heads, D) of `rows` -> what these rows see, (T', heads * V)."""
-        ...
-
-
-class Prepared:
-    """All that the layers of a group share in one step.
-
-    Args:
-        metadata: of the step.
-        number: which of the page tables is the group's.
-        place: where tokens go in tails.
-        short: rows of each part of short segments in the flat list, and how they attend.
-        chunks: prefill chunks (`attention.Chunk`), which come last in the flat list.
-        tiles: the same chunks through a kernel, for layers that have one.
-    """
-
-    __slots__ = ("_order", "_parts", "_tiled", "chunks", "metadata", "number", "place", "short")
-
-    def __init__(
-        self,
-        metadata: StepMetadata,
-        number: int,
-        place: TailPlace,
-        short: Sequence[tuple[Ints, AttentionPart]],
-        chunks: Sequence[Any],
-        tiles: AttentionPart | None = None,
-    ) -> None:
-        self.metadata, self.number, self.place = metadata, number, place
-        self.short = [part for _, part in short]
-        self.chunks = chunks
-        self._parts: list[AttentionPart] = [*self.short, *chunks]
-        self._tiled = self._parts if tiles is None else [*self.short, tiles]
-        self._order = _order([rows for rows, _ in short], len(metadata.positions))
-
-    @property
-    def num_short(self) -> int:
-        """Rows of short segments, which come first in the flat list."""
-        chunks = self.metadata.long
-        return chunks[0].row if chunks else len(self.metadata.positions)
-
-    def write(self, layer: "PagedLayer", stored: Stored) -> None:
-        """Write the parts (T, heads, W) of the step's tokens: chunks to pages, others to tails."""
-        for chunk in self.chunks:
-            layer.write_pages(chunk.writes, chunk.rows.start, stored)
-        place = self.place
-        if len(place.slots):
-            if place.rows is not None:
-                stored = [[part[place.rows] for part in parts] for parts in stored]
-            layer.write_tails(place, stored)
-
-    def attend(self, layer: "PagedLayer", queries: mx.array, softmax: Softmax) -> mx.array:
-        """Queries (T, heads, D) of all rows over what is stored, (T, heads * V)."""
-        parts = self._tiled if layer.tiles else self._parts
-        if len(parts) == 1:
-            rows = parts[0].rows
-            return parts[0].attend(layer, queries if rows is None else queries[rows], softmax)
-        return self.joined([attend_rows(part, layer, queries, softmax) for part in parts])
-
-    def joined(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Outputs of all parts, (T, ...) in flat order."""
-        joined = outputs[0] if len(outputs) == 1 else mx.concatenate([*outputs])
-        return joined if self._order is None else joined[self._order]
-
-
-def attend_rows(
-    part: AttentionPart, layer: "PagedLayer", queries: mx.array, softmax: Softmax
-) -> mx.array:
-    """What the rows of one part see, (T', heads * V); queries (T, heads, D) of all rows."""
-    return part.attend(layer, queries if part.rows is None else queries[part.rows], softmax)
-
-
-def _order(parts: Sequence[Ints], num_rows: int) -> mx.array | None:
-    """(T,) where each row of the step stands when those of `parts` come first; None: in place."""
-    if len(parts) < 2:
-        return None
-    rows = np.concatenate(parts)
-    if (np.diff(rows) > 0).all():
-        return None
-    order = np.arange(num_rows, dtype=np.int32)
-    order[rows] = np.arange(len(rows), dtype=np.int32)
-    return mx.array(order)
-
-
 class PagedLayer(ABC):
     """One layer that keeps vectors of each token, in one plane or several.
 
@@ -390,7 +298,7 @@ class PagedLayer(ABC):
     Attributes:
         form: what kernels are compiled for; layers of one form share them.
         keys, values: the planes as attention reads them.
-        prepared: the current step, as the layer's group prepared it.
+        prepared: the current step, as `attention.prepare` gave it for the layer's group.
         heads: settings of the kernel that writes heads in this step; None: the mixer does its work.
         token_bytes: that are kept of one token.
         ready: for how many query tokens of a sequence the attention kernel may be used.
@@ -407,7 +315,7 @@ class PagedLayer(ABC):
     form: Hashable
     keys: Plane
     values: Plane
-    prepared: Prepared
+    prepared: Any
     heads: Heads | None
     bias: KeyBias
 

@@ -360,6 +360,7 @@ class PageGroup:
         page_size: tokens a page.
         prefill_chunk: tokens of a step's prefill; windows hold that much more for a moment.
         page_bytes: of a page, all layers together.
+        number: of the group among the page tables of a sequence.
     """
 
     window: AttentionWindow
@@ -367,6 +368,7 @@ class PageGroup:
     page_size: int
     prefill_chunk: int
     page_bytes: int
+    number: int = 0
 
     @property
     def num_kept(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxinfer.cache.attention import AttentionBackend
+from mlxinfer.cache import attention
 from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.layout import LAYERS
 from mlxinfer.cache.paged import TailPlace
@@ -64,11 +64,9 @@ def prepare(
     layer: Any,
     metadata: StepMetadata,
     window: AttentionWindow = EVERYTHING,
-    attention: AttentionBackend | None = None,
 ) -> None:
     """Let a layer see a step."""
     group = PageGroup(window, PageAllocator(1), layer.page_size, 64, 1)
     place = TailPlace.of(metadata, layer.page_size, by_position=layer.by_position)
-    attention = attention or AttentionBackend(1 << 20)
-    layer.prepared = attention.prepare(metadata, group, 0, place)
+    layer.prepared = attention.prepare(metadata, group, [layer], place)
     layer.heads = layer.write_heads

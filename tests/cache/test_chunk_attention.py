@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from cache.cache_layers import Bits, layer_of
 
-from mlxinfer.cache import attention
-from mlxinfer.cache.attention import Chunk
+from mlxinfer.cache import chunks
+from mlxinfer.cache.chunks import Chunk
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow
 from mlxinfer.core import KVSpec
@@ -50,7 +50,7 @@ def test_blocks_of_keys_change_nothing(
     queries = mx.random.normal((300, HEADS, DIM), key=mx.random.key(2))
     softmax = Softmax(0.2, mx.linspace(-1, 1, HEADS) if sinks else None)
     whole = plan.attend(layer, queries, softmax)
-    monkeypatch.setattr(attention, "KEY_BLOCK", 64)
+    monkeypatch.setattr(chunks, "KEY_BLOCK", 64)
     found = plan.attend(layer, queries, softmax)
     assert mx.allclose(found, whole, rtol=1e-4, atol=1e-5).item()
 

@@ -7,8 +7,7 @@ from cache.cache_layers import PAGE, Bits, Tokens, layer_of, prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache import attention
-from mlxinfer.cache.attention import AttentionBackend
+from mlxinfer.cache import chunks
 from mlxinfer.cache.inputs import StepMetadata, step_metadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
@@ -52,7 +51,6 @@ def step(
     layer: KeyValueLayer,
     parts: list[tuple[Sequence, int]],
     window: AttentionWindow,
-    attention: AttentionBackend | None = None,
 ) -> dict[Sequence, np.ndarray]:
     """So many next tokens of each sequence; more than 8 are a prefill chunk."""
     parts = sorted(parts, key=lambda part: (part[1] > 8, part[1] > 1))
@@ -67,7 +65,7 @@ def step(
     rows = [(one, slice(one.done, one.done + count)) for one, count in parts]
     spans = np.concatenate([one.spans[:, some] for one, some in rows], axis=1)
     metadata = StepMetadata(found.short, found.long, found.positions, spans=spans)
-    prepare(layer, metadata, window, attention)
+    prepare(layer, metadata, window)
     arrays = [
         mx.array(np.concatenate([one.arrays[i][some] for one, some in rows])) for i in range(3)
     ]
@@ -139,19 +137,18 @@ def test_a_span_in_one_step_is_full_attention_over_it(
 def test_over_several_blocks_of_keys(
     window: AttentionWindow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "KEY_BLOCK", 32)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(chunks, "KEY_BLOCK", 32)
+    monkeypatch.setattr(chunks, "QUERY_BLOCK", 16)
     attended(window, (None, None), [(37, 60), (5, 9)], 1)
 
 
 def test_spans_attend_in_plain_mlx_though_kernels_are_ready() -> None:
     """Here is no GPU: a kernel could not run."""
     layer = layer_of(KVSpec(HEADS, DIM, DIM), num_pages=2 * PAGES, num_slots=2)
-    layer.tiles = True
-    metal = AttentionBackend(1 << 20, [lambda _: True], tiles=True)
+    layer.tiles, layer.ready = True, lambda _: True
     sequences = [Sequence(slot, 20, [(0, 20)], slot) for slot in range(2)]
     sequences[1].spans[:] = [[0], [6]]
-    found = step(layer, list(zip(sequences, (20, 6), strict=True)), AttentionWindow(), metal)
+    found = step(layer, list(zip(sequences, (20, 6), strict=True)), AttentionWindow())
     for one, count in zip(sequences, (20, 6), strict=True):
         expected = one.reference(AttentionWindow())[:count]
         np.testing.assert_allclose(found[one], expected, atol=2e-5, rtol=1e-4)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ...core import CacheSpec, LatentSpec, OwnCacheSpec, StateSpec
+from ...core import KVSpec, LatentSpec, StateSpec
 from ...errors import ConversionError, UnsupportedModelError
 from ...layers.latent_attention import LatentProjection
 from ...layers.linear import Projection
@@ -119,20 +119,29 @@ class WholeLatents:
         return self._expanded.attend(queries, keys, values, Softmax(scale)).reshape(values.shape)
 
 
-def _cache(spec: CacheSpec, group: RowGroup, masks: Masks) -> Any:
-    """Make the stand-in for the cache of a layer that keeps `spec`."""
-    if isinstance(spec, StateSpec):
-        return SegmentStates([group], spec)
-    assert not isinstance(spec, OwnCacheSpec), "convert knows native families only"
-    attention = SegmentAttention([group], masks, spec.window)
-    if not isinstance(spec, LatentSpec):
-        return attention
+def _keys_values(spec: KVSpec, group: RowGroup, masks: Masks) -> SegmentAttention:
+    return SegmentAttention([group], masks, spec.window)
+
+
+def _states(spec: StateSpec, group: RowGroup, masks: Masks) -> SegmentStates:
+    return SegmentStates([group], spec)
+
+
+def _latents(spec: LatentSpec, group: RowGroup, masks: Masks) -> WholeLatents:
     if spec.index_dim and group.length > spec.num_ranked:
         raise ConversionError(
             f"This model sees {spec.num_ranked} tokens of a text, and measuring it takes texts of "
             f"{group.length}, of which all are seen; convert it without calibration."
         )
-    return WholeLatents(attention)
+    return WholeLatents(SegmentAttention([group], masks, spec.window))
+
+
+STAND_INS: dict[type, Callable[[Any, RowGroup, Masks], Any]] = {
+    KVSpec: _keys_values,
+    LatentSpec: _latents,
+    StateSpec: _states,
+}
+"""What stands for the cache of a layer, by what the layer keeps."""
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -149,7 +158,10 @@ class LayerRun:
     def __call__(self, x: mx.array, length: int) -> mx.array:
         """x (N * length, hidden): N sequences -> the same after the layer, not evaluated."""
         group, masks = RowGroup(0, x.shape[0] // length, length), Masks(bidirectional=False)
-        caches = {mixer: _cache(mixer.spec, group, masks) for mixer in self.model.mixers}
+        caches = {
+            mixer: STAND_INS[type(mixer.spec)](mixer.spec, group, masks)
+            for mixer in self.model.mixers
+        }
         positions = mx.arange(x.shape[0]) % length
         return self.model.layers[0](x, None, Step(positions.astype(mx.int32), caches))[0]
 

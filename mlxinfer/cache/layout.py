@@ -40,12 +40,11 @@ def sequence_layers(layers: Sequence[LayerCache]) -> list[SequenceLayer]:
     return [cast(SequenceLayer, layer) for layer in layers if not layer.is_paged]
 
 
-def kernel_uses(pairs: Sequence[tuple[LayerCache, Any]]) -> list[KernelUse]:
+def kernel_uses(pairs: Sequence[tuple[PagedLayer, Any]]) -> list[KernelUse]:
     """The Metal kernels of layers, each with its mixer; layers of the same kernel share its use."""
     short: dict[tuple[tuple[int, Variant], ...], list[PagedLayer]] = {}
     uses = []
-    mixers = [mixer for layer, mixer in pairs if layer.is_paged]
-    for layer, mixer in zip(paged_of([layer for layer, _ in pairs]), mixers, strict=True):
+    for layer, mixer in pairs:
         by_count = tuple(layer.attention_variants(mixer).items())
         if by_count:
             short.setdefault(by_count, []).append(layer)

@@ -8,7 +8,6 @@ together in one `StateBlock`, which the next step of the same sequences takes as
 decode batch gathers nothing. A snapshot is a block of one state, shared rather than copied back.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,53 +164,20 @@ class StatePart:
         return x[self.rows]
 
 
-class SequenceLayer(ABC):
-    """A layer, or a whole model, that keeps one thing of each sequence.
-
-    Attributes:
-        state_bytes: that are kept of a sequence, whatever its length.
-        token_bytes: that are kept besides of each token; nothing of it lies in pages.
-    """
-
-    is_paged = False
-    spec: StateSpec | OwnCacheSpec
-    formats: Formats
-    state_bytes: int
-    token_bytes: int = 0
-
-    def take_from(self, mixer: Any) -> None:
-        """Take what storing needs of the layer's mixer: nothing."""
-        return
-
-    @staticmethod
-    def windowed(spec: Any, options: KVOptions) -> Any:
-        """The spec with the user's window; by default it has none."""
-        return spec
-
-    @staticmethod
-    def check(spec: Any, formats: Formats, *, key_bias: bool) -> None:
-        """Formats of keys and values are the same to a layer that has neither."""
-        return
-
-    @abstractmethod
-    def make_group(self, layers: Sequence[Any], snapshot_bytes: int) -> "SequenceGroup":
-        """The group of all such layers.
-
-        Args:
-            layers: those that this rank has, of the same class.
-            snapshot_bytes: that all snapshots may take.
-        """
-
-
-class StateLayer(SequenceLayer):
+class StateLayer:
     """One recurrent layer's cache.
 
     Args:
         spec: what the layer keeps of a sequence.
         formats: of keys and values elsewhere in the model.
+
+    Attributes:
+        state_bytes: that are kept of a sequence, whatever its length.
+        token_bytes: that are kept besides of each token: none.
     """
 
-    spec: StateSpec
+    is_paged = False
+    token_bytes = 0
 
     def __init__(self, spec: StateSpec, formats: Formats) -> None:
         self.spec, self.formats = spec, formats
@@ -224,8 +190,18 @@ class StateLayer(SequenceLayer):
         """A state has dtypes of its own."""
         return cls(spec, formats)
 
-    def make_group(self, layers: "Sequence[StateLayer]", snapshot_bytes: int) -> "RecurrentGroup":
-        """As of `SequenceLayer`."""
+    @staticmethod
+    def windowed(spec: StateSpec, options: KVOptions) -> StateSpec:
+        """The spec as it is: a state has no window."""
+        return spec
+
+    @staticmethod
+    def check(spec: StateSpec, formats: Formats, *, key_bias: bool) -> None:
+        """Nothing: formats of keys and values are the same to a state."""
+
+    @staticmethod
+    def make_group(layers: Sequence[Any], snapshot_bytes: int) -> "RecurrentGroup":
+        """The group of all such layers that this rank has; `snapshot_bytes`: of all snapshots."""
         return RecurrentGroup(layers, snapshot_bytes)
 
     def begin_step(self, parts: list[StatePart], number: int) -> None:
@@ -484,7 +460,7 @@ def _padded_rows(group: Segments) -> tuple[mx.array, mx.array | None]:
 # -- caches of a model's own ----------------------------------------------------------------------
 
 
-class OwnCaches(SequenceLayer, StateGroup):
+class OwnCaches(StateGroup):
     """Caches that a model keeps by itself: one object for each running sequence.
 
     What the objects hold only the model knows. A sequence begins without one, and its object goes
@@ -492,11 +468,14 @@ class OwnCaches(SequenceLayer, StateGroup):
     layers of the model, and is their group too.
 
     Attributes:
+        state_bytes, token_bytes: that are kept of a sequence, and besides of each token.
         caches: by slot; the model puts them here. Each has `num_bytes`, and `unread()`: arrays that
             the last step made and no output of it depends on.
         parts: rows and slot of each sequence of a step, in the order of the flat list, which they
             cover.
     """
+
+    is_paged = False
 
     def __init__(self, spec: OwnCacheSpec, formats: Formats, dtype: mx.Dtype) -> None:
         super().__init__(spec.num_bytes, max_snapshots=0)
@@ -522,10 +501,12 @@ class OwnCaches(SequenceLayer, StateGroup):
         """Raise InvalidRequestError: other formats are asked for than the model's own."""
         raise _not_paged("kv_bits")
 
-    def make_group(self, layers: "Sequence[OwnCaches]", snapshot_bytes: int) -> "OwnCaches":
-        """As of `SequenceLayer`: it has no snapshots."""
-        assert len(layers) == 1, "caches of its own are those of a whole model"
-        return self
+    @staticmethod
+    def make_group(layers: Sequence[Any], snapshot_bytes: int) -> "OwnCaches":
+        """The one layer there is, which has no snapshots."""
+        own: OwnCaches
+        (own,) = layers
+        return own
 
     def reset(self) -> None:
         """Forget the caches of all sequences."""
@@ -591,5 +572,7 @@ def _not_paged(asked: str) -> InvalidRequestError:
     )
 
 
+SequenceLayer = StateLayer | OwnCaches
+"""A layer, or a whole model, that keeps one thing of each sequence."""
 SequenceGroup = RecurrentGroup | OwnCaches
-"""A state group with its arrays."""
+"""All of these that a model has, with their arrays."""

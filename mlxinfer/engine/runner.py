@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ..cache.disk import namespace_key
 from ..cache.inputs import CacheWork, Ints, Spill, StepMetadata
 from ..cache.kv import KVCache
-from ..cache.layout import LayerCache, kernel_uses, lay_out
-from ..cache.paged import finish
+from ..cache.layout import LayerCache, kernel_uses, lay_out, paged_of
+from ..cache.paged import PagedLayer, finish
 from ..config import EngineConfig
 from ..core import TokenLogprobs
 from ..layers.ranks import AbsentMixer, Link
@@ -267,21 +267,22 @@ def cache_layers(model: LanguageModel, config: EngineConfig) -> list[LayerCache]
     """The layers of a model's cache, without arrays. Raises InvalidRequestError."""
     key_bias, dtype = model.config.qkv_bias, model.activation_dtype
     layers = lay_out(model.cache_specs, config.kv, dtype=dtype, key_bias=key_bias)
-    for layer, mixer in _present(model, layers):
+    for layer, mixer in _paged(model, layers):
         layer.take_from(mixer)
     return layers
 
 
 def attention_kernels(model: LanguageModel, layers: Seq[LayerCache]) -> list[KernelUse]:
     """The kernels for the attention of a model's layers."""
-    return kernel_uses(_present(model, layers))
+    return kernel_uses(_paged(model, layers))
 
 
-def _present(model: LanguageModel, layers: Seq[LayerCache]) -> list[tuple[LayerCache, Any]]:
-    """Layers of the cache that this rank has, each with its mixer."""
+def _paged(model: LanguageModel, layers: Seq[LayerCache]) -> list[tuple[PagedLayer, Any]]:
+    """Layers with pages that this rank has, each with its mixer."""
     absent = absent_layers(model)
-    pairs = zip(layers, model.mixers, strict=True)
-    return [pair for i, pair in enumerate(pairs) if i not in absent]
+    here = [i for i, layer in enumerate(layers) if layer.is_paged and i not in absent]
+    mixers = model.mixers
+    return list(zip(paged_of([layers[i] for i in here]), [mixers[i] for i in here], strict=True))
 
 
 def make_cache(model: LanguageModel, config: EngineConfig, layers: Seq[LayerCache]) -> KVCache:

@@ -4,8 +4,9 @@ n = rows of one length, L = that length, H = KV heads, D = head dim. Rows of equ
 by side in the flat list, so that they attend together as a view (n, heads, L, D), without padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 import mlx.core as mx
 
@@ -249,11 +250,27 @@ def segment_cache(
     Raises:
         UnsupportedModelError: a mixer that has none here.
     """
-    if isinstance(spec, StateSpec):
-        return SegmentStates(groups, spec)
-    if isinstance(spec, KVSpec) and not spec.chunked:
-        return SegmentAttention(groups, masks, spec.window)
+    return SEGMENT_CACHES.get(type(spec), _none)(spec, groups, masks)
+
+
+def _attention(spec: KVSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
+    return (
+        _none(spec, groups, masks) if spec.chunked else SegmentAttention(groups, masks, spec.window)
+    )
+
+
+def _states(spec: StateSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
+    return SegmentStates(groups, spec)
+
+
+def _none(spec: CacheSpec, groups: Sequence[RowGroup], masks: Masks) -> SegmentCache:
     raise UnsupportedModelError(
         f"Models with {type(spec).__name__} layers give no embeddings and scores here; those of "
         "full or windowed attention, and recurrent ones, do."
     )
+
+
+SEGMENT_CACHES: dict[type, Callable[[Any, Sequence[RowGroup], Masks], SegmentCache]] = {
+    KVSpec: _attention,
+    StateSpec: _states,
+}

@@ -61,7 +61,8 @@ class Chosen:
 def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
     dtype = model.activation_dtype
     layers = lay_out(model.cache_specs, KVOptions(), dtype=dtype, key_bias=False)
-    attention = kernel_uses(list(zip(layers, model.mixers, strict=True)))
+    pairs = zip(layers, model.mixers, strict=True)
+    attention = kernel_uses([(layer, mixer) for layer, mixer in pairs if layer.is_paged])
     sampling = SamplingKernels(model.config.vocab_size, dtype)
     uses = [*model.kernels(), *attention, *sampling.kernels()]
     return Chosen(Kernels(uses, chooser, **how), layers, sampling)

@@ -19,19 +19,21 @@ class PerLayerInputs:
     Args:
         table: of (vocabulary, L * P).
         vocab_size: rows of it; tokens beyond take the first.
+        picture_id: the token whose row the features of a picture take.
         projection: (T, hidden) -> (T, L * P).
         norm: over the P numbers of a projected embedding.
         num_layers: L.
         scale: multiplies projected embeddings.
     """
 
-    __slots__ = ("norm", "num_layers", "projection", "scale", "table", "vocab_size")
+    __slots__ = ("norm", "num_layers", "picture_id", "projection", "scale", "table", "vocab_size")
 
     def __init__(
         self,
         table: Embedding,
         *,
         vocab_size: int,
+        picture_id: int,
         projection: Projection,
         norm: Norm,
         num_layers: int,
@@ -39,6 +41,7 @@ class PerLayerInputs:
     ) -> None:
         self.table = table
         self.vocab_size = vocab_size
+        self.picture_id = picture_id
         self.projection = projection
         self.norm = norm
         self.num_layers = num_layers
@@ -47,6 +50,8 @@ class PerLayerInputs:
     def __call__(self, ids: mx.array, x: mx.array, step: Step) -> mx.array:
         """Leave the inputs (T, L, P) in the step; embeddings x (T, hidden) stay as they are."""
         rows = self.table(mx.where(ids < self.vocab_size, ids, 0))
+        if step.features is not None:
+            rows[step.features.rows] = self.table(mx.array([self.picture_id]))
         own = mx.unflatten(rows, -1, (self.num_layers, -1))
         mixed = mx.unflatten(self.projection(x) * self.scale, -1, (self.num_layers, -1))
         step.per_layer = (self.norm(mixed) + own * own.shape[-1] ** 0.5) * _MIX

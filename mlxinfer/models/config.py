@@ -65,6 +65,7 @@ class ModelConfig:
     sparse_layers: tuple[bool, ...] = ()  # whether a layer's MLP is a mixture of experts
     heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads and head_dim by layer; empty: as above
     turning: tuple[int, ...] = ()  # by layer, as of `KVSpec`; empty: 0 everywhere
+    sees_spans: tuple[bool, ...] = ()  # by layer, as of `KVSpec`; empty: no layer does
     latent: LatentSpec | None = None  # of latent attention; None: keys and values are kept
     states: tuple[StateSpec | None, ...] = ()  # of recurrent layers; None: an attention layer
     blocks: tuple[str, ...] = ()  # what each layer is, where it is one block only
@@ -102,6 +103,7 @@ class ModelConfig:
             window,
             chunked=self.chunked and window is not None,
             turning=self.turning[index] if self.turning else 0,
+            sees_spans=bool(self.sees_spans) and self.sees_spans[index],
         )
 
     def heads_of(self, index: int) -> tuple[int, int]:

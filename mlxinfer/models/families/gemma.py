@@ -9,6 +9,7 @@ from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 
+SPANS = "sees_spans"  # our own key: features of a picture see each other
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -22,6 +23,11 @@ def language_fields(config: Fields, model_type: str) -> Fields:
     text = config.fields("text_config")
     own = config if text is None or config.get("model_type") != model_type else text
     return Fields({**own.values, "model_type": f"{model_type}_text"}, own.where)
+
+
+def sees_pictures(config: Fields) -> bool:
+    """Whether config.json describes a part that sees."""
+    return config.get("vision_config") is not None
 
 
 class Gemma3(Family):
@@ -49,14 +55,16 @@ class Gemma3(Family):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The text_config of a multimodal model."""
-        return language_fields(config, "gemma3")
+        """The text_config of a multimodal model, where features of a picture see each other."""
+        fields = language_fields(config, "gemma3")
+        return Fields({**fields.values, SPANS: sees_pictures(config)}, fields.where)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
         """A window counts the tokens of both sides where tokens see both."""
         if not config.bidirectional:
-            return config
+            spans = config.fields.boolean(SPANS)
+            return replace(config, sees_spans=(spans,) * config.num_layers)
         halves = tuple(None if window is None else window // 2 + 1 for window in config.windows)
         return replace(config, windows=halves)
 

@@ -31,7 +31,7 @@ from ..family import PACKED, Family
 from ..jsonfields import Fields
 from ..stage import BetweenStages
 from ..weights.matrix import fused, fused_experts
-from .gemma import language_fields
+from .gemma import SPANS, language_fields, sees_pictures
 from .gemma_e import between_stages, per_layer_gate, per_layer_inputs, shared_or_own, sources
 
 _ROPES = {
@@ -155,17 +155,18 @@ class Gemma4(Family):
         "tie_word_embeddings": True,
     }
     outer_type: ClassVar = "gemma4"  # of the multimodal model
+    bidirectional_default: ClassVar[str | None] = None  # "vision": features see each other
     fits_float16 = False
     head_norms = True
     norms_values = True
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """The text_config of a multimodal model. Its images would see each other; text does not."""
+        """The text_config of a multimodal model, where features may see each other."""
         fields = language_fields(config, cls.outer_type)
-        values = dict(fields.values)
-        if values.get("use_bidirectional_attention") == "vision":
-            del values["use_bidirectional_attention"]
+        values = {"use_bidirectional_attention": cls.bidirectional_default, **fields.values}
+        if values["use_bidirectional_attention"] == "vision":
+            values |= {"use_bidirectional_attention": None, SPANS: sees_pictures(config)}
         if values.get("top_k_experts") is not None:
             values["num_experts_per_tok"] = values["top_k_experts"]
         return Fields({**values, "model_type": "gemma4_text"}, fields.where)
@@ -210,7 +211,14 @@ class Gemma4(Family):
                     "V in some layer do not divide."
                 )
         turning = tuple(_turning(config, index, dim) for index, (_, dim) in enumerate(heads))
-        return replace(config, attention_scale=1.0, heads=heads, turning=turning)
+        spans = fields.boolean(SPANS, default=False)
+        return replace(
+            config,
+            attention_scale=1.0,
+            heads=heads,
+            turning=turning,
+            sees_spans=tuple(spans and window is not None for window in config.windows),
+        )
 
     @classmethod
     def runs_by_layer(cls, config: ModelConfig) -> bool:
@@ -339,6 +347,7 @@ class Gemma4Unified(Gemma4):
         "hidden_size_per_layer_input": 0,
     }
     outer_type = "gemma4_unified"
+    bidirectional_default = "vision"
 
 
 def _turning(config: ModelConfig, index: int, head_dim: int) -> int:

@@ -77,6 +77,7 @@ def per_layer_inputs(family: Family) -> PerLayerInputs | None:
     return PerLayerInputs(
         weights.embedding("model.embed_tokens_per_layer", (vocab, width)),
         vocab_size=vocab,
+        picture_id=fields.integer("pad_token_id", low=0, high=vocab - 1, default=0),
         projection=weights.linear("model.per_layer_model_projection", width, config.hidden_size),
         norm=family.norm("model.per_layer_projection_norm", dims),
         num_layers=config.num_layers,

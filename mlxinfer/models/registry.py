@@ -11,10 +11,13 @@ from typing import Any
 from ..errors import UnsupportedModelError
 from .jsonfields import Fields
 
+_LLAMA = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+_QWEN3_5 = {"qwen3_5_text": "qwen3_5_text"}
+_COHERE = {"cohere2": "cohere2"}
+_GLM4V = {"glm4v_text": "glm4v_text", "glm4v": "glm4v_text"}
 _QWEN2 = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen2_vl": "qwen2"}
 WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text, and ours of them
     "llama4": {"llama4_text": "llama4_text"},
-    "llava": {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
     "pixtral": {"mistral": "mistral"},
     "mistral3": {"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"},
     "kimi_k25": {"kimi_k2": "kimi_k2", "deepseek_v3": "deepseek_v3"},
@@ -25,19 +28,43 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {  # model_type -> those of its text
     "qwen2_5_vl": {**_QWEN2, "qwen2_5_vl": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3", "qwen3_vl": "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe", "qwen3_vl_moe": "qwen3_moe"},
+    "aya_vision": _COHERE,
+    "cohere2_vision": _COHERE,
+    "exaone4_5": {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
+    "glm4v": _GLM4V,
+    "glm46v": {**_GLM4V, "glm4v_moe_text": "glm4_moe"},
+    "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
+    "glm_ocr": {"glm_ocr_text": "glm_ocr_text"},
+    "got_ocr2": {"qwen2": "qwen2"},
+    "idefics3": _LLAMA,
+    "internvl": {**_LLAMA, "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"},
+    "lighton_ocr": {"qwen3": "qwen3"},
+    "llava": _LLAMA,
+    "llava_next": _LLAMA,
+    "llava_onevision": _LLAMA,
+    "minicpm_ocr": _QWEN3_5,
+    "minicpmv4_6": _QWEN3_5,
+    "minicpmv4_7": _QWEN3_5,
+    "paddleocr_vl": {"paddleocr_vl_text": "llama", "paddleocr_vl": "llama"},
+    "nemotron_h_omni": {"nemotron_h": "nemotron_h"},
+    "qianfan_ocr": {"qwen3": "qwen3"},
+    "smolvlm": _LLAMA,
 }
 _LANGUAGE = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
     "model.lm_head.": "lm_head.",
+    "language_model.backbone.": "backbone.",
     "language_model.": "model.",
 }
 _BARE = ("embed_tokens.", "layers.", "norm.")  # of models without an output projection
 _SENSES = (
-    *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "embed_vision."),
-    *("multi_modal_projector.", "mm_projector.", "audio_tower.", "embed_audio."),
+    *("visual.", "vision_", "embed_vision.", "multi_modal_projector.", "mm_projector."),
+    *("connector.", "merger.", "mlp_AR.", "mlp1.", "image_newline"),
+    *("audio_tower.", "embed_audio.", "sound_"),
 )
 
 
@@ -50,7 +77,7 @@ def text_config(config: Fields) -> Fields:
     outer = config.text("model_type")
     if outer not in WRAPPERS:
         return config
-    text = config.fields("text_config") or config
+    text = config.fields("text_config") or config.fields("llm_config") or config
     inner = text.text("model_type", default=outer)
     if inner not in WRAPPERS[outer]:
         raise UnsupportedModelError(
@@ -100,6 +127,8 @@ FAMILIES = {  # model_type -> module in families/, class
     "mixtral": ("mixtral", "Mixtral"),
     "glm": ("glm", "Glm"),
     "glm4": ("glm", "Glm4"),
+    "glm4v_text": ("glm", "Glm4V"),
+    "glm_ocr_text": ("glm", "GlmOcr"),
     "glm4_moe": ("glm", "Glm4MoE"),
     "smollm3": ("llama", "SmolLM3"),
     "cohere2": ("cohere", "Cohere2"),

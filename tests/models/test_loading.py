@@ -131,6 +131,8 @@ def test_stored_output_matrix_counts_even_if_the_config_ties_it(tmp_path):
         ("qwen2_5_vl", "qwen2", "qwen2_5_vl_text"),
         ("qwen3_vl", "qwen3", "qwen3_vl_text"),
         ("qwen3_vl_moe", "qwen3_moe", "qwen3_vl_moe_text"),
+        ("nemotron_h_omni", "nemotron_h", "nemotron_h"),
+        ("qianfan_ocr", "qwen3", "qwen3"),
         ("gemma3n", "gemma3n_text", "gemma3n_text"),
         ("gemma4", "gemma4_e-v4", "gemma4_text"),
         ("gemma4_unified", "gemma4_text-v5", "gemma4_unified_text"),

@@ -53,6 +53,30 @@ class Glm4(Glm):
         return ResidualLayer(*blocks, before=norms[::2], after=norms[1::2])
 
 
+class Glm4V(Glm4):
+    """The text of GLM 4.1V and 4.6V Flash, where configs leave out less usual values."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32_768,
+    }
+
+
+class GlmOcr(Glm4V):
+    """The text of GLM-OCR: no biases, and whole heads turn."""
+
+    defaults: ClassVar = {
+        **Glm4V.defaults,
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "partial_rotary_factor": 1.0,
+        "max_position_embeddings": 131_072,
+    }
+
+
 class Glm4MoE(Family):
     """Pre-norm layers, QK-norm where stated, DeepSeek V3's experts."""
 

@@ -1,0 +1,166 @@
+"""Write reference logits of texts inside of models that see: transformers in float32.
+
+Needs torch and transformers, which nothing else here does:
+
+    python tests/data/parity/wrappers.py
+
+`wrappers.json` gets each config, and the tensors under the names that transformers saves; their
+values come from `tests/models/random_weights.py`, by name. `wrappers.npz` gets the logits.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from models.names import shortened  # noqa: E402
+from models.random_weights import random_tensor  # noqa: E402
+
+LENGTH = 16
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+    "embed_dim": 8,
+    "out_hidden_size": 64,
+    "spatial_merge_size": 2,
+}
+WINDOWS = {
+    "sliding_window": 6,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+DELTA = {
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def mrope(sections: list[int], part: float) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": sections}
+    return {"rope_parameters": {**rope, "partial_rotary_factor": part}}
+
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "aya_vision": WINDOWS,
+    "cohere2_vision": WINDOWS,
+    "exaone4_5": WINDOWS,
+    "glm4v": mrope([2, 1, 1], 0.5),
+    "glm46v": mrope([2, 1, 1], 0.5),
+    "glm4v_moe": {**mrope([2, 1, 1], 0.5), **EXPERTS},
+    "glm_ocr": mrope([2, 3, 3], 1.0),
+    "got_ocr2": {},
+    "idefics3": {},
+    "internvl": {},
+    "lighton_ocr": {},
+    "llava": {},
+    "llava_next": {},
+    "llava_onevision": {},
+    "minicpmv4_6": DELTA,
+    "minicpmv4_7": DELTA,
+    "minicpm_ocr": DELTA,
+    "paddleocr_vl": {"rope_parameters": {"rope_theta": 300.0, "mrope_section": [2, 3, 3]}},
+    "smolvlm": {},
+}
+
+
+def config_of(outer: str) -> Any:
+    """transformers' config of a tiny model of this type."""
+    usual = CONFIG_MAPPING[outer]()
+    config = {
+        "text_config": {"model_type": usual.text_config.model_type, **TEXT, **WRAPPERS[outer]},
+        "tie_word_embeddings": False,
+    }
+    sight = usual.vision_config
+    config["vision_config"] = {key: value for key, value in VISION.items() if hasattr(sight, key)}
+    config["vision_config"]["model_type"] = sight.model_type
+    return CONFIG_MAPPING[outer](**config)
+
+
+def reference(outer: str) -> tuple[dict[str, Any], dict[str, Any], np.ndarray, np.ndarray]:
+    """config.json, tensors in short, token ids (LENGTH,) and logits (LENGTH, vocab_size)."""
+    config = config_of(outer)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        written = json.loads((folder / "config.json").read_text())
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        tensors = {
+            key: torch.tensor(random_tensor(key, shape, 0, less_one=has_less_one(written)))
+            for key, shape in shapes.items()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        model = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    ids = np.random.default_rng(1).integers(3, TEXT["vocab_size"], LENGTH)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor(ids)[None]).logits[0].numpy()
+    return written, shortened(shapes), ids.astype(np.int32), logits.astype(np.float32)
+
+
+def has_less_one(config: dict[str, Any]) -> bool:
+    return bool(config["text_config"]["model_type"].startswith("qwen3_5"))
+
+
+def main() -> None:
+    cases, arrays = {}, {}
+    for outer in WRAPPERS:
+        config, tensors, arrays[f"{outer}.ids"], logits = reference(outer)
+        cases[outer] = {"config": kept(config), "tensors": tensors}
+        arrays[f"{outer}.logits"] = logits
+        print(f"{outer:16} std {logits.std():.2f}, {len(tensors)} kinds of tensors")
+    lines = [f"{json.dumps(key)}: {json.dumps(case)}" for key, case in cases.items()]
+    (HERE / "wrappers.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    np.savez_compressed(HERE / "wrappers.npz", **arrays)
+
+
+def kept(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the text's part and little of the rest."""
+    keys = ("model_type", "text_config", "tie_word_embeddings")
+    return {**{key: config[key] for key in keys if key in config}, "vision_config": {}}
+
+
+if __name__ == "__main__":
+    main()

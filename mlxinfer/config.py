@@ -102,6 +102,7 @@ class EngineConfig:
     max_context: int  # tokens of prompt and answer of one request
     kv_budget_bytes: int  # of pages and tails together
     num_pages: int | None = None  # pages of each layer group; None: as many as the budget holds
+    feature_bytes: int = 1 << 28  # of pictures' features, beside that budget
     adapter_bytes: int = 0  # kept for adapters beside that budget; more come out of it
     kv: KVOptions = field(default_factory=KVOptions)
     prefix_cache: bool = True  # prompts reuse the KV of earlier requests

@@ -5,6 +5,7 @@ runs: `OnMetal`, or else plain MLX, `Gathered` for short segments and `Chunk` fo
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +30,8 @@ def prepare(
         layers: that will share what is prepared.
         place: where tokens go in tails.
     """
+    if metadata.spans is not None and not group.window.sees_spans:
+        metadata = replace(metadata, spans=None)
     short: list[tuple[Ints, AttentionPart]] = []
     for segments in metadata.short:
         if _has_kernel(segments, metadata, layers):

@@ -49,7 +49,7 @@ class Chunk:
         start: position of the first token.
         ranges: positions of `reads`, in order.
         window: of the group.
-        spans: (2, n) positions from, and up to, that each token sees besides; None: it sees none.
+        spans: (2, n) positions from, and up to, of the span of each token; None: all are alone.
     """
 
     rows: slice

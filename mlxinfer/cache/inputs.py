@@ -139,8 +139,8 @@ class StepMetadata:
     """All new tokens of one step: where they lie, and what each of them sees.
 
     A token sees [begin, end) of its own sequence. `end` is one past its own position, and `begin`
-    follows from the window of a layer group. A token of a span, such as a picture, sees all of
-    that span besides. The tokens of a span are computed in one step.
+    follows from the window of a layer group. In groups that see spans, a token of a span, such as a
+    picture, sees the later tokens of the span, too. The tokens of a span are computed in one step.
 
     Attributes:
         short: segments of few tokens, first in the flat list: their tokens go to tails.

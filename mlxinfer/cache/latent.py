@@ -119,7 +119,7 @@ class LatentLayer(PagedLayer):
     @property
     def group_key(self) -> GroupKey:
         """As of `PagedLayer`."""
-        return True, self.spec.window or 0, self.spec.sinks, False
+        return True, self.spec.window or 0, self.spec.sinks, False, False
 
     def views(self) -> tuple[Plane, Plane]:
         """Keys are whole vectors, and values the latent part of them."""

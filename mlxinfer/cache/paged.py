@@ -50,7 +50,7 @@ KEY_BIAS_AXES = (
     "position of a token; this input has three, as those of pictures. Use kv_bits=8 or "
     "kv_bits=(8, 4)."
 )
-GroupKey = tuple[bool, int, int, bool]  # latent, window or 0, sinks, chunked
+GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chunked, sees spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class PagedLayer(ABC):
     @property
     def group_key(self) -> GroupKey:
         """Layers with the same key keep the same positions, and share page tables."""
-        return False, self.spec.window or 0, self.spec.sinks, False
+        return False, self.spec.window or 0, self.spec.sinks, False, False
 
     def allocate(self, page_size: int, num_pages: int, num_slots: int) -> None:
         """Make empty pages and tails."""

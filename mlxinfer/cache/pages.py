@@ -287,11 +287,13 @@ class AttentionWindow:
     """The token at position q sees k <= q where k < sinks or k > q - size; `size` None: all.
 
     `chunked`: it sees k <= q of the same chunk, which are `size` positions from a multiple of it.
+    `sees_spans`: a token of a span sees the later ones of the span, too.
     """
 
     size: int | None = None
     sinks: int = 0
     chunked: bool = False
+    sees_spans: bool = False
 
     def lowest(self, position: int) -> int:
         """The first position after the sinks that the token at `position` sees."""
@@ -323,14 +325,13 @@ class AttentionWindow:
 
         Args:
             queries, keys: positions.
-            spans: (2, ...) positions from, and up to, that each query sees besides, with the axes
-                of `queries`; None: none.
+            spans: (2, ...) positions from, and up to, of the span of each query, with the axes of
+                `queries`: of these it sees later ones, too; None: there are no spans.
         """
-        visible = keys <= queries
+        last = queries if spans is None else np.maximum(queries, spans[1] - 1)
+        visible = keys <= last
         if self.size is not None:
             visible &= (keys >= self.lowest_of(queries)) | (keys < self.sinks)
-        if spans is not None:
-            visible |= (keys >= spans[0]) & (keys < spans[1])
         return visible
 
     def kept_pages(self, page_size: int) -> int:

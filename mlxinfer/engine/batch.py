@@ -11,6 +11,7 @@ from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints, step_m
 from ..cache.pages import PageTable
 from ..cache.prefix import Lease
 from ..core import FinishReason, Request
+from .prompt_pictures import PromptPictures
 
 MAX_SHORT = 8  # query tokens that the decode path takes; longer segments are prefill
 
@@ -30,6 +31,7 @@ class Sequence:
     max_known: int  # tokens of prompt and answer, whatever ends it: max_tokens, context or pool
     token_ids: list[int]  # prompt and answer, as far as known
     num_prompt: int
+    pictures: PromptPictures | None = None  # in the prompt; None: it is text alone
     rope_variant: int = 0  # see `Model.rope_variant`; chosen once, since all of its keys have it
     adapter: int = 0  # number of its adapter; 0: none
     adapter_id: str | None = None  # the identity of that adapter's files
@@ -47,6 +49,23 @@ class Sequence:
     retried: bool = False  # macOS stopped a step of it on the GPU, and it started over
     # waiting sequence -> positions of this one that must be computed before it is admitted
     sharers: dict["Sequence", int] = field(default_factory=dict)
+    # What stands for the tokens where they are compared with those of other prompts: for a picture
+    # ids of its own. The same list as `token_ids` where there is none.
+    key_ids: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key_ids = self.token_ids if self.pictures is None else list(self.pictures.key_ids)
+
+    def append(self, token_id: int) -> None:
+        """Take in the next token of the answer."""
+        self.token_ids.append(token_id)
+        if self.key_ids is not self.token_ids:
+            self.key_ids.append(token_id)
+
+    @property
+    def rope_delta(self) -> int:
+        """What a token of the answer adds to its place to get its rope position."""
+        return 0 if self.pictures is None else self.pictures.rope_delta
 
     @property
     def lease_of(self) -> Lease:
@@ -156,6 +175,7 @@ class DecodeBatch:
     segments: Segments  # the same order; flat rows 0 to B - 1
     output_index: NDArray[np.int64]  # (B,) which token of each answer is sampled, from 0
     has_grammar: bool  # whether any of them has one
+    rope_delta: Ints | None  # (B,) as of `Sequence`; None: 0 for all
 
     @staticmethod
     def of(sequences: list[Sequence]) -> "DecodeBatch":
@@ -172,15 +192,23 @@ class DecodeBatch:
         )
         output_index = np.array([s.num_output for s in sequences], dtype=np.int64)
         has_grammar = any(s.request.grammar is not None for s in sequences)
-        return DecodeBatch(sequences, tuple(slots), segments, output_index, has_grammar)
+        deltas = [s.rope_delta for s in sequences]
+        delta = ints(deltas) if any(deltas) else None
+        return DecodeBatch(sequences, tuple(slots), segments, output_index, has_grammar, delta)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def advance(self) -> "DecodeBatch":
         """The same sequences, each at its next position."""
-        segments, output_index = self.segments.advance(), self.output_index + 1
-        return DecodeBatch(self.sequences, self.slots, segments, output_index, self.has_grammar)
+        return DecodeBatch(
+            self.sequences,
+            self.slots,
+            self.segments.advance(),
+            self.output_index + 1,
+            self.has_grammar,
+            self.rope_delta,
+        )
 
     def sealed_to(self, stops: Ints) -> "DecodeBatch":
         """The same batch after its tails were sealed up to these positions (B,)."""
@@ -357,7 +385,13 @@ class Batch:
         """The tokens of the step as the KV cache sees them."""
         single = self.decodes.segments if self.decodes.sequences else None
         verified = [s.slot for s in self.short if s.proposals] if self.short else []
-        return step_metadata(self.short, self.long, single, verified=verified)
+        found = step_metadata(self.short, self.long, single, verified=verified)
+        with_pictures = [s for s in self.ragged if s.sequence.pictures is not None]
+        if not with_pictures and self.decodes.rope_delta is None:  # most steps
+            return found
+        spans = _spans(with_pictures, found.positions)
+        turning = _rope_positions(self.decodes, with_pictures, found.positions)
+        return replace(found, spans=spans, rope_positions=turning)
 
     def known_ids(self) -> Ints:
         """(T,) token ids; an id that the host does not know yet has no meaning."""
@@ -402,6 +436,49 @@ class Batch:
     def writes_pages(self) -> bool:
         """Whether the step writes or reads out pages, and so waits for the one in flight."""
         return bool(self.long) or self.cache_work.writes_pages
+
+
+def _rope_positions(decodes: DecodeBatch, segments: list[Segment], positions: Ints) -> Ints | None:
+    """(3, T) rope positions of a step, or (T,) where those of each token are equal.
+
+    Args:
+        decodes: of the step.
+        segments: with pictures in their prompts.
+        positions: (T,) places of all tokens.
+
+    Returns:
+        None: they are the places.
+    """
+    turned = [s for s in segments if s.sequence.pictures and s.sequence.pictures.has_turns]
+    if not turned and decodes.rope_delta is None:
+        return None
+    found = np.tile(positions, (3, 1))
+    if decodes.rope_delta is not None:
+        found[:, : len(decodes)] += decodes.rope_delta
+    for segment in turned:
+        pictures, rows = (
+            segment.sequence.pictures,
+            slice(segment.row, segment.row + segment.num_tokens),
+        )
+        assert pictures is not None
+        found[:, rows] = pictures.rope_positions(segment.start, segment.stop)
+    return found[0] if (found == found[0]).all() else found
+
+
+def _spans(segments: list[Segment], positions: Ints) -> Ints | None:
+    """(2, T) positions from, and up to, of the span of each token of a step; None: all are alone.
+
+    Arguments as of `_rope_positions`.
+    """
+    found = None
+    for segment in segments:
+        pictures = segment.sequence.pictures
+        if pictures is None or not pictures.spans or segment.start >= segment.sequence.num_prompt:
+            continue
+        found = np.stack([positions, positions + 1]) if found is None else found
+        rows = slice(segment.row, segment.row + segment.num_tokens)
+        found[:, rows] = pictures.seen_spans(segment.start, segment.stop)
+    return found
 
 
 @dataclass(slots=True)

@@ -72,7 +72,7 @@ class KVManager:
             self._transfers.fetch(
                 self.tree,
                 sequence.namespace,
-                sequence.token_ids,
+                sequence.key_ids,
                 lambda point: self._room(point, sequence, spare),
             )
         point = self._lookup(sequence, spare)
@@ -96,7 +96,9 @@ class KVManager:
         A cut page takes a page more, its copy: where only that is too much, it is computed again.
         """
         limit = 0 if sequence.request.prompt_logits or not self.reuse else None
-        point = self.tree.probe(sequence.namespace, sequence.token_ids, limit=limit)
+        whole = () if sequence.pictures is None else sequence.pictures.spans
+        name, keys = sequence.namespace, sequence.key_ids
+        point = self.tree.probe(name, keys, limit=limit, whole=whole)
         while True:
             lease = self.tree.lock(point, priority=sequence.request.priority)
             if self._room(point, sequence, spare):
@@ -107,10 +109,7 @@ class KVManager:
             if not point.cut_tokens:
                 raise OutOfPages
             point = self.tree.probe(
-                sequence.namespace,
-                sequence.token_ids,
-                limit=point.num_tokens,
-                alignment=self.page_size,
+                name, keys, limit=point.num_tokens, alignment=self.page_size, whole=whole
             )
 
     def _room(self, point: RestorePoint, sequence: Sequence, spare: int) -> bool:
@@ -135,7 +134,7 @@ class KVManager:
 
     def _shared_later(self, sequence: Sequence, other: Sequence) -> int:
         """Positions of `other` to wait for until the common prefix can be shared; 0: none."""
-        ids, known, size = sequence.token_ids, other.token_ids, self.page_size
+        ids, known, size = sequence.key_ids, other.key_ids, self.page_size
         stop = min(len(known), len(ids) - 1)
         if stop <= size or ids[:size] != known[:size] or other.namespace != sequence.namespace:
             return 0
@@ -228,7 +227,7 @@ class KVManager:
             if sequence.lease is not None:
                 replaced |= self.tree.extend(
                     sequence.lease,
-                    sequence.token_ids,
+                    sequence.key_ids,
                     sequence.tables,
                     num_tokens=sequence.num_sealed,
                 )
@@ -265,9 +264,9 @@ class KVManager:
             if written > sequence.num_sealed:
                 tables = [table.copy() for table in sequence.tables]
                 self._closing.append(Move(tables, sequence.slot, sequence.num_sealed, written))
-            self.tree.extend(lease, sequence.token_ids, sequence.tables, num_tokens=written)
+            self.tree.extend(lease, sequence.key_ids, sequence.tables, num_tokens=written)
             kept_partial = self.tree.add_partial(
-                lease, sequence.token_ids, sequence.tables, num_tokens=written
+                lease, sequence.key_ids, sequence.tables, num_tokens=written
             )
             if self._states is not None:
                 self._states.snapshot(sequence, written)
@@ -363,7 +362,7 @@ class Snapshots:
         """
         if not sequence.started or place != sequence.num_computed or not place:
             return None
-        taken = self._tree.add_snapshot(sequence.namespace, sequence.token_ids, place)
+        taken = self._tree.add_snapshot(sequence.namespace, sequence.key_ids, place)
         if taken is not None:
             self._save.append((sequence.slot, taken.number))
         return taken

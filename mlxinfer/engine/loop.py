@@ -5,7 +5,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -30,10 +30,12 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable, no_adapter
 from .batch import Batch, CommitResult, SamplingRows, Sequence
+from .features import PictureFeatures
 from .grammar_masks import fill_masks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
 from .pagestore import SAVE_S, PageStore
+from .prompt_pictures import PictureLimits, PromptPictures
 from .runner import (
     NO_FOLLOWERS,
     Followers,
@@ -110,6 +112,7 @@ class Loop:
         config = self.config
         self.cache = make_cache(self.model, config, self._layers)
         taps = () if self._proposer is None else self._proposer.taps
+        self._sees_spans = any(group.window.sees_spans for group in self.cache.groups)
         self._followers.assembled(self.cache, config, taps)
         self._keep_for_adapters(self.adapters.num_bytes, [])
         if config.disk is not None and self.store is None:
@@ -121,13 +124,26 @@ class Loop:
                 others=self._followers.disks,
             )
             self._open_tier(OPEN_WAIT_S)
+        self.features = PictureFeatures(
+            self.model.tower,
+            dtype=self.model.activation_dtype,
+            max_bytes=config.feature_bytes,
+            slice_s=config.prefill_slice_s,
+        )
         self.scheduler = self._make_scheduler()
         sampler = Sampler(
             self.model.config.vocab_size,
             kernels=self._sampling,
             num_plans=self._num_stages + 1,
         )
-        self.runner = Runner(self.model, self.cache, sampler, taps=taps, followers=self._followers)
+        self.runner = Runner(
+            self.model,
+            self.cache,
+            sampler,
+            taps=taps,
+            followers=self._followers,
+            gather=self.features.gather,
+        )
         self._in_flight.clear()
         self._state_limits()
 
@@ -147,6 +163,7 @@ class Loop:
             proposer=self._proposer,
             counters=self._counters,
             num_stages=self._num_stages if config.launch_ahead else 1,
+            features=self.features,
         )
 
     def _open_tier(self, wait_s: float) -> None:
@@ -187,6 +204,8 @@ class Loop:
         steps, scheduler = self._in_flight, self.scheduler
         if steps and scheduler.reads_first(steps[-1].batch):
             self._read(0)
+        if self.features.is_wanted:
+            self._see()
         batch = scheduler.next_batch()
         if batch is None:
             self._read(max(len(steps) - 1, 0))
@@ -212,6 +231,19 @@ class Loop:
                 GroupLimits(g.allocator.num_pages, g.page_bytes, g.max_pages(_ENDLESS))
                 for g in self.cache.groups
             ),
+            pictures=self._picture_limits(),
+        )
+
+    def _picture_limits(self) -> PictureLimits:
+        """The limits of the pictures of a request."""
+        model, config = self.model, self.config
+        if model.tower is None:
+            return PictureLimits()
+        return PictureLimits(
+            refusal=None,
+            feature_bytes=model.tower.width * model.activation_dtype.size,
+            max_bytes=config.feature_bytes,
+            max_span=config.prefill_chunk if self._sees_spans else None,
         )
 
     def add(self, request: Request, max_output: int) -> None:
@@ -227,7 +259,8 @@ class Loop:
             self._emit([end])
             return
         max_output = min(max_output, limits.max_positions - num_prompt)
-        sequence = self.scheduler.queues.add(request, max_output=max_output)
+        pictures = PromptPictures.of(request, sees_spans=self._sees_spans)
+        sequence = self.scheduler.queues.add(request, max_output=max_output, pictures=pictures)
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if loaded is not None:
             sequence.adapter, sequence.adapter_id = loaded.number, loaded.adapter.identity
@@ -259,6 +292,21 @@ class Loop:
             self.abort(sequence.request.id)
 
     # -- steps ----------------------------------------------------------------------------------
+
+    def _see(self) -> None:
+        """Give the tower a slice of time between two steps; its failure fails one request."""
+        if not self._read(0) or not self.features.is_wanted:
+            return
+        failed = self.features.work()
+        if failed is not None:
+            sequence, error = failed
+            traceback.clear_frames(error.__traceback__)
+            self.scheduler.queues.finish(sequence)
+            unseen = RequestFailedError(
+                f"A picture of this request cannot be seen: {type(error).__name__}: {error}"
+            )
+            unseen.__cause__ = error
+            self._emit([failed_event(sequence, unseen)])
 
     def _read(self, num_left: int) -> bool:
         """Read the oldest steps until so many are left in flight; False: one failed, none is."""
@@ -456,6 +504,7 @@ class Loop:
         self._followers.release()
         del self.model, self.cache, self.runner, self._in_flight, self._proposer, self.scheduler
         del self.adapters, self.kernels, self._layers  # the last two refer to pages
+        del self.features
 
     def _save(self, store: PageStore) -> None:
         """To the disk with all that the prefix tree holds, as far as bytes and time allow."""
@@ -473,6 +522,8 @@ class Loop:
         stats["adapters"], stats["adapter_bytes"] = self.adapters.stats(), self.adapters.num_bytes
         if ranks := self._followers.stats():
             stats["ranks"] = ranks
+        if self.model.tower is not None:
+            stats["pictures"] = self.features.stats()
         if self.model.expert_store is not None:
             stats["experts"] = self.model.expert_store.stats()
         return {**stats, "kernels": self.kernels.stats()}
@@ -538,6 +589,7 @@ class EngineLimits:
     max_positions: int  # that the KV cache holds of one sequence, if it runs alone
     groups: tuple[GroupLimits, ...]
     adapters: tuple[str, ...] = ()  # that requests may name
+    pictures: PictureLimits = field(default_factory=PictureLimits)
 
     def check(self, request: Request) -> int:
         """How many tokens the answer of a request may have at most.
@@ -553,6 +605,7 @@ class EngineLimits:
         check_token_ids(request.prompt_ids, self.vocab_size, param="prompt")
         check_token_ids(request.stop_ids, self.vocab_size, param="stop_token_ids")
         request.params.check_vocabulary(self.vocab_size)
+        self.pictures.check(request)
         if request.adapter is not None and request.adapter not in self.adapters:
             raise no_adapter(request.adapter, self.adapters)
         room = self.max_context - num_prompt

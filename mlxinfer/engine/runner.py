@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import inf
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ from ..cache.paged import PagedLayer, finish
 from ..config import EngineConfig
 from ..core import TokenLogprobs
 from ..layers.ranks import AbsentMixer, Link
-from ..layers.step import Step, Taps
+from ..layers.step import Step, StepFeatures, Taps
 from ..metal_kernels.variants import KernelUse
 from ..models.adapters.folder import AdapterFolder
 from ..models.language import LanguageModel
@@ -53,6 +53,8 @@ class StepInputs:
     prompt_rows: list[tuple[int, int]]  # [from, to) of other rows that need logits
     rope_variants: Ints | None = None  # (T,) as of `Model`; None: 0 for all
     adapters: Ints | None = None  # (T,) the same
+    feature_rows: Ints | None = None  # (N,) rows with features of pictures; None: there are none
+    num_deep: int = 0  # layers after which more of these features is added
 
 
 @dataclass(slots=True)
@@ -67,6 +69,21 @@ class Computed:
     outputs: list[mx.array] = field(
         default_factory=list
     )  # arrays of the cache to evaluate with them
+
+
+class FeatureArrays(NamedTuple):
+    """Features of pictures that a step reads.
+
+    Attributes:
+        rows: (N,) of the step.
+        arrays: (N, hidden) each: in place of the embeddings, then what is added after layer 0, ...
+    """
+
+    rows: Ints
+    arrays: list[mx.array]
+
+
+Gather = Callable[[Batch], FeatureArrays | None]
 
 
 class InFlight(Protocol):
@@ -208,13 +225,17 @@ class Forward:
         cache.make_room(step.num_slots, shrink=step.is_barrier)
         return runs_ahead, cache.carry_out(step.work, new_slots=step.new_slots)
 
-    def run(self, step: StepInputs, tokens: mx.array | None) -> Computed:
+    def run(
+        self, step: StepInputs, tokens: mx.array | None, features: Seq[mx.array] = ()
+    ) -> Computed:
         """The forward pass.
 
         Args:
             step: of which `prepare` was called.
             tokens: (N,) that the step before samples; of other ranks, zeros. None: none of them is
                 an input.
+            features: (N, hidden) each, for `feature_rows`: in place of their embeddings, and then
+                to be added after layer 0, 1, ...; none on other ranks.
         """
         ids = self._ids(step, tokens)
         taps = Taps(self._taps) if self._taps else None
@@ -227,6 +248,7 @@ class Forward:
             adapters=adapters,
             taps=taps,
         )
+        seen.features = self._features(step, features)
         hidden = self.model(ids, seen)
         prompt = [
             self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
@@ -240,6 +262,18 @@ class Forward:
             logits = self.model.logits(wanted, adapters)  # (R, vocab)
         unused = [] if step.num_rows else [hidden]
         return Computed(ids, logits, prompt, taps, unused, self.cache.step_outputs())
+
+    def _features(self, step: StepInputs, arrays: Seq[mx.array]) -> StepFeatures | None:
+        """The features of pictures in a step. Ranks that share layers get them from rank 0."""
+        rows = step.feature_rows
+        if rows is None:
+            return None
+        if self._link is not None:
+            if not arrays:
+                shape = len(rows), self.model.config.hidden_size
+                arrays = [mx.zeros(shape, self.model.activation_dtype)] * (1 + step.num_deep)
+            arrays = [self._link.sum(array, "features") for array in arrays]
+        return StepFeatures(mx.array(rows), arrays[0], tuple(arrays[1:])) if arrays else None
 
     def _ids(self, step: StepInputs, tokens: mx.array | None) -> mx.array:
         """(T,) token ids; those that are pending are taken from the step in flight."""
@@ -384,6 +418,7 @@ class Runner:
     Args:
         taps: layers of which every step gives the outputs beside its tokens, see `Taps`.
         followers: the other ranks of a model that is spread over several.
+        gather: gives the features of a step's pictures.
     """
 
     def __init__(
@@ -394,7 +429,9 @@ class Runner:
         *,
         taps: Seq[int] = (),
         followers: Followers = NO_FOLLOWERS,
+        gather: Gather = lambda batch: None,
     ) -> None:
+        self._gather = gather
         self.forward = Forward(model, cache, taps=taps, link=followers.link)
         self._followers = followers
         self._streams = followers.is_pipeline and not taps
@@ -419,9 +456,12 @@ class Runner:
             admitted = [s for s in batch.admitted if s.slot >= 0]  # others were preempted at once
             self._has_variants |= any(s.namespace is not None for s in admitted)
         step = self._inputs(batch, previous, admitted)
+        features = self._gather(batch) if batch.ragged else None
+        if features is not None:
+            step.feature_rows, step.num_deep = features.rows, len(features.arrays) - 1
         self._followers.send(step)
         try:
-            return self._launch(batch, step, previous, admitted)
+            return self._launch(batch, step, previous, admitted, features)
         except BaseException as error:  # the other ranks learn of it
             failure = self._followers.fail(error)
             if failure is error:
@@ -453,13 +493,18 @@ class Runner:
         )
 
     def _launch(
-        self, batch: Batch, step: StepInputs, previous: Launched | None, admitted: list[Sequence]
+        self,
+        batch: Batch,
+        step: StepInputs,
+        previous: Launched | None,
+        admitted: list[Sequence],
+        features: FeatureArrays | None,
     ) -> Launched:
         runs_ahead, spilled = self.forward.prepare(step, previous)
         if admitted:
             self._admit(admitted)
         tokens = None if previous is None or previous.sampled is None else previous.sampled.tokens
-        computed = self.forward.run(step, tokens)
+        computed = self.forward.run(step, tokens, () if features is None else features.arrays)
         launched = self._sampled(batch, step, computed)
         if computed.taps is not None:
             launched.hidden = computed.taps.joined()

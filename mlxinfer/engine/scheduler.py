@@ -38,6 +38,7 @@ from .batch import (
 )
 from .grammar_masks import num_allowed
 from .kv_manager import KVManager
+from .prompt_pictures import PromptPictures
 
 UNTIMED = 64  # prompt tokens of a step before any step was timed
 GAIN = 0.99  # a step of twice the tokens is tried while it cuts the time of a token to this share
@@ -70,6 +71,25 @@ class EngineCounters:
     pages_sealed: int = 0
 
 
+class FeatureSource:
+    """Says which tokens of prompts with pictures can be computed. Here: all, since none has any."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a running sequence waits for features of a picture that are being computed."""
+        return False
+
+    def available(self, sequence: Sequence, count: int) -> int:
+        """How many of a sequence's next `count` tokens can be computed now."""
+        return count
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence gives up its slot: it needs no features any more."""
+
+
+NO_FEATURES = FeatureSource()
+
+
 class RequestQueues:
     """Every unfinished request: waiting in order of arrival, or running with a slot and pages.
 
@@ -77,9 +97,18 @@ class RequestQueues:
         kv_manager: what running sequences hold.
         counters: of requests and preemptions.
         max_batch: sequences that may run at once.
+        features: of pictures, which running sequences hold, too.
     """
 
-    def __init__(self, kv_manager: KVManager, counters: EngineCounters, *, max_batch: int) -> None:
+    def __init__(
+        self,
+        kv_manager: KVManager,
+        counters: EngineCounters,
+        *,
+        max_batch: int,
+        features: FeatureSource = NO_FEATURES,
+    ) -> None:
+        self._features = features
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self._kv = kv_manager
@@ -95,13 +124,16 @@ class RequestQueues:
 
     # -- arrivals and departures ----------------------------------------------------------------
 
-    def add(self, request: Request, *, max_output: int) -> Sequence:
-        """Queue a request that was found valid."""
+    def add(
+        self, request: Request, *, max_output: int, pictures: PromptPictures | None = None
+    ) -> Sequence:
+        """Queue a request that was found valid; `pictures` are those of its prompt."""
         sequence = Sequence(
             request=request,
             max_known=len(request.prompt_ids) + max_output,
             token_ids=list(request.prompt_ids),
             num_prompt=len(request.prompt_ids),
+            pictures=pictures,
         )
         self._by_id[request.id] = sequence
         self.waiting.append(sequence)
@@ -144,6 +176,7 @@ class RequestQueues:
     def _release(self, sequence: Sequence, keep: bool) -> None:
         self.running.remove(sequence)
         self._kv.end(sequence, keep=keep)
+        self._features.release(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
         sequence.started = False
@@ -248,6 +281,7 @@ class Scheduler:
         proposer: of tokens to verify; None: a step computes one token of each answer.
         counters: of an earlier scheduler; the counts go on.
         num_stages: steps that may be in flight at once, each with other rows; 1: a step has all.
+        features: of pictures.
     """
 
     def __init__(
@@ -260,8 +294,10 @@ class Scheduler:
         proposer: Proposer | None = None,
         counters: EngineCounters | None = None,
         num_stages: int = 1,
+        features: FeatureSource = NO_FEATURES,
     ) -> None:
         self.kv_manager = kv_manager
+        self._features = features
         self.page_size = kv_manager.page_size
         self.prefill = PrefillSizer(
             page_size=self.page_size,
@@ -270,7 +306,9 @@ class Scheduler:
             num_stages=num_stages,
         )
         self.counters = counters or EngineCounters()
-        self.queues = RequestQueues(self.kv_manager, self.counters, max_batch=max_batch)
+        self.queues = RequestQueues(
+            self.kv_manager, self.counters, max_batch=max_batch, features=features
+        )
         self._max_short = min(MAX_SHORT, self.page_size)  # fits in a tail beside a page begun
         self._proposer = proposer
         self._num_stages = num_stages
@@ -315,7 +353,8 @@ class Scheduler:
             decodes, verified = _without_preempted(decodes, verified)
         segments = verified + prefills
         if not segments and not decodes.sequences:
-            assert queues.idle or any(s.num_pending for s in queues.unfinished()), "stuck"
+            pending = any(s.num_pending for s in queues.unfinished())
+            assert queues.idle or pending or self._features.is_wanted, "stuck"
             return None
         short: list[Segment] = []
         long: list[Segment] = []
@@ -396,23 +435,37 @@ class Scheduler:
             prefilling, max_prefilling, again=self.counters.preemptions == preemptions
         ):
             prefilling = [*(s for s in prefilling if s.slot >= 0), admitted]
-        shares = [
-            (sequence, count)
-            for sequence, share in self.prefill.shares(prefilling, len(queues.running))
-            if sequence.slot >= 0
-            and (count := self._up_to_boundary(sequence, share))
-            and queues.hold(sequence, sequence.num_computed + count)
-        ]
-        return [
-            Segment.following(s, count, seals=count > self._max_short)
-            for s, count in shares
-            if s.slot >= 0
-        ]
+        shares: list[tuple[Sequence, int]] = []
+        room = self.prefill.most
+        for sequence, share in self.prefill.shares(prefilling, len(queues.running)):
+            if sequence.slot < 0:
+                continue
+            count = self._chunk(sequence, share)
+            if 0 < count <= room and queues.hold(sequence, sequence.num_computed + count):
+                shares.append((sequence, count))
+                room -= count
+        return [self._prefill(s, count) for s, count in shares if s.slot >= 0]
 
-    def _up_to_boundary(self, sequence: Sequence, count: int) -> int:
-        """As many of the next `count` tokens as end where the KV manager wants a chunk to end."""
+    def _chunk(self, sequence: Sequence, share: int) -> int:
+        """Tokens of the next chunk of a prompt, 0 while features of its next picture are missing.
+
+        It ends where the KV manager wants a chunk to end, and cuts no span of tokens that see each
+        other. A span that is next is computed as a whole, also where it is longer than the share.
+        """
+        start, count = sequence.num_computed, share
         boundary = self.kv_manager.next_boundary(sequence)
-        return count if boundary is None else min(count, boundary - sequence.num_computed)
+        if boundary is not None:
+            count = min(count, boundary - start)
+        if sequence.pictures is None:
+            return count
+        count = sequence.pictures.uncut(start, start + count) - start
+        return self._features.available(sequence, count)
+
+    def _prefill(self, sequence: Sequence, count: int) -> Segment:
+        """A chunk. One that ends inside of a page goes to pages: the next one reads them there."""
+        stop = sequence.num_computed + count
+        goes_on = count < sequence.num_left and stop % self.page_size > 0
+        return Segment.following(sequence, count, seals=goes_on or count > self._max_short)
 
     # -- proposals ------------------------------------------------------------------------------
 
@@ -530,7 +583,7 @@ class Scheduler:
             if sequence.finished or (accepted is not None and not accepted[row]):
                 result.discarded.append(row)
                 continue
-            sequence.token_ids.append(token_id)
+            sequence.append(token_id)
             if proposals is not None and proposals.counts[row]:
                 self.counters.tokens_accepted += 1
                 sequence.request.num_accepted += 1

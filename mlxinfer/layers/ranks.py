@@ -20,7 +20,7 @@ from .attention import LayerMixer, Mixer, ParallelMixers
 from .linear import Embedding, Projection
 from .step import Layer, Passed, Step
 
-Summand = Literal["layers", "embedding", "tokens", "adapters"]
+Summand = Literal["layers", "embedding", "tokens", "adapters", "features"]
 """The kind of numbers that are summed; links count their bytes by kind."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+Ints = NDArray[np.int32 | np.int64]
 MIN_ROOM = 64  # tokens
 
 
@@ -15,13 +15,20 @@ class TokenBuffer:
     Args:
         ids: the first of them.
         last: only the newest so many are kept; None: all are.
+        dtype: of the array.
     """
 
     __slots__ = ("_last", "_room", "_start", "_stop")
 
-    def __init__(self, ids: Sequence[int] = (), *, last: int | None = None) -> None:
+    def __init__(
+        self,
+        ids: Sequence[int] = (),
+        *,
+        last: int | None = None,
+        dtype: type[np.int32] | type[np.int64] = np.int32,
+    ) -> None:
         self._last = last
-        self._room: Ints = np.empty(0, dtype=np.int32)
+        self._room: Ints = np.empty(0, dtype=dtype)
         self._start = self._stop = 0
         self.extend(ids if last is None else ids[max(len(ids) - last, 0) :])
 
@@ -41,7 +48,7 @@ class TokenBuffer:
         """Add tokens. The array moves to a larger one, or is compacted, once in many calls."""
         if self._stop + len(token_ids) > len(self._room):
             kept = self.ids
-            room = np.empty(max(2 * (len(kept) + len(token_ids)), MIN_ROOM), dtype=np.int32)
+            room = np.empty(max(2 * (len(kept) + len(token_ids)), MIN_ROOM), dtype=kept.dtype)
             room[: len(kept)] = kept
             self._room, self._start, self._stop = room, 0, len(kept)
         stop = self._stop + len(token_ids)

@@ -141,7 +141,9 @@ class HeadProposer(DraftProposer):
         if held is None or not held.rows:
             return None
         # The head's result at its first position depends on the token before it, too.
-        salt = f"{sequence.token_ids[0]} {sequence.namespace}"
+        # Hidden states depend on pictures, which its token ids do not tell apart.
+        seen = [picture.digest.hex() for picture, _ in sequence.request.pictures]
+        salt = f"{sequence.token_ids[0]} {sequence.namespace} {' '.join(seen)}"
         found = self._begin_at(sequence, keep, 1, salt)
         if found is None or held.start <= found.own.num_computed:
             return self._known_as(sequence, found)

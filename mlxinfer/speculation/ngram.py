@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.batch import Proposal, Sequence
+from ..engine.prompt_pictures import tokens_before_keys
 from ..sampling.tokens import Ints, TokenBuffer
 from .controller import Key
 from .speculation import ProposalSource
@@ -81,7 +82,7 @@ class Followed:
     A match is a place in a text before which the same tokens stand as at the sequence's end.
     """
 
-    text: TokenBuffer = field(default_factory=TokenBuffer)
+    text: TokenBuffer = field(default_factory=lambda: TokenBuffer(dtype=np.int64))  # key ids
     length: int = 0  # tokens that agree; 0: there is no match
     place: int = 0  # of the token in the matched text that may come next
     other: Ints | None = None  # the matched text, as it was searched; None: the sequence's own
@@ -94,7 +95,7 @@ class Followed:
             return guess[: guess.index(END)] if END in guess else guess
         for i in range(len(guess), count):
             guess.append(guess[self.place + i - len(source)])
-        return guess
+        return tokens_before_keys(guess)  # none for a picture
 
 
 class NgramProposer(ProposalSource):
@@ -159,7 +160,7 @@ class NgramProposer(ProposalSource):
             found[sequence] = followed
             num_read = len(followed.text)
             if num_read < sequence.num_known:
-                new = sequence.token_ids[num_read:]
+                new = sequence.key_ids[num_read:]
                 followed.text.extend(new)
                 if followed.length:
                     self._check(sequence, followed, new)

@@ -36,9 +36,10 @@ class Sequence:
         """(length, heads * DIM) by definition, over all tokens at once."""
         queries, keys, values = self.arrays
         positions = np.arange(self.length)
-        begins = np.minimum(window.lowest_of(positions.astype(np.int32)), self.spans[0])
+        begins = window.lowest_of(positions.astype(np.int32))
         seen = (positions >= begins[:, None]) | (positions < window.sinks)
-        seen &= positions < self.spans[1][:, None]
+        stops = self.spans[1] if window.sees_spans else positions + 1
+        seen &= positions < stops[:, None]
         keys, values = np.repeat(keys, GROUP, axis=1), np.repeat(values, GROUP, axis=1)
         scores = np.einsum("qhd,khd->hqk", queries, keys) * SCALE
         scores = np.where(seen, scores, -np.inf)
@@ -119,11 +120,15 @@ def seal(layer: KeyValueLayer, one: Sequence, *, is_chunk: bool) -> None:
         layer.seal(mx.array(slots), mx.array(positions % (2 * PAGE)), targets)
 
 
-WINDOWS = [AttentionWindow(), AttentionWindow(20), AttentionWindow(40, sinks=3), AttentionWindow(7)]
+WINDOWS = [
+    AttentionWindow(size, sinks, sees_spans=True)
+    for size, sinks in ((None, 0), (20, 0), (40, 3), (7, 0))
+]
+BLIND = AttentionWindow(40)
 
 
 @given(
-    window=st.sampled_from(WINDOWS),
+    window=st.sampled_from([*WINDOWS, BLIND]),
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3),
     seed=st.integers(0, 99),
 )
@@ -148,7 +153,7 @@ def test_spans_attend_in_plain_mlx_though_kernels_are_ready() -> None:
     layer.tiles, layer.ready = True, lambda _: True
     sequences = [Sequence(slot, 20, [(0, 20)], slot) for slot in range(2)]
     sequences[1].spans[:] = [[0], [6]]
-    found = step(layer, list(zip(sequences, (20, 6), strict=True)), AttentionWindow())
+    found = step(layer, list(zip(sequences, (20, 6), strict=True)), WINDOWS[0])
     for one, count in zip(sequences, (20, 6), strict=True):
-        expected = one.reference(AttentionWindow())[:count]
+        expected = one.reference(WINDOWS[0])[:count]
         np.testing.assert_allclose(found[one], expected, atol=2e-5, rtol=1e-4)

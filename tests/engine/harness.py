@@ -25,6 +25,7 @@ from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.engine.loop import Loop
 from mlxinfer.engine.runner import NO_FOLLOWERS, Followers
 from mlxinfer.engine.scheduler import Proposer
+from mlxinfer.images import PlacedPicture
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
@@ -125,9 +126,10 @@ class Harness:
         prompt_logits: bool = False,
         grammar: Grammar | None = None,
         adapter: str | None = None,
+        pictures: tuple[PlacedPicture, ...] = (),
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
-        request.grammar, request.adapter = grammar, adapter
+        request.grammar, request.adapter, request.pictures = grammar, adapter, pictures
         self.outcomes[name] = Outcome()
         self.loop.add(request, self.loop.limits.check(request))
 
@@ -171,17 +173,19 @@ def alone(
     stop_ids: frozenset[int] = frozenset(),
     kv: KVOptions | None = None,
     grammar: Grammar | None = None,
+    pictures: tuple[PlacedPicture, ...] = (),
 ) -> Outcome:
     """One request by itself, nothing launched ahead, its prompt in one step: the plain run.
 
     It is deterministic, so that its outcome is kept for the next test that asks for it.
     """
-    key = (id(model), tuple(ids), repr(params), stop_ids, repr(kv))
+    seen = tuple((one.digest, start) for one, start in pictures)
+    key = (id(model), tuple(ids), repr(params), stop_ids, repr(kv), seen)
     if grammar is None and key in _kept:
         return _kept[key][1]
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
     harness = Harness(model, **plain, kv=kv or KVOptions())
-    harness.add("alone", ids, params, stop_ids=stop_ids, grammar=grammar)
+    harness.add("alone", ids, params, stop_ids=stop_ids, grammar=grammar, pictures=pictures)
     outcome = harness.drain()["alone"]
     assert outcome.error is None or grammar is not None, outcome.error
     if grammar is None:

@@ -135,6 +135,8 @@ def full_step() -> StepInputs:
         prompt_rows=[(1, 3)],
         rope_variants=ints([0, 1, 0, 0]),
         adapters=ints([0, 0, 2, 0]),
+        feature_rows=ints([3]),
+        num_deep=1,
     )
 
 
@@ -151,6 +153,8 @@ CHANGED: dict[type, dict[str, Any]] = {
         "prompt_rows": [(1, 2)],
         "rope_variants": ints([0, 0, 1, 0]),
         "adapters": None,
+        "feature_rows": ints([2]),
+        "num_deep": 2,
     },
     CacheWork: {
         "seal": [Move([PageTable(PAGE, pages=[7])], 1, 0, 15)],

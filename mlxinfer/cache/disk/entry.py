@@ -1,12 +1,13 @@
 """One page of a prefix as bytes with a checksum, and the chain of keys. Knows no files.
 
-An entry is its header, token ids, payload and checksum, all little-endian:
+An entry is its header, key ids, payload and checksum, all little-endian:
 
     magic 8s | version u32 | tokens u32 | payload bytes u64 | key 20s | parent key 20s
-    token ids u32 each | payload | BLAKE2b-128 of everything before it
+    key ids u64 each | payload | BLAKE2b-128 of everything before it
 
-A key is BLAKE2b-160 of the parent's key and the tokens, so it stands for the whole prefix, and a
-prompt's entries are found without an index.
+A key is BLAKE2b-160 of the parent's key and the page's ids, so it stands for the whole prefix, and
+a prompt's entries are found without an index. Key ids are token ids, and for other inputs, such as
+pictures, larger ids that stand for them.
 """
 
 import os
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 KEY_BYTES = 20
-VERSION = 1
+VERSION = 2
+ID_BYTES = 8
 _MAGIC = b"MLXIKV\r\n"  # the line end shows files that were copied as text
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s")
 _CHECKSUM_BYTES = 16
@@ -34,7 +36,7 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Bytes of the entry's file."""
-        tokens_bytes = 4 * len(self.token_ids)
+        tokens_bytes = ID_BYTES * len(self.token_ids)
         return _HEADER.size + tokens_bytes + self.payload.nbytes + _CHECKSUM_BYTES
 
 
@@ -73,17 +75,17 @@ def decode(data: bytes, key: bytes) -> Entry | None:
     if len(body) < _HEADER.size or _checksum([body]) != checksum:
         return None
     magic, version, num_tokens, num_bytes, own_key, parent = _HEADER.unpack_from(body)
-    start = _HEADER.size + 4 * num_tokens
+    start = _HEADER.size + ID_BYTES * num_tokens
     if (magic, version, own_key) != (_MAGIC, VERSION, key) or len(body) != start + num_bytes:
         return None
-    token_ids = struct.unpack_from(f"<{num_tokens}I", body, _HEADER.size)
+    token_ids = struct.unpack_from(f"<{num_tokens}Q", body, _HEADER.size)
     if page_key(parent, token_ids) != key:
         return None
     return Entry(key, parent, token_ids, body[start:])
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    return struct.pack(f"<{len(token_ids)}Q", *token_ids)
 
 
 def _hash(data: bytes, purpose: str) -> bytes:

@@ -271,6 +271,11 @@ def state_coverage(path: Sequence[Node]) -> Coverage:
     return lower
 
 
+def span_coverage(start: int, stop: int) -> Coverage:
+    """All positions but those inside of a span, whose tokens are reused together."""
+    return lambda point: start if start < point < stop else point
+
+
 def _run_starts(path: Sequence[Node], group: int) -> list[int]:
     """For each page the first of the unbroken pages that it ends; one past it where it is None."""
     starts = []

@@ -16,6 +16,7 @@ from .node import (
     RestorePoint,
     Snapshot,
     resume_point,
+    span_coverage,
     state_coverage,
     window_coverage,
     window_first,
@@ -74,6 +75,7 @@ class PrefixTree(NodeStore):
         *,
         limit: int | None = None,
         alignment: int = 1,
+        whole: Sequence[tuple[int, int]] = (),
     ) -> RestorePoint:
         """The longest reusable prefix of at most `limit` tokens; locks, counts, changes nothing.
 
@@ -88,13 +90,15 @@ class PrefixTree(NodeStore):
             token_ids: of the prompt, from position 0.
             limit: tokens.
             alignment: of the number of tokens.
+            whole: [from, to) positions that are reused as a whole or not at all.
         """
         highest = len(token_ids) - 1 if limit is None else min(limit, len(token_ids))
         boundary, size = max(highest, 0), self.page_size
         path, overlap = _walk(self.roots.get(namespace), token_ids, boundary, size)
-        whole = len(path) - (overlap > 0)
-        longest = whole * size + overlap
-        point = resume_point(longest, self._coverages(path), alignment)
+        num_whole = len(path) - (overlap > 0)
+        longest = num_whole * size + overlap
+        coverages = [*self._coverages(path), *[span_coverage(*span) for span in whole]]
+        point = resume_point(longest, coverages, alignment)
         number, inside = divmod(point, size)
         last = path[number] if inside else path[number - 1] if number else None
         first = [window_first(point, window, size) for window in self.windows]
@@ -103,7 +107,7 @@ class PrefixTree(NodeStore):
             num_tokens=point,
             num_matched=longest,
             nodes=path[:number],
-            path=path[:whole],
+            path=path[:num_whole],
             cut=path[number] if inside else None,
             cut_tokens=inside,
             snapshot=last.snapshots[inside or size] if self.states is not None and last else None,

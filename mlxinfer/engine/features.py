@@ -1,0 +1,256 @@
+"""Features of pictures: a tower computes them once, in slices between steps, and steps read them.
+
+Features are kept by the picture's digest within a limit of bytes, those that were used last. A
+picture whose tokens are all in the prefix cache needs none. Others wait: the scheduler asks what
+part of a prompt can be computed (`available`), and so says which pictures are wanted. The loop
+gives the tower a slice of time before each step, so that running answers wait no longer than for
+a slice of a prompt.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..images import Picture
+from ..models.towers import Features, Tower
+from .batch import Batch, Sequence
+from .runner import FeatureArrays
+from .scheduler import FeatureSource
+
+
+@dataclass(slots=True)
+class KeptFeatures:
+    """The features of one picture.
+
+    Attributes:
+        arrays: (N, hidden) each, as of `FeatureArrays`.
+        users: running sequences that are still to compute tokens of it.
+    """
+
+    arrays: list[mx.array]
+    users: set[Sequence]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the arrays take."""
+        return sum([array.nbytes for array in self.arrays])
+
+
+@dataclass(slots=True)
+class TowerPass:
+    """A pass of the tower over one picture, as far as it has come."""
+
+    picture: Picture
+    pieces: Generator[mx.array, None, list[Features]]
+
+
+class PictureFeatures(FeatureSource):
+    """Computes and keeps the features of pictures.
+
+    Args:
+        tower: of the model; None: it does not see, and no request has a picture.
+        dtype: of the kept features.
+        max_bytes: that all kept features may take.
+        slice_s: seconds of a slice; None: one piece of the tower's pass.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        tower: Tower | None,
+        *,
+        dtype: mx.Dtype,
+        max_bytes: int,
+        slice_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tower, self._dtype, self._max_bytes = tower, dtype, max_bytes
+        self._slice_s, self._clock = slice_s, clock
+        self._kept: OrderedDict[bytes, KeptFeatures] = OrderedDict()  # last used last
+        self._wanted: dict[bytes, tuple[Picture, list[Sequence]]] = {}  # in order
+        self._pass: TowerPass | None = None
+        self.counts = PictureCounts()
+
+    # -- for the scheduler ----------------------------------------------------------------------
+
+    def available(self, sequence: Sequence, count: int) -> int:
+        """How many of a sequence's next `count` tokens can be computed now.
+
+        A chunk waits (0) for the features of all pictures in it. It ends before a picture that has
+        no room beside those that running sequences still need.
+        """
+        pictures, start = sequence.pictures, sequence.num_computed
+        if pictures is None:
+            return count
+        waits = False
+        for rows in pictures.features(start, start + count):
+            kept = self._kept.get(rows.picture.digest)
+            if kept is not None:
+                kept.users.add(sequence)
+            elif self._want(rows.picture, sequence):
+                waits = True
+            else:
+                count = int(rows.places[0]) - start
+                break
+        return 0 if waits else count
+
+    def release(self, sequence: Sequence) -> None:
+        """A sequence gives up its slot: it needs no features any more."""
+        if sequence.pictures is None:
+            return
+        for kept in self._kept.values():
+            kept.users.discard(sequence)
+        for digest, (_, waiting) in list(self._wanted.items()):
+            if sequence in waiting:
+                waiting.remove(sequence)
+            if not waiting:
+                self._unwant(digest)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a running sequence waits for the tower."""
+        return bool(self._wanted)
+
+    def _want(self, picture: Picture, sequence: Sequence) -> bool:
+        """Let the tower see a picture for a sequence; False: there is no room for it now."""
+        if picture.digest not in self._wanted:
+            used = sum([kept.num_bytes for kept in self._kept.values() if kept.users])
+            coming = sum([self._bytes_of(other) for other, _ in self._wanted.values()])
+            if used + coming + self._bytes_of(picture) > self._max_bytes:
+                return False
+            self._wanted[picture.digest] = picture, []
+        _, waiting = self._wanted[picture.digest]
+        if sequence not in waiting:
+            waiting.append(sequence)
+        return True
+
+    def _unwant(self, digest: bytes) -> None:
+        """Nothing waits for a picture any more: a pass over it ends here."""
+        del self._wanted[digest]
+        if self._pass is not None and self._pass.picture.digest == digest:
+            self._pass.pieces.close()
+            self._pass = None
+
+    def _bytes_of(self, picture: Picture) -> int:
+        assert self._tower is not None
+        return picture.num_features * self._tower.width * self._dtype.size
+
+    # -- for the loop ---------------------------------------------------------------------------
+
+    def work(self) -> tuple[Sequence, BaseException] | None:
+        """Give the tower one slice of time, for the picture that was wanted first.
+
+        Returns:
+            Where the tower fails: the sequence that asked first for the picture, and the error. It
+            is to be ended.
+        """
+        began_s = last_s = self._clock()
+        digest, (picture, waiting) = next(iter(self._wanted.items()))
+        try:
+            if self._pass is None:
+                self._pass = TowerPass(picture, self._run(picture))
+            while (found := _next_piece(self._pass.pieces)) is None:
+                now_s = self._clock()
+                if self._slice_s is None or 2 * now_s - last_s - began_s > self._slice_s:
+                    return None  # the next piece would end too late
+                last_s = now_s
+            self._keep(digest, found, waiting)
+        except BaseException as error:  # the fault boundary of a picture: others go on
+            self._pass = None
+            self.counts.failed += 1
+            return waiting[0], error
+        finally:
+            self.counts.tower_s += self._clock() - began_s
+        return None
+
+    def _run(self, picture: Picture) -> Generator[mx.array, None, list[Features]]:
+        """The tower over all tiles of a picture, one after the other."""
+        assert self._tower is not None
+        found = []
+        for tile in picture.tiles:
+            features = yield from self._tower.run(tile)
+            found.append(features)
+            yield features.vectors
+        return found
+
+    def _keep(self, digest: bytes, tiles: Seq[Features], waiting: Seq[Sequence]) -> None:
+        """Keep the features of a picture; those that were not used for longest go for it."""
+        parts = zip(*[[tile.vectors, *tile.deep] for tile in tiles], strict=True)
+        arrays = [mx.concatenate(list(part)).astype(self._dtype) for part in parts]
+        mx.eval(arrays)
+        picture, _ = self._wanted[digest]
+        expected = picture.num_features
+        if any(len(array) != expected for array in arrays):
+            raise ValueError(f"the tower gave {len(arrays[0])} features; expected {expected}")
+        new = KeptFeatures(arrays, set(waiting))
+        room = self._max_bytes - new.num_bytes - self.num_bytes
+        for other, kept in list(self._kept.items()):
+            if room < 0 and not kept.users:
+                room += kept.num_bytes
+                del self._kept[other]
+        self._kept[digest] = new
+        self._pass = None
+        del self._wanted[digest]
+        self.counts.seen += 1
+
+    # -- for steps ------------------------------------------------------------------------------
+
+    def gather(self, batch: Batch) -> FeatureArrays | None:
+        """The features of a step; None: it has none. `available` said that all are there."""
+        rows, parts = [], []
+        for segment in batch.ragged:
+            pictures = segment.sequence.pictures
+            if pictures is None:
+                continue
+            for found in pictures.features(segment.start, segment.stop):
+                rows.append(found.places - segment.start + segment.row)
+                kept = self._kept[found.picture.digest]
+                self._kept.move_to_end(found.picture.digest)
+                parts.append([array[found.first : found.stop] for array in kept.arrays])
+                if found.stop == found.picture.num_features:
+                    kept.users.discard(segment.sequence)
+        if not parts:
+            return None
+        arrays = [mx.concatenate(list(part)) for part in zip(*parts, strict=True)]
+        return FeatureArrays(np.concatenate(rows).astype(np.int32), arrays)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all kept features take."""
+        return sum([kept.num_bytes for kept in self._kept.values()])
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers of what the tower did and what is kept."""
+        return {
+            "seen": self.counts.seen,
+            "failed": self.counts.failed,
+            "tower_seconds": self.counts.tower_s,
+            "cached": len(self._kept),
+            "cached_bytes": self.num_bytes,
+            "max_bytes": self._max_bytes,
+        }
+
+
+@dataclass(slots=True)
+class PictureCounts:
+    """Counts since the engine started."""
+
+    seen: int = 0  # passes of the tower that ended well
+    failed: int = 0
+    tower_s: float = 0.0
+
+
+def _next_piece(pieces: Generator[mx.array, None, list[Features]]) -> list[Features] | None:
+    """Evaluate the next piece of a pass; the features if that was the last."""
+    try:
+        mx.eval(next(pieces))
+        return None
+    except StopIteration as end:
+        found: list[Features] = end.value
+        return found

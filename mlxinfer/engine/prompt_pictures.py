@@ -1,0 +1,187 @@
+"""The pictures of a prompt, as the scheduler and the KV cache see them. No MLX.
+
+A picture stands in a prompt as token ids, one of which stands for each of its features. Wherever
+tokens are compared (prefix tree, disk, n-grams), ids made of the picture stand in these places: so
+prompts share what was computed of one picture, and never what was computed of two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import shake_128
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..cache.inputs import Ints
+from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..images import Picture, PlacedPicture
+from ..images.positions import rope_delta, rope_positions
+from ..memory import human_bytes
+
+if TYPE_CHECKING:
+    from ..core import Request
+
+LEAST_KEY = 1 << 61  # key ids of features are at least this, and below 2**62; token ids are not
+
+
+class FeatureRows(NamedTuple):
+    """Features of a picture that stand in a part of a prompt: those from `first` up to `stop`."""
+
+    picture: Picture
+    first: int
+    stop: int
+    places: Ints  # (stop - first,) positions in the prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptPictures:
+    """The pictures of one prompt.
+
+    Attributes:
+        placed: in the prompt's order.
+        places: of each picture, the positions (N,) of its features.
+        key_ids: of the prompt: its token ids, with key ids in the places of features.
+        spans: [from, to) positions of features that see each other; none where no layer lets them.
+        rope_delta: what a token behind the prompt adds to its place to get its rope position.
+        has_turns: positions of the prompt are three-dimensional.
+    """
+
+    placed: tuple[PlacedPicture, ...]
+    places: list[Ints]
+    key_ids: list[int]
+    spans: list[tuple[int, int]]
+    rope_delta: int
+    has_turns: bool
+
+    @staticmethod
+    def of(request: "Request", *, sees_spans: bool) -> "PromptPictures | None":
+        """The pictures of a request; None: it has none.
+
+        Args:
+            request: of which `PictureLimits` found nothing wrong.
+            sees_spans: some layer lets features of a picture see each other.
+        """
+        placed, key_ids = request.pictures, list(request.prompt_ids)
+        if not placed:
+            return None
+        places = [feature_places(*one) for one in placed]
+        spans: list[tuple[int, int]] = []
+        for (picture, _), own in zip(placed, places, strict=True):
+            for place, key in zip(own.tolist(), feature_keys(picture), strict=True):
+                key_ids[place] = key
+            if sees_spans and picture.sees_itself:
+                spans += _runs(own)
+        has_turns = any(picture.turns is not None for picture, _ in placed)
+        return PromptPictures(placed, places, key_ids, spans, rope_delta(placed), has_turns)
+
+    def features(self, start: int, stop: int) -> Iterator[FeatureRows]:
+        """The features that stand in positions [start, stop), picture by picture."""
+        for (picture, _), places in zip(self.placed, self.places, strict=True):
+            first, last = np.searchsorted(places, (start, stop)).tolist()
+            if first < last:
+                yield FeatureRows(picture, first, last, places[first:last])
+
+    def uncut(self, start: int, stop: int) -> int:
+        """Where a chunk from `start` ends that was to end at `stop`, so that it cuts no span."""
+        for low, high in self.spans:
+            if low < stop < high:
+                return low if low > start else high
+        return stop
+
+    def rope_positions(self, start: int, stop: int) -> Ints:
+        """(3, stop - start) by which the tokens at places [start, stop) turn."""
+        return rope_positions(self.placed, start, stop)
+
+    def seen_spans(self, start: int, stop: int) -> Ints:
+        """(2, stop - start) positions from, and up to, of the span of each token."""
+        own = np.arange(start, stop, dtype=np.int32)
+        found = np.stack([own, own + 1])
+        for low, high in self.spans:
+            rows = slice(max(low - start, 0), max(high - start, 0))
+            found[:, rows] = [[low], [high]]
+        return found
+
+
+def feature_places(picture: Picture, start: int) -> Ints:
+    """(N,) positions of a picture's features, where its tokens begin at `start`."""
+    found = np.flatnonzero(np.asarray(picture.token_ids) == picture.feature_id) + start
+    return found.astype(np.int32)
+
+
+def feature_keys(picture: Picture) -> list[int]:
+    """The key ids of a picture's features: 61 bits that follow from its digest and the place."""
+    drawn = shake_128(picture.digest).digest(8 * picture.num_features)
+    keys: list[int] = (LEAST_KEY | np.frombuffer(drawn, "<u8") >> 3).tolist()
+    return keys
+
+
+def tokens_before_keys(ids: list[int]) -> list[int]:
+    """The key ids before the first that is no token id."""
+    for count, token_id in enumerate(ids):
+        if token_id >= LEAST_KEY:
+            return ids[:count]
+    return ids
+
+
+def _runs(places: Ints) -> list[tuple[int, int]]:
+    """Consecutive positions as [from, to)."""
+    breaks = np.flatnonzero(np.diff(places) > 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, breaks)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureLimits:
+    """The limits that the pictures of a request must fit into.
+
+    Attributes:
+        refusal: why the model takes no pictures, as a sentence; None: it takes them.
+        feature_bytes: of one feature.
+        max_bytes: of all features that are kept.
+        max_span: features that see each other, at most; None: none do, or there is no limit.
+    """
+
+    refusal: str | None = "This model reads text alone"
+    feature_bytes: int = 0
+    max_bytes: int = 0
+    max_span: int | None = None
+
+    def check(self, request: "Request") -> None:
+        """Raise InvalidRequestError or InsufficientMemoryError for pictures that cannot run."""
+        stop = 0
+        for placed in request.pictures:
+            if self.refusal is not None:
+                raise InvalidRequestError(f"{self.refusal}; send no pictures.", param="messages")
+            picture, start = placed
+            stands = tuple(request.prompt_ids[start : placed.stop])
+            if start < stop or stands != picture.token_ids:
+                raise InvalidRequestError(
+                    f"A picture of {len(picture.token_ids)} tokens is said to begin at position "
+                    f"{start} of the prompt, and others stand there; place its token_ids there.",
+                    param="pictures",
+                )
+            stop = placed.stop
+            self._check_features(picture, feature_places(picture, start))
+
+    def _check_features(self, picture: Picture, places: Ints) -> None:
+        """Check the features of one picture, which stand at `places`."""
+        count = picture.num_features
+        if len(places) != count or not count:
+            raise InvalidRequestError(
+                f"A picture has {count} features, and {len(places)} tokens that stand for one; "
+                "expected as many of both, and one at least.",
+                param="pictures",
+            )
+        if count * self.feature_bytes > self.max_bytes:
+            raise InsufficientMemoryError(
+                f"A picture of {count} tokens takes {human_bytes(count * self.feature_bytes)}, and "
+                f"{human_bytes(self.max_bytes)} are kept for pictures; use fewer tokens "
+                "for it, or raise max_memory.",
+                param="messages",
+            )
+        longest = max([high - low for low, high in _runs(places)])
+        if picture.sees_itself and self.max_span is not None and longest > self.max_span:
+            raise InvalidRequestError(
+                f"This model computes the {longest} tokens of a picture in one step, and steps "
+                f"have {self.max_span} at most; use fewer tokens for it, or raise prefill_chunk.",
+                param="messages",
+            )

@@ -1,0 +1,123 @@
+"""A tower of random numbers over the tiny models, and pictures for it."""
+
+from collections.abc import Generator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from hashlib import blake2b
+
+import mlx.core as mx
+import numpy as np
+from engine.harness import model_of
+
+from mlxinfer.core import KVSpec
+from mlxinfer.images import Picture, PlacedPicture, Tile
+from mlxinfer.models.decoder import Model
+from mlxinfer.models.towers import Features
+
+ROW = 6  # numbers of a patch
+FEATURE, BREAK = 7, 8  # token ids
+
+
+class RandomTower:
+    """Features that follow from the patches of a tile alone, through random matrices.
+
+    Args:
+        hidden: of the text model.
+        num_deep: layers after which features are added.
+
+    Attributes:
+        passes: digest of the patches of each tile that was run to its end.
+        num_open: passes that were begun and not ended.
+        fails: what a pass raises; None: it does not.
+    """
+
+    def __init__(self, hidden: int, num_deep: int = 0) -> None:
+        self.width, self.num_deep = hidden * (1 + num_deep), num_deep
+        self.passes: list[bytes] = []
+        self.num_open = 0
+        self.fails: Exception | None = None
+        rng = np.random.default_rng(hidden)
+        self._matrix = mx.array(rng.normal(size=(ROW, self.width)).astype(np.float32) * 0.4)
+
+    def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
+        self.num_open += 1
+        try:
+            x = mx.array(tile.patches)
+            for _ in range(3):
+                x = mx.sin(x * 1.5)
+                yield x
+            if self.fails is not None:
+                raise self.fails
+        finally:
+            self.num_open -= 1
+        self.passes.append(blake2b(tile.patches.tobytes()).digest())
+        vectors, *deep = mx.split(x @ self._matrix, 1 + self.num_deep, axis=1)
+        return Features(vectors, tuple(deep))
+
+    def arrays(self) -> list[mx.array]:
+        return [self._matrix]
+
+
+def tile(seed: int, count: int) -> Tile:
+    """A tile of random patches, one for each feature."""
+    rng = np.random.default_rng((seed, count))
+    return Tile(rng.normal(size=(count, ROW)).astype(np.float32), (1, 1, count), count)
+
+
+def picture(
+    seed: int,
+    rows: int = 1,
+    columns: int = 4,
+    *,
+    breaks: bool = False,
+    num_tiles: int = 1,
+    turns: bool = False,
+    sees_itself: bool = False,
+) -> Picture:
+    """A picture of rows and columns of features; with `breaks` a token of text ends each row."""
+    counts = [rows * columns // num_tiles] * num_tiles
+    counts[0] += rows * columns - sum(counts)
+    tiles = tuple([tile(seed + 1000 * i, count) for i, count in enumerate(counts)])
+    ids = [*[FEATURE] * columns, *[BREAK] * breaks] * rows
+    said = repr((seed, rows, columns, breaks, num_tiles, turns, sees_itself))
+    return Picture(
+        tiles,
+        tuple(ids),
+        FEATURE,
+        blake2b(said.encode(), digest_size=16).digest(),
+        (rows, columns) if turns and not breaks else None,
+        sees_itself,
+    )
+
+
+def placed(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+    """A prompt of texts and pictures in this order, and where the pictures stand."""
+    ids: list[int] = []
+    found = []
+    for part in parts:
+        if isinstance(part, Picture):
+            found.append(PlacedPicture(part, len(ids)))
+            ids += part.token_ids
+        else:
+            ids += part
+    return ids, tuple(found)
+
+
+@cache
+def seeing(case: str, *, spans: bool = False, num_deep: int = 0) -> Model:
+    """A tiny model with a tower of its own; with `spans` all attention layers see spans."""
+    model = copy(model_of(case))
+    model.tower = RandomTower(model.config.hidden_size, num_deep)
+    if spans:
+        model.cache_specs = [
+            replace(spec, sees_spans=True) if isinstance(spec, KVSpec) else spec
+            for spec in model.cache_specs
+        ]
+    return model
+
+
+def tower_of(model: Model) -> RandomTower:
+    """The tower of a model that `seeing` made."""
+    assert isinstance(model.tower, RandomTower)
+    return model.tower

@@ -301,6 +301,10 @@ class Loop:
         if failed is not None:
             sequence, error = failed
             traceback.clear_frames(error.__traceback__)
+            require_gpu(error)
+            if gpu_stopped(error) and not sequence.retried:
+                sequence.retried = True  # the pass begins again
+                return
             self.scheduler.queues.finish(sequence)
             unseen = RequestFailedError(
                 f"A picture of this request cannot be seen: {type(error).__name__}: {error}"

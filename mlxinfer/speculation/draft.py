@@ -33,8 +33,8 @@ from ..engine.batch import (
 )
 from ..engine.kernels import Chooser, choose_none
 from ..engine.loop import Loop
+from ..engine.prefill import prefill_shares
 from ..engine.runner import Launched
-from ..engine.scheduler import prefill_shares
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .controller import Key

@@ -21,8 +21,9 @@ from mlxinfer.engine import loop as loop_module
 from mlxinfer.engine.batch import Batch, CommitResult, Proposal, Sequence
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.loop import Loop
+from mlxinfer.engine.prefill import MAX_STEP_S, PrefillSizer
 from mlxinfer.engine.runner import Launched
-from mlxinfer.engine.scheduler import MAX_STEP_S, PrefillSizer, Proposer, Scheduler
+from mlxinfer.engine.scheduler import Proposer, Scheduler
 
 PAGE, MOST, SLICE_S = 16, 2048, 0.25
 CHIPS = {  # (float operations, bytes) a second

@@ -1,0 +1,242 @@
+"""How many prompt tokens a step gets. Pure Python: knows no arrays of MLX.
+
+Answers wait for the prompts of a step, so while answers run, prompts get a slice of time. A fixed
+number of tokens (`prefill_chunk`) makes steps independent of the machine's speed, and with them the
+rounding of 16-bit numbers.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from math import inf, log2
+
+from .batch import Batch, Sequence
+
+UNTIMED = 64  # prompt tokens of a step before any step was timed
+GAIN = 0.99  # a step of twice the tokens is tried while it cuts the time of a token to this share
+CLOSE = 1.015  # a step size is good if its tokens take at most this much longer than the quickest
+# Of prompts while none decodes. macOS stops a command buffer that keeps the GPU from drawing the
+# screen for a good part of a second. MLX ends a buffer after 40 to 50 operations, some five layers,
+# so a buffer takes a small part of a step. The worst is one attention behind 100,000 tokens in a
+# model with ten such layers: a tenth of a step. Half a second a step would cost large models up to
+# a third of their speed on small chips, where each step reads all weights.
+MAX_STEP_S = 2.0
+MIN_STEP_S = 0.125  # the same, however often steps were stopped
+RISE_STEPS = 16  # steps with prompts that went well, after which larger ones are tried again
+LATEST = 0.5  # weight of the latest measurement
+LONGER = 4096  # tokens of context: a measured step size holds up to here, then until it doubles
+
+
+class PrefillSizer:
+    """Sizes the prefill part of steps.
+
+    Args:
+        page_size: tokens a page.
+        most: tokens of all prompts in one step; whole pages.
+        slice_s: seconds for the prompts of a step beside sequences that decode. None: every step
+            takes `most` tokens, half of that while others run.
+        num_stages: steps of different rows in flight, see `Scheduler`: so many, each with prompts,
+            follow each other from one token of an answer to the next.
+    """
+
+    def __init__(
+        self, *, page_size: int, most: int, slice_s: float | None = None, num_stages: int = 1
+    ) -> None:
+        assert most % page_size == 0
+        self._num_stages = num_stages
+        self.most = most
+        self._page_size = page_size
+        self._slice_s = slice_s
+        self._decode_s: float | None = None  # of a step without prompts
+        # Half-octave of the context -> context, and seconds that one more token takes there.
+        self._beside: dict[int, tuple[float, float]] = {}
+        self._max_step_s = MAX_STEP_S
+        self._limit = most  # tokens of a step; less after the GPU stopped one
+        self._until_rise = 0
+        self._size = min(UNTIMED, most)  # of steps while none decodes
+        self._times: dict[int, float] = {}  # such a size -> seconds a token
+        self._context = LONGER  # up to which these hold
+        self._unseen = 0, 0.0  # prompt tokens, and seconds, of steps that other ranks still work on
+
+    def shares(self, prefilling: Seq[Sequence], num_running: int) -> list[tuple[Sequence, int]]:
+        """Tokens of the next step for each prompt that gets any.
+
+        Args:
+            prefilling: running sequences with prompts to compute, oldest first.
+            num_running: of all that run.
+        """
+        page_size = self._page_size
+        if not prefilling:
+            return []
+        if self._slice_s is None:  # the budget is what the others wait for
+            room = min(self.most // 2 if num_running > 1 else self.most, self._limit)
+            return prefill_shares(prefilling, max(room, page_size), page_size)
+        if num_running == len(prefilling):
+            self._size = self._next_size()
+            return prefill_shares(prefilling, self._bounded(prefilling), page_size)
+        if not self._beside:
+            return prefill_shares(prefilling, min(UNTIMED, self._limit), page_size)
+        left_s = self._slice_s / self._num_stages - (self._decode_s or 0.0)
+        costs = {sequence: self._cost(sequence, left_s) for sequence in prefilling}
+        if len(costs) > 1:  # a page for the oldest, and one for the shortest
+            left_s = max(left_s, 2 * page_size * max(costs.values()))
+        left_s = min(left_s, self._limit * min(costs.values()))
+        return prefill_shares(prefilling, left_s, page_size, cost=costs.__getitem__)
+
+    def observe(self, batch: Batch, seconds: float, *, goes_on: bool = False) -> None:
+        """Take in how long a step took.
+
+        Args:
+            batch: what was computed.
+            seconds: until this rank had done its part.
+            goes_on: others had not, as pipeline stages behind this one, and nothing comes back:
+                what the step takes there shows in the time of the next one that gives tokens.
+        """
+        if self._slice_s is None or not batch.num_tokens:
+            return
+        prompts, num_tokens = [], 0
+        for segment in batch.ragged:
+            if not segment.proposals:
+                prompts.append(segment)
+                num_tokens += segment.num_tokens
+        unseen, unseen_s = self._unseen
+        self._unseen = (unseen + num_tokens, unseen_s + seconds) if goes_on else (0, 0.0)
+        if goes_on:
+            return
+        if not prompts:
+            if not unseen:  # else it waited for prompts, too
+                self._decode_s = _blended(self._decode_s, seconds)
+            return
+        self._rise()
+        beside = num_tokens < batch.num_tokens
+        if self._num_stages > 1:  # steps follow each other: what was not seen came before this one
+            num_tokens, seconds, unseen, unseen_s = num_tokens + unseen, seconds + unseen_s, 0, 0.0
+        context = max([segment.stop for segment in prompts])
+        if not beside:
+            tokens = num_tokens + unseen
+            self._time_size(tokens, context, (seconds + unseen_s) / tokens)
+        if unseen:  # ranks worked at the same time: a step beside others passes through all of them
+            return
+        spent_s = seconds - (self._decode_s or 0.0) if beside else seconds
+        cost = max(spent_s, seconds / 8) / num_tokens
+        place = _half_octave(context)
+        at, before = self._beside.get(place, (context, None))
+        if before is None and self._beside:  # one slow step says little of a new context
+            before = self._seconds_at(context)
+        self._beside[place] = _blended(at, context), _blended(before, cost)
+
+    def halve(self, batch: Batch) -> None:
+        """Give prompts half as many tokens as in this step, which the GPU stopped.
+
+        Steps may take half as long from now on. The limit in tokens rises again by and by: perhaps
+        not the size of the step was the reason.
+        """
+        num_tokens = sum([s.num_tokens for s in batch.ragged if not s.proposals])
+        if not num_tokens:
+            return
+        self._limit = max(num_tokens // 2 // self._page_size, 1) * self._page_size
+        self._until_rise = RISE_STEPS
+        self._max_step_s = max(self._max_step_s / 2, MIN_STEP_S)
+        if self._slice_s is not None:
+            self._slice_s = min(self._slice_s, self._max_step_s)
+
+    def _rise(self) -> None:
+        """Double the limit after some steps that went well."""
+        self._until_rise -= 1
+        if self._until_rise <= 0 and self._limit < self.most:
+            self._limit, self._until_rise = min(2 * self._limit, self.most), RISE_STEPS
+
+    # -- beside sequences that decode -----------------------------------------------------------
+
+    def _cost(self, sequence: Sequence, left_s: float) -> float:
+        """Seconds of each of a sequence's next tokens."""
+        start = sequence.num_computed
+        first = self._seconds_at(start + self._page_size)
+        return self._seconds_at(start + min(max(left_s, 0) / first, sequence.num_left, self.most))
+
+    def _seconds_at(self, context: float) -> float:
+        """Seconds of a token after so many others; not too few, where other contexts were timed.
+
+        A token costs more the more there are before it, and at most in proportion.
+        """
+        known = self._beside.get(_half_octave(context))
+        near = [known] if known is not None else self._beside.values()
+        return min([s * max(1.0, context / at) for at, s in near])
+
+    # -- while none decodes ---------------------------------------------------------------------
+
+    def _bounded(self, prefilling: Seq[Sequence]) -> int:
+        """Tokens of a step: `_size`, or those that fit the time behind the longest context."""
+        if not self._beside:
+            return min(self._size, self._limit)
+        context = max([sequence.num_computed for sequence in prefilling]) + self._page_size
+        num_pages = int(self._max_step_s / self._seconds_at(context)) // self._page_size
+        num_tokens = max(num_pages, len(prefilling)) * self._page_size
+        return min(self._size, self._limit, num_tokens)
+
+    def _next_size(self) -> int:
+        """Twice the last size while that pays, then the smallest of those that are as quick."""
+        size, times = self._size, self._times
+        if size not in times:
+            return size
+        larger, pays = 2 * size, times[size] < GAIN * times.get(size // 2, inf)
+        if pays and larger <= self.most and larger not in times:
+            return larger
+        quickest = min(times.values())
+        return min([some for some, seconds in times.items() if seconds <= CLOSE * quickest])
+
+    def _time_size(self, num_tokens: int, context: int, seconds: float) -> None:
+        """A step of about the last size took so long for each token."""
+        if context > self._context:  # reading the context costs more now: try again
+            self._times.clear()
+            self._context = 2 * context
+            self._size = max(self._size // 2, min(UNTIMED, self.most))
+        elif num_tokens > self._size - self._page_size:
+            self._times[self._size] = _blended(self._times.get(self._size), seconds)
+
+
+def prefill_shares(
+    prefilling: Seq[Sequence],
+    room: float,
+    page_size: int,
+    *,
+    cost: Callable[[Sequence], float] = lambda sequence: 1,
+) -> list[tuple[Sequence, int]]:
+    """Tokens of the next step for each prompt that gets any.
+
+    A chunk ends at a page boundary unless it ends the prompt. A quarter of the room is for the
+    oldest prompt, so that it is never starved; the rest goes to the shortest first, so that a short
+    question does not wait behind a long document.
+
+    Args:
+        prefilling: oldest first.
+        room: for all prompts together; a page at least is computed whatever it costs.
+        page_size: tokens a page.
+        cost: of each token of a sequence.
+    """
+    if not prefilling:
+        return []
+    oldest = prefilling[0]
+    quarter = int(room / 4 / cost(oldest))
+    shares = {oldest: _chunk(oldest, max(quarter, page_size), page_size)}
+    room = max(room - shares[oldest] * cost(oldest), 0)
+    for sequence in sorted(prefilling[1:], key=lambda s: s.num_left):
+        shares[sequence] = _chunk(sequence, int(room / cost(sequence)), page_size)
+        room -= shares[sequence] * cost(sequence)
+    shares[oldest] = _chunk(oldest, shares[oldest] + int(room / cost(oldest)), page_size)
+    return [(sequence, count) for sequence, count in shares.items() if count]
+
+
+def _chunk(sequence: Sequence, limit: int, page_size: int) -> int:
+    """Tokens of the next chunk: all that is left, or as many as end at a page boundary."""
+    if sequence.num_left <= limit:
+        return sequence.num_left
+    stop = sequence.num_computed + limit
+    return max(limit - stop % page_size, 0)
+
+
+def _half_octave(context: float) -> int:
+    return int(2 * log2(max(context, 1.0)))
+
+
+def _blended(before: float | None, latest: float) -> float:
+    return latest if before is None else before + LATEST * (latest - before)

@@ -12,7 +12,6 @@ neither normed, turned nor spread. Others pass through sums, cosines and sines, 
 decides the last bit: a code may then differ by one, a scale or a bias in its last bit.
 """
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import mlx.core as mx
@@ -27,39 +26,16 @@ HEADS_AT_ONCE = 8  # SIMD-groups of a threadgroup
 MAX_LAUNCHES = 64  # that are remembered: a decode step makes the same in every layer
 
 
-@dataclass(slots=True)
-class Written:
-    """What attention and the KV cache take of a step's tokens.
+Stored = list[list[mx.array]]
+"""What is stored of a step's tokens: of keys and of values apart, or of both together.
 
-    What is stored is one array (T, K, D), or two: codes (T, K, D * bits / 8), and of each group a
-    scale and a bias (T, K, 2 * groups). Where keys and values are stored alike they are side by
-    side, (T, 2 K, ...); of a joint form they are one vector, of D numbers and some of the key's.
-    """
-
-    queries: mx.array  # (T, H, D) in the dtype of the projection
-    stored: list[list[mx.array]]  # of keys and of values, or of both
-
-    def arrays(self) -> list[mx.array]:
-        """All of them, in order."""
-        return [self.queries, *[part for parts in self.stored for part in parts]]
-
-    @property
-    def keys(self) -> list[mx.array]:
-        """Those of the keys alone."""
-        return self._half(0)
-
-    @property
-    def values(self) -> list[mx.array]:
-        """Those of the values alone."""
-        return self._half(1)
-
-    def _half(self, which: int) -> list[mx.array]:
-        if len(self.stored) == 2:
-            return self.stored[which]
-        return [mx.split(part, 2, axis=1)[which] for part in self.stored[0]]
+Each is one array (T, K, D), or two: codes (T, K, D * bits / 8), and of each group a scale and a
+bias (T, K, 2 * groups). Where keys and values are stored alike they are side by side,
+(T, 2 K, ...); of a joint form they are one vector, of D numbers and some of the key's.
+"""
 
 
-def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> tuple[mx.array, Stored]:
     """One dispatch.
 
     Args:
@@ -67,15 +43,18 @@ def kv_write(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
         positions: (T,) int32. Longer is allowed: padded to 8 once a step, they do not make fewer
             tokens another variant of the kernel (MLX passes shorter arrays in another way).
         heads: of the layer.
+
+    Returns:
+        Queries (T, H, D) in the dtype of the projection, and what is stored.
     """
     form = heads.form
     launch = _launch(form, qkv.shape, positions.shape, qkv.dtype)
     queries, *stored = launch([qkv, positions, heads.constants])
     keys = len(form.key_format.names)
-    return Written(queries, [stored] if form.in_one else [stored[:keys], stored[keys:]])
+    return queries, [stored] if form.in_one else [stored[:keys], stored[keys:]]
 
 
-def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+def kv_write_twin(qkv: mx.array, positions: mx.array, heads: Heads) -> tuple[mx.array, Stored]:
     """The same in plain MLX."""
     num_tokens = _checked(heads.form, qkv.shape, positions.shape)
     positions = positions[:num_tokens]
@@ -115,7 +94,7 @@ def _turned(x: mx.array, positions: mx.array, heads: Heads, frequencies: mx.arra
 
 def stored_in_mlx(
     queries: mx.array, keys: mx.array, values: mx.array, heads: Heads, dtype: mx.Dtype
-) -> Written:
+) -> tuple[mx.array, Stored]:
     """What becomes of queries (T, H, D), keys and values (T, K, D) that are normed and turned."""
     form = heads.form
     if form.joint:
@@ -134,7 +113,7 @@ def stored_in_mlx(
         pair = [stored(both, form.key_format, dtype)]
     else:
         pair = [stored(keys, form.key_format, dtype), stored(values, form.value_format, dtype)]
-    return Written(queries.astype(dtype), pair)
+    return queries.astype(dtype), pair
 
 
 def _spread(x: mx.array, block: int) -> mx.array:

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from .heads import Heads, HeadsForm
-from .kv_write import Written, kv_write, kv_write_twin, stored_in_mlx
+from .kv_write import Stored, kv_write, kv_write_twin, stored_in_mlx
 from .launch import MIN_NUMBERS
 from .stored import FORMATS
 from .tail_write import put, write_tails, write_tails_twin
@@ -27,12 +27,12 @@ def _kv_write_case(variant: Variant) -> Case:
     steps = [_tokens(variant, count) for count in (FEW_TOKENS, SOME_TOKENS)]
     tolerances = [ROUNDING[str(variant["dtype"])]]
     formats = heads.form.key_format, heads.form.value_format
-    for fmt in formats[:1] if heads.form.joint else formats:
+    for fmt in formats[:1] if heads.form.in_one else formats:
         code = 16 / (2**fmt.bits - 1) if fmt.bits else 0.0
         tolerances.append(tolerances[0] + code)
     return Case(
-        lambda: [x for step in steps for x in _seen(kv_write(*step, heads), heads)],
-        lambda: [x for step in steps for x in _seen(kv_write_twin(*step, heads), heads)],
+        lambda: [x for step in steps for x in _seen(*kv_write(*step, heads), heads)],
+        lambda: [x for step in steps for x in _seen(*kv_write_twin(*step, heads), heads)],
         tuple(tolerances) * len(steps),
     )
 
@@ -40,13 +40,19 @@ def _kv_write_case(variant: Variant) -> Case:
 def _timed_kv_write(variant: Variant, sequences: int, _: int) -> Case:
     heads, (qkv, positions) = _heads(variant), _tokens(variant, sequences)
     return Case(
-        lambda: kv_write(qkv, positions, heads).arrays(),
-        lambda: _by_fused_operations(qkv, positions, heads).arrays(),
+        lambda: _arrays(*kv_write(qkv, positions, heads)),
+        lambda: _arrays(*_by_fused_operations(qkv, positions, heads)),
         (),
     )
 
 
-def _by_fused_operations(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+def _arrays(queries: mx.array, stored: Stored) -> list[mx.array]:
+    return [queries, *[part for parts in stored for part in parts]]
+
+
+def _by_fused_operations(
+    qkv: mx.array, positions: mx.array, heads: Heads
+) -> tuple[mx.array, Stored]:
     """What a model does without the kernel: MLX's fused norm and rope, then the twin's encoding."""
     split = qkv.reshape(len(qkv), -1, heads.form.head_dim)
     x, values = mx.split(split, [heads.form.num_heads + heads.form.num_kv_heads], axis=1)
@@ -89,16 +95,11 @@ def _tokens(variant: Variant, count: int) -> tuple[mx.array, mx.array]:
     return mx.array(qkv).astype(variant.dtype), mx.array(positions)
 
 
-def _seen(written: Written, heads: Heads) -> list[mx.array]:
-    """Queries, keys and values as attention sees them."""
-    form = heads.form
-    if form.joint:
-        return [written.queries, form.key_format.decode(written.stored[0], mx.float32)]
-    return [
-        written.queries,
-        form.key_format.decode(written.keys, mx.float32),
-        form.value_format.decode(written.values, mx.float32),
-    ]
+def _seen(queries: mx.array, stored: Stored, heads: Heads) -> list[mx.array]:
+    """Queries, and keys and values as attention sees them, apart or in one array."""
+    formats = (heads.form.key_format, heads.form.value_format)[: len(stored)]
+    pairs = zip(formats, stored, strict=True)
+    return [queries, *(fmt.decode(parts, mx.float32) for fmt, parts in pairs)]
 
 
 def tail_write_variant(form: HeadsForm, dtype: mx.Dtype) -> Variant:
@@ -118,7 +119,7 @@ def _tail_call(variant: Variant, count: int) -> TailCall:
     taken = np.zeros((2 * count + 1, ring), np.int32)
     taken.ravel()[places[:count]] = 1
     tails = []
-    for parts in kv_write_twin(qkv, positions, heads).stored:
+    for parts in kv_write_twin(qkv, positions, heads)[1]:
         for part in parts:
             shape = taken.size * part.shape[1], part.shape[2]
             tails.append(mx.array(rng.integers(1, 9, shape).astype(np.float32)).astype(part.dtype))
@@ -154,8 +155,8 @@ def _timed_tails(variant: Variant, sequences: int, _: int) -> Case:
     qkv, positions, heads, places, taken, tails = call
 
     def in_parts() -> list[mx.array]:
-        written = _by_fused_operations(qkv, positions, heads)
-        return [written.queries, *put(written.stored, places[:sequences], taken.shape[1], tails)]
+        queries, stored = _by_fused_operations(qkv, positions, heads)
+        return [queries, *put(stored, places[:sequences], taken.shape[1], tails)]
 
     return Case(lambda: write_tails(*call), in_parts, ())
 

@@ -5,9 +5,9 @@ scheduling. Leading axes are free everywhere; the last one is the vector (`dim` 
 of what is stored of it. Knows no step.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -15,13 +15,18 @@ MAX_FLOAT16 = 65_504.0  # scales and biases of larger numbers would be infinite
 MAX_GROUP = 64
 
 
-class KVFormat(Hashable, Protocol):
-    """A way to store vectors."""
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """A way to store vectors: as they are, in the activation dtype, or as a subclass encodes them.
 
-    @property
-    def bits(self) -> int:
-        """Bits of a number, as kernels are compiled for; 0: numbers stay as they are."""
-        ...
+    Attributes:
+        bits: of a number, as kernels are compiled for; 0: numbers stay as they are.
+    """
+
+    bits: int = 0
+
+    names: ClassVar[tuple[str, ...]] = ("codes",)
+    """A name for each part of a vector, which arrays of kernels end in."""
 
     @property
     def rotates(self) -> bool:
@@ -30,57 +35,27 @@ class KVFormat(Hashable, Protocol):
         Queries are multiplied with the same matrix: scores stay the same, and outliers of single
         channels are spread over all.
         """
-        ...
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """A name for each part of a vector, which arrays of kernels end in."""
-        ...
+        return False
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """(width, dtype) of each part of a vector of `dim` numbers of `dtype`."""
-        ...
-
-    def encode(self, vectors: mx.array) -> list[mx.array]:
-        """(..., dim) -> the parts (..., width)."""
-        ...
-
-    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        """The parts (..., width) -> (..., dim) in `dtype`."""
-        ...
-
-    def writer(self, dim: int, first: int, count: int) -> str:
-        """The type in kv_write.metal that stores `count` numbers from `first` on of `dim`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """Vectors as they are, in the activation dtype."""
-
-    bits: ClassVar = 0
-    rotates: ClassVar = False
-    names: ClassVar[tuple[str, ...]] = ("codes",)
-
-    def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-        """One part: the vector."""
         return [(dim, dtype)]
 
     def encode(self, vectors: mx.array) -> list[mx.array]:
-        """The vectors, the only part."""
+        """(..., dim) -> the parts (..., width)."""
         return [vectors]
 
     def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        """The only part."""
+        """The parts (..., width) -> (..., dim) in `dtype`."""
         return parts[0] if parts[0].dtype == dtype else parts[0].astype(dtype)
 
     def writer(self, dim: int, first: int, count: int) -> str:
-        """As of `KVFormat`."""
+        """The type in kv_write.metal that stores `count` numbers from `first` on of `dim`."""
         return f"Plain<{dim}, {first}, {count}, T>"
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
+class Affine(KVFormat):
     """Codes of 8, 4 or fewer bits; a group of numbers shares a float16 scale and a float16 bias.
 
     Scale and bias of a group lie side by side: kernels read both at once.
@@ -89,8 +64,6 @@ class Affine:
     low. Groups are as large as divide the vector, up to 64 and in steps of 8, so that every head
     dim fits.
     """
-
-    bits: int
 
     names: ClassVar[tuple[str, ...]] = ("codes", "groups")
 
@@ -144,7 +117,7 @@ def group_size(dim: int) -> int:
     return max(g for g in range(8, MAX_GROUP + 1, 8) if dim % g == 0)
 
 
-PLAIN = Plain()
+PLAIN = KVFormat()
 FORMATS: dict[int | None, KVFormat] = {None: PLAIN, 0: PLAIN, 8: Affine(8), 4: Affine(4)}
 """By bits of a number, as users ask for them; None and 0: numbers stay as they are."""
 

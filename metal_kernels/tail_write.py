@@ -68,8 +68,8 @@ def write_tails_twin(
     tails: Tails,
 ) -> list[mx.array]:
     """The same in plain MLX."""
-    written = kv_write_twin(qkv, positions, heads)
-    return [written.queries, *put(written.stored, places[: len(qkv)], taken.shape[1], tails)]
+    queries, stored = kv_write_twin(qkv, positions, heads)
+    return [queries, *put(stored, places[: len(qkv)], taken.shape[1], tails)]
 
 
 def put(

@@ -45,7 +45,7 @@ def rotatable(dim: int) -> bool:
     return dim in ROTATABLE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LessBias(Affine):
     """Rotated keys less what a bias adds to them, and for each its position and head.
 
@@ -102,7 +102,7 @@ class KeyValueLayer(PagedLayer):
         assert not keys.rotates or rotatable(spec.key_dim), "refused before a cache is built"
         self.subtracts_bias = spec.key_bias and keys.rotates
         if self.subtracts_bias:
-            keys = self._less_bias = LessBias(keys.bits, spec.num_kv_heads, self)
+            keys = self._less_bias = LessBias(keys.bits, num_heads=spec.num_kv_heads, layer=self)
         joined = spec.key_dim == spec.value_dim and keys == values
         kinds = [(keys, spec.key_dim), (values, spec.value_dim)]
         super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
@@ -174,9 +174,8 @@ class KeyValueLayer(PagedLayer):
             queries, *tails = write_tails(qkv, place.positions, heads, *marks, self.tail_parts())
             self.replace_tails(tails)
         else:
-            written = kv_write(qkv, place.positions, heads)
-            queries = written.queries
-            prepared.write(self, written.stored)
+            queries, stored = kv_write(qkv, place.positions, heads)
+            prepared.write(self, stored)
         return self.restored(prepared.attend(self, queries, softmax))
 
     def attend(

@@ -1,5 +1,7 @@
 """The kernel from QKV rows to stored keys and values: against its twin, the layers, the formats."""
 
+from typing import NamedTuple
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from mlxinfer.core import KVSpec
 from mlxinfer.layers.norm import RMSNorm
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies
 from mlxinfer.metal_kernels.heads import MAX_DIM, Heads, HeadsForm, hadamard_order
-from mlxinfer.metal_kernels.kv_write import Written, kv_write, kv_write_twin
+from mlxinfer.metal_kernels.kv_write import Stored, kv_write, kv_write_twin
 from mlxinfer.metal_kernels.launch import running_on
 from mlxinfer.metal_kernels.stored import FORMATS
 
@@ -66,11 +68,38 @@ def tokens_of(heads: Heads, count: int, dtype: mx.Dtype = mx.float32) -> tuple[m
     return mx.array(qkv).astype(dtype), mx.array(rng.integers(0, 9_000, count).astype(np.int32))
 
 
+class Written(NamedTuple):
+    """What a step writes, and its parts."""
+
+    queries: mx.array
+    stored: Stored
+
+    def arrays(self) -> list[mx.array]:
+        return [self.queries, *[part for parts in self.stored for part in parts]]
+
+    @property
+    def keys(self) -> list[mx.array]:
+        return self._half(0)
+
+    @property
+    def values(self) -> list[mx.array]:
+        return self._half(1)
+
+    def _half(self, which: int) -> list[mx.array]:
+        if len(self.stored) == 2:
+            return self.stored[which]
+        return [mx.split(part, 2, axis=1)[which] for part in self.stored[0]]
+
+
+def twin_of(qkv: mx.array, positions: mx.array, heads: Heads) -> Written:
+    return Written(*kv_write_twin(qkv, positions, heads))
+
+
 def on_machine(qkv: mx.array, positions: mx.array, heads: Heads, seed: int = 1) -> Written:
     machine = MetalCPU(seed=seed)
     written = machine.clean(lambda: kv_write(qkv, positions, heads))
     assert machine.reports[0].threadgroup_bytes <= 16_384
-    return written
+    return Written(*written)
 
 
 def same(found: list[mx.array], wanted: list[mx.array]) -> bool:
@@ -132,7 +161,7 @@ def test_twin_does_what_the_layers_and_formats_do(
 ) -> None:
     heads = heads_of(dim, bits=bits, turning=turning)
     qkv, positions = tokens_of(heads, 7)
-    twin = kv_write_twin(qkv, positions, heads)
+    twin = twin_of(qkv, positions, heads)
     x, values = mx.split(qkv.reshape(7, -1, dim), [H + K], axis=1)
     assert heads.norm_weight is not None
     x = turned(RMSNorm(heads.norm_weight, 1e-6)(x), positions, turning)
@@ -157,7 +186,7 @@ def test_twin_turns_as_mlx_does(traditional: bool) -> None:
     wanted = mx.fast.rope(
         x, 32, traditional=traditional, base=10_000.0, scale=1.0, offset=positions
     ).squeeze(2)
-    assert np.allclose(*wide(kv_write_twin(qkv, positions, heads).queries, wanted), atol=2e-3)
+    assert np.allclose(*wide(twin_of(qkv, positions, heads).queries, wanted), atol=2e-3)
 
 
 @requires_compiler
@@ -182,7 +211,7 @@ def test_kernel_and_twin_agree(
     heads = heads_of(dim, bits=bits, **how)  # type: ignore[arg-type]
     qkv, positions = tokens_of(heads, count, dtype)
     written = on_machine(qkv, positions, heads)
-    check(written, kv_write_twin(qkv, positions, heads), heads, dtype)
+    check(written, twin_of(qkv, positions, heads), heads, dtype)
 
 
 JOINT = [(512, 128, None), (512, 128, 8), (512, 128, 4), (256, 64, 4), (64, 16, None)]
@@ -192,8 +221,8 @@ JOINT = [(512, 128, None), (512, 128, 8), (512, 128, 4), (256, 64, 4), (64, 16, 
 def test_joint_vectors_are_those_of_the_cache(dim: int, joint: int, bits: Bits) -> None:
     heads = heads_of(dim, bits=(bits, bits), joint=joint, norms_values=True)
     qkv, positions = tokens_of(heads, 5)
-    twin = kv_write_twin(qkv, positions, heads)
-    apart = kv_write_twin(qkv, positions, heads_of(dim, norms_values=True))
+    twin = twin_of(qkv, positions, heads)
+    apart = twin_of(qkv, positions, heads_of(dim, norms_values=True))
     spec = KVSpec(num_kv_heads=K, key_dim=dim, value_dim=dim, turning=joint)
     layer = layer_of(spec, (bits, bits), num_pages=1, num_slots=1)
     queries, stored = layer.rotate(apart.queries), layer.encode(apart.keys[0], apart.values[0])
@@ -212,7 +241,7 @@ def test_joint_vectors_are_those_of_the_cache(dim: int, joint: int, bits: Bits) 
 def test_joint_kernel_and_twin_agree(dim: int, joint: int, bits: Bits, dtype: mx.Dtype) -> None:
     heads = heads_of(dim, bits=(bits, bits), joint=joint, norms_values=True)
     qkv, positions = tokens_of(heads, 3, dtype)
-    check_joint(on_machine(qkv, positions, heads), kv_write_twin(qkv, positions, heads), heads)
+    check_joint(on_machine(qkv, positions, heads), twin_of(qkv, positions, heads), heads)
 
 
 def check_joint(written: Written, twin: Written, heads: Heads) -> None:
@@ -235,7 +264,7 @@ def test_constant_and_extreme_groups() -> None:
     vectors[3, :, ::2] = -1e-7
     qkv, positions = mx.array(vectors.reshape(4, -1)), mx.zeros(4, mx.int32)
     written = on_machine(qkv, positions, heads)
-    assert same(written.arrays(), kv_write_twin(qkv, positions, heads).arrays())
+    assert same(written.arrays(), twin_of(qkv, positions, heads).arrays())
 
 
 @requires_compiler
@@ -244,7 +273,7 @@ def test_numbers_beyond_float16_stay_finite() -> None:
     heads = heads_of(64, bits=(8, 4), norm=False, turning=0)
     qkv, positions = tokens_of(heads, 9)
     huge = mx.where(mx.arange(qkv.shape[1]) % 5 == 0, qkv * 1e6, qkv)
-    written, twin = on_machine(huge, positions, heads), kv_write_twin(huge, positions, heads)
+    written, twin = on_machine(huge, positions, heads), twin_of(huge, positions, heads)
     assert same(written.values, twin.values)
     for parts in (written.keys, written.values):
         assert all(mx.isfinite(part.astype(mx.float32)).all().item() for part in parts[1:])
@@ -291,4 +320,4 @@ def test_all_formats_of_all_head_dims(dim: int, dtype: mx.Dtype, bits: tuple[Bit
         for count in (1, 9):
             qkv, positions = tokens_of(heads, count, dtype)
             written = on_machine(qkv, positions, heads, seed=count)
-            check(written, kv_write_twin(qkv, positions, heads), heads, dtype)
+            check(written, twin_of(qkv, positions, heads), heads, dtype)

@@ -248,7 +248,7 @@ def test_differences_are_measured_against_each_tolerance() -> None:
 def test_variants_say_what_they_are() -> None:
     form = HeadsForm(4, 2, 64, FORMATS[4])
     said = "kv_write dtype=float16 head_dim=64 key_format=Affine(bits=4) num_heads=4"
-    said += " num_kv_heads=2 value_format=Plain()"
+    said += " num_kv_heads=2 value_format=KVFormat(bits=0)"
     assert str(kv_write_variant(form, mx.float16)) == said
     assert str(SAMPLE) == "sample dtype=float32 masked"
     assert Variant.of("x", a=1, b=2) == Variant.of("x", b=2, a=1)

@@ -3,7 +3,7 @@
 R = rows, V = vocabulary.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -76,6 +76,7 @@ def check_mask(logits: mx.array, mask: mx.array) -> None:
     assert mask.dtype == mx.uint32
 
 
+@cache
 def bitmask_variant(dtype: mx.Dtype) -> Variant:
     """The kernel for logits of this dtype."""
     return Variant.of("bitmask", dtype=dtype_name(dtype))

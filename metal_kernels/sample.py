@@ -11,15 +11,15 @@ never drawn. Kernel and twin can differ only where their exponentials do, in the
 a mass lies within some 1e-6 of a cut or of the drawn share.
 """
 
-from functools import lru_cache, partial
+from functools import cache, lru_cache
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from .bitmask import LARGE_VOCAB, SMALL_VOCAB, allowed, bitmask_variant, random_logits, random_mask
+from .bitmask import LARGE_VOCAB, SMALL_VOCAB, allowed, random_logits, random_mask
 from .launch import MAX_LAUNCHES, MIN_NUMBERS, Launch, MetalKernel
-from .variants import ANY_ROWS, DTYPES, Case, KernelUse, Kind, ReadyFor, Variant, dtype_name, never
+from .variants import Case, Kind, Variant, dtype_name
 
 THREADS = 512
 MAX_VOCAB = 1 << 20  # bins of the draw times tokens in one of them
@@ -189,46 +189,10 @@ def _check(logits: mx.array, settings: mx.array, mask: mx.array | None) -> None:
 # -- uses and self-checks -----------------------------------------------------------------------
 
 
+@cache
 def sample_variant(dtype: mx.Dtype, *, masked: bool) -> Variant:
     """The kernel for logits of this dtype, with or without a grammar's mask."""
     return Variant.of("sample", dtype=dtype_name(dtype), masked=masked)
-
-
-class SamplingKernels:
-    """The kernels of the sampler, for logits of any dtype.
-
-    Args:
-        vocab_size: of the logits.
-        dtype: of the model's logits: only the kernel that samples from them is checked at load.
-    """
-
-    def __init__(self, vocab_size: int, dtype: mx.Dtype) -> None:
-        self._has_kernels = vocab_size <= MAX_VOCAB
-        self._dtype = dtype
-        self._ready: dict[tuple[str, mx.Dtype, bool], ReadyFor] = {}
-
-    def kernels(self) -> list[KernelUse]:
-        """The kernels for each dtype: with a mask of a grammar, without one, and of masks alone."""
-        if not self._has_kernels:
-            return []
-        uses = []
-        for dtype in DTYPES.values():
-            for masked in (False, True):
-                first = (ANY_ROWS,) if dtype == self._dtype and not masked else ()
-                install = partial(self._ready.__setitem__, ("sample", dtype, masked))
-                variant = sample_variant(dtype, masked=masked)
-                uses.append(KernelUse({ANY_ROWS: [variant]}, install, first))
-            install = partial(self._ready.__setitem__, ("bitmask", dtype, True))
-            uses.append(KernelUse({ANY_ROWS: [bitmask_variant(dtype)]}, install, ()))
-        return uses
-
-    def samples(self, dtype: mx.Dtype, *, masked: bool) -> bool:
-        """Whether a kernel samples from logits of this dtype, with or without a grammar's mask."""
-        return self._ready.get(("sample", dtype, masked), never)(1)
-
-    def masks(self, dtype: mx.Dtype) -> bool:
-        """Whether a kernel applies masks to logits of this dtype."""
-        return self._ready.get(("bitmask", dtype, True), never)(1)
 
 
 def _sample_case(variant: Variant) -> Case:

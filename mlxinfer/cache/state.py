@@ -26,8 +26,11 @@ from .paged import Formats, TailPlace
 from .pages import StateGroup
 
 Arrays = list[mx.array]  # (B, ...) as `StateSpec.shapes` says, of one layer
-# (inputs of a part, states before it) -> outputs, and states after the tokens that count
-Advance = Callable[[Arrays, "StatesBefore"], tuple[mx.array, Arrays]]
+Lengths = mx.array | None  # (B,) tokens of each sequence that count; None: all
+Read = Callable[[], tuple[Arrays, Lengths]]  # states before a part, (B, ...) each
+Place = Callable[[], tuple[mx.array, list[Arrays]]]  # the same where they lie; see `state_step`
+# (inputs of a part, read, place) -> outputs, and states after the tokens that count
+Advance = Callable[[Arrays, Read, Place], tuple[mx.array, Arrays]]
 
 
 class StateBlock:
@@ -79,9 +82,20 @@ class Places:
         rows = [(block, row) for block, some in self._runs for row in some]
         return Places(rows, counts, width)
 
-    @property
-    def plan(self) -> mx.array:
-        """As of `state_step.plan_of`, for the arrays of `sources`."""
+    def advance(
+        self, advance: Advance, inputs: Arrays, layer: int, spec: StateSpec
+    ) -> tuple[mx.array, Arrays]:
+        """Outputs of a layer, and its states after the tokens that count."""
+        return advance(
+            inputs, lambda: (self.read(layer, spec), self.lengths), lambda: self.place(layer, spec)
+        )
+
+    def place(self, layer: int, spec: StateSpec) -> tuple[mx.array, list[Arrays]]:
+        """A plan, as of `state_step.plan_of` and, of each state, the arrays that it is about."""
+        plan = self._worked_out()
+        return plan, self._sources(layer, spec)
+
+    def _worked_out(self) -> mx.array:
         if self._plan is None:
             blocks = list(dict.fromkeys(block for block, _ in self._runs if block is not None))
             self._first = blocks if len(blocks) <= SOURCES else blocks[: SOURCES - 1]
@@ -98,13 +112,12 @@ class Places:
             self._plan = plan_of(places, self.counts)
         return self._plan
 
-    def sources(self, layer: int, spec: StateSpec) -> list[Arrays]:
-        """Of each state of a layer, the arrays that `plan` is about.
+    def _sources(self, layer: int, spec: StateSpec) -> list[Arrays]:
+        """Of each state of a layer, the arrays that the plan is about.
 
         More blocks than a kernel takes come from sequences that have just been brought together:
         the rows of the last ones are gathered.
         """
-        assert self._plan is not None, "the plan comes first"
         arrays = [block.layers[layer] for block in self._first]
         rest = [run for run in self._runs if run[0] is not None and run[0] not in self._first]
         if rest:
@@ -116,30 +129,6 @@ class Places:
     def read(self, layer: int, spec: StateSpec) -> Arrays:
         """The states of one layer, (B, ...) each; zeros where a sequence begins."""
         return _gather(self._runs, layer, spec)
-
-
-class StatesBefore:
-    """The states of one layer's sequences before a part of a step.
-
-    Attributes:
-        lengths: (B,) tokens of each sequence that count; None: all.
-    """
-
-    __slots__ = ("_layer", "_places", "_spec", "lengths")
-
-    def __init__(self, places: Places, layer: int, spec: StateSpec) -> None:
-        self._places = places
-        self._layer = layer
-        self._spec = spec
-        self.lengths = places.lengths
-
-    def read(self) -> Arrays:
-        """The states, (B, ...) each."""
-        return self._places.read(self._layer, self._spec)
-
-    def lying(self) -> tuple[mx.array, list[Arrays]]:
-        """A plan and, of each state, the arrays that it is about; see `state_step`."""
-        return self._places.plan, self._places.sources(self._layer, self._spec)
 
 
 @dataclass(slots=True)
@@ -225,7 +214,7 @@ class StateLayer:
         flat = []
         for part in self._parts:
             inputs = [part.take(x) for x in rows]
-            y, states = advance(inputs, StatesBefore(part.before, self._number, self.spec))
+            y, states = part.before.advance(advance, inputs, self._number, self.spec)
             for state, (shape, dtype) in zip(states, self.spec.shapes, strict=True):
                 assert state.shape[1:] == shape, (state.shape, shape)
                 assert state.dtype == _dtype(dtype), (state.dtype, dtype)
@@ -343,7 +332,7 @@ class RecurrentGroup(StateGroup):
         layers = []
         for i, layer in enumerate(self.layers):
             inputs, advance = part.undo[i]
-            layers.append(advance(inputs, StatesBefore(before, i, layer.spec))[1])
+            layers.append(before.advance(advance, inputs, i, layer.spec)[1])
         return StateBlock(layers, len(kept))
 
     # -- between steps --------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from ..errors import (
     require_gpu,
 )
 from ..memory import human_bytes
-from ..metal_kernels.sample import SamplingKernels
 from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable, no_adapter
@@ -90,10 +89,10 @@ class Loop:
                 f"Speculation does not go with this model: {model.lacks['speculation']}."
             )
         self._layers = cache_layers(model, config)
-        self._sampling = SamplingKernels(model.config.vocab_size, model.activation_dtype)
+        self._sampler = Sampler(model.config.vocab_size, num_plans=followers.num_stages + 1)
         attention = attention_kernels(model, self._layers)
         self.kernels = Kernels(
-            [*model.kernels(), *attention, *self._sampling.kernels()],
+            [*model.kernels(), *attention, *self._sampler.kernels(model.activation_dtype)],
             kernels,
             when_idle=kernels_when_idle,
         )
@@ -131,15 +130,11 @@ class Loop:
             slice_s=config.prefill_slice_s,
         )
         self.scheduler = self._make_scheduler()
-        sampler = Sampler(
-            self.model.config.vocab_size,
-            kernels=self._sampling,
-            num_plans=self._num_stages + 1,
-        )
+        self._sampler.reset()
         self.runner = Runner(
             self.model,
             self.cache,
-            sampler,
+            self._sampler,
             taps=taps,
             followers=self._followers,
             gather=self.features.gather,

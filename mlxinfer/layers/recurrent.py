@@ -15,7 +15,7 @@ from ..metal_kernels.state_step import StateStep
 from ..metal_kernels.variants import KernelUse, ModelForm, ReadyFor, never
 from .attention import Mixer
 from .linear import Projection
-from .step import Arrays, StatesBefore, Step
+from .step import Arrays, PlaceStates, ReadStates, Step
 
 MAX_TOKENS = 8  # of each sequence, in a step kernel
 Run = Callable[..., tuple[mx.array, mx.array]]
@@ -96,24 +96,28 @@ class RecurrentMixer(Mixer, ABC):
         outputs: mx.array = step.caches[self].recur(rows, self.advance)
         return outputs
 
-    def advance(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+    def advance(
+        self, inputs: Arrays, read: ReadStates, place: PlaceStates
+    ) -> tuple[mx.array, Arrays]:
         """Outputs (B, L, D), and the states after the tokens that count; inputs (B, L, ...)."""
         if self.ready(inputs[0].shape[1]):
-            return self.in_kernels(inputs, before)
-        return self.in_mlx(inputs, before)
+            return self.in_kernels(inputs, *place())
+        return self.in_mlx(inputs, *read())
 
-    def in_kernels(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+    def in_kernels(
+        self, inputs: Arrays, plan: mx.array, sources: Sequence[Arrays]
+    ) -> tuple[mx.array, Arrays]:
         """`advance` by the step kernels."""
-        plan, sources = before.lying()
 
         def run(index: int, *arrays: Any) -> tuple[mx.array, mx.array]:
             return self.steps[index].in_kernel(arrays, sources[index], plan)
 
         return self.chain(inputs, run)
 
-    def in_mlx(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+    def in_mlx(
+        self, inputs: Arrays, states: Arrays, lengths: mx.array | None
+    ) -> tuple[mx.array, Arrays]:
         """`advance` in MLX's own operations, for any number of tokens."""
-        states, lengths = before.read(), before.lengths
 
         def run(index: int, *arrays: Any) -> tuple[mx.array, mx.array]:
             return self.steps[index].in_mlx(arrays, states[index], lengths)

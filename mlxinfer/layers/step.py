@@ -16,27 +16,18 @@ from .norm import Join, Norm
 
 Rows = NDArray[np.int32]
 FINAL = -1  # in place of a layer's index: the hidden states behind the last norm
-
-
 Arrays = Sequence[mx.array]
 
+ReadStates = Callable[[], tuple[Arrays, mx.array | None]]
+"""`read()`: the states of B sequences before tokens of a step, (B, ...) each, zeros where one
+begins; and how many tokens of each sequence count, (B,), None: all."""
 
-class StatesBefore(Protocol):
-    """The states of B sequences before tokens of a step."""
+PlaceStates = Callable[[], tuple[mx.array, Sequence[Arrays]]]
+"""`place()`: where these states are, for kernels that read them there: a plan and, of each state,
+its arrays; see `state_step`."""
 
-    lengths: mx.array | None  # (B,) tokens of each that count; None: all
-
-    def read(self) -> Arrays:
-        """The states, (B, ...) each; zeros where a sequence begins."""
-        ...
-
-    def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
-        """A plan of where the states are and, of each state, its arrays; see `state_step`."""
-        ...
-
-
-Advance = Callable[[Arrays, StatesBefore], tuple[mx.array, Arrays]]
-"""`advance(inputs, before)`: outputs (B, L, D), and the states after the tokens that count."""
+Advance = Callable[[Arrays, ReadStates, PlaceStates], tuple[mx.array, Arrays]]
+"""`advance(inputs, read, place)`: outputs (B, L, D), and the states after the tokens that count."""
 
 
 class Rope(Protocol):

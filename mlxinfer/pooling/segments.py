@@ -5,6 +5,7 @@ by side in the flat list, so that they attend together as a view (n, heads, L, D
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -210,31 +211,19 @@ class SegmentStates:
         """Let a recurrence go over inputs (T, ...); outputs (T, D)."""
         flat = []
         for group in self._groups:
-            y, _ = advance([group.of(x) for x in rows], _Zeros(group.count, self._spec))
+            read = partial(self._zeros, group.count)
+            y, _ = advance([group.of(x) for x in rows], read, _no_places)
             flat.append(y.flatten(0, 1))
         return flat[0] if len(flat) == 1 else mx.concatenate(flat)
 
+    def _zeros(self, count: int) -> tuple[Arrays, None]:
+        """The states before the first tokens of `count` rows, all of which count."""
+        shapes = self._spec.shapes
+        return [mx.zeros((count, *shape), getattr(mx, dtype)) for shape, dtype in shapes], None
 
-class _Zeros:
-    """The states before the first tokens of `count` rows. Every token counts."""
 
-    __slots__ = ("_count", "_spec", "lengths")
-
-    def __init__(self, count: int, spec: StateSpec) -> None:
-        self._count = count
-        self._spec = spec
-        self.lengths: mx.array | None = None
-
-    def read(self) -> Arrays:
-        """Zeros, (count, ...) each."""
-        return [
-            mx.zeros((self._count, *shape), getattr(mx, dtype))
-            for shape, dtype in self._spec.shapes
-        ]
-
-    def lying(self) -> tuple[mx.array, Sequence[Arrays]]:
-        """Never used: no kernel is chosen here."""
-        raise AssertionError("kernels without an engine")
+def _no_places() -> Any:
+    raise AssertionError("kernels without an engine")
 
 
 SegmentCache = SegmentAttention | SegmentStates

@@ -7,14 +7,16 @@ kernel does the draw together with the parts marked `fused`, and the grammar's m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core import SamplingParams, TokenLogprobs
-from ..metal_kernels.bitmask import bitmask
-from ..metal_kernels.sample import SETTINGS, SamplingKernels, sample, settings_array
+from ..metal_kernels.bitmask import bitmask, bitmask_variant
+from ..metal_kernels.sample import MAX_VOCAB, SETTINGS, sample, sample_variant, settings_array
+from ..metal_kernels.variants import ANY_ROWS, DTYPES, KernelUse, ReadyFor, Variant, never
 from .draw import (
     PROPOSING,
     Drawn,
@@ -175,7 +177,6 @@ class Sampler:
 
     Args:
         vocab_size: of the model.
-        kernels: says which Metal kernels may be used; None: none.
         proposes: draw proposals for rejection sampling: with random numbers of their own, and keep
             the weights that they are drawn with.
         num_plans: batches that take turns, each the same for many steps.
@@ -185,14 +186,31 @@ class Sampler:
         self,
         vocab_size: int,
         *,
-        kernels: SamplingKernels | None = None,
         proposes: bool = False,
         num_plans: int = 2,
     ) -> None:
         self._vocab_size = vocab_size
-        self._kernels = kernels
+        self._ready: dict[Variant, ReadyFor] = {}  # of kernels that were installed
         self._proposes = proposes
         self._num_plans = num_plans
+        self.reset()
+
+    def kernels(self, model_dtype: mx.Dtype) -> list[KernelUse]:
+        """For logits of each dtype, the kernels that sample and mask; there may be none.
+
+        Only the kernel that samples without a mask from logits of `model_dtype` is checked at load.
+        """
+        uses = []
+        for dtype in DTYPES.values() if self._vocab_size <= MAX_VOCAB else ():
+            own = sample_variant(dtype, masked=False)
+            for variant in (own, sample_variant(dtype, masked=True), bitmask_variant(dtype)):
+                first = (ANY_ROWS,) if variant == own and dtype == model_dtype else ()
+                install = partial(self._ready.__setitem__, variant)
+                uses.append(KernelUse({ANY_ROWS: [variant]}, install, first))
+        return uses
+
+    def reset(self) -> None:
+        """Forget all requests."""
         self._slots: dict[int, SamplerSlot] = {}
         self._remembering: dict[int, SamplerSlot] = {}  # those with a memory
         self._plans: dict[tuple[int, ...], SamplingPlan] = {}
@@ -271,7 +289,7 @@ class Sampler:
         weights = None
         if not len(plan.drawn) and mask is None:
             tokens = mx.argmax(rows, axis=-1).astype(mx.int32)
-        elif self._has_kernel(rows, mask, proposed):
+        elif self._kernel_draws(rows, mask, proposed):
             settings = plan.settings.copy()
             settings["count"] = counts
             tokens = sample(rows, settings_array(settings), mask)
@@ -282,13 +300,17 @@ class Sampler:
             logprobs = LogprobArrays.of(logits, tokens, plan.logprobs)
         return Sampled(tokens, logprobs, weights if self._proposes else None, plan.drawn)
 
-    def _has_kernel(
+    def _kernel_draws(
         self, rows: mx.array, mask: mx.array | None, proposed: Sequence[Drawn | None]
     ) -> bool:
         """Whether the kernel draws. It keeps no weights and knows no rejection sampling."""
-        if self._kernels is None or self._proposes or any(proposed):
+        if self._proposes or any(proposed):
             return False
-        return self._kernels.samples(rows.dtype, masked=mask is not None)
+        return self.has_kernel(sample_variant(rows.dtype, masked=mask is not None))
+
+    def has_kernel(self, variant: Variant) -> bool:
+        """Whether a kernel may be used, of those in `kernels`."""
+        return self._ready.get(variant, never)(1)
 
     def _plan_for(self, slots: Sequence[int]) -> SamplingPlan:
         key = tuple(slots)  # the same object where it is a tuple already
@@ -302,7 +324,7 @@ class Sampler:
 
     def _masked(self, logits: mx.array, mask: mx.array) -> mx.array:
         """(R, V) without the tokens that a mask (R, ceil(V / 32)) forbids."""
-        has_kernel = self._kernels is not None and self._kernels.masks(logits.dtype)
+        has_kernel = self.has_kernel(bitmask_variant(logits.dtype))
         return bitmask(logits, mask) if has_kernel else apply_bitmask(logits, mask)
 
     def _choose(

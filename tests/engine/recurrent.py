@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cache.state import Arrays, StatesBefore
+from mlxinfer.cache.state import Arrays, Place, Read
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.step import Step
 from mlxinfer.metal_kernels.variants import KernelUse, ModelForm
@@ -45,9 +45,9 @@ class Recurrence:
         y: mx.array = step.caches[self].recur([x], self.advance)
         return y if residual is None else residual + y
 
-    def advance(self, inputs: Arrays, before: StatesBefore) -> tuple[mx.array, Arrays]:
+    def advance(self, inputs: Arrays, read: Read, place: Place) -> tuple[mx.array, Arrays]:
         """Outputs (B, L, D), and the states after the tokens that count."""
-        (x,), states = inputs, before.read()
+        (x,), (states, lengths) = inputs, read()
         shifted = mx.concatenate([states[1][:, None], x[:, :-1]], axis=1)
         mixed = (x + shifted) * 0.5
         projected = (mixed[..., None] * self._into).sum(axis=-2)  # (B, L, width)
@@ -56,7 +56,7 @@ class Recurrence:
             for part in mx.split(projected[..., : HEADS * 3 * KEY], 3, axis=-1)
         )
         gates = mx.sigmoid(projected[..., HEADS * 3 * KEY :])  # (B, L, H)
-        seen, new = self.recur([keys, values, gates, x], states, before.lengths)
+        seen, new = self.recur([keys, values, gates, x], states, lengths)
         sums = (queries[..., None] * seen).sum(axis=-2).flatten(-2)  # (B, L, H * K)
         return (sums[..., None] * self._out).sum(axis=-2), new
 

@@ -18,10 +18,12 @@ from mlxinfer.core import Request, SamplingParams, TokenEvent
 from mlxinfer.engine import engine as engine_module
 from mlxinfer.engine.engine import Engine, generation
 from mlxinfer.engine.kernels import Kernels
-from mlxinfer.metal_kernels.sample import SamplingKernels
+from mlxinfer.metal_kernels.bitmask import bitmask_variant
+from mlxinfer.metal_kernels.sample import sample_variant
 from mlxinfer.metal_kernels.variants import Variant
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
+from mlxinfer.sampling.sampler import Sampler
 
 DECODE = {"paged_attention", "kv_write", "tail_write", "gate_up", "sample"}
 
@@ -55,7 +57,7 @@ class Chosen:
 
     kernels: Kernels
     layers: list[LayerCache]
-    sampling: SamplingKernels
+    sampler: Sampler
 
 
 def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
@@ -63,9 +65,9 @@ def kernels_of(model: Model, chooser: RecordingChooser, **how: bool) -> Chosen:
     layers = lay_out(model.cache_specs, KVOptions(), dtype=dtype, key_bias=False)
     pairs = zip(layers, model.mixers, strict=True)
     attention = kernel_uses([(layer, mixer) for layer, mixer in pairs if layer.is_paged])
-    sampling = SamplingKernels(model.config.vocab_size, dtype)
-    uses = [*model.kernels(), *attention, *sampling.kernels()]
-    return Chosen(Kernels(uses, chooser, **how), layers, sampling)
+    sampler = Sampler(model.config.vocab_size)
+    uses = [*model.kernels(), *attention, *sampler.kernels(dtype)]
+    return Chosen(Kernels(uses, chooser, **how), layers, sampler)
 
 
 def test_before_the_first_step_only_what_decode_needs_is_checked(
@@ -73,23 +75,24 @@ def test_before_the_first_step_only_what_decode_needs_is_checked(
 ) -> None:
     chooser = RecordingChooser()
     chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
-    kernels, sampling = chosen.kernels, chosen.sampling
+    kernels, sampler = chosen.kernels, chosen.sampler
     (first,) = chooser.calls
     assert {variant.kind for variant in first} == DECODE
     assert len(set(first)) == len(DECODE)
     ready = chosen.layers[0].ready
     assert ready(1)
     assert not ready(8)
-    assert not sampling.masks(model_dtype := first[0].dtype)
-    assert not sampling.samples(model_dtype, masked=True)
+    assert not sampler.has_kernel(masks := bitmask_variant(first[0].dtype))
+    constrained = sample_variant(first[0].dtype, masked=True)
+    assert not sampler.has_kernel(constrained)
     assert len(chooser.calls) == 1
     assert kernels.stats() == {"ready": len(DECODE), "refused": 0, "asked": 3}
     for _ in range(4):
         kernels.prepare_next()
     assert [len(call) for call in chooser.calls] == [len(DECODE), 1, 1, 1]
     assert ready(8)
-    assert sampling.masks(model_dtype)
-    assert sampling.samples(model_dtype, masked=True)
+    assert sampler.has_kernel(masks)
+    assert sampler.has_kernel(constrained)
     assert kernels.stats() == {"ready": len(DECODE) + 3, "refused": 0, "asked": 0}
 
 
@@ -131,7 +134,7 @@ def test_a_refused_variant_is_not_checked_again(monkeypatch: pytest.MonkeyPatch)
     chosen = kernels_of(wide_model(monkeypatch), chooser, when_idle=True)
     dtype = chooser.calls[0][0].dtype
     for _ in range(3):
-        assert not chosen.sampling.masks(dtype)
+        assert not chosen.sampler.has_kernel(bitmask_variant(dtype))
         chosen.kernels.prepare_next()
     assert len(chooser.calls) == 2
 

@@ -6,7 +6,6 @@ from random import Random
 import mlx.core as mx
 import numpy as np
 import pytest
-from layers.before import Before
 
 from mlxinfer.core import StateSpec
 from mlxinfer.layers.linear import Linear
@@ -52,7 +51,7 @@ def forward(
     mixer: Mamba2, inputs: Arrays, states: Arrays, lengths: mx.array | None
 ) -> tuple[mx.array, Arrays]:
     """Outputs, and the states after `lengths` tokens, from states before them."""
-    return mixer.in_mlx(inputs, Before(states, lengths))
+    return mixer.in_mlx(inputs, states, lengths)
 
 
 def random_states(rng: np.random.Generator, batch: int) -> Arrays:

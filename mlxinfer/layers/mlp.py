@@ -165,6 +165,10 @@ def _silu(x: mx.array) -> mx.array:
     return x * mx.sigmoid(x)
 
 
+def _quick_gelu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(1.702 * x)
+
+
 def _relu(x: mx.array) -> mx.array:
     return mx.maximum(x, 0.0)
 
@@ -173,6 +177,7 @@ PLAIN: dict[str, Activation] = {
     **dict.fromkeys(_GELU_ERF, gelu_of(mx.erf)),
     **dict.fromkeys(_GELU_TANH, _gelu_tanh),
     **dict.fromkeys(_SILU, _silu),
+    "quick_gelu": _quick_gelu,
     "relu": _relu,
     "tanh": mx.tanh,
 }

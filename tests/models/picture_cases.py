@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from models.cases import CASES
 from models.names import expanded
+from models.qwen_picture_cases import QWEN_PICTURES
 from models.random_weights import random_tensor
 from models.recorded_cases import without
 
@@ -278,10 +279,14 @@ PICTURE_CASES = {
 }
 
 
+QWEN_CASES = {name: Case(*case) for name, case in QWEN_PICTURES.items()}
+ALL_PICTURE_CASES = {**PICTURE_CASES, **QWEN_CASES}
+
+
 def picture_tensors(name: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a case's checkpoint, as transformers 5 names it."""
     table = json.loads((DATA / "tensors.json").read_text())[name]
-    model_type = PICTURE_CASES[name].config["model_type"]
+    model_type = ALL_PICTURE_CASES[name].config["model_type"]
     return {
         key: picture_tensor(key, shape, seed, model_type) for key, shape in expanded(table).items()
     }
@@ -290,7 +295,7 @@ def picture_tensors(name: str, seed: int = 0) -> dict[str, np.ndarray]:
 def picture_tensor(name: str, shape: tuple[int, ...], seed: int, model_type: str) -> np.ndarray:
     """float32 values that depend on name, shape and seed alone; no kind is trivial."""
     if "language_model." in name or name.startswith("lm_head"):
-        less_one = model_type == "gemma3"
+        less_one = model_type.startswith(("gemma3", "qwen3_5"))
         return random_tensor(name, shape, seed, less_one=less_one)
     noise = _noise(f"{seed}:{name}", shape)
     if name.endswith(("_min", "_max")):  # limits that some numbers pass
@@ -319,7 +324,7 @@ def pixels(name: str) -> list[list[np.ndarray]]:
 
     Numbers of a patch are in the order (channel, row, column).
     """
-    case = PICTURE_CASES[name]
+    case = ALL_PICTURE_CASES[name]
     return [
         [_pixels(case, f"{name}:{i}:{j}", grid) for j, grid in enumerate(tiles)]
         for i, tiles in enumerate(case.pictures)
@@ -341,7 +346,7 @@ def prompt(name: str) -> tuple[list[int], list[range]]:
 
     The first picture is at the very start, and the last one is followed by text.
     """
-    case, draw = PICTURE_CASES[name], np.random.default_rng(5)
+    case, draw = ALL_PICTURE_CASES[name], np.random.default_rng(5)
     ids: list[int] = []
     places = []
     for tiles in case.pictures:

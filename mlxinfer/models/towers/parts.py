@@ -4,7 +4,7 @@ P = patches of a tile, H = heads, D = numbers of a head. No array here is (P, P)
 attention would keep scores, it is given few queries at a time.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from .tower import Features
 
 # Head dims for which MLX's Metal attention keeps no scores (scaled_dot_product_attention.cpp).
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})
-MAX_SCORES = 1 << 21  # numbers that attention keeps at once where it is not fused
+MAX_SCORES = 1 << 20  # numbers that attention keeps at once where it is not fused
 MAX_ROWS = 4096  # patches that go through a feed-forward block at once
 
 
@@ -66,6 +66,11 @@ def rows_and_columns(grid: tuple[int, int, int]) -> np.ndarray:
     return np.tile(places.reshape(-1, 2), (frames, 1))
 
 
+def is_fused(dim: int) -> bool:
+    """Whether MLX's attention of heads of `dim` numbers keeps no scores."""
+    return mx.metal.is_available() and dim in FUSED_DIMS
+
+
 def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Attention of all patches to all.
 
@@ -78,8 +83,7 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
         (H, P, D).
     """
     heads, count, dim = queries.shape
-    fused = mx.metal.is_available() and dim in FUSED_DIMS
-    if fused or heads * count * count <= MAX_SCORES:
+    if is_fused(dim) or heads * count * count <= MAX_SCORES:
         parts = queries[None], keys[None], values[None]
         return mx.fast.scaled_dot_product_attention(*parts, scale=scale)[0]
     block, shared = max(MAX_SCORES // count, 1), heads // keys.shape[0]
@@ -91,6 +95,10 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
             some = mx.depends(some, found[-1]) if found else some  # scores of one block at a time
             found.append(mx.fast.scaled_dot_product_attention(some, *seen, scale=scale))
     return mx.concatenate(found, axis=2).reshape(heads, count, dim)
+
+
+Attend = Callable[[mx.array, mx.array, mx.array, float], mx.array]
+"""Attention of queries (H, P, D) to keys and values (Hkv, P, D), with a scale: (H, P, D)."""
 
 
 class PatchAttention:
@@ -121,7 +129,7 @@ class PatchAttention:
         self.scale = scale
         self.norms = tuple(norms)
 
-    def __call__(self, x: mx.array, turn: Turn | None) -> mx.array:
+    def __call__(self, x: mx.array, turn: Turn | None, attend: Attend = full_attention) -> mx.array:
         """x (P, hidden) -> (P, hidden)."""
         heads, kv_heads = self.heads
         made = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, -1)
@@ -133,7 +141,7 @@ class PatchAttention:
         if turn is not None:
             queries, keys = turn(queries), turn(keys)
         queries, keys, values = (part.swapaxes(0, 1) for part in (queries, keys, values))
-        found = full_attention(queries, keys, values, self.scale)
+        found = attend(queries, keys, values, self.scale)
         return self.o_proj(found.swapaxes(0, 1).flatten(1))
 
 
@@ -161,9 +169,9 @@ class PatchBlock:
         self.before = tuple(before)
         self.after = tuple(after)
 
-    def __call__(self, x: mx.array, turn: Turn | None) -> mx.array:
-        """x (P, hidden) -> (P, hidden)."""
-        x = _added(x, self.attention(self.before[0](x), turn), self.after[0])
+    def __call__(self, x: mx.array, turn: Turn | None, attend: Attend = full_attention) -> mx.array:
+        """x (P, hidden) -> (P, hidden); `attend`: to the patches that each of them sees."""
+        x = _added(x, self.attention(self.before[0](x), turn, attend), self.after[0])
         parts: list[mx.array] = []
         for start in range(0, x.shape[0], MAX_ROWS):
             some = x[start : start + MAX_ROWS]

@@ -22,9 +22,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 from models.names import shortened  # noqa: E402
 from models.picture_cases import (  # noqa: E402
+    ALL_PICTURE_CASES,
     DATA,
     IMAGE,
-    PICTURE_CASES,
     Case,
     picture_tensors,
     pixels,
@@ -38,7 +38,7 @@ def hub_model(name: str) -> torch.nn.Module:
     """transformers' model of a case, through a folder as on the hub."""
     kind = transformers.AutoModelForImageTextToText
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(PICTURE_CASES[name].config))
+        (Path(folder) / "config.json").write_text(json.dumps(ALL_PICTURE_CASES[name].config))
         read = transformers.AutoConfig.from_pretrained(folder)
         record(name, kind.from_config(read), folder)
         tensors = {key: torch.tensor(value) for key, value in picture_tensors(name).items()}
@@ -116,6 +116,11 @@ def inputs(case: Case, tiles: list[np.ndarray], grids: list[tuple[int, int]]) ->
             "spatial_shapes": torch.tensor(grids),
             "pixel_attention_mask": padded([np.ones(len(tile), np.int64) for tile in tiles], 0),
         }
+    if kind.startswith("qwen"):  # the patches of a feature lie together
+        return {
+            "pixel_values": torch.tensor(np.concatenate(tiles)),
+            "image_grid_thw": torch.tensor([(1, *grid) for grid in grids]),
+        }
     pictures = [picture(tile, grid) for tile, grid in zip(tiles, grids, strict=True)]
     sizes = {} if kind == "gemma3" else {"image_sizes": [one.shape[1:] for one in pictures]}
     return {
@@ -126,7 +131,7 @@ def inputs(case: Case, tiles: list[np.ndarray], grids: list[tuple[int, int]]) ->
 
 def reference(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Features (N, hidden) and logits (T, vocab_size)."""
-    case = PICTURE_CASES[name]
+    case = ALL_PICTURE_CASES[name]
     tiles = [tile for tiles in pixels(name) for tile in tiles]
     grids = [grid for grids in case.pictures for grid in grids]
     model, given = hub_model(name), inputs(case, tiles, grids)
@@ -136,7 +141,7 @@ def reference(name: str) -> tuple[np.ndarray, np.ndarray]:
     with torch.no_grad():
         features = model.get_image_features(**given, return_dict=True).pooler_output
         features = torch.cat([one.reshape(-1, one.shape[-1]) for one in features])
-        if "gemma" in case.config["model_type"]:
+        if case.config["model_type"].startswith(("gemma", "qwen")):
             given[types] = seen
         if case.config["model_type"] == "gemma4_unified":
             given["attention_mask"] = unified_masks(model, ids, seen)
@@ -161,7 +166,7 @@ def unified_masks(model: torch.nn.Module, ids: torch.Tensor, seen: torch.Tensor)
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name in sys.argv[1:] or PICTURE_CASES:
+    for name in sys.argv[1:] or ALL_PICTURE_CASES:
         features, logits = reference(name)
         path = HERE / f"{name}.npz"
         np.savez_compressed(path, features=features, logits=logits.astype(np.float32))

@@ -1,0 +1,397 @@
+"""What the towers of Qwen share: cells of patches, frames and windows, and one feature a cell.
+
+P = patches of a tile. A cell is a square of `side` patches; the patches of a cell lie together, in
+the order in which a processor gives them. The cells of a frame lie row by row, and frames after
+each other. Patches see those of their own frame, or of their own window in it.
+Source: transformers 5.24, models/qwen2_vl, models/qwen2_5_vl and models/qwen3_vl.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import CheckpointError
+from ...images import Tile
+from ...layers.linear import Linear, Projection
+from ...layers.mlp import gelu_of
+from ...layers.norm import Norm
+from ..jsonfields import Fields
+from ..language import arrays
+from ..weights.weights import Weights
+from .parts import (
+    MAX_SCORES,
+    PatchAttention,
+    PatchBlock,
+    TowerSizes,
+    frequencies,
+    full_attention,
+    is_fused,
+    turn_by,
+)
+from .tower import Features
+
+THETA = 10_000.0  # of rows and columns
+EPS = 1e-6  # of all norms
+Numbers = NDArray[np.int64]
+
+
+class CellMerger:
+    """The patches of each cell side by side -> one feature: two matrices, exact GELU between them.
+
+    Args:
+        norm: over a patch, or over all of a cell.
+        up, down: the matrices.
+        cell: patches of a cell.
+        of_cells: the norm is over all of a cell.
+    """
+
+    __slots__ = ("cell", "down", "norm", "of_cells", "up")
+
+    def __init__(
+        self, norm: Norm, up: Projection, down: Projection, *, cell: int, of_cells: bool = False
+    ) -> None:
+        self.norm = norm
+        self.up = up
+        self.down = down
+        self.cell = cell
+        self.of_cells = of_cells
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (P, hidden) -> (P / cell, text hidden)."""
+        shape = -1, self.cell * x.shape[-1]
+        x = self.norm(x.reshape(shape)) if self.of_cells else self.norm(x).reshape(shape)
+        return self.down(gelu_of(mx.erf)(self.up(x)))
+
+
+class PlaceTable:
+    """Learned vectors of a square of places, stretched over the patches of a frame.
+
+    Args:
+        table: (places, places, hidden).
+    """
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: mx.array) -> None:
+        self.table = table
+
+    def __call__(self, rows: int, columns: int) -> mx.array:
+        """(rows, columns, hidden) float32; corners of the square lie on corners of the frame."""
+        places, _, hidden = self.table.shape
+        across, down = (mx.array(stretched(places, count)) for count in (columns, rows))
+        table = self.table.astype(mx.float32).reshape(places, -1)
+        return across @ (down @ table).reshape(rows, places, hidden)
+
+
+def stretched(places: int, count: int) -> NDArray[np.float32]:
+    """(count, places) weights of places for points from the first to the last, both included."""
+    at = np.arange(count, dtype=np.float32) * np.float32(places - 1) / np.float32(max(count - 1, 1))
+    weights = 1 - np.abs(at[:, None] - np.arange(places, dtype=np.float32))
+    return np.asarray(weights.clip(min=0), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Which patches of a frame see each other.
+
+    Attributes:
+        order: (cells,) cells of a frame in the order in which the tower has them.
+        runs: windows of equal size lie together: how many, and patches of each.
+    """
+
+    order: Numbers
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, rows: int, columns: int, side: int, cell: int) -> "Windows":
+        """Windows of `side` x `side` cells, smaller at the end of rows and of columns.
+
+        Args:
+            rows, columns: cells of a frame.
+            side: cells of a window's side.
+            cell: patches of a cell.
+        """
+        numbers = np.arange(rows * columns).reshape(rows, columns)
+        edges = [[*range(0, count, side), count] for count in (rows, columns)]
+        parts = [
+            numbers[top:bottom, left:right].flatten()
+            for (top, bottom), (left, right) in product(*map(pairwise, edges))
+        ]
+        parts.sort(key=len)
+        sizes = [len(part) for part in parts]
+        runs = tuple((sizes.count(size), size * cell) for size in dict.fromkeys(sizes))
+        return cls(np.concatenate(parts), runs)
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Attention within windows; the shapes of `Attend`, P a multiple of a frame's patches."""
+        size = sum(count * length for count, length in self.runs)
+        heads, whole, dim = queries.shape
+        frames = [x.reshape(heads, -1, size, dim) for x in (queries, keys, values)]
+        found, start = [], 0
+        for count, length in self.runs:
+            stop = start + count * length
+            q, k, v = (x[:, :, start:stop].reshape(heads, -1, length, dim) for x in frames)
+            seen = _by_window(q, k, v, scale)
+            found.append(seen.reshape(heads, whole // size, stop - start, dim))
+            start = stop
+        return mx.concatenate(found, axis=2).reshape(heads, whole, dim)
+
+
+def _by_window(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention (H, windows, L, D) within each window."""
+    heads, count, length, dim = queries.shape
+    if count == 1:
+        return full_attention(queries[:, 0], keys[:, 0], values[:, 0], scale)[:, None]
+    if not is_fused(dim) and heads * length * length > MAX_SCORES:
+        parts = zip(*(mx.split(x, count, axis=1) for x in (queries, keys, values)), strict=True)
+        return mx.concatenate([_by_window(q, k, v, scale) for q, k, v in parts], axis=1)
+    each = count if is_fused(dim) else MAX_SCORES // (heads * length * length)
+    found: list[mx.array] = []
+    for start in range(0, count, each):
+        some = [x[:, start : start + each].swapaxes(0, 1) for x in (queries, keys, values)]
+        if found:  # scores of a few windows at a time
+            some[0] = mx.depends(some[0], found[-1])
+        seen = mx.fast.scaled_dot_product_attention(*some, scale=scale)
+        found.append(seen.swapaxes(0, 1))
+    return mx.concatenate(found, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedSizes:
+    """Sizes of a tower with cells.
+
+    Attributes:
+        blocks: of attention and feed-forward.
+        row: numbers of a patch: its pixels in all colours, of `frames` frames.
+        side: patches of a cell's side.
+        out: hidden size of the text model.
+        window: cells of a window's side; 0: there are no windows.
+        full: blocks in which patches see all of their frame; with windows alone it counts.
+    """
+
+    blocks: TowerSizes
+    row: tuple[int, int, int, int]  # colours, frames, rows and columns
+    side: int
+    out: int
+    window: int = 0
+    full: tuple[int, ...] = ()
+
+    @property
+    def cell(self) -> int:
+        """Patches of a cell."""
+        return self.side * self.side
+
+    def sees_all(self, block: int) -> bool:
+        """Whether patches see all of their frame in a block."""
+        return not self.window or block in self.full
+
+
+class MergedTower:
+    """A tower whose features are cells of patches.
+
+    Args:
+        embed: (P, row) -> (P, hidden).
+        places: vectors that are added by a patch's place; None: there are none.
+        blocks: in their order.
+        merger: of what the last block gives.
+        deep: by the block behind which more features are taken (DeepStack), their mergers.
+        sizes: of all of it.
+        dtype: of its arithmetic.
+    """
+
+    __slots__ = ("blocks", "deep", "dtype", "embed", "merger", "places", "sizes")
+
+    def __init__(
+        self,
+        embed: Projection,
+        blocks: Sequence[PatchBlock],
+        merger: CellMerger,
+        *,
+        sizes: MergedSizes,
+        dtype: mx.Dtype,
+        places: PlaceTable | None = None,
+        deep: Mapping[int, CellMerger] | None = None,
+    ) -> None:
+        self.embed = embed
+        self.places = places
+        self.blocks = list(blocks)
+        self.merger = merger
+        self.deep = dict(deep or {})
+        self.sizes = sizes
+        self.dtype = dtype
+
+    @property
+    def width(self) -> int:
+        """As of `Tower`."""
+        return (1 + len(self.deep)) * self.sizes.out
+
+    def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
+        """As of `Tower`; a slice is one block."""
+        sizes, (frames, rows, columns) = self.sizes, self._checked(tile)
+        of_frame = Windows(np.arange(rows * columns // sizes.cell), ((1, rows * columns),))
+        windows = of_frame
+        if sizes.window:
+            across = columns // sizes.side
+            windows = Windows.of(rows // sizes.side, across, sizes.window, sizes.cell)
+        order = in_cells(np.arange(rows * columns).reshape(rows, columns), sizes.side)
+        order = order.reshape(-1, sizes.cell)[windows.order].flatten()  # (patches of a frame,)
+        x = self._embedded(tile, windows.order)
+        if self.places is not None:
+            added = self.places(rows, columns).flatten(0, 1)[mx.array(order)].astype(x.dtype)
+            x = (x.reshape(frames, rows * columns, -1) + added).flatten(0, 1)
+        places = np.tile(np.stack(np.divmod(order, columns), -1), (frames, 1))  # (P, 2)
+        turns = frequencies(THETA, sizes.blocks.head_dim // 2)
+        turn = turn_by((places[:, :, None] * turns).reshape(len(places), 1, -1))
+        yield x
+        deep = []
+        for index, block in enumerate(self.blocks):
+            seen = of_frame if sizes.sees_all(index) else windows
+            x = block(x, turn, seen.attend)
+            yield x
+            if index in self.deep:
+                deep.append(self._in_order(self.deep[index](x), windows.order))
+                yield deep[-1]
+        return Features(self._in_order(self.merger(x), windows.order), tuple(deep))
+
+    def _embedded(self, tile: Tile, order: Numbers) -> mx.array:
+        """(P, hidden) of the patches, cells of each frame in an order."""
+        patches = tile.patches.reshape(tile.grid[0], -1, self.sizes.cell, tile.patches.shape[-1])
+        ordered = patches if (np.diff(order) == 1).all() else patches[:, order]
+        flat = mx.array(ordered.reshape(tile.patches.shape))
+        return self.embed(flat.astype(self.dtype))
+
+    @staticmethod
+    def _in_order(features: mx.array, order: Numbers) -> mx.array:
+        """Features of cells (N, hidden) in an order -> row by row."""
+        if (np.diff(order) == 1).all():
+            return features
+        frames = features.reshape(-1, len(order), features.shape[-1])
+        return frames[:, mx.array(np.argsort(order))].flatten(0, 1)
+
+    def _checked(self, tile: Tile) -> tuple[int, int, int]:
+        """The grid of a tile that this tower can read."""
+        frames, rows, columns = tile.grid
+        side, row = self.sizes.side, prod(self.sizes.row)
+        shape = frames * rows * columns, row
+        assert tile.patches.shape == shape, f"patches {tile.patches.shape}, expected {shape}"
+        assert not rows % side, f"{rows} rows in cells of {side}"
+        assert not columns % side, f"{columns} columns in cells of {side}"
+        return tile.grid
+
+    def arrays(self) -> list[mx.array]:
+        """As of `Tower`."""
+        deep = list(self.deep.values())
+        return list(arrays([self.embed, self.places, self.blocks, self.merger, deep]))
+
+
+def in_cells(grid: Numbers, side: int) -> Numbers:
+    """A grid (rows, columns) -> (P,), cells of `side` x `side` one after the other."""
+    rows, columns = grid.shape
+    return grid.reshape(rows // side, side, columns // side, side).transpose(0, 2, 1, 3).flatten()
+
+
+# -- building ---------------------------------------------------------------------------------
+
+
+def merged_sizes(
+    vision: Fields,
+    *,
+    hidden: str,
+    out: str,
+    inner: int | None = None,
+    window: int = 0,
+    full: Sequence[int] = (),
+) -> MergedSizes:
+    """Sizes that `vision_config` states.
+
+    Args:
+        vision: it, with the defaults of its model type.
+        hidden, out: keys of the tower's and of the text model's hidden size.
+        inner: of feed-forward blocks; None: as stated.
+        window, full: as of `MergedSizes`.
+
+    Raises:
+        CheckpointError: heads of another size than a multiple of 4.
+    """
+    width = vision.integer(hidden, high=2**16)
+    heads = vision.integer("num_heads", high=2**12)
+    if width % heads or width // heads % 4:
+        raise CheckpointError(
+            f"{vision.where} has {heads} heads of a hidden size of {width}; expected heads of "
+            "4, 8, 12 and so on numbers."
+        )
+    if inner is None:
+        inner = vision.integer("intermediate_size", high=2**20)
+    patch = vision.integer("patch_size", high=256)
+    return MergedSizes(
+        TowerSizes(
+            hidden=width,
+            inner=inner,
+            depth=vision.integer("depth", high=2**10),
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            activation=vision.text("hidden_act"),
+            eps=EPS,
+        ),
+        row=(
+            vision.integer("in_channels", "in_chans", high=64),
+            vision.integer("temporal_patch_size", high=64),
+            patch,
+            patch,
+        ),
+        side=vision.integer("spatial_merge_size", high=64),
+        out=vision.integer(out, high=2**20),
+        window=window,
+        full=tuple(full),
+    )
+
+
+def clip_conv(weights: Weights, path: str, sizes: MergedSizes, *, bias: bool) -> Linear:
+    """The convolution at `path` over patches that do not overlap, as a matrix.
+
+    Its inputs are in the order (colour, frame, row, column). MLX checkpoints have colours last.
+    """
+    colours, *rest = sizes.row
+    name, last = f"{path}.weight", (sizes.blocks.hidden, *rest, colours)
+    if weights.has_shape(name, last):
+        weight = mx.moveaxis(weights.take(name, last), -1, 1)
+    else:
+        weight = weights.take(name, (sizes.blocks.hidden, *sizes.row))
+    offset = weights.take(f"{path}.bias", (sizes.blocks.hidden,)) if bias else None
+    return Linear(mx.contiguous(weight.flatten(1)), offset)
+
+
+def merged_attention(weights: Weights, path: str, sizes: TowerSizes) -> PatchAttention:
+    """The attention at `path`, its Q, K and V in one matrix."""
+    hidden, heads = sizes.hidden, sizes.heads
+    return PatchAttention(
+        weights.linear(f"{path}.qkv", 3 * hidden, hidden, bias=True),
+        weights.linear(f"{path}.proj", hidden, hidden, bias=True),
+        heads=(heads, heads),
+        scale=sizes.head_dim**-0.5,
+    )
+
+
+def cell_merger(
+    weights: Weights,
+    names: tuple[str, str],
+    norm: Norm,
+    sizes: MergedSizes,
+    *,
+    of_cells: bool = False,
+) -> CellMerger:
+    """The merger with matrices of these names."""
+    joined = sizes.cell * sizes.blocks.hidden
+    return CellMerger(
+        norm,
+        weights.linear(names[0], joined, joined, bias=True),
+        weights.linear(names[1], sizes.out, joined, bias=True),
+        cell=sizes.cell,
+        of_cells=of_cells,
+    )

@@ -232,6 +232,7 @@ class PictureFeatures(FeatureSource):
             "failed": self.counts.failed,
             "tower_seconds": self.counts.tower_s,
             "cached": len(self._kept),
+            "in_use": sum([bool(kept.users) for kept in self._kept.values()]),
             "cached_bytes": self.num_bytes,
             "max_bytes": self._max_bytes,
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from engine.recurrent import hybrid_model
-from models.tiny import tiny_checkpoint
+from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 from models.zoo_table import small_model
 
 from mlxinfer.config import EngineConfig, KVOptions
@@ -38,12 +38,28 @@ HYBRIDS = {  # places of recurrent layers among those of attention
     "recurrent qwen3-v4": (0, 1, 2),
 }
 
+TURNING = {  # cases with M-RoPE: of which other case, and the sections of their ropes
+    "turning qwen3-v5": ("qwen3-v5", {"mrope_section": [3, 3, 2]}),
+    "turning mistral-v5": ("mistral-v5", {"mrope_section": [3, 3, 2], "mrope_interleaved": True}),
+}
+QUANTIZED = {"group_size": 32, "bits": 4}
+
 
 @cache
 def tiny_model(case: str, *, quantized: bool = False) -> Model:
     """A tiny random model, loaded once; a quantised one gives the same bits in any batch."""
-    how = {"group_size": 32, "bits": 4} if quantized else None
+    how = QUANTIZED if quantized else None
     return load(tiny_checkpoint(Path(mkdtemp()), case, quantize=how))
+
+
+@cache
+def turning_model(case: str) -> Model:
+    """A tiny quantised model that turns by three positions."""
+    base, sections = TURNING[case]
+    config = dict(tiny_config(base))
+    config["rope_parameters"] = {**config["rope_parameters"], **sections}
+    tensors = quantized(arrays_of(config), QUANTIZED)
+    return load(write(Path(mkdtemp()), {**config, "quantization": QUANTIZED}, tensors))
 
 
 def config(**changes: object) -> EngineConfig:
@@ -155,6 +171,8 @@ class Harness:
         for g, group in enumerate(self.loop.cache.groups):
             held = group.allocator.num_held
             assert held == tree.num_pages(g) == tree.num_evictable(g)
+        assert not self.loop.features.is_wanted
+        assert not self.loop.features.stats()["in_use"]
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
@@ -203,6 +221,8 @@ def model_of(case: str) -> Model:
     """A tiny quantised model; a hybrid has recurrent layers instead of some of its own."""
     if case.startswith("zoo "):
         return zoo_model(case.split()[1])
+    if case in TURNING:
+        return turning_model(case)
     if case in HYBRIDS:
         return hybrid_model(case.split()[1], HYBRIDS[case])
     return tiny_model(case, quantized=True)

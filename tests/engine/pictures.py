@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from hashlib import blake2b
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -104,17 +105,46 @@ def placed(*parts: Sequence[int] | Picture) -> tuple[list[int], tuple[PlacedPict
     return ids, tuple(found)
 
 
+Parts = list[list[int] | Picture]
+
+
+def until(parts: Parts, length: int) -> Parts:
+    """The first `length` tokens of a prompt; a picture that would be cut, and the rest, are not."""
+    found: Parts = []
+    for part in parts:
+        if isinstance(part, Picture):
+            if len(part.token_ids) > length:
+                break
+            found.append(part)
+            length -= len(part.token_ids)
+        else:
+            found.append(part[:length])
+            length -= len(found[-1])
+    return found
+
+
+def with_tower(model: Any, num_deep: int = 0) -> Any:
+    """The same model with a tower; every tower of a size is the same."""
+    seeing = copy(model)
+    seeing.tower = RandomTower(model.config.hidden_size, num_deep)
+    return seeing
+
+
+def with_spans(model: Any) -> Any:
+    """The same model, of which all attention layers see spans."""
+    seeing = copy(model)
+    seeing.cache_specs = [
+        replace(spec, sees_spans=True) if isinstance(spec, KVSpec) else spec
+        for spec in model.cache_specs
+    ]
+    return seeing
+
+
 @cache
 def seeing(case: str, *, spans: bool = False, num_deep: int = 0) -> Model:
     """A tiny model with a tower of its own; with `spans` all attention layers see spans."""
-    model = copy(model_of(case))
-    model.tower = RandomTower(model.config.hidden_size, num_deep)
-    if spans:
-        model.cache_specs = [
-            replace(spec, sees_spans=True) if isinstance(spec, KVSpec) else spec
-            for spec in model.cache_specs
-        ]
-    return model
+    model: Model = with_tower(model_of(case), num_deep)
+    return with_spans(model) if spans else model  # type: ignore[no-any-return]
 
 
 def tower_of(model: Model) -> RandomTower:

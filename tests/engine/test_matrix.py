@@ -5,8 +5,9 @@ is merged into.
 Draws a model (attention, latent attention, recurrent layers), sampling settings, end tokens and
 grammars, stored bits, window and sinks, prefix cache, room for snapshots of states, disk, chunk
 size, batch size, pool size, forced preemption, cancels, restarts, adapters, proposals that steps
-verify, and micro-batches of pipeline stages. Models are quantised: MLX's CPU kernels then compute
-each row by itself, so that even bits do not depend on the batch.
+verify, micro-batches of pipeline stages, and pictures: features in place of embeddings, spans that
+see each other, rope positions of three axes, little room for features. Models are quantised: MLX's
+CPU kernels then compute each row by itself, so that even bits do not depend on the batch.
 
     MLXINFER_PROGRAMS=1000 HYPOTHESIS_SEED=7 pytest tests/engine/test_matrix.py -s
 
@@ -18,6 +19,7 @@ of all models in turn; of one or some of them, with their names and commas betwe
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +27,8 @@ import hypothesis
 import pytest
 from adapters.cases import folders, merged
 from engine.fake_grammar import FakeGrammar
-from engine.harness import HYBRIDS, PAGE, Harness, Outcome, alone, model_of, prompt
+from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, model_of, prompt
+from engine.pictures import Parts, picture, placed, until, with_spans, with_tower
 from engine.proposers import some_proposer
 from engine.stages import NoOtherRanks
 from hypothesis import Phase, given, settings
@@ -35,6 +38,8 @@ from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, LatentSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.runner import NO_FOLLOWERS
+from mlxinfer.images import Picture, PlacedPicture
+from mlxinfer.models.decoder import Model
 
 NUM_PROGRAMS = int(os.environ.get("MLXINFER_PROGRAMS", "4"))
 SEED = int(os.environ.get("HYPOTHESIS_SEED", "0"))
@@ -55,6 +60,7 @@ ALL_CASES = (
     "deepseek_v32-v4",
     *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
     *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5", "glm_moe_dsa-v5"),
+    *("qwen3_5_text-v5", *TURNING),
 )
 CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 
@@ -86,6 +92,7 @@ class Asked:
     adapter: str | None = None
     stop_ids: frozenset[int] = frozenset()
     rules: Rules | None = None
+    pictures: tuple[PlacedPicture, ...] = ()
 
     @property
     def length(self) -> int:
@@ -130,9 +137,67 @@ def params_strategy() -> st.SearchStrategy[SamplingParams]:
     )
 
 
+@dataclass(frozen=True)
+class Sight:
+    """How a model sees.
+
+    Attributes:
+        spans: attention layers let features of a picture see each other.
+        num_deep: layers after which features are added.
+        turns: it turns by three positions.
+    """
+
+    spans: bool
+    num_deep: int
+    turns: bool
+
+    def picture(self, seed: int) -> Picture:
+        """One of some pictures, the same for each seed."""
+        rows, columns = [(1, 1), (2, 3), (4, 4), (5, 8)][seed % 4]
+        return picture(
+            seed % 3,
+            rows,
+            columns,
+            breaks=seed % 5 == 0,
+            num_tiles=1 + seed % 2 * (rows > 1),
+            turns=self.turns,
+            sees_itself=self.spans and rows * columns <= 16,
+        )
+
+    def model(self, model: Model) -> Model:
+        """The model with a tower."""
+        model = with_tower(model, self.num_deep)
+        return with_spans(model) if self.spans else model
+
+
 @st.composite
-def programs(draw: st.DrawFn, adapters: Collection[str], *, exact: bool = False) -> list[Asked]:
-    """Requests that share beginnings, cut anywhere.
+def some_sight(draw: st.DrawFn, case: str) -> Sight | None:
+    """How a model sees; None: it reads text alone, as definitions of mlx-lm do."""
+    if case.startswith("zoo ") or not draw(st.booleans()):
+        return None
+    turns = model_of(case).rope_axes == 3
+    return Sight(draw(st.booleans()), draw(st.sampled_from([0, 0, 2])), turns)
+
+
+@st.composite
+def parts_of_prompt(draw: st.DrawFn, sight: Sight | None) -> Parts:
+    """A beginning that others may share, and an end."""
+    shared = draw(st.sampled_from([0, 5, 16, 40, 75]))
+    own = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
+    text = prompt(100, draw(st.sampled_from([0, 0, 1])))
+    if sight is None:
+        return [text[:shared], own]
+    one, two, three = draw(st.tuples(*[st.integers(0, 11)] * 3))
+    parts: Parts = [text[:20], sight.picture(one % 2), text[20:29], sight.picture(two), text[29:]]
+    ending: Parts = draw(st.sampled_from([[], [own[:4], sight.picture(three)]]))
+    return [*until(parts, shared), *ending, own]
+
+
+@st.composite
+def programs(
+    draw: st.DrawFn, adapters: Collection[str], sight: Sight | None, *, exact: bool = False
+) -> list[Asked]:
+    """Requests that share beginnings, cut anywhere but inside of a picture.
 
     With `exact` some are drawn, with any settings, end tokens and grammars: their plain run is
     rounded in the same way to the last bit.
@@ -143,13 +208,11 @@ def programs(draw: st.DrawFn, adapters: Collection[str], *, exact: bool = False)
     )
     for _ in range(draw(st.sampled_from([1, 2, 3, 4, 4, 12]))):  # there are four tails at first
         turn += draw(st.sampled_from([0, 0, 1, 6, 15]))
-        shared = draw(st.sampled_from([0, 5, 16, 40, 75]))
-        own = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
-        ids = (*prompt(100, draw(st.sampled_from([0, 0, 1])))[:shared], *own)
+        ids, pictures = placed(*draw(parts_of_prompt(sight)))
         cancel = draw(st.sampled_from([None, None, None, 3, 9]))
         adapter = draw(st.sampled_from([None, None, *adapters]))
         params = SamplingParams(max_tokens=draw(st.integers(1, 20)), logprobs=2)
-        asked = Asked(turn, ids, params, cancel, adapter)
+        asked = Asked(turn, tuple(ids), params, cancel, adapter, pictures=pictures)
         if exact and adapter is None and draw(st.booleans()):
             ends = frozenset(draw(st.sets(st.integers(0, 95), max_size=3)))
             params = draw(params_strategy())
@@ -204,6 +267,7 @@ def play(
                     stop_ids=asked.stop_ids,
                     grammar=grammars.get(str(i)),
                     adapter=asked.adapter,
+                    pictures=asked.pictures,
                 )
             if asked.cancel_after is not None and asked.turn + asked.cancel_after == turn:
                 harness.loop.abort(str(i))
@@ -253,7 +317,9 @@ def test_everything_at_once(data: st.DataObject) -> None:
     # A merged adapter is rounded otherwise: a code that moves by a step for that can change which
     # tokens an indexer chooses, and with that anything.
     adapters = {} if options.bits != (None, None) and ranked_specs(case) else folders(case)
-    some = programs(adapters, exact=options.bits == (None, None))
+    sight = data.draw(some_sight(case))
+    model = model_of(case) if sight is None else sight.model(model_of(case))
+    some = programs(adapters, sight, exact=options.bits == (None, None))
     runs = [data.draw(some) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
     longest = max(asked.length for run in runs for asked in run)
     changes = {
@@ -265,6 +331,9 @@ def test_everything_at_once(data: st.DataObject) -> None:
         "launch_ahead": data.draw(st.booleans()),
         "prefix_cache": data.draw(st.sampled_from([True, True, False])),
     }
+    if sight is not None and model.tower is not None:  # room for one picture, or two, or all
+        largest = 40 * model.tower.width * model.activation_dtype.size
+        changes["feature_bytes"] = largest * data.draw(st.sampled_from([1, 2, 50]))
     lacks = model_of(case).lacks
     if "prefix_cache" in lacks:
         changes["prefix_cache"] = False
@@ -280,12 +349,12 @@ def test_everything_at_once(data: st.DataObject) -> None:
                 folder=Path(folder), max_bytes=1 << 24, identity=lambda timeout_s: f"tiny {case}"
             )
         for run in runs:  # each in an engine of its own: a restart
-            plains = plain_runs(case, options, run)
+            plains = plain_runs(case, options, run, sight)
             answers = {name: plain.token_ids for name, plain in plains.items()}
             proposer = some_proposer(guess_seed, model_of(case), answers)
             followers = NoOtherRanks(num_stages) if num_stages > 1 else NO_FOLLOWERS
             harness = Harness(
-                model_of(case),
+                model,
                 proposer=proposer,
                 adapters=adapters,
                 followers=followers,
@@ -307,16 +376,26 @@ def test_everything_at_once(data: st.DataObject) -> None:
             harness.loop.close()
 
 
-def plain_runs(case: str, options: KVOptions, run: list[Asked]) -> dict[str, Outcome]:
+@cache
+def plain_model(case: str, adapter: str | None, sight: Sight | None) -> Model:
+    """The model, with an adapter merged into it, with a tower."""
+    model = merged(case, adapter) if adapter else model_of(case)
+    return model if sight is None else sight.model(model)
+
+
+def plain_runs(
+    case: str, options: KVOptions, run: list[Asked], sight: Sight | None
+) -> dict[str, Outcome]:
     """Each request by itself, in the same KV format."""
     return {
         str(i): alone(
-            merged(case, asked.adapter) if asked.adapter else model_of(case),
+            plain_model(case, asked.adapter, sight),
             list(asked.prompt_ids),
             asked.params,
             stop_ids=asked.stop_ids,
             kv=options,
             grammar=asked.rules.start() if asked.rules else None,
+            pictures=asked.pictures,
         )
         for i, asked in enumerate(run)
     }

@@ -277,7 +277,7 @@ class KVCache:
         states = [] if self.state_group is None else [self.state_group]
         self._all: list[LayerGroup | SequenceGroup] = [*self.groups, *states]
         self._by_position = any(layer.by_position for layer in paged)
-        self._subtracts_bias = any(layer.subtracts_bias for layer in paged)
+        self.subtracts_bias = any(layer.subtracts_bias for layer in paged)
         if self._fixed:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
         self.reset()
@@ -466,7 +466,7 @@ class KVCache:
         Raises:
             InvalidRequestError: keys are stored less their biases, and turn by several positions.
         """
-        if self._subtracts_bias and metadata.turning.ndim > 1:
+        if self.subtracts_bias and metadata.turning.ndim > 1:
             raise InvalidRequestError(KEY_BIAS_AXES, param="kv_bits")
         place = TailPlace.of(metadata, self.page_size, by_position=self._by_position)
         for group in self._all:

@@ -134,13 +134,13 @@ class PictureLimits:
     """The limits that the pictures of a request must fit into.
 
     Attributes:
-        refusal: why the model takes no pictures, as a sentence; None: it takes them.
+        refusal: why the model takes no pictures, and what to do; None: it takes them.
         feature_bytes: of one feature.
         max_bytes: of all features that are kept.
         max_span: features that see each other, at most; None: none do, or there is no limit.
     """
 
-    refusal: str | None = "This model reads text alone"
+    refusal: str | None = "This model reads text alone; send no pictures, or use one that sees."
     feature_bytes: int = 0
     max_bytes: int = 0
     max_span: int | None = None
@@ -150,7 +150,7 @@ class PictureLimits:
         stop = 0
         for placed in request.pictures:
             if self.refusal is not None:
-                raise InvalidRequestError(f"{self.refusal}; send no pictures.", param="messages")
+                raise InvalidRequestError(self.refusal, param="messages")
             picture, start = placed
             stands = tuple(request.prompt_ids[start : placed.stop])
             if start < stop or stands != picture.token_ids:

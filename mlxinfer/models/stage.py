@@ -136,7 +136,6 @@ class StageModel:
         self.cache_specs: Sequence[CacheSpec] = part.cache_specs
         self.kernels = part.kernels
         self.activation_dtype = part.activation_dtype
-        self.lacks: Mapping[str, str] = part.lacks
         self.expert_store = part.expert_store
         self.rope_axes, self.rope_variant = part.rope_axes, part.rope_variant
 
@@ -144,6 +143,18 @@ class StageModel:
     def tower(self) -> Tower | None:
         """The part that sees, on rank 0."""
         return self.part.tower
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """As of `Model`: features are added on rank 0 alone."""
+        num_deep = 0 if self.tower is None else self.tower.width // self.config.hidden_size - 1
+        if num_deep <= len(self._layers[0]):
+            return self.part.lacks
+        reason = (
+            f"pictures add to its first {num_deep} layers, of which the first pipeline stage has "
+            f"{len(self._layers[0])}; use fewer ranks, or ranks that share layers"
+        )
+        return {**self.part.lacks, "pictures": reason}
 
     @property
     def num_bytes(self) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 16  # tokens of KV cache that are handed out together
 PREFILL_SLICE_MS = 250
+FEATURE_SHARE, MOST_FEATURES = 8, 1 << 30  # of max_memory one part in so many, and bytes at most
 MOST_PREFILL, LEAST_PREFILL = 2048, 256  # tokens of a step
 
 
@@ -256,6 +257,7 @@ class EngineOptions:
     ) -> EngineConfig:
         """The sizes of an engine for a loaded model with a KV cache of so many bytes, and its disk.
 
+        The features of pictures take a part of these bytes, where a model sees.
         A prefix cache that the model cannot have is left out: answers are the same without it.
         """
         if disk is not None and "disk_cache" in model.lacks:
@@ -267,13 +269,15 @@ class EngineOptions:
         limit = model.config.max_context
         chunk = self.prefill_chunk or self._most_prefill(model.cache_specs, kv_bytes)
         slice_s = (self.prefill_slice or PREFILL_SLICE_MS) / 1000
+        feature_bytes = min(kv_bytes // FEATURE_SHARE, MOST_FEATURES) if model.tower else 0
         return EngineConfig(
             page_size=PAGE_SIZE,
             max_batch=self.max_batch,
             prefill_chunk=-(-chunk // PAGE_SIZE) * PAGE_SIZE,
             prefill_slice_s=slice_s if self.prefill_chunk is None else None,
             max_context=min(self.max_context or limit, limit),
-            kv_budget_bytes=kv_bytes,
+            kv_budget_bytes=kv_bytes - feature_bytes,
+            feature_bytes=feature_bytes,
             num_pages=self.num_pages,
             adapter_bytes=self.adapter_bytes,
             kv=self.kv,

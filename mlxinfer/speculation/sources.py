@@ -76,7 +76,8 @@ def open_speculation(
         sources.append(NgramProposer())
     draft = load_draft(options, folder, model, dtype=dtype)
     if draft is not None:
-        config, own = _share_budget(config, kv_bytes(draft.num_bytes), model, draft.network)
+        budget = kv_bytes(draft.num_bytes) - config.feature_bytes
+        config, own = _share_budget(config, budget, model, draft.network)
         rejects = options.acceptance == "rejection"
         sources.append(_draft_source(model, draft, own, rejects=rejects))
     depth = options.depth

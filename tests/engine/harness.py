@@ -39,8 +39,8 @@ HYBRIDS = {  # places of recurrent layers among those of attention
 }
 
 TURNING = {  # cases with M-RoPE: of which other case, and the sections of their ropes
-    "turning qwen3-v5": ("qwen3-v5", {"mrope_section": [3, 3, 2]}),
-    "turning mistral-v5": ("mistral-v5", {"mrope_section": [3, 3, 2], "mrope_interleaved": True}),
+    "turning qwen3-v5": ("qwen3-v5", {"mrope_section": [5, 4, 3]}),
+    "turning mistral-v5": ("mistral-v5", {"mrope_section": [4, 4, 4], "mrope_interleaved": True}),
 }
 QUANTIZED = {"group_size": 32, "bits": 4}
 

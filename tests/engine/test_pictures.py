@@ -1,14 +1,29 @@
 """Pictures in prompts: their features stand for embeddings, and all else composes with them."""
 
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine.harness import PAGE, Harness, alone, prompt
-from engine.pictures import picture, placed, seeing, tower_of
+from engine.harness import PAGE, Harness, alone, model_of, prompt
+from engine.pictures import RandomTower, picture, placed, seeing, tower_of, with_tower
+from models.tiny import arrays_of, tiny_config, write
 
+from mlxinfer.cache.inputs import StepMetadata
+from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import Request, SamplingParams
+from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.features import PictureFeatures
+from mlxinfer.engine.prompt_pictures import PromptPictures
+from mlxinfer.errors import InsufficientMemoryError, InvalidRequestError, RequestFailedError
 from mlxinfer.images import Picture, PlacedPicture
+from mlxinfer.images.positions import rope_positions
 from mlxinfer.layers.step import Step, StepFeatures
+from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 
 GREEDY = SamplingParams(max_tokens=12, logprobs=2)
@@ -132,3 +147,286 @@ def test_two_pictures_of_equal_size_and_text_share_nothing() -> None:
     harness.add("text", ids, GREEDY)  # nor with the same ids as text
     assert harness.drain()["text"].cached_tokens == 0
     assert len(ids) > PAGE
+
+
+TALK = ["qwen3-v4", "hybrid qwen3-v4", "qwen3_5_text-v5", "gemma3_text-v4", "turning qwen3-v5"]
+
+
+@pytest.mark.parametrize("case", TALK)
+def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
+    """Eight turns with two pictures: at most 5 % of earlier turns again, and two tower passes."""
+    spans, turns = case.startswith("gemma3"), model_of(case).rope_axes == 3
+    model = seeing(case, spans=spans)
+    harness, before = Harness(model, max_context=4096), len(tower_of(model).passes)
+    parts: list[list[int] | Picture] = []
+    earlier = again = 0
+    for turn in range(8):
+        if turn in (0, 4):
+            parts.append(picture(turn, 5, 8, turns=turns, sees_itself=True))
+        parts.append(prompt(60, turn))
+        ids, pictures = placed(*parts)
+        computed = harness.loop.scheduler.counters.prompt_tokens_computed
+        harness.add(str(turn), ids, GREEDY, pictures=pictures)
+        outcome = harness.drain()[str(turn)]
+        computed = harness.loop.scheduler.counters.prompt_tokens_computed - computed
+        again += computed - (len(ids) - earlier)
+        assert outcome.token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
+        parts.append(outcome.token_ids)
+        earlier = len(ids) + len(outcome.token_ids)
+    assert again <= 0.05 * earlier, (again, earlier)
+    assert len(set(tower_of(model).passes[before:])) == 2
+    assert harness.loop.stats()["pictures"]["seen"] == 2
+
+
+class Broken(RuntimeError):
+    """What a tower raises."""
+
+
+def test_an_error_in_the_tower_fails_that_request_alone() -> None:
+    model = seeing("qwen3-v4")
+    harness, tower = Harness(model), tower_of(model)
+    harness.add("text", prompt(30), GREEDY)
+    harness.turn()
+    ids, pictures = placed(prompt(9), picture(1, 3, 3), prompt(5))
+    tower.fails = Broken("no such thing")
+    try:
+        harness.add("broken", ids, GREEDY, pictures=pictures)
+        while harness.outcomes["broken"].reason is None:
+            harness.turn()
+    finally:
+        tower.fails = None
+    harness.add("again", ids, GREEDY, pictures=pictures)
+    outcomes = harness.drain()
+    assert isinstance(outcomes["broken"].error, RequestFailedError)
+    assert "cannot be seen: Broken: no such thing" in str(outcomes["broken"].error)
+    assert outcomes["text"].token_ids == alone(model, prompt(30), GREEDY).token_ids
+    assert outcomes["again"].token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
+    assert harness.loop.stats()["pictures"]["failed"] == 1
+    assert tower.num_open == 0
+
+
+def test_of_two_requests_that_wait_for_a_picture_one_fails_with_its_pass() -> None:
+    model = seeing("qwen3-v4")
+    harness, tower = Harness(model), tower_of(model)
+    asked = [placed(prompt(9, i), picture(1, 3, 3), prompt(5)) for i in range(2)]
+    for name, (ids, pictures) in enumerate(asked):
+        harness.add(str(name), ids, GREEDY, pictures=pictures)
+    tower.fails = Broken("once")
+    while harness.loop.stats()["pictures"]["failed"] == 0:
+        harness.turn()
+    tower.fails = None
+    outcomes = harness.drain()
+    assert outcomes["0"].error is not None
+    ids, pictures = asked[1]
+    assert outcomes["1"].token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
+
+
+def test_an_abort_ends_the_pass_of_its_picture() -> None:
+    model = seeing("qwen3-v4")
+    harness, tower = Harness(model), tower_of(model)
+    ids, pictures = placed(prompt(9), picture(6, 8, 8, num_tiles=4), prompt(5))
+    harness.add("gone", ids, GREEDY, pictures=pictures)
+    harness.turn(3)
+    assert tower.num_open == 1
+    harness.loop.abort("gone")
+    assert tower.num_open == 0
+    assert harness.loop.idle
+    assert harness.loop.stats()["pictures"]["cached"] == 0
+
+
+def test_running_answers_get_a_token_between_two_pieces_of_a_pass() -> None:
+    model = seeing("qwen3-v4")
+    harness = Harness(model, launch_ahead=False)
+    harness.add("text", prompt(30), SamplingParams(max_tokens=40))
+    harness.turn(2)
+    ids, pictures = placed(picture(2, 8, 8, num_tiles=8), prompt(5))
+    began = harness.turns
+    harness.add("seen", ids, SamplingParams(max_tokens=2), pictures=pictures)
+    outcomes = harness.drain()
+    waited = outcomes["seen"].turns[0] - began
+    assert waited >= 8 * 3, "a pass of many pieces"
+    turns = [turn for turn in outcomes["text"].turns if began <= turn <= began + waited]
+    assert turns == list(range(turns[0], turns[0] + len(turns)))
+    assert len(turns) >= waited
+
+
+class Clock:
+    """Each look at it takes a while."""
+
+    def __init__(self, tick_s: float) -> None:
+        self.now_s, self._tick_s = 0.0, tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self._tick_s
+        return self.now_s
+
+
+@pytest.mark.parametrize(("slice_s", "pieces"), [(None, 1), (0.25, 2), (0.45, 4)])
+def test_a_slice_ends_before_a_piece_that_would_end_too_late(
+    slice_s: float | None, pieces: int
+) -> None:
+    tower = RandomTower(64)
+    clock = Clock(0.1)
+    features = PictureFeatures(
+        tower, dtype=mx.float32, max_bytes=1 << 20, slice_s=slice_s, clock=clock
+    )
+    ids, pictures = placed(picture(1, 4, 4, num_tiles=4), prompt(5))
+    request = Request("it", ids, GREEDY, pictures=pictures)
+    prompt_pictures = PromptPictures.of(request, sees_spans=False)
+    sequence = Sequence(request, 100, ids, len(ids), pictures=prompt_pictures)
+    assert features.available(sequence, len(ids)) == 0
+    slices = 0
+    while features.is_wanted:
+        assert features.work() is None
+        slices += 1
+    assert slices == -(-17 // pieces)  # four pieces a tile, and what keeps the features
+    assert features.available(sequence, len(ids)) == len(ids)
+
+
+def test_features_that_were_used_last_stay() -> None:
+    model = seeing("qwen3-v4")
+    one_picture = 16 * model.config.hidden_size * 4
+    harness, tower = Harness(model, feature_bytes=2 * one_picture), tower_of(model)
+    before = len(tower.passes)
+
+    def ask(name: str, seed: int) -> None:
+        ids, pictures = placed(prompt(3, int(name)), picture(seed, 4, 4), prompt(3))
+        harness.add(name, ids, SamplingParams(max_tokens=1), pictures=pictures)
+        harness.drain()
+
+    for name, seed in enumerate((1, 2, 1, 3, 1)):  # 3 takes the place of 2
+        ask(str(name), seed)
+    assert len(tower.passes) == before + 3
+    ask("5", 2)
+    assert len(tower.passes) == before + 4
+    assert harness.loop.stats()["pictures"]["cached_bytes"] == 2 * one_picture
+    large = placed(picture(4, 5, 7), prompt(3))
+    with pytest.raises(InsufficientMemoryError, match=r"35 tokens takes 9\.0 kB, and 8\.2 kB"):
+        harness.add("large", large[0], GREEDY, pictures=large[1])
+
+
+def test_more_pictures_than_there_is_room_for_take_turns() -> None:
+    model = seeing("qwen3-v4")
+    harness = Harness(model, feature_bytes=16 * model.config.hidden_size * 4, prefill_chunk=256)
+    asked = []
+    for i in range(3):
+        pictures = [picture(10 * i + j, 4, 4) for j in range(4)]
+        asked.append(placed(prompt(5, i), *pictures, prompt(5)))
+    for name, (ids, some) in enumerate(asked):
+        harness.add(str(name), ids, GREEDY, pictures=some)
+    for name, outcome in harness.drain().items():
+        ids, some = asked[int(name)]
+        assert outcome.token_ids == alone(model, ids, GREEDY, pictures=some).token_ids
+
+
+def test_a_span_is_cut_by_no_chunk_and_by_no_prefix() -> None:
+    model = seeing("qwen3-v4", spans=True)
+    seen = picture(1, 5, 8, sees_itself=True)
+    ids, pictures = placed(prompt(21), seen, prompt(30), picture(2, 2, 5, sees_itself=True))
+    harness = Harness(model, prefill_chunk=48)
+    launch, chunks = harness.loop.runner.launch, []
+
+    def watched(batch: Any, previous: Any) -> Any:
+        chunks.extend([(s.start, s.stop) for s in batch.ragged])
+        return launch(batch, previous)
+
+    harness.loop.runner.launch = watched  # type: ignore[method-assign]
+    harness.add("it", ids, GREEDY, pictures=pictures)
+    plain = alone(model, ids, GREEDY, pictures=pictures)
+    assert harness.drain()["it"].token_ids == plain.token_ids
+    spans = [(21, 61), (91, 101)]
+    for start, stop in chunks:
+        assert not any(low < edge < high for edge in (start, stop) for low, high in spans)
+    harness.add("again", ids, GREEDY, pictures=pictures)  # its last token is in a span
+    outcome = harness.drain()["again"]
+    assert (outcome.cached_tokens, outcome.token_ids) == (91, plain.token_ids)
+    long = placed(picture(3, 7, 7, sees_itself=True), [5])
+    with pytest.raises(InvalidRequestError, match="the 49 tokens of a picture in one step"):
+        harness.add("long", long[0], GREEDY, pictures=long[1])
+
+
+def test_features_see_each_other_only_where_layers_and_pictures_say_so() -> None:
+    blind, sees = seeing("qwen3-v4"), seeing("qwen3-v4", spans=True)
+    found = {}
+    for itself in (False, True):
+        asked = placed(prompt(5), picture(1, 4, 4, sees_itself=itself), prompt(5))
+        found[itself] = [logits(model, asked) for model in (blind, sees)]
+    np.testing.assert_array_equal(*found[False])
+    assert np.abs(found[True][0] - found[True][1])[5:].max() > 0.01
+    np.testing.assert_array_equal(found[True][0][:5], found[True][1][:5])
+
+
+def test_a_picture_on_the_disk_runs_no_tower_after_a_restart(tmp_path: Path) -> None:
+    model = seeing("qwen3-v4", spans=True)
+    disk = DiskOptions(folder=tmp_path, max_bytes=1 << 24, identity=lambda timeout_s: "tiny")
+    ids, pictures = placed(prompt(9), picture(1, 4, 8, sees_itself=True), prompt(40))
+    plain = alone(model, ids, GREEDY, pictures=pictures).token_ids
+    for name in ("before", "after"):
+        harness, passes = Harness(model, disk=disk), len(tower_of(model).passes)
+        harness.add(name, ids, GREEDY, pictures=pictures)
+        assert harness.drain()[name].token_ids == plain
+        harness.loop.close()
+    assert len(tower_of(model).passes) == passes
+    assert harness.outcomes["after"].cached_tokens > 41
+
+
+@pytest.mark.parametrize("case", ["turning qwen3-v5", "qwen3_5_text-v5"])
+def test_rope_positions_of_three_axes_are_those_of_the_whole_prompt(case: str) -> None:
+    """Each step's positions, as the model gets them; one axis where all three are equal."""
+    model = seeing(case)
+    ids, pictures = placed(prompt(9), picture(1, 3, 5, turns=True), prompt(30))
+    expected = rope_positions(pictures, 0, len(ids) + 20)
+    harness = Harness(model, prefill_chunk=16)
+    forward, kept = harness.loop.runner.forward.cache.begin_step, []
+
+    def watched(metadata: StepMetadata) -> None:
+        kept.append((metadata.positions, metadata.turning))
+        forward(metadata)
+
+    harness.loop.runner.forward.cache.begin_step = watched  # type: ignore[method-assign]
+    harness.add("it", ids, SamplingParams(max_tokens=20), pictures=pictures)
+    harness.drain()
+    for places, turning in kept:
+        np.testing.assert_array_equal(
+            np.broadcast_to(turning, (3, len(places))), expected[:, places]
+        )
+        assert turning.ndim == (2 if ((places >= 9) & (places < 24)).any() else 1)
+
+
+def test_pictures_that_cannot_run_are_refused() -> None:
+    def refused(match: str, harness: Harness, ids: list[int], *found: PlacedPicture) -> None:
+        with pytest.raises(InvalidRequestError, match=match):
+            harness.add("it", ids, GREEDY, pictures=found)
+
+    one = picture(1, 2, 2)
+    sees, blind = Harness(seeing("qwen3-v4")), Harness(model_of("qwen3-v4"))
+    ids, pictures = placed(prompt(5), one, prompt(5))
+    refused("reads text alone", blind, ids, *pictures)
+    refused("others stand there", sees, ids, PlacedPicture(one, 4))
+    refused("others stand there", sees, ids, *pictures, *pictures)
+    short = replace(one, token_ids=one.token_ids[:3])
+    refused("4 features, and 3 tokens", sees, ids, PlacedPicture(short, 5))
+    biased = Harness(with_tower(turning_biased()), kv=KVOptions(bits=(4, 4)))
+    refused("Use kv_bits=8", biased, ids, *pictures)
+
+
+@cache
+def turning_biased() -> Model:
+    """A model with M-RoPE and biases of its keys."""
+    config = {**tiny_config("qwen2-v5")}
+    config["rope_parameters"] = {**config["rope_parameters"], "mrope_section": [3, 3, 2]}
+    return load(write(Path(mkdtemp()), config, arrays_of(config)))
+
+
+def test_key_ids_are_of_the_picture_and_no_token_ids() -> None:
+    one, other = picture(1, 2, 3, breaks=True), picture(2, 2, 3, breaks=True)
+    keys = []
+    for part in (one, other):
+        ids, pictures = placed([4, 5], part, [6])
+        found = PromptPictures.of(Request("it", ids, GREEDY, pictures=pictures), sees_spans=True)
+        assert found is not None
+        keys.append(found.key_ids)
+        assert len(found.key_ids) == len(ids)
+        for token_id, key in zip(ids, found.key_ids, strict=True):
+            assert 1 << 61 <= key < 1 << 62 if token_id == one.feature_id else key == token_id
+    assert len({*keys[0], *keys[1]}) == 6 + 6 + 4

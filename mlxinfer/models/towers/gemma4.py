@@ -90,8 +90,8 @@ class Gemma4Embed:
         places = rows_and_columns(tile.grid)[:, ::-1]  # (P, 2) column and row
         turn = turn_by(places[..., None] * self.frequencies)  # two parts: columns and rows
         columns, rows = (mx.array(places[:, axis]) for axis in range(2))
-        x = self.proj(2 * patches - 1) + self.table[0][columns] + self.table[1][rows]
-        return x, turn
+        x = self.proj((2 * patches - 1).astype(self.table.dtype))
+        return x + self.table[0][columns] + self.table[1][rows], turn
 
 
 class Gemma4Project:
@@ -148,7 +148,7 @@ class Gemma4Tower:
         limited = vision.boolean("use_clipped_linears", default=False)
         blocks = [_block(weights, i, sizes, limited=limited) for i in range(sizes.depth)]
         project = _project(config, vision, weights, sizes)
-        return PatchTower(embed, blocks, project, width=text_width(config), dtype=weights.dtype)
+        return PatchTower(embed, blocks, project, width=text_width(config))
 
 
 class Gemma4UnifiedTower:
@@ -170,7 +170,7 @@ class Gemma4UnifiedTower:
             ],
         )
         project = UnifiedProject(*_projection(config, vision, weights, hidden))
-        return PatchTower(embed, [], project, width=text_width(config), dtype=weights.dtype)
+        return PatchTower(embed, [], project, width=text_width(config))
 
 
 class UnifiedEmbed:
@@ -193,7 +193,7 @@ class UnifiedEmbed:
         """Pixels stay from 0 to 1."""
         before, between, after = self.norms
         rows, columns = (mx.array(one) for one in rows_and_columns(tile.grid).T)
-        x = between(self.proj(before(patches)))
+        x = between(self.proj(before(patches.astype(self.table.dtype))))
         return after(x + self.table[columns, 0] + self.table[rows, 1]), None
 
 

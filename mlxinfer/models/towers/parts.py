@@ -188,7 +188,7 @@ class Embed(Protocol):
     """Patches of a tile -> what the first block reads (P, hidden), and how heads turn."""
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn | None]:
-        """Patches (P, row) in the tower's dtype."""
+        """Patches (P, row) float32."""
         ...
 
 
@@ -258,10 +258,9 @@ class PatchTower:
         blocks: in their order; there may be none.
         project: of what the last block gives.
         width: of the text model.
-        dtype: of its arithmetic.
     """
 
-    __slots__ = ("blocks", "dtype", "embed", "project", "width")
+    __slots__ = ("blocks", "embed", "project", "width")
 
     def __init__(
         self,
@@ -270,17 +269,15 @@ class PatchTower:
         project: Project,
         *,
         width: int,
-        dtype: mx.Dtype,
     ) -> None:
         self.embed = embed
         self.blocks = list(blocks)
         self.project = project
         self.width = width
-        self.dtype = dtype
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
         """As of `Tower`; a slice is one block."""
-        x, turn = self.embed(mx.array(tile.patches).astype(self.dtype), tile)
+        x, turn = self.embed(mx.array(tile.patches), tile)
         for block in self.blocks:
             x = block(x, turn)
             yield x

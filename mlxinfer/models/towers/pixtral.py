@@ -12,7 +12,7 @@ from ...errors import UnsupportedModelError
 from ...images import Tile
 from ...layers.linear import Projection
 from ...layers.mlp import MLP
-from ...layers.norm import Norm
+from ...layers.norm import Norm, RMSNorm
 from ..jsonfields import Fields
 from ..weights.weights import Weights
 from .parts import (
@@ -56,7 +56,7 @@ class PixtralEmbed:
 
     __slots__ = ("frequencies", "norm", "proj")
 
-    def __init__(self, proj: Projection, norm: Norm, frequencies: np.ndarray) -> None:
+    def __init__(self, proj: Projection, norm: RMSNorm, frequencies: np.ndarray) -> None:
         self.proj = proj
         self.norm = norm
         self.frequencies = frequencies
@@ -67,7 +67,8 @@ class PixtralEmbed:
         angles = np.concatenate(
             [rows * self.frequencies[::2], columns * self.frequencies[1::2]], axis=-1
         )
-        return self.norm(self.proj(patches)), turn_by(angles[:, None])
+        x = self.proj(patches.astype(self.norm.weight.dtype))
+        return self.norm(x), turn_by(angles[:, None])
 
 
 class PixtralProject:
@@ -160,7 +161,7 @@ def _pixtral(
     count = _num_read(config, sizes.depth)
     blocks = [_block(weights, index, sizes) for index in range(count)]
     weights.drop_below([f"vision.transformer.layers.{i}." for i in range(count, sizes.depth)])
-    return PatchTower(embed, blocks, project, width=text_width(config), dtype=weights.dtype)
+    return PatchTower(embed, blocks, project, width=text_width(config))
 
 
 def _num_read(config: Fields, depth: int) -> int:

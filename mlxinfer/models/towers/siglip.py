@@ -65,7 +65,7 @@ class SiglipEmbed:
         _, rows, columns = tile.grid
         if (rows, columns) != (self.side, self.side):
             places = resized(places.reshape(self.side, self.side, -1), rows, columns)
-        return self.proj(patches) + places, None
+        return self.proj(patches.astype(places.dtype)) + places, None
 
 
 def resized(table: mx.array, rows: int, columns: int) -> mx.array:
@@ -208,7 +208,7 @@ def _siglip(
     embed = SiglipEmbed(proj, weights.embedding(path, shape), side)
     blocks = [_block(weights, index, sizes) for index in range(sizes.depth)]
     weights.drop_below(_LEFT_OUT)
-    return PatchTower(embed, blocks, project, width=text_width(config), dtype=weights.dtype)
+    return PatchTower(embed, blocks, project, width=text_width(config))
 
 
 def _block(weights: Weights, index: int, sizes: TowerSizes) -> PatchBlock:

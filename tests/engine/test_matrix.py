@@ -195,7 +195,11 @@ def parts_of_prompt(draw: st.DrawFn, sight: Sight | None) -> Parts:
 
 @st.composite
 def programs(
-    draw: st.DrawFn, adapters: Collection[str], sight: Sight | None, *, exact: bool = False
+    draw: st.DrawFn,
+    adapters: Collection[str],
+    sight: Sight | None = None,
+    *,
+    exact: bool = False,
 ) -> list[Asked]:
     """Requests that share beginnings, cut anywhere but inside of a picture.
 

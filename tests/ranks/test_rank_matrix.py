@@ -20,8 +20,9 @@ from adapters.drawn import write_mlx
 from engine.fake_grammar import FakeGrammar
 from engine.harness import PAGE, Harness, Outcome, alone, prompt
 from engine.oracle import Oracle
+from engine.pictures import RandomTower, picture, placed, with_tower
 from engine.proposers import some_proposer
-from engine.test_matrix import NEAR_TIE, Asked, assert_same, kv_options, play, programs
+from engine.test_matrix import NEAR_TIE, Asked, Sight, assert_same, kv_options, play, programs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from models.tiny import tiny_checkpoint
@@ -30,11 +31,13 @@ from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.runner import Launched
-from mlxinfer.errors import CheckpointError
+from mlxinfer.errors import CheckpointError, InvalidRequestError
 from mlxinfer.models import load
 from mlxinfer.models.adapters.loaded import read_adapter
 from mlxinfer.models.decoder import Model
+from mlxinfer.models.language import LanguageModel
 from mlxinfer.models.registry import family
+from mlxinfer.models.stage import StageModel
 from mlxinfer.ranks.group import RankGroup, open_group
 from mlxinfer.ranks.hosts import RankOptions
 
@@ -78,15 +81,31 @@ def whole(case: str) -> Model:
     return load(folder_of(case))
 
 
-def plain_run(case: str, options: KVOptions, asked: Asked) -> Outcome:
+@cache
+def seeing(case: str, num_deep: int) -> Model:
+    return with_tower(whole(case), num_deep)  # type: ignore[no-any-return]
+
+
+def on_rank_0(group: RankGroup, case: str, sight: Sight | None, *, pipeline: bool) -> LanguageModel:
+    """The model of rank 0, which alone sees."""
+    model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+    if sight is not None:
+        part = model.part if isinstance(model, StageModel) else model
+        assert isinstance(part, Model)
+        part.tower = RandomTower(model.config.hidden_size, sight.num_deep)
+    return model
+
+
+def plain_run(case: str, options: KVOptions, asked: Asked, sight: Sight | None = None) -> Outcome:
     """A request by itself on one rank, with its adapter."""
     params, ids = asked.params, list(asked.prompt_ids)
+    model = whole(case) if sight is None else seeing(case, sight.num_deep)
     if asked.adapter is None:
-        return alone(whole(case), ids, params, kv=options)
+        return alone(model, ids, params, kv=options, pictures=asked.pictures)
     plain = {"launch_ahead": False, "prefill_chunk": 512, "max_batch": 1, "num_pages": 100}
     own = {asked.adapter: folders(case)[asked.adapter]}
-    harness = Harness(whole(case), adapters=own, kv=options, **plain)
-    harness.add("alone", ids, params, adapter=asked.adapter)
+    harness = Harness(model, adapters=own, kv=options, **plain)
+    harness.add("alone", ids, params, adapter=asked.adapter, pictures=asked.pictures)
     outcome = harness.drain()["alone"]
     harness.loop.close()
     return outcome
@@ -116,7 +135,10 @@ def test_everything_at_once_over_ranks(
         options = replace(options, bits=(None, None))
     hypothesis.assume(not pipeline or most_stages(case) >= SIZE)
     adapters = data.draw(st.sampled_from([{}, folders(case)]))
-    runs = [data.draw(programs(adapters)) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
+    sights = [None, Sight(False, 0, False), Sight(False, 0 if pipeline else 2, False)]
+    sight = data.draw(st.sampled_from(sights))
+    num_runs = data.draw(st.sampled_from([1, 1, 2]))
+    runs = [data.draw(programs(adapters, sight)) for _ in range(num_runs)]
     longest = max(asked.length for run in runs for asked in run)
     changes = {
         "kv": options,
@@ -134,8 +156,8 @@ def test_everything_at_once_over_ranks(
                 folder=Path(folder), max_bytes=1 << 24, identity=lambda timeout_s: case
             )
         for run in runs:  # each in an engine of its own, and a model that is loaded again
-            plains = {str(i): plain_run(case, options, asked) for i, asked in enumerate(run)}
-            model = group.load(case, folder_of(case), dtype="auto", pipeline=pipeline, watch=None)
+            plains = {str(i): plain_run(case, options, asked, sight) for i, asked in enumerate(run)}
+            model = on_rank_0(group, case, sight, pipeline=pipeline)
             answers = {name: plain.token_ids for name, plain in plains.items()}
             changes["proposer"] = some_proposer(guess_seed, whole(case), answers)
             harness = Harness(model, followers=group, adapters=adapters, **changes)
@@ -144,6 +166,29 @@ def test_everything_at_once_over_ranks(
                 near_tie = 0.0 if options.bits == (None, None) else NEAR_TIE
                 assert_same(harness.outcomes[name], plain, near_tie=near_tie)
             harness.loop.close()
+
+
+def test_ranks_that_share_layers_get_features_from_rank_0(group: RankGroup) -> None:
+    sight, options = Sight(False, 2, False), KVOptions()
+    ids, pictures = placed(prompt(9), picture(1, 5, 8), prompt(30))
+    asked = Asked(0, tuple(ids), SamplingParams(max_tokens=8, logprobs=2), pictures=pictures)
+    plain = plain_run("qwen3-v4", options, asked, sight)
+    model = on_rank_0(group, "qwen3-v4", sight, pipeline=False)
+    harness = Harness(model, followers=group, prefill_chunk=16)
+    play(harness, [asked], None)
+    assert_same(harness.outcomes["0"], plain, near_tie=0.0)
+    sent = harness.loop.stats()["ranks"]["bytes_sent"]["features"]
+    assert sent >= 3 * 40 * model.config.hidden_size * 4
+    harness.loop.close()
+
+
+def test_stages_refuse_pictures_that_add_to_layers_of_other_ranks(group: RankGroup) -> None:
+    model = on_rank_0(group, "qwen3-v4", Sight(False, 3, False), pipeline=True)
+    harness = Harness(model, followers=group)
+    ids, pictures = placed(prompt(9), picture(1, 2, 2), prompt(3))
+    with pytest.raises(InvalidRequestError, match="its first 3 layers, of which the first"):
+        harness.add("it", ids, SamplingParams(max_tokens=2), pictures=pictures)
+    harness.loop.close()
 
 
 @pytest.mark.parametrize("pipeline", [False, True], ids=["parts", "stages"])

@@ -322,7 +322,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
     # tokens an indexer chooses, and with that anything.
     adapters = {} if options.bits != (None, None) and ranked_specs(case) else folders(case)
     sight = data.draw(some_sight(case))
-    model = model_of(case) if sight is None else sight.model(model_of(case))
+    model = plain_model(case, None, sight)
     some = programs(adapters, sight, exact=options.bits == (None, None))
     runs = [data.draw(some) for _ in range(data.draw(st.sampled_from([1, 1, 2])))]
     longest = max(asked.length for run in runs for asked in run)

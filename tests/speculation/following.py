@@ -4,6 +4,8 @@ from collections.abc import Sequence as Seq
 
 from mlxinfer.core import Request, SamplingParams
 from mlxinfer.engine.batch import Sequence
+from mlxinfer.engine.prompt_pictures import PromptPictures
+from mlxinfer.images import PlacedPicture
 
 
 def following(
@@ -13,10 +15,17 @@ def following(
     owner: str | None = None,
     salt: str | None = None,
     speculate: bool = True,
+    pictures: tuple[PlacedPicture, ...] = (),
 ) -> Sequence:
     """A sequence of known tokens, the newest one not computed."""
     request = Request(
         "r", list(prompt_ids), SamplingParams(speculate=speculate), owner=owner, cache_salt=salt
     )
-    ids = [*prompt_ids, *answer_ids]
-    return Sequence(request, 10**6, ids, len(prompt_ids), num_computed=len(ids) - 1)
+    request.pictures = pictures
+    found = PromptPictures.of(request, sees_spans=False)
+    length = len(prompt_ids)
+    sequence = Sequence(request, 10**6, list(prompt_ids), length, pictures=found)
+    for token_id in answer_ids:
+        sequence.append(token_id)
+    sequence.num_computed = sequence.num_known - 1
+    return sequence

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from engine.harness import Harness, alone, config, prompt, tiny_model
+from engine.pictures import picture, placed, with_tower
 from models.dense_kv import DenseCache
 from models.tiny import tiny_config
 from speculation.head_checkpoints import MTP_CASES, eagle_checkpoint, mtp_checkpoint, write
@@ -129,6 +130,24 @@ def test_prompts_are_prefix_cached_in_the_head_too() -> None:
     tree = source._loop.scheduler.kv_manager.tree
     assert tree.counters.tokens_reused >= 80
     assert speculation.stats()["accepted"] == speculation.stats()["drafted"]
+
+
+def test_a_head_shares_nothing_between_pictures() -> None:
+    """Its keys come from hidden states of the model, which saw another picture."""
+    model, head = with_head("qwen3_5_text-v4", right=False)
+    model = with_tower(model)
+    speculation, source = speculation_of(model, head)
+    harness, tree = Harness(model, proposer=speculation), source._loop.scheduler.kv_manager.tree
+    reused = []
+    for name, seed in enumerate((1, 2, 1)):
+        ids, pictures = placed(prompt(40), picture(seed, 4, 4), prompt(60))
+        harness.add(str(name), ids, GREEDY, pictures=pictures)
+        plain = alone(model, ids, GREEDY, pictures=pictures)
+        assert harness.drain()[str(name)].token_ids == plain.token_ids
+        reused.append(tree.counters.tokens_reused)
+    assert reused[:2] == [0, 0]
+    assert reused[2] >= 80
+    assert speculation.stats()["drafted"] > 0
 
 
 def test_rejection_sampling_accepts_what_a_right_head_draws() -> None:

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from engine.pictures import picture, placed
 from hypothesis import given
 from hypothesis import strategies as st
 from speculation.following import following
@@ -72,6 +73,15 @@ def test_the_last_of_equal_matches_counts() -> None:
 def test_the_longest_match_counts_more_than_a_later_one() -> None:
     ids = [4, 5, 6, 1, 9, 5, 6, 2, 4, 5, 6]
     assert proposed(proposer(), following(ids), 1) == [1]
+
+
+def test_proposals_end_before_a_picture() -> None:
+    ids, pictures = placed([5, 6, 1, 2], picture(1, 1, 2), [3, 4])
+    source = proposer()
+    assert proposed(source, following(ids, [5, 6], pictures=pictures)) == [1, 2]
+    assert proposed(source, following(ids, [1, 2], pictures=pictures)) == []
+    assert proposed(source, following(ids, [7, 7], pictures=pictures)) == [], "the ids of features"
+    assert proposed(source, following([*ids, 7, 7])) == [3, 4, 7, 7], "the same as text"
 
 
 def test_a_repetition_goes_on_beyond_its_end() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import parse_qs
 
@@ -26,7 +27,6 @@ from .http import (
     Route,
     Scope,
     Send,
-    StallWatch,
     decode,
     encode,
     logged,
@@ -117,7 +117,7 @@ class Call:
         """
         self.refuse_while_draining()
         slot, adapter = self.service.models.resolve(name)
-        use = self._kept.enter_async_context(self.service.models.use(slot.entry.name))
+        use = self._kept.enter_async_context(self.service.models.use(slot))
         model = await self._interruptible(use)
         if adapter is not None:
             slot.check_adapter(adapter)
@@ -346,10 +346,10 @@ async def _read(service: ServerState, kind: type, scope: Scope, receive: Receive
 async def _reply(call: Call, handled: Awaitable[Any], send: Send) -> None:
     reply = await handled
     if isinstance(reply, Events):
-        limit_s = call.service.config.send_timeout_s
-        stall = StallWatch(send, limit_s, call.scope["state"][ABORT])
         reply.headers += call.headers
-        await send_events(send, reply, lambda error: _last_event(call, error), stall)
+        limit_s, abort = call.service.config.send_timeout_s, call.scope["state"][ABORT]
+        last = partial(_last_event, call)
+        await send_events(send, reply, last, limit_s=limit_s, abort=abort)
         return
     body = reply if isinstance(reply, Body) else Body(encode(reply))
     if call.num_attempts > 1:

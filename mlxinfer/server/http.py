@@ -283,68 +283,39 @@ async def send_body(send: Send, reply: Body) -> None:
 
 
 async def send_events(
-    send: Send, reply: Events, last: Callable[[Exception], bytes], stall: "StallWatch"
+    send: Send,
+    reply: Events,
+    last: Callable[[Exception], bytes],
+    *,
+    limit_s: float,
+    abort: Callable[[], None],
 ) -> None:
-    """Send a stream; `last` gives the frame that ends a stream which fails."""
-    headers = [(b"content-type", reply.media_type), NO_STORE]
-    headers += [(b"x-accel-buffering", b"no"), *reply.headers]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    with stall:
-        try:
-            async for frame in reply.frames:
-                await stall.send(_part(frame))
-        except Exception as error:  # the fault boundary of a stream: it ends by saying so
-            await stall.send(_part(last(error)))
-        await stall.send(_part(b"", more=False))
-
-
-def _part(body: bytes, *, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
-
-
-class StallWatch:
-    """Sends the messages of one stream; ends the connection of a client that stops reading.
-
-    One timer a stream, not one a message. An aborted connection makes `send` return, and the client
-    counts as disconnected.
+    """Send a stream.
 
     Args:
         send: of the connection.
-        limit_s: seconds that a message may wait to be taken. It may take up to twice as long until
-            this is noticed.
-        abort: ends the connection without sending the data that waits.
+        reply: the stream.
+        last: gives the frame that ends a stream which fails.
+        limit_s: seconds that a message may wait for a client to take it.
+        abort: called then. It ends the connection without sending the data that waits; `send`
+            returns, and the client counts as disconnected.
     """
+    loop = asyncio.get_running_loop()
 
-    def __init__(self, send: Send, limit_s: float, abort: Callable[[], None]) -> None:
-        self._send = send
-        self._limit_s = limit_s
-        self._abort = abort
-        self._since_s: float | None = None  # event-loop time at which a message began to wait
-        self._timer: asyncio.TimerHandle | None = None
+    async def put(body: bytes, *, more: bool = True) -> None:
+        timer = loop.call_later(limit_s, abort)
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        timer.cancel()
 
-    async def send(self, message: Message) -> None:
-        """Send one message."""
-        self._since_s = asyncio.get_running_loop().time()
-        await self._send(message)
-        self._since_s = None
-
-    def __enter__(self) -> "StallWatch":
-        self._check_later()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _check_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._check)
-
-    def _check(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if self._since_s is not None and now_s - self._since_s >= self._limit_s:
-            self._abort()
-        else:
-            self._check_later()
+    headers = [(b"content-type", reply.media_type), NO_STORE]
+    headers += [(b"x-accel-buffering", b"no"), *reply.headers]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    try:
+        async for frame in reply.frames:
+            await put(frame)
+    except Exception as error:  # the fault boundary of a stream: it ends by saying so
+        await put(last(error))
+    await put(b"", more=False)
 
 
 # -- errors -------------------------------------------------------------------------------------

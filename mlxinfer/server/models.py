@@ -311,16 +311,14 @@ class ModelRegistry:
     # -- use ------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """The model of a name, loaded if it is not, and kept until the block ends.
+    async def use(self, slot: ModelSlot) -> AsyncIterator[ServedModel]:
+        """The model of a slot, loaded if it is not, and kept until the block ends.
 
         Raises:
-            ModelNotFoundError: no model is called so.
             DeviceLostError: no engine of this process works, and the server ends.
             ModelLoadError: it could not be loaded, or not lately.
             OverloadedError: the models in its way are in use, or it is being unloaded.
         """
-        slot = self.find(name)
         if slot.leaving:
             raise OverloadedError(
                 f"The model {slot.entry.name} is being unloaded; try again.", retry_after_s=1.0
@@ -342,11 +340,11 @@ class ModelRegistry:
         return await asyncio.shield(slot.loading)
 
     async def load(self, name: str) -> None:
-        """Load a model if it is not; raises as `use`, but with the reason of a failure."""
+        """Load a model if it is not; raises as `find` and `use`, with the reason of a failure."""
         slot = self.find(name)
         slot.failures_in_a_row = 0  # an explicit request tries it at once
         try:
-            async with self.use(name):
+            async with self.use(slot):
                 pass
         except ModelLoadError as error:
             if isinstance(error.__cause__, Exception):
@@ -467,13 +465,13 @@ class ModelRegistry:
         """Load an adapter of a model, which is loaded first; it has it at later loads, too.
 
         Raises:
-            as `use` and `Session.load_adapter`.
+            as `find`, `use` and `Session.load_adapter`.
         """
         slot = self.find(model)  # a client that leaves does not leave the adapter half loaded
         await asyncio.shield(_task(self._load_adapter(slot, name, folder)))
 
     async def _load_adapter(self, slot: ModelSlot, name: str, folder: Path) -> None:
-        async with self.use(slot.entry.name) as served:
+        async with self.use(slot) as served:
             await _give_adapter(served, name, folder)
             slot.adapters[name] = folder
             slot.adapter_failures.pop(name, None)

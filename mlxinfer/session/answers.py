@@ -345,7 +345,7 @@ class Answers:
         self._watcher: AnswerWatcher | None = None
         self._inbox: list[TokenEvent] = []  # for the event loop that reads the answers
         self._error: Exception | None = None  # of an interruption
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()  # something arrived, or it was silent for a while
         self._keep_alive_s: float | None = None
         self._heard_s = 0.0  # event-loop time of the last event
         self._timer: asyncio.TimerHandle | None = None
@@ -444,7 +444,7 @@ class Answers:
     def interrupt(self, error: Exception) -> None:
         """Let the steps raise `error` next. Called on the event loop, such as by a deadline."""
         self._error = error
-        self._wake()
+        self._news.set()
 
     def close(self) -> None:
         """End the requests that have not ended. May be called at any time, and twice."""
@@ -467,12 +467,7 @@ class Answers:
     def receive(self, event: TokenEvent) -> None:
         """Take an event, on the event loop."""
         self._inbox.append(event)
-        self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self._news.set()
 
     async def _arrived(self) -> tuple[list[AnswerStep], Exception | None]:
         """Wait for events: their steps up to the first error, and that error.
@@ -481,9 +476,8 @@ class Answers:
         """
         loop = asyncio.get_running_loop()
         while True:
-            if not self._inbox and self._error is None:
-                self._waiter = loop.create_future()
-                await self._waiter
+            await self._news.wait()
+            self._news.clear()
             arrived, self._inbox = self._inbox, []
             if not arrived and self._error is None:
                 return [], None
@@ -498,7 +492,7 @@ class Answers:
         loop = asyncio.get_running_loop()
         due_s = self._heard_s + keep_alive_s
         if loop.time() >= due_s:
-            self._wake()
+            self._news.set()
             due_s = loop.time() + keep_alive_s
         self._timer = loop.call_at(due_s, self._watch_silence, keep_alive_s)
 

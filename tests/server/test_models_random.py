@@ -94,7 +94,7 @@ class Scene:
         self.tasks.append(asyncio.create_task(work))
 
     async def use(self, name: str, turns: int) -> None:
-        async with self.models.use(name) as model:
+        async with self.models.use(self.models.find(name)) as model:
             for _ in range(turns):
                 await asyncio.sleep(0.0003)
                 if model.closed or self.models.find(name).served is not model:

@@ -48,7 +48,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def touch(models: ModelRegistry, *names: str | None) -> None:
     for name in names:
-        async with models.use(name):
+        async with models.use(models.find(name)):
             pass
 
 
@@ -114,7 +114,7 @@ def test_models_in_use_stay_and_none_is_unloaded_in_vain(
 ) -> None:
     async def work() -> None:
         await touch(models, "b")
-        async with models.use("a") as served:
+        async with models.use(models.find("a")) as served:
             with pytest.raises(OverloadedError, match="no room") as refused:
                 await touch(models, "big")
             assert refused.value.retry_after_s > 0
@@ -185,7 +185,7 @@ def test_idle_models_are_unloaded_after_their_ttl(machine: Machine, models: Mode
         machine.clock = 59.0
         await models.unload_idle()
         assert models.find("b").ttl_left_s == 1.0
-        async with models.use("b"):
+        async with models.use(models.find("b")):
             machine.clock = 200.0
             await models.unload_idle()
             assert models.find("b").ttl_left_s == 60.0
@@ -237,7 +237,7 @@ def test_a_start_fails_with_the_reason(machine: Machine) -> None:
 def test_explicit_unloads(machine: Machine, models: ModelRegistry) -> None:
     async def work() -> None:
         await models.unload("a")  # it is not there, as was wanted
-        async with models.use("a"):
+        async with models.use(models.find("a")):
             with pytest.raises(ModelBusyError):
                 await models.unload("a")
             going = asyncio.create_task(models.unload("a", 10.0))
@@ -255,7 +255,7 @@ def test_explicit_unloads(machine: Machine, models: ModelRegistry) -> None:
 
 def test_an_unload_that_waits_is_not_undone_by_another(models: ModelRegistry) -> None:
     async def work() -> None:
-        async with models.use("a"):
+        async with models.use(models.find("a")):
             waiting = asyncio.create_task(models.unload("a", 10.0))
             await until(lambda: models.find("a").leaving > 0)
             with pytest.raises(ModelBusyError):
@@ -270,7 +270,7 @@ def test_an_unload_that_waits_is_not_undone_by_another(models: ModelRegistry) ->
 
 def test_an_unload_goes_on_where_its_client_leaves(models: ModelRegistry) -> None:
     async def work() -> None:
-        async with models.use("a"):
+        async with models.use(models.find("a")):
             waiting = asyncio.create_task(models.unload("a", 3600.0))
             await until(lambda: models.find("a").leaving > 0)
             waiting.cancel()

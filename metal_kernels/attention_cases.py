@@ -20,7 +20,7 @@ from .attention_plan import (
 from .kv_write import stored
 from .mla_attention import mla_attention_gathered, mla_attention_on_metal, row_blocks
 from .paged_attention import paged_attention_gathered, paged_attention_on_metal
-from .stored import FORMATS, PLAIN, KVFormat, Vectors, numbers_of
+from .stored import FORMATS, PLAIN, KVFormat, Plane
 from .variants import Case, Form, Kind, Variant
 
 PAGE = 16
@@ -75,8 +75,8 @@ class Scene:
     """Some sequences of as many queries each, and their cache."""
 
     queries: mx.array  # (T, H * G, D)
-    keys: Vectors
-    values: Vectors
+    keys: Plane
+    values: Plane
     starts: Ints
     sealed: Ints
     tables: list[Ints]
@@ -94,7 +94,7 @@ class Scene:
         return planner(self.starts, page_table(self.tables))
 
 
-def in_shared_tails(keys: Vectors, values: Vectors) -> tuple[Vectors, Vectors]:
+def in_shared_tails(keys: Plane, values: Plane) -> tuple[Plane, Plane]:
     """Keys and values that are stored alike, in the same tails."""
     pairs = zip(keys.tails, values.tails, strict=True)
     tails = [mx.concatenate([*pair], axis=1) for pair in pairs]
@@ -103,9 +103,9 @@ def in_shared_tails(keys: Vectors, values: Vectors) -> tuple[Vectors, Vectors]:
     return keys, replace(values, tails=tails, tail_heads=2 * heads, tail_head=heads)
 
 
-def in_one_vector(whole: Vectors, key_dim: int, vector_dim: int) -> tuple[Vectors, Vectors]:
+def in_one_vector(whole: Plane, key_dim: int, value_dim: int) -> tuple[Plane, Plane]:
     """Keys, the last numbers of vectors, and values, the first ones."""
-    return replace(whole, first=vector_dim - key_dim), whole
+    return whole.cut(whole.vector_dim - key_dim, key_dim), whole.cut(0, value_dim)
 
 
 def build_scene(
@@ -130,15 +130,15 @@ def build_scene(
     tables = np.split(pages, np.cumsum(counts)[:-1])
     num_tokens = max(len(pages), 1) * PAGE
 
-    def plane(dim: int, fmt: KVFormat) -> Vectors:
+    def plane(dim: int, fmt: KVFormat) -> Plane:
         shapes = [(kv_heads, num_tokens, dim), (len(starts), kv_heads, 2 * PAGE, dim)]
         vectors = [mx.array(rng.uniform(-1, 1, shape).astype(np.float32)) for shape in shapes]
         pages, tails = (stored(v, fmt, dtype) for v in vectors)
-        return Vectors(fmt, pages, tails, dim, kv_heads)
+        return Plane(fmt, pages, tails, dim, kv_heads)
 
     keys = plane(form.joint_dim or key_dim, form.key_format)
     if form.joint_dim:
-        keys, values = in_one_vector(keys, key_dim, form.joint_dim)
+        keys, values = in_one_vector(keys, key_dim, form.value_dim)
     else:
         values = plane(form.value_dim, form.value_format)
         if key_dim == form.value_dim and form.key_format == form.value_format:
@@ -239,15 +239,14 @@ def _attend(
 def _by_fused_attention(variant: Variant, scene: Scene) -> list[mx.array]:
     """MLX's attention over each sequence's pages as one view, decoded where they are codes."""
     count, outputs = len(scene.queries) // len(scene.starts), []
-    dims = variant.form.key_dim, variant.form.value_dim
     mask = "causal" if variant.kind == PREFILL else None
     for seq, start in enumerate(scene.starts.tolist()):  # all have as many
         context = start + count if mask else start
         run = slice(seq * context, (seq + 1) * context)
         rows = scene.queries[seq * count : (seq + 1) * count].swapaxes(0, 1)
         keys, values = (
-            numbers_of(plane, [part[:, run] for part in plane.pages], dim).astype(rows.dtype)
-            for plane, dim in zip((scene.keys, scene.values), dims, strict=True)
+            plane.decode([part[:, run] for part in plane.pages], mx.float32).astype(rows.dtype)
+            for plane in (scene.keys, scene.values)
         )
         outputs.append(
             mx.fast.scaled_dot_product_attention(

@@ -21,7 +21,7 @@ from .paged_attention import (
     paged_attention_gathered,
     passes,
 )
-from .stored import FORMATS, PLAIN, KVFormat, Vectors, part_names, plane_text
+from .stored import FORMATS, PLAIN, KVFormat, Plane, part_names, plane_text
 
 DIMS = ((576, 512),)
 KINDS = (PLAIN, FORMATS[8])  # formats of latents
@@ -55,7 +55,7 @@ def _kernel(fmt: KVFormat) -> MetalKernel:
 
 
 def mla_attention_on_metal(
-    queries: mx.array, latents: Vectors, plan: AttentionPlan, *, scale: float, value_dim: int = 512
+    queries: mx.array, latents: Plane, plan: AttentionPlan, *, scale: float, value_dim: int = 512
 ) -> list[mx.array]:
     """Attention of 1 to 8 queries of each sequence over its pages and its tail.
 
@@ -76,7 +76,7 @@ def mla_attention_on_metal(
 
 
 def mla_attention(
-    queries: mx.array, latents: Vectors, plan: AttentionPlan, *, scale: float, value_dim: int
+    queries: mx.array, latents: Plane, plan: AttentionPlan, *, scale: float, value_dim: int
 ) -> AttentionCall:
     """The attention for arrays of these sizes; arguments as of `mla_attention_on_metal`."""
     num_tokens, num_heads, dim = queries.shape
@@ -123,9 +123,15 @@ def row_blocks(num_rows: int) -> int:
 
 
 def mla_attention_gathered(
-    queries: mx.array, latents: Vectors, plan: AttentionPlan, *, scale: float, value_dim: int = 512
+    queries: mx.array, latents: Plane, plan: AttentionPlan, *, scale: float, value_dim: int = 512
 ) -> list[mx.array]:
     """The plain-MLX twin, as `mla_attention_on_metal`; simple rather than fast."""
     return paged_attention_gathered(
-        queries, latents, latents, plan, scale=scale, value_dim=value_dim, log_sums=True
+        queries,
+        latents,
+        latents.cut(0, value_dim),
+        plan,
+        scale=scale,
+        value_dim=value_dim,
+        log_sums=True,
     )

@@ -30,7 +30,7 @@ from .attention_plan import (
     tile_sizes,
 )
 from .launch import MIN_NUMBERS, Launch, MetalKernel, TemplateValue
-from .stored import PLAIN, KVFormat, Vectors, numbers_of, part_names, plane_text
+from .stored import PLAIN, KVFormat, Plane, part_names, plane_text
 
 
 class Softmax(NamedTuple):
@@ -142,8 +142,8 @@ HIDDEN = float(np.finfo(np.float32).min)
 
 def paged_attention_gathered(
     queries: mx.array,
-    keys: Vectors,
-    values: Vectors,
+    keys: Plane,
+    values: Plane,
     plan: AttentionPlan,
     *,
     scale: float,
@@ -169,8 +169,8 @@ def paged_attention_gathered(
         found.append(
             attend(
                 own,
-                gathered(keys, page_size, slot, index, own.shape[-1]),
-                gathered(values, page_size, slot, index, value_dim),
+                gathered(keys, page_size, slot, index),
+                gathered(values, page_size, slot, index),
                 mx.array(np.where(visible, 0.0, HIDDEN).astype(np.float32)),
                 scale=scale,
                 sink_logits=sink_logits,
@@ -200,20 +200,14 @@ def token_index(
     return mx.array(tokens), mx.array(new % (2 * page_size))
 
 
-def gathered(
-    stored: Vectors, page_size: int, slot: int, index: tuple[mx.array, mx.array], dim: int
-) -> mx.array:
+def gathered(plane: Plane, page_size: int, slot: int, index: tuple[mx.array, mx.array]) -> mx.array:
     """(H, tokens, dim) float32: of the pages, then of the tail."""
     tokens, ring = index
-    own = slice(stored.tail_head, stored.tail_head + len(stored.pages[0]))
-    shape = (-1, stored.tail_heads, 2 * page_size)
     parts = [
-        mx.concatenate(
-            [pages[:, tokens], tails.reshape(*shape, tails.shape[-1])[slot, own][:, ring]], axis=1
-        )
-        for pages, tails in zip(stored.pages, stored.tails, strict=True)
+        mx.concatenate([pages[:, tokens], tails[slot][:, ring]], axis=1)
+        for pages, tails in zip(plane.pages, plane.own_tails(page_size), strict=True)
     ]
-    return numbers_of(stored, parts, dim)
+    return plane.decode(parts, mx.float32)
 
 
 def attend(
@@ -335,8 +329,8 @@ class Asked(NamedTuple):
 
 def paged_attention_on_metal(
     queries: mx.array,
-    keys: Vectors,
-    values: Vectors,
+    keys: Plane,
+    values: Plane,
     plan: AttentionPlan,
     *,
     scale: float,
@@ -400,7 +394,7 @@ def attention_call(
     return call
 
 
-def arrays_of(keys: Vectors, values: Vectors) -> list[mx.array]:
+def arrays_of(keys: Plane, values: Plane) -> list[mx.array]:
     """The arrays of a layer in the order in which the kernels take them."""
     own_tails = [] if values.tail_head or keys.first else values.tails
     own_pages = [] if keys.first else values.pages
@@ -409,8 +403,8 @@ def arrays_of(keys: Vectors, values: Vectors) -> list[mx.array]:
 
 def paged_attention(
     queries: mx.array,
-    keys: Vectors,
-    values: Vectors,
+    keys: Plane,
+    values: Plane,
     plan: AttentionPlan,
     *,
     scale: float,
@@ -713,11 +707,11 @@ def _block_plan(
     return planner(np.array([start], np.int32), pages)
 
 
-def _one(vectors: mx.array) -> Vectors:
+def _one(vectors: mx.array) -> Plane:
     """Vectors (H, S, dim) of one sequence, as one run of pages; no tail is read."""
     heads, _, dim = vectors.shape
     no_tail = _no_tail(heads * 2 * BLOCK, dim, vectors.dtype)
-    return Vectors(PLAIN, [vectors], [no_tail], dim, heads)
+    return Plane(PLAIN, [vectors], [no_tail], dim, heads)
 
 
 @lru_cache(8)

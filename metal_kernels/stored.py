@@ -6,13 +6,16 @@ of what is stored of it. Knows no step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import mlx.core as mx
 
 MAX_FLOAT16 = 65_504.0  # scales and biases of larger numbers would be infinite
 MAX_GROUP = 64
+PIECE = 2048  # tokens that are decoded together
+
+Runs = Sequence[tuple[int, int]]  # [from, to) ranges of page slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +126,22 @@ FORMATS: dict[int | None, KVFormat] = {None: PLAIN, 0: PLAIN, 8: Affine(8), 4: A
 
 
 @dataclass(slots=True)
-class Vectors:
-    """Stored keys or values of a layer: one array for each part of a vector.
+class Plane:
+    """Stored vectors of one kind, such as the keys of a layer: an array for each part of a vector.
+
+    W = width of a part, P = page_size.
 
     Attributes:
         fmt: of the vectors.
-        pages: (heads, tokens, width) each.
-        tails: a tail a slot, (tail heads, 2 * page_size, width), of whatever shape as a whole;
-            maybe the same for keys and values.
-        vector_dim: numbers of a stored vector, of which keys or values may be a part.
+        pages: (heads, tokens, W) each.
+        tails: a tail a slot, (tail heads, 2 * P, W), of whatever shape as a whole; maybe the same
+            for keys and values.
+        vector_dim: numbers of a stored vector.
         tail_heads: heads of a tail.
         tail_head: the first own one; in shared tails keys come before values.
-        first: the first of the numbers in a stored vector; not 0 of keys that share it with values.
+        first: the first number that is read of a vector; not 0 of keys that share it with values.
+        dim: numbers that are read from there on; None: the whole vector.
+        dtype: of decoded vectors.
     """
 
     fmt: KVFormat
@@ -144,6 +151,118 @@ class Vectors:
     tail_heads: int
     tail_head: int = 0
     first: int = 0
+    dim: int | None = None
+    dtype: mx.Dtype = mx.float32
+
+    def cut(self, first: int, dim: int) -> "Plane":
+        """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
+        return replace(self, first=first, dim=dim)
+
+    @property
+    def read_dim(self) -> int:
+        """Numbers that are read of a vector."""
+        return self.vector_dim if self.dim is None else self.dim
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether decoding is free: what is stored is what is read."""
+        return self.dim is None and not self.fmt.bits
+
+    @property
+    def own(self) -> slice:
+        """The plane's heads among those of the tails."""
+        return slice(self.tail_head, self.tail_head + len(self.pages[0]))
+
+    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype | None = None) -> mx.array:
+        """Parts (..., W) -> the numbers that are read of each vector, (..., dim)."""
+        vectors = self.fmt.decode(parts, dtype or self.dtype)
+        if self.dim is None:
+            return vectors
+        return vectors[..., self.first : self.first + self.dim]
+
+    def own_tails(self, page_size: int) -> list[mx.array]:
+        """Views (num_slots, heads, 2 * P, W) of each part; not to be kept."""
+        return [self._by_slot(part, page_size)[:, self.own] for part in self.tails]
+
+    def _by_slot(self, tails: mx.array, page_size: int) -> mx.array:
+        """(num_slots, tail heads, 2 * P, W)."""
+        return tails.reshape(-1, self.tail_heads, 2 * page_size, tails.shape[-1])
+
+    def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
+        """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
+        for start, stop in runs:
+            end = row + stop - start
+            for pages, part in zip(self.pages, parts, strict=True):
+                pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
+            row = end
+
+    def copy_out(self, start: int, stop: int) -> list[mx.array]:
+        """The stored parts (H, N, W) of one run of pages, as copies of their own."""
+        return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
+
+    def copy_in(
+        self, parts: list[mx.array], start: int, slot: int, offset: int, page_size: int
+    ) -> None:
+        """Store parts (H, N, W) in the pages from page slot `start` on, and in a tail."""
+        for i, (pages, part) in enumerate(zip(self.pages, parts, strict=True)):
+            count = part.shape[1]
+            pages[:, start : start + count] = part
+            tails = self._by_slot(self.tails[i], page_size)
+            assert slot < len(tails), "MLX would write nowhere, and say nothing"
+            tails[slot, self.own, offset : offset + count] = part
+            self.tails[i] = tails.flatten(0, 2)
+
+    def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
+        """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""
+        if len(runs) == 1:
+            start, stop = runs[0]
+            return self._decoded([pages[:, start:stop] for pages in self.pages], after)
+        sources = self.pages if after is None else mx.depends(self.pages, [after])
+        joined = [
+            mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
+            for pages in sources
+        ]
+        return self._decoded(joined, after)
+
+    def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
+        """(H, N, D), a piece after the other: decoding takes several times what it gives."""
+        count = parts[0].shape[1]
+        if self.as_stored:
+            return parts[0]
+        if not self.fmt.bits or (count <= PIECE and after is None):
+            return self.decode(parts)
+        pieces = []
+        for start in range(0, count, PIECE):
+            piece = [part[:, start : start + PIECE] for part in parts]
+            after = self.decode(piece if after is None else mx.depends(piece, [after]))
+            pieces.append(after)
+        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+
+    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
+        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
+        # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
+        if self.as_stored:
+            vectors = mx.unflatten(self.pages[0], 1, (-1, page_size))[:, ids]
+        else:
+            vectors = self.decode(
+                [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
+            )
+        return mx.flatten(vectors, 2, 3)  # from (H, B, n, P, D)
+
+    def grow_pages(self, extra_tokens: int) -> None:
+        """Make room, one array at a time so that only one is ever there twice."""
+        for i, pages in enumerate(self.pages):
+            self.pages[i] = extended(pages, axis=1, extra=extra_tokens)
+            del pages
+            mx.eval(self.pages[i])
+
+
+def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
+    """The array with `extra` zeros at the end of an axis.
+
+    Padding writes the new array alone, where a concatenation would make the zeros first.
+    """
+    return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])
 
 
 def part_names(kind: str, fmt: KVFormat) -> list[str]:
@@ -155,9 +274,3 @@ def plane_text(tails: str, pages: str, fmt: KVFormat) -> str:
     """What a kernel's body hands to `plane_of`; plain vectors have no groups, none are read."""
     pairs = list(zip(part_names(tails, fmt), part_names(pages, fmt), strict=True))
     return ", ".join([name for pair in (*pairs, pairs[-1])[:2] for name in pair])
-
-
-def numbers_of(stored: Vectors, parts: Sequence[mx.array], dim: int) -> mx.array:
-    """(..., dim) float32 of parts (..., width) of stored vectors: the keys or the values alone."""
-    vectors = stored.fmt.decode(parts, mx.float32)
-    return vectors[..., stored.first : stored.first + dim]

@@ -97,7 +97,7 @@ class OnMetal:
         segments, (_, num_heads, dim) = self._segments, queries.shape
         if self._tiles:
             kv_heads = len(layer.keys.pages[0])
-            sizes = tile_sizes(num_heads, kv_heads, dim, layer.values.dim)
+            sizes = tile_sizes(num_heads, kv_heads, dim, layer.values.read_dim)
         else:
             sizes = {"kv_heads": layer.plan_heads(num_heads, segments.width)}
         key = tuple(sizes.values())

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..metal_kernels.paged_attention import Softmax, capped
+from ..metal_kernels.stored import Runs
 from .inputs import Ints, QuerySegment, StepMetadata, ints
-from .paged import PagedLayer, Runs
+from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
 
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})  # of keys and values both
@@ -97,7 +98,7 @@ class Chunk:
             keys = layer.keys.read_runs(runs, after)
             return keys, layer.values.read_runs(runs, after=keys)  # never both half decoded
 
-        dims = queries.shape[-1], layer.values.dim
+        dims = queries.shape[-1], layer.values.read_dim
         found = self.attend_to(queries.swapaxes(0, 1), read, dims, softmax)
         return found.swapaxes(0, 1).flatten(1)
 

@@ -30,12 +30,12 @@ from ..metal_kernels.paged_attention import (
     has_dims,
     paged_attention,
 )
-from ..metal_kernels.stored import Affine
+from ..metal_kernels.stored import Affine, Plane
 from ..metal_kernels.tail_write import write_tails
 from ..metal_kernels.variants import Variant
 from .attention import Prepared
 from .chunks import is_fused
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Stored
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Stored
 
 ROTATABLE = frozenset(m * 2**k for m in (1, 12, 20, 28) for k in range(1, 10))
 
@@ -306,7 +306,7 @@ class KeyValueLayer(PagedLayer):
             scale=softmax.scale,
             sinks=softmax.sinks is not None,
             soft_cap=softmax.soft_cap,
-            value_dim=self.values.dim,
+            value_dim=self.values.read_dim,
         )
 
     def kernel_arrays(self) -> list[mx.array]:

@@ -16,10 +16,11 @@ import numpy as np
 
 from ..errors import InsufficientMemoryError, InvalidRequestError
 from ..memory import human_bytes, total_memory_bytes
+from ..metal_kernels.stored import Plane
 from .attention import prepare
 from .inputs import CacheWork, Spill, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
-from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, Plane, TailPlace, finish
+from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, TailPlace, finish
 from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
 from .state import SequenceGroup
 
@@ -160,7 +161,7 @@ class LayerGroup(PageGroup):
         if taken:
             finish([parts for _, parts, _ in taken])  # before their pages are written
         for plane, parts, place in taken:
-            plane.copy_in(parts, *place)
+            plane.copy_in(parts, *place, self.page_size)
 
     # -- pages as bytes -------------------------------------------------------------------------
 

@@ -30,13 +30,13 @@ from ..metal_kernels.paged_attention import (
     attend_in_tiles,
     has_dims,
 )
-from ..metal_kernels.stored import PLAIN, KVFormat
+from ..metal_kernels.stored import PLAIN, KVFormat, Plane, Runs
 from ..metal_kernels.variants import Variant
 from .attention import Prepared, attend_rows
 from .chunks import Chunk, cut_runs
 from .inputs import Ints
 from .keys_values import rotatable
-from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Plane, Runs, Stored
+from .paged import KEY_BIAS, Formats, GroupKey, PagedLayer, Stored
 
 MOST_SCORES = 1 << 26  # scores of a ranked layer that are there at once
 
@@ -336,7 +336,7 @@ class RankedLayer(LatentLayer):
         """(S, D) of all tokens of a sequence, in order."""
         parts = [plane.read_runs(runs)] if runs else []
         if len(tail):
-            vectors = plane.decode([part[slot] for part in plane.own_tails()])
+            vectors = plane.decode([part[slot] for part in plane.own_tails(self.page_size)])
             parts.append(vectors[:, mx.array(tail)])
         return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1))[0]
 

@@ -13,7 +13,6 @@ one array of vectors, (num_slots * H * 2 * P, W).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +23,12 @@ from ..core import PagedSpec
 from ..metal_kernels.attention_plan import AttentionPlan
 from ..metal_kernels.heads import Heads
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
-from ..metal_kernels.stored import KVFormat, Vectors
+from ..metal_kernels.stored import KVFormat, Plane, Runs, extended
 from ..metal_kernels.variants import ReadyFor, Variant, never
 from .inputs import Ints, StepMetadata
 
 MIN_NUMBERS = 8  # MLX passes shorter arrays in another way, as another variant of a kernel
-PIECE = 2048  # tokens that are decoded together
 
-Runs = Sequence[tuple[int, int]]  # [from, to) ranges of page slots
 Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
 Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
 Formats = tuple[KVFormat, KVFormat]  # of keys and values
@@ -136,128 +133,6 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
 
 
-class Plane(Vectors):
-    """Vectors of one kind in one format, such as the keys of a layer, in pages and tails.
-
-    Args:
-        fmt, dim: of the stored vectors.
-        dtype: of decoded vectors.
-        num_tokens: of all pages.
-        tails: of the plane, or of keys and values together.
-        tail_shape: heads and tokens of one tail.
-        own: the plane's heads among those of the tails.
-
-    Attributes:
-        dim: numbers of a vector that are read, from `first` on: all, or those of a `cut`.
-        as_stored: decoding is free: what is stored is what is read.
-    """
-
-    __slots__ = ("_tail_shape", "as_stored", "dim", "dtype", "own")
-
-    def __init__(
-        self,
-        fmt: KVFormat,
-        dim: int,
-        dtype: mx.Dtype,
-        *,
-        num_tokens: int,
-        tails: Tails,
-        tail_shape: tuple[int, int],
-        own: slice,
-    ) -> None:
-        heads = own.stop - own.start
-        pages = [
-            mx.zeros((heads, num_tokens, width), kind) for width, kind in fmt.parts(dim, dtype)
-        ]
-        super().__init__(fmt, pages, tails, dim, tail_shape[0], own.start)
-        self.dim, self.dtype, self.own = dim, dtype, own
-        self.as_stored = not fmt.bits
-        self._tail_shape = tail_shape
-
-    def cut(self, first: int, dim: int) -> "Plane":
-        """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
-        part = copy(self)
-        part.first, part.dim, part.as_stored = first, dim, False
-        return part
-
-    def decode(self, parts: list[mx.array]) -> mx.array:
-        """Parts (..., W) -> the numbers that are read of each vector, (..., dim)."""
-        vectors = self.fmt.decode(parts, self.dtype)
-        if self.dim == self.vector_dim:
-            return vectors
-        return vectors[..., self.first : self.first + self.dim]
-
-    def own_tails(self) -> list[mx.array]:
-        """Views (num_slots, H, 2 * P, W) of each part; not to be kept."""
-        return [mx.unflatten(part, 0, (-1, *self._tail_shape))[:, self.own] for part in self.tails]
-
-    def write_pages(self, runs: Runs, row: int, parts: list[mx.array]) -> None:
-        """Store rows `row`, `row + 1`, ... of encoded parts (T, H, W) in the slots of `runs`."""
-        for start, stop in runs:
-            end = row + stop - start
-            for pages, part in zip(self.pages, parts, strict=True):
-                pages[:, start:stop] = part[row:end].swapaxes(0, 1)  # (H, N, W)
-            row = end
-
-    def copy_out(self, start: int, stop: int) -> list[mx.array]:
-        """The stored parts (H, N, W) of one run of pages, as copies of their own."""
-        return [mx.contiguous(pages[:, start:stop]) for pages in self.pages]
-
-    def copy_in(self, parts: list[mx.array], start: int, slot: int, offset: int) -> None:
-        """Store parts (H, N, W) in the pages from page slot `start` on, and in a tail."""
-        for i, (pages, part) in enumerate(zip(self.pages, parts, strict=True)):
-            count = part.shape[1]
-            pages[:, start : start + count] = part
-            tails = mx.unflatten(self.tails[i], 0, (-1, *self._tail_shape))
-            assert slot < len(tails), "MLX would write nowhere, and say nothing"
-            tails[slot, self.own, offset : offset + count] = part
-            self.tails[i] = tails.flatten(0, 2)
-
-    def read_runs(self, runs: Runs, after: mx.array | None = None) -> mx.array:
-        """(H, N, D) of several runs, one after the other, decoded not before `after` is there."""
-        if len(runs) == 1:
-            start, stop = runs[0]
-            return self._decoded([pages[:, start:stop] for pages in self.pages], after)
-        sources = self.pages if after is None else mx.depends(self.pages, [after])
-        joined = [
-            mx.concatenate([pages[:, start:stop] for start, stop in runs], axis=1)
-            for pages in sources
-        ]
-        return self._decoded(joined, after)
-
-    def _decoded(self, parts: list[mx.array], after: mx.array | None = None) -> mx.array:
-        """(H, N, D), a piece after the other: decoding takes several times what it gives."""
-        count = parts[0].shape[1]
-        if self.as_stored:
-            return parts[0]
-        if not self.fmt.bits or (count <= PIECE and after is None):
-            return self.decode(parts)
-        pieces = []
-        for start in range(0, count, PIECE):
-            piece = [part[:, start : start + PIECE] for part in parts]
-            after = self.decode(piece if after is None else mx.depends(piece, [after]))
-            pieces.append(after)
-        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-
-    def read_pages(self, ids: mx.array, page_size: int) -> mx.array:
-        """(H, B, n * P, D) of pages `ids` (B, n), gathered."""
-        # mx.take builds a shorter graph, and takes the CPU nine times as long to evaluate.
-        if self.as_stored:
-            vectors = mx.unflatten(self.pages[0], 1, (-1, page_size))[:, ids]
-        else:
-            vectors = self.decode(
-                [mx.unflatten(pages, 1, (-1, page_size))[:, ids] for pages in self.pages]
-            )
-        return mx.flatten(vectors, 2, 3)  # from (H, B, n, P, D)
-
-    def grow_pages(self, extra_tokens: int) -> None:
-        """Make room, one array at a time so that only one is ever there twice."""
-        for i, pages in enumerate(self.pages):
-            self.pages[i] = extended(pages, axis=1, extra=extra_tokens)
-            del pages
-            mx.eval(self.pages[i])
-
-
 def finish(arrays: object) -> None:
     """Evaluate arrays, and return when MLX holds none of the inputs of what made them.
 
@@ -267,14 +142,6 @@ def finish(arrays: object) -> None:
     """
     mx.eval(arrays)
     mx.synchronize()  # the stream of this thread, on which all is computed
-
-
-def extended(array: mx.array, *, axis: int, extra: int) -> mx.array:
-    """The array with `extra` zeros at the end of an axis.
-
-    Padding writes the new array alone, where a concatenation would make the zeros first.
-    """
-    return mx.pad(array, [(0, extra if i == axis else 0) for i in range(array.ndim)])
 
 
 def vector_bytes(fmt: KVFormat, dim: int, dtype: mx.Dtype) -> int:
@@ -365,17 +232,14 @@ class PagedLayer(ABC):
         ]
         self.planes = []
         for i, (fmt, dim) in enumerate(kinds):
-            first = i * heads if self._joined else 0
-            plane = Plane(
-                fmt,
-                dim,
-                self.dtype,
-                num_tokens=num_pages * page_size,
-                tails=self._tails[0 if self._joined else i],
-                tail_shape=(self._tail_heads, 2 * page_size),
-                own=slice(first, first + heads),
+            pages = [
+                mx.zeros((heads, num_pages * page_size, width), kind)
+                for width, kind in fmt.parts(dim, self.dtype)
+            ]
+            tails, first = self._tails[0 if self._joined else i], i * heads if self._joined else 0
+            self.planes.append(
+                Plane(fmt, pages, tails, dim, self._tail_heads, first, dtype=self.dtype)
             )
-            self.planes.append(plane)
         self.keys, self.values = self.views()
 
     @property
@@ -486,7 +350,9 @@ class PagedLayer(ABC):
     def seal(self, slots: mx.array, offsets: mx.array, targets: mx.array) -> None:
         """Copy tail tokens (`slots`, `offsets`) to the page slots `targets`; all (N,)."""
         for plane in self.planes:
-            taken = [tails[slots, :, offsets] for tails in plane.own_tails()]  # (N, H, W)
+            taken = [
+                tails[slots, :, offsets] for tails in plane.own_tails(self.page_size)
+            ]  # (N, H, W)
             for pages, part in zip(plane.pages, taken, strict=True):
                 pages[:, targets] = part.swapaxes(0, 1)  # (H, N, W)
 

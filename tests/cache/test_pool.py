@@ -6,8 +6,9 @@ import pytest
 from cache.cache_layers import PAGE, Bits, layer_of
 
 from mlxinfer.cache.keys_values import KeyValueLayer
-from mlxinfer.cache.paged import Plane, TailPlace
+from mlxinfer.cache.paged import TailPlace
 from mlxinfer.core import KVSpec
+from mlxinfer.metal_kernels.stored import Plane
 
 HEADS, COUNT = 2, 20
 RUNS = [(32, 40), (70, 82)]  # of 20 tokens
@@ -87,7 +88,7 @@ def test_tails_are_sealed_and_pasted_and_grow(bits: Bits, key_dim: int, value_di
     layer.grow_pages(9)
     layer.seal(mx.array(SLOTS), mx.array(OFFSETS), mx.arange(COUNT))
     for plane in (layer.keys, layer.values):
-        plane.copy_in(plane.copy_out(4, 12), 100, slot=6, offset=8)
+        plane.copy_in(plane.copy_out(4, 12), 100, slot=6, offset=8, page_size=PAGE)
     layer.resize_tails(8)
     pairs = zip(
         planes(layer, keys, values), in_tails(layer), layer.read_tails(slice(6, 7)), strict=True

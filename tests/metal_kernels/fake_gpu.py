@@ -6,9 +6,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxinfer.metal_kernels.bitmask import bitmask_twin
+from mlxinfer.metal_kernels.bitmask import bitmask_twin, bitmask_variant
 from mlxinfer.metal_kernels.launch import Launch
-from mlxinfer.metal_kernels.sample import bitmask_variant, sample_twin, sample_variant
+from mlxinfer.metal_kernels.sample import sample_twin, sample_variant
 from mlxinfer.metal_kernels.selfcheck import Gpu
 
 CHIP = "Fake M9, macOS 99, mlx 1, mlxinfer 1"

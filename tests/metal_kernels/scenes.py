@@ -17,7 +17,7 @@ from mlxinfer.metal_kernels.attention_plan import (
     page_table,
     tile_queries,
 )
-from mlxinfer.metal_kernels.stored import FORMATS, Vectors
+from mlxinfer.metal_kernels.stored import FORMATS, Plane
 
 Ints = NDArray[np.int32]
 
@@ -25,7 +25,7 @@ SPARE_SLOTS = 2  # tails of no sequence
 SPARE_PAGES = 3
 
 
-def vector_bytes(vectors: Vectors) -> int:
+def vector_bytes(vectors: Plane) -> int:
     """Of one token and head."""
     return sum(part.shape[-1] * part.dtype.size for part in vectors.pages)
 
@@ -69,8 +69,8 @@ class Inputs:
     """Arguments of the typed functions."""
 
     queries: mx.array  # (T, H * G, D)
-    keys: Vectors
-    values: Vectors
+    keys: Plane
+    values: Plane
     plan: AttentionPlan
     visible: int  # (sequence, token) pairs that any query sees
     sink_logits: mx.array = field(init=False)  # (H * G,)
@@ -107,7 +107,7 @@ def build(scene: Scene) -> Inputs:
     plan = _plan(scene, starts, stops - starts, sealed, slots, page_table(tables))
     keys, values = planes[0], planes[-1]
     if scene.turning:
-        keys, values = in_one_vector(keys, scene.key_dim, *dims)
+        keys, values = in_one_vector(keys, scene.key_dim, scene.value_dim)
     elif scene.key_dim == scene.value_dim and scene.bits[0] == scene.bits[1]:
         keys, values = in_shared_tails(keys, values)
     return Inputs(queries, keys, values, plan, int(in_pages.sum() + in_tails.sum()))
@@ -186,7 +186,7 @@ def _plane(
     bits: int | None,
     in_pages: NDArray[np.bool_],
     in_tails: NDArray[np.bool_],
-) -> Vectors:
+) -> Plane:
     fmt = FORMATS[bits]
     pages, tails = (
         fmt.encode(
@@ -201,4 +201,4 @@ def _plane(
     for parts, where in zip((pages, tails), hidden, strict=True):
         parts[-1] = mx.where(where, mx.array(float("nan"), parts[-1].dtype), parts[-1])
     mx.eval(pages, tails)
-    return Vectors(fmt, pages, tails, dim, scene.kv_heads)
+    return Plane(fmt, pages, tails, dim, scene.kv_heads)

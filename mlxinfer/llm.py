@@ -28,6 +28,7 @@ from .session.inputs import (
     TextArguments,
     TextInput,
     is_one_prompt,
+    with_images,
 )
 from .session.options import EngineArguments, EngineOptions, help_of
 
@@ -219,7 +220,9 @@ class LLM:
 
         Args:
             messages: dicts with "role" and "content"; answers may have "tool_calls", and messages
-                of the role "tool" their results. A text is one message of the user.
+                of the role "tool" their results. A text is one message of the user. A content may
+                be a list of {"type": "text", "text": ...} and {"type": "image", "image": ...} with
+                a path, bytes, a PIL image or an array, where the model sees.
             params: how to choose tokens. None: `chat_params`, the model's own values.
             tools: what the model may call: {"type": "function", "function": {"name": ...,
                 "parameters": JSON schema}}. Calls are in `tool_calls` of the result, not in its
@@ -231,9 +234,12 @@ class LLM:
             chat_template_kwargs: variables of the chat template, such as
                 {"enable_thinking": False}.
             adapter: name of a loaded adapter; None: the model itself.
+            images: pictures before the text of the user's last message.
             options: fields of SamplingParams, such as max_tokens=20; they replace those of params.
 
         Raises:
+            PictureError: a picture is broken, too large, or not there.
+            UnsupportedFieldError: there are pictures, and the model reads text only.
             TemplateError: the model has no chat template, or it refused these messages.
             InvalidRequestError: a tool or the choice is wrong, a grammar cannot be compiled, or
                 the template has no such variable.
@@ -318,6 +324,8 @@ class LLM:
             variables = {name: value for name, value in variables.items() if name not in ENDS}
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if images := own.pop("images", ()):
+            messages = with_images(messages, images)
         if params is None:
             self._say_params()
         return ChatInput(

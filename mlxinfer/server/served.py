@@ -14,7 +14,7 @@ from ..session.session import Session, read_sampling
 from ..text import Tokenizer
 
 CAPABILITIES = (
-    *("chat", "completion", "tools", "reasoning", "infill", "images", "embeddings", "rerank"),
+    *("chat", "completion", "tools", "reasoning", "infill", "vision", "embeddings", "rerank"),
 )
 
 
@@ -104,7 +104,7 @@ class ServedModel:
 
     @property
     def capabilities(self) -> dict[str, bool]:
-        """The abilities of the model that requests may use; images are not there yet."""
+        """The abilities of the model that requests may use."""
         can = self.session.capabilities
         return {name: name in can for name in CAPABILITIES}
 

@@ -34,6 +34,7 @@ class ModelInfo:
     kv_bytes_per_token: int  # of all layers; windows hold no more than their length
     quantization: str | None  # "4-bit affine, group 64"
     eos_token_ids: tuple[int, ...]
+    sees: bool = False  # it reads pictures
     alone_because: str | None = None  # why it runs one sequence after another; None: batched
     task: str = "generate"  # or "embed", "score"
     embedding_dim: int | None = None  # numbers of a vector, of models that embed
@@ -57,6 +58,7 @@ class ModelInfo:
             "context": f"{self.max_context:,} tokens",
             "weights": human_bytes(self.weights_bytes),
             "quantised": self.quantization,
+            "reads": "text and pictures" if self.sees else "text",
             "KV cache": f"{human_bytes(self.kv_bytes_per_token)} a token",
             "folder": self.path,
         }
@@ -82,6 +84,7 @@ def describe(name: str, path: Path, model: "LanguageModel") -> ModelInfo:
             f"{default.bits}-bit {default.mode}, group {default.group_size}" if default else None
         ),
         eos_token_ids=config.eos_token_ids,
+        sees=model.tower is not None,
         alone_because=config.alone_because,
     )
 

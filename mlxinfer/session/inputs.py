@@ -16,6 +16,7 @@ from ..errors import InvalidRequestError, shown
 
 if TYPE_CHECKING:
     from ..grammar import GrammarSpec
+    from ..images import PlacedPicture
     from ..text import ToolUse
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class ChatArguments(TextArguments, total=False):
     tool_choice: str | Message
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | None
+    images: Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class EncodedPrompt:
     logits: bool = False  # the logits of the prompt are kept
     logprobs: int | None = None  # most probable tokens named beside each scored token of the prompt
     end_ids: frozenset[int] = frozenset()  # tokens that end the answer, beside the model's own
+    pictures: "tuple[PlacedPicture, ...]" = ()  # in the ids, in their order
 
 
 class InputReader(Protocol[T_co]):
@@ -146,8 +149,9 @@ class ChatInput(Input):
     """A conversation to be answered. Checked when built.
 
     Attributes:
-        messages: dicts with "role" and "content", as chat templates read them. The role
-            "developer" becomes "system" where the template does not know it.
+        messages: dicts with "role" and "content", as chat templates read them. Parts of a content
+            may be pictures: {"type": "image", "image": ...}. The role "developer" becomes "system"
+            where the template does not know it.
         tools: that the model may call, in OpenAI's form.
         tool_choice: "auto", "none", "required", or the tool that must be called.
         parallel_tool_calls: an answer may have several calls.
@@ -291,6 +295,29 @@ def check_list(name: str, given: object) -> None:
 
 def _as_list(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
+
+
+def with_images(messages: Sequence[Message], images: object) -> list[Message]:
+    """The messages with pictures before the text of the last one of the user.
+
+    Raises:
+        InvalidRequestError: `images` is no list, or no message is the user's.
+    """
+    if not isinstance(images, list | tuple):
+        raise InvalidRequestError(
+            f"images is {shown(images)}; expected a list of pictures.", param="images"
+        )
+    found = list(messages)
+    roles = [isinstance(each, Mapping) and each.get("role") == "user" for each in found]
+    if images and True not in roles:
+        raise InvalidRequestError("images go with a message of the user.", param="images")
+    if images:
+        place = len(roles) - 1 - roles[::-1].index(True)
+        content = found[place].get("content") or []
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
+        shown_first = [{"type": "image", "image": image} for image in images]
+        found[place] = {**found[place], "content": [*shown_first, *parts]}
+    return found
 
 
 def _wrapped(seed: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
 from ..core import MAX_COUNT, CacheSpec, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, shown
+from ..images import MAX_IMAGE_TOKENS
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
 from ..ranks.hosts import RankOptions
@@ -41,6 +42,7 @@ class EngineArguments(TypedDict, total=False):
     disk_cache_dir: str | Path | None
     max_batch: int
     max_context: int | None
+    max_image_tokens: int
     prefill_chunk: int | None
     prefill_slice: int | None
     dtype: str
@@ -103,6 +105,9 @@ class EngineOptions:
     max_context: Annotated[
         int | None, "Tokens of prompt and answer together. Default: the model's own limit."
     ] = None
+    max_image_tokens: Annotated[
+        int, "Tokens of a picture at most; larger pictures are scaled down."
+    ] = MAX_IMAGE_TOKENS
     prefill_chunk: Annotated[
         int | None,
         "Prompt tokens a step, whatever they take: at 16 bits, answers are then the same "
@@ -179,6 +184,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_int("max_batch", self.max_batch, low=1, high=MAX_COUNT)
+        check_int("max_image_tokens", self.max_image_tokens, low=1, high=MAX_COUNT)
         _ = self.kv, self.speculation, self.spread, self.experts  # they check their own values
         for name in ("max_context", "num_pages", "prefill_chunk", "prefill_slice"):
             if getattr(self, name) is not None:

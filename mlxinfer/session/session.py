@@ -37,7 +37,8 @@ from ..text import (
     fim_tokens,
     generic_messages,
     has_calls,
-    text_messages,
+    read_messages,
+    texts_of,
 )
 from ..text import tool_format as find_tool_format
 from ..text.tokenizer import exceeds_tokens
@@ -55,6 +56,7 @@ from .inputs import (
     check_sequence,
 )
 from .options import EngineOptions
+from .pictures import PictureReader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,16 +84,25 @@ class RequestBuilder:
         tokenizer: of the model.
         info: of the model.
         tool_format: how it writes tool calls; "auto": as its template and its tokens show.
+        pictures: reads those of conversations; None: the model sees none.
 
     Attributes:
         tokenizer: as given.
+        pictures: as given.
         end_ids: tokens that end an answer.
         guidance: makes the grammars.
         reasoning: how the model marks its reasoning; None: it does not reason.
     """
 
-    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, tool_format: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        info: ModelInfo,
+        tool_format: str,
+        pictures: PictureReader | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.pictures = PictureReader(info.name) if pictures is None else pictures
         self.name = info.name
         ends = tokenizer.eos_token_ids.union(info.eos_token_ids)
         self.end_ids = frozenset(i for i in ends if 0 <= i < info.vocab_size)  # others never come
@@ -154,6 +165,7 @@ class RequestBuilder:
         request.adapter, request.cache_salt = given.adapter, given.cache_salt
         request.owner, request.reports_prompt = given.owner, given.reports_prompt
         request.priority = int(given.pins)
+        request.pictures = prompt.pictures
         request.prompt_logits = prompt.logits or prompt.logprobs is not None
         grammar = None if spec is None else self.guidance.compiler.start(spec)
         request.grammar = self._bounded(request, grammar) if prompt.reasons else grammar
@@ -179,7 +191,8 @@ class RequestBuilder:
         use = self._tool_use(given)
         tools = None if use is None else use.shown
         source = "" if template is None else template.source_for(tools)
-        messages = text_messages(given.messages)
+        messages, images = read_messages(given.messages)
+        pictures = self.pictures.read(images, max_context, given.place)
         if "developer" not in source:
             messages = [_without_developer(message) for message in messages]
         check = None
@@ -192,10 +205,11 @@ class RequestBuilder:
             "add_generation_prompt": not given.continues if given.begins is None else given.begins,
             "continue_final_message": given.continues,
         }
-        ids = self._encode_chat(messages, check, tools, variables)
+        ids = self._encode_chat(messages, check, tools, variables, sees=bool(pictures))
+        ids, placed = self.pictures.place(ids, pictures)
         if not given.ignores_unread:
             self._check_variables(given.template_variables)
-        return EncodedPrompt(ids, use=use, continues=bool(given.continues))
+        return EncodedPrompt(ids, use=use, continues=bool(given.continues), pictures=placed)
 
     def text(self, given: TextInput, max_context: int | None) -> EncodedPrompt:
         """The prompt of a text, of token ids, or of a text with a gap.
@@ -265,12 +279,15 @@ class RequestBuilder:
         check: Callable[[str], None] | None,
         tools: Sequence[Message] | None,
         variables: Mapping[str, Any],
+        *,
+        sees: bool,
     ) -> list[int]:
         """The ids of a conversation. Tools become text where the template knows none."""
+        spelling = self.pictures.spelling if sees else ("", "")
         template = self.tokenizer.template
         if template and (tools or has_calls(messages)) and self.tool_format is GENERIC:
             messages, tools = generic_messages(template, messages, tools), None
-        return encode_chat(self.tokenizer, messages, check, tools=tools, **variables)
+        return encode_chat(self.tokenizer, messages, check, spelling, tools=tools, **variables)
 
     def _tool_use(self, given: ChatInput) -> ToolUse | None:
         """How the answers use tools; None: not at all."""
@@ -363,9 +380,8 @@ def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(message: Message) -> Iterator[str]:
-    """The content, and the calls: templates write their arguments as JSON."""
-    if isinstance(message.get("content"), str):
-        yield message["content"]
+    """The texts of the content, and the calls: templates write their arguments as JSON."""
+    yield from texts_of(message.get("content"))
     if calls := message.get("tool_calls"):
         with suppress(TypeError, ValueError, RecursionError):  # the template will say so
             yield json.dumps(calls, default=str)
@@ -431,7 +447,8 @@ class Session(LocalSession):
         engine, self.info = open_engine(name, folder, options, owner=self, watch=watch)
         try:
             self.engine = engine
-            self.builder = RequestBuilder(tokenizer, self.info, tool_format)
+            pictures = PictureReader.of(self.info, tokenizer, options.max_image_tokens)
+            self.builder = RequestBuilder(tokenizer, self.info, tool_format, pictures)
         except BaseException:  # Ctrl-C too: no caller has the engine yet
             engine.close()
             raise
@@ -467,7 +484,7 @@ class Session(LocalSession):
 
     @cached_property
     def capabilities(self) -> frozenset[str]:
-        """Some of "completion", "chat", "tools", "reasoning" and "infill"."""
+        """Some of "completion", "chat", "tools", "reasoning", "infill" and "vision"."""
         chats = self.tokenizer.template is not None
         has = {
             "completion": True,
@@ -475,6 +492,7 @@ class Session(LocalSession):
             "tools": chats,
             "reasoning": self.reasoning is not None,
             "infill": fim_tokens(self.tokenizer) is not None,
+            "vision": chats and self.info.sees,
         }
         return frozenset(name for name, there in has.items() if there)
 

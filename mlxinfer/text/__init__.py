@@ -2,9 +2,10 @@
 
 from .chat import encode_chat
 from .fim import FimTokens, fim_tokens
+from .messages import Content, ImagePart, around, joined, read_messages, texts_of
 from .reasoning import ReasoningFormat, detect_reasoning
 from .stream import Detokenizer, StopMatcher, TextStream
-from .template import ChatTemplate, has_calls, text_messages
+from .template import ChatTemplate, has_calls
 from .tokenizer import Tokenizer
 from .tools import (
     GENERIC,
@@ -18,20 +19,25 @@ from .tools import (
 __all__ = [
     "GENERIC",
     "ChatTemplate",
+    "Content",
     "Detokenizer",
     "FimTokens",
+    "ImagePart",
     "ReasoningFormat",
     "StopMatcher",
     "TextStream",
     "Tokenizer",
     "ToolFormat",
     "ToolUse",
+    "around",
     "detect_reasoning",
     "detect_tools",
     "encode_chat",
     "fim_tokens",
     "generic_messages",
     "has_calls",
-    "text_messages",
+    "joined",
+    "read_messages",
+    "texts_of",
     "tool_format",
 ]

@@ -1,7 +1,5 @@
 """Messages to prompt text through a checkpoint's chat template.
 
-Messages come as clients send them. They are checked and brought into the forms that templates read.
-
 The environment is that of transformers: jinja's immutable sandbox, which shows a template nothing
 of Python. Whether a template comes to an end is found out once, in a process (`samples.py`).
 """
@@ -22,11 +20,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from ..errors import InvalidRequestError, TemplateError, shown
+from ..errors import TemplateError, shown
 
 Messages = Sequence[dict[str, Any]]
-_EXAMPLE = '[{"role": "user", "content": "Hello"}]'
-_TEXTS = ("text", "input_text", "output_text")
 
 
 def has_calls(messages: object) -> bool:
@@ -128,46 +124,6 @@ def _calls(message: Any) -> list[dict[str, Any]]:
 def _dicts(values: Any) -> list[dict[str, Any]]:
     sequence = values if isinstance(values, (list, tuple)) else ()
     return [value for value in sequence if isinstance(value, dict)]
-
-
-def text_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages with their contents as text; several text parts are joined by newlines.
-
-    Raises:
-        InvalidRequestError: this is no list of messages, or a part of one is not text.
-    """
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise _wrong(f"messages is {shown(messages)}; expected a list such as {_EXAMPLE}.")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _message(message: Any, path: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise _wrong(f"{path} is {shown(message)}; expected one such as {_EXAMPLE[1:-1]}.")
-    content = message.get("content")
-    if content is None and message["role"] != "assistant":
-        raise _wrong(f"{path} has no content; give it a text.")
-    if content is None or isinstance(content, str):
-        return dict(message)
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise _wrong(f"{path}.content is {shown(content)}; expected a text.")
-    parts = [_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
-    return {**message, "content": "\n".join(parts)}
-
-
-def _part(part: Any, path: str) -> str:
-    if not isinstance(part, Mapping):
-        raise _wrong(f'{path} is {shown(part)}; expected {{"type": "text", "text": ...}}.')
-    if part.get("type") not in _TEXTS:
-        raise _wrong(f"{path} is of type {shown(part.get('type'))}; models here read text only.")
-    if not isinstance(part.get("text"), str):
-        raise _wrong(f"{path}.text is {shown(part.get('text'))}; expected a text.")
-    text: str = part["text"]
-    return text
-
-
-def _wrong(message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, param="messages")
 
 
 _FIRST_STAND_IN = 0x1D200  # ancient Greek notes: printable and no letters, as `<` and `[`

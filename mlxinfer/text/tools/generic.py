@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..messages import around, joined
 from ..samples import SYSTEM, samples_of
 from ..template import ChatTemplate
 
@@ -49,7 +50,8 @@ def generic_messages(
         plain = _plain(message)
         merges = plain["role"] == "user" and (merges or message.get("role") == "tool")
         if merges and chat and chat[-1]["role"] == "user":
-            chat[-1] = {**chat[-1], "content": f"{chat[-1]['content']}\n{plain['content']}"}
+            content = joined(chat[-1]["content"], plain["content"])
+            chat[-1] = {**chat[-1], "content": content}
         else:
             chat.append(plain)
     return _instructed(template, chat, tools) if tools else chat
@@ -59,13 +61,15 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message with its calls, or its result, as text."""
     content = message.get("content") or ""
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        wrapped = around(content, "<tool_response>\n", "\n</tool_response>")
+        return {"role": "user", "content": wrapped}
     calls = message.get("tool_calls")
     if not isinstance(calls, (list, tuple)) or not calls:
         return dict(message)
     written = [_call(call.get("function", call)) for call in calls if isinstance(call, Mapping)]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join([*([content] if content else []), *written])}
+    calls_text = "\n".join(written)
+    return {**rest, "content": joined(content, calls_text) if content else calls_text}
 
 
 def _call(function: Mapping[str, Any]) -> str:
@@ -83,13 +87,14 @@ def _instructed(
     text = _INSTRUCTIONS.format(signatures="\n".join(signatures))
     has_system = chat[0]["role"] in ("system", "developer")
     if has_system:
-        return [{**chat[0], "content": f"{chat[0].get('content') or ''}\n\n{text}"}, *chat[1:]]
+        content = around(chat[0].get("content"), after=f"\n\n{text}")
+        return [{**chat[0], "content": content}, *chat[1:]]
     if _writes_system(template):
         return [{"role": "system", "content": text}, *chat]
     place = next((i for i, message in enumerate(chat) if message["role"] == "user"), None)
     if place is None:
         return [{"role": "user", "content": text}, *chat]
-    content = f"{text}\n\n{chat[place].get('content') or ''}"
+    content = around(chat[place].get("content"), f"{text}\n\n")
     return [*chat[:place], {**chat[place], "content": content}, *chat[place + 1 :]]
 
 

@@ -1,0 +1,116 @@
+"""Pictures of a conversation: loaded, made ready for the model, and placed in its prompt."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import PromptTooLongError, TemplateError, UnsupportedFieldError
+from ..images import (
+    LOW_DETAIL_TOKENS,
+    MAX_IMAGE_TOKENS,
+    ImageProcessor,
+    Picture,
+    PlacedPicture,
+    image_processor,
+    load_image,
+)
+from ..text import ImagePart, Tokenizer
+
+if TYPE_CHECKING:
+    from .engine_factory import ModelInfo
+
+
+class PictureReader:
+    """Reads the pictures of conversations for one model.
+
+    Args:
+        name: of the model.
+        processor: makes pictures ready for it; None: it does not see.
+        max_tokens: of a picture; larger ones are scaled down.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        processor: ImageProcessor | None = None,
+        max_tokens: int = MAX_IMAGE_TOKENS,
+    ) -> None:
+        self._name = name
+        self._processor = processor
+        self._max_tokens = max_tokens
+
+    @classmethod
+    def of(cls, info: "ModelInfo", tokenizer: Tokenizer, max_tokens: int) -> "PictureReader":
+        """The reader of a loaded model; raises CheckpointError for broken files."""
+        processor = image_processor(info.path, tokenizer.piece_to_id) if info.sees else None
+        return cls(info.name, processor, max_tokens)
+
+    @property
+    def spelling(self) -> tuple[str, str]:
+        """Text that the template writes for a picture, and what is encoded in its place."""
+        return ("", "") if self._processor is None else self._processor.spelling
+
+    def read(
+        self, images: Sequence[ImagePart], max_context: int | None, place: str
+    ) -> list[Picture]:
+        """Load pictures and make them ready, one after another. Takes a while.
+
+        Args:
+            images: of the messages, in their order.
+            max_context: tokens of prompt and answer: where pictures alone exceed it, the rest is
+                not loaded.
+            place: the field that an error about this names.
+
+        Raises:
+            UnsupportedFieldError: the model does not see.
+            PictureError: a picture cannot be read.
+            PromptTooLongError: they cannot fit.
+        """
+        if not images:
+            return []
+        if self._processor is None:
+            raise UnsupportedFieldError(
+                f"The model {self._name!r} reads text only and cannot see pictures; use a model "
+                "with vision.",
+                param=images[0].place,
+            )
+        found: list[Picture] = []
+        num_tokens = 0
+        for image in images:
+            found.append(self._prepared(self._processor, image))
+            num_tokens += len(found[-1].token_ids)
+            if max_context is not None and num_tokens >= max_context:
+                raise PromptTooLongError(num_tokens, max_context, param=place, exact=False)
+        return found
+
+    def _prepared(self, processor: ImageProcessor, image: ImagePart) -> Picture:
+        limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if image.low_detail else self._max_tokens
+        return processor.prepare(load_image(image.source, place=image.place), max_tokens=limit)
+
+    def place(
+        self, ids: list[int], pictures: Sequence[Picture]
+    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """Put the tokens of pictures where the template has written one token for each.
+
+        Returns:
+            The ids of the prompt, and where its pictures begin.
+
+        Raises:
+            TemplateError: the template has not written one token for each picture.
+        """
+        if self._processor is None or not pictures:
+            return ids, ()
+        placeholder, waiting = self._processor.placeholder_id, iter(pictures)
+        if (count := ids.count(placeholder)) != len(pictures):
+            raise TemplateError(
+                f"The chat template of {self._name} writes {count} places for {len(pictures)} "
+                "pictures; it may not be made for pictures, or not in a message of this role."
+            )
+        found: list[int] = []
+        placed: list[PlacedPicture] = []
+        for token in ids:
+            if token == placeholder:
+                placed.append(PlacedPicture(next(waiting), len(found)))
+                found += placed[-1].picture.token_ids
+            else:
+                found.append(token)
+        return found, tuple(placed)

@@ -1,0 +1,202 @@
+"""Pictures in conversations: what the template shows, where their tokens stand, what is refused."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from text.text_data import tokenizer_with
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.errors import (
+    InvalidRequestError,
+    PictureError,
+    PromptTooLongError,
+    TemplateError,
+    UnsupportedFieldError,
+)
+from mlxinfer.session.engine_factory import ModelInfo
+from mlxinfer.session.inputs import ChatInput, with_images
+from mlxinfer.session.pictures import PictureReader
+from mlxinfer.session.session import RequestBuilder
+from mlxinfer.text import Tokenizer
+
+MARKS = ["<|im_start|>", "<|im_end|>", "<|see|>", "<start_of_image>"]
+PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}PICTURE{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}"
+)
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + PARTS + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = {"model_type": "qwen3_5", "vision_config": {"patch_size": 16}}
+GEMMA = {"model_type": "gemma3", "vision_config": {"patch_size": 14, "image_size": 896}}
+RED = Image.new("RGB", (64, 32), "red")
+
+
+def builder(folder: Path, config: dict[str, Any] | None, mark: str) -> RequestBuilder:
+    """Of a model with a tower and `config`, or (None) of one that reads text."""
+    tokenizer = tokenizer_with(TEMPLATE.replace("PICTURE", mark), MARKS)
+    info = ModelInfo(
+        name="tiny-see",
+        path=folder,
+        architecture="tiny",
+        num_layers=1,
+        vocab_size=tokenizer.vocab_size,
+        max_context=2000,
+        weights_bytes=0,
+        kv_bytes_per_token=1,
+        quantization=None,
+        eos_token_ids=(),
+        sees=config is not None,
+    )
+    ids = [tokenizer.piece_to_id(each) for each in MARKS]
+    named = {"image_token_id": ids[2], "boi_token_index": ids[3], "eoi_token_index": ids[1]}
+    (folder / "config.json").write_text(json.dumps({**(config or {}), **named}))
+    return RequestBuilder(tokenizer, info, "auto", PictureReader.of(info, tokenizer, 100))
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Iterator[RequestBuilder]:
+    made = builder(tmp_path, QWEN, "<|see|>")
+    yield made
+    made.close()
+
+
+def chat(*parts: Any, role: str = "user") -> ChatInput:
+    return ChatInput(messages=[{"role": role, "content": list(parts)}])
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def image(source: Any = RED, **more: Any) -> dict[str, Any]:
+    return {"type": "image", "image": source, **more}
+
+
+def encode(tokenizer: Tokenizer, words: str) -> list[int]:
+    return tokenizer.encode(words, add_special_tokens=False, parse_special=True)
+
+
+def test_tokens_of_pictures_stand_where_the_template_has_shown_them(qwen: RequestBuilder) -> None:
+    given = chat(text("one"), image(), text("two"), image(np.zeros((200, 100, 3), np.uint8)))
+    prompt = qwen.conversation(given, 2000)
+    see = qwen.tokenizer.piece_to_id("<|see|>")
+    sizes = [len(each.picture.token_ids) for each in prompt.pictures]
+    assert all(10 < size <= 100 for size in sizes)
+    shown = "<|im_start|>user\none<|see|>two<|see|><|im_end|>\n<|im_start|>assistant\n"
+    plain = encode(qwen.tokenizer, shown)
+    first, second = (i for i, token in enumerate(plain) if token == see)
+    want = [*plain[:first], *[see] * sizes[0], *plain[first + 1 : second], *[see] * sizes[1]]
+    assert prompt.ids == [*want, *plain[second + 1 :]]
+    assert [each.start for each in prompt.pictures] == [first, second - 1 + sizes[0]]
+    for placed in prompt.pictures:
+        assert prompt.ids[placed.start : placed.stop] == list(placed.picture.token_ids)
+
+
+def test_answers_carry_their_pictures_and_count_their_tokens(qwen: RequestBuilder) -> None:
+    params = SamplingParams(max_tokens=5)
+    given = ChatInput(messages=chat(image(), text("what?")).messages, params=params, n=2)
+    answers = qwen.build(given, params, 2000)
+    for answer in answers:
+        (placed,) = answer.request.pictures
+        assert placed.picture.num_features > 10
+        assert len(answer.request.prompt_ids) > placed.stop > placed.picture.num_features
+
+
+def test_a_text_cannot_spell_a_picture(qwen: RequestBuilder) -> None:
+    prompt = qwen.conversation(chat(text("<|see|> and "), image()), 2000)
+    (placed,) = prompt.pictures
+    before = qwen.tokenizer.decode(prompt.ids[: placed.start], skip_special_tokens=False)
+    assert before == "<|im_start|>user\n<|see|> and "
+    assert prompt.ids.count(placed.picture.feature_id) == placed.picture.num_features
+
+
+def test_low_detail_takes_fewer_tokens(tmp_path: Path) -> None:
+    made = builder(tmp_path, QWEN, "<|see|>")
+    made.pictures = PictureReader.of(ModelInfo(**{**info_of(made, tmp_path)}), made.tokenizer, 1000)
+    large = Image.new("RGB", (2000, 2000))
+    (high,) = made.conversation(chat(image(large)), None).pictures
+    (low,) = made.conversation(chat(image(large, detail="low")), None).pictures
+    assert 900 < high.picture.num_features <= 1000
+    assert 200 < low.picture.num_features <= 256
+    made.close()
+
+
+def info_of(made: RequestBuilder, folder: Path) -> dict[str, Any]:
+    return {
+        **{
+            "name": made.name,
+            "path": folder,
+            "architecture": "tiny",
+            "num_layers": 1,
+            "vocab_size": 9,
+        },
+        **{"max_context": 2000, "weights_bytes": 0, "kv_bytes_per_token": 1, "quantization": None},
+        **{"eos_token_ids": (), "sees": True},
+    }
+
+
+def test_empty_lines_around_a_picture_join_the_text_beside(tmp_path: Path) -> None:
+    """Gemma 3: the template's newline and the picture's become one token, as in transformers."""
+    made = builder(tmp_path, GEMMA, "<start_of_image>")
+    prompt = made.conversation(chat(image(), text("what?")), 2000)
+    (placed,) = prompt.pictures
+    shown = "<|im_start|>user\n\n\n<start_of_image>\n\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    begin = made.tokenizer.piece_to_id("<start_of_image>")
+    plain = encode(made.tokenizer, shown)
+    at = plain.index(begin)
+    assert prompt.ids == [*plain[:at], *placed.picture.token_ids, *plain[at + 1 :]]
+    assert placed.picture.token_ids[0] == begin
+    made.close()
+
+
+def test_models_that_do_not_see_name_themselves(tmp_path: Path) -> None:
+    made = builder(tmp_path, None, "")
+    with pytest.raises(UnsupportedFieldError, match="'tiny-see' reads text only") as caught:
+        made.conversation(chat(text("a"), image("/no/such/file")), 2000)
+    assert caught.value.param == "messages[0].content[1].image"
+    assert made.conversation(chat(text("a")), 2000).pictures == ()
+    made.close()
+
+
+def test_broken_pictures_name_their_place(qwen: RequestBuilder) -> None:
+    with pytest.raises(PictureError, match="no picture of a known format") as caught:
+        qwen.conversation(chat(text("a"), image(b"junk")), 2000)
+    assert caught.value.param == "messages[0].content[1].image"
+
+
+def test_a_template_that_shows_no_pictures_is_an_error(tmp_path: Path) -> None:
+    made = builder(tmp_path, QWEN, "")
+    with pytest.raises(TemplateError, match="tiny-see writes 0 places for 1 pictures"):
+        made.conversation(chat(image()), 2000)
+    made.close()
+
+
+def test_pictures_that_cannot_fit_are_refused_before_all_are_read(qwen: RequestBuilder) -> None:
+    many = [image(Image.new("RGB", (320, 320))) for _ in range(5)]
+    with pytest.raises(PromptTooLongError):
+        qwen.conversation(chat(*many, image("/not/reached.png")), 450)
+
+
+def test_images_of_a_call_stand_before_the_last_text_of_the_user() -> None:
+    said = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "fo"},
+    ]
+    found = with_images(said, [b"1", b"2"])
+    assert [found[0], found[1], found[3]] == [said[0], said[1], said[3]]
+    assert found[2]["content"] == [image(b"1"), image(b"2"), text("three")]
+    parts = [{"role": "user", "content": [text("three")]}]
+    assert with_images(parts, (b"1",))[0]["content"] == [image(b"1"), text("three")]
+    for images, messages in (("a.png", said), ([b"1"], said[1:2])):
+        with pytest.raises(InvalidRequestError, match="images"):
+            with_images(messages, images)

@@ -39,7 +39,9 @@ GEMMA = {"model_type": "gemma3", "vision_config": {"patch_size": 14, "image_size
 RED = Image.new("RGB", (64, 32), "red")
 
 
-def builder(folder: Path, config: dict[str, Any] | None, mark: str) -> RequestBuilder:
+def builder(
+    folder: Path, config: dict[str, Any] | None, mark: str, max_tokens: int = 100
+) -> RequestBuilder:
     """Of a model with a tower and `config`, or (None) of one that reads text."""
     tokenizer = tokenizer_with(TEMPLATE.replace("PICTURE", mark), MARKS)
     info = ModelInfo(
@@ -58,7 +60,7 @@ def builder(folder: Path, config: dict[str, Any] | None, mark: str) -> RequestBu
     ids = [tokenizer.piece_to_id(each) for each in MARKS]
     named = {"image_token_id": ids[2], "boi_token_index": ids[3], "eoi_token_index": ids[1]}
     (folder / "config.json").write_text(json.dumps({**(config or {}), **named}))
-    return RequestBuilder(tokenizer, info, "auto", PictureReader.of(info, tokenizer, 100))
+    return RequestBuilder(tokenizer, info, "auto", PictureReader.of(info, tokenizer, max_tokens))
 
 
 @pytest.fixture
@@ -119,28 +121,13 @@ def test_a_text_cannot_spell_a_picture(qwen: RequestBuilder) -> None:
 
 
 def test_low_detail_takes_fewer_tokens(tmp_path: Path) -> None:
-    made = builder(tmp_path, QWEN, "<|see|>")
-    made.pictures = PictureReader.of(ModelInfo(**{**info_of(made, tmp_path)}), made.tokenizer, 1000)
+    made = builder(tmp_path, QWEN, "<|see|>", 1000)
     large = Image.new("RGB", (2000, 2000))
     (high,) = made.conversation(chat(image(large)), None).pictures
     (low,) = made.conversation(chat(image(large, detail="low")), None).pictures
     assert 900 < high.picture.num_features <= 1000
     assert 200 < low.picture.num_features <= 256
     made.close()
-
-
-def info_of(made: RequestBuilder, folder: Path) -> dict[str, Any]:
-    return {
-        **{
-            "name": made.name,
-            "path": folder,
-            "architecture": "tiny",
-            "num_layers": 1,
-            "vocab_size": 9,
-        },
-        **{"max_context": 2000, "weights_bytes": 0, "kv_bytes_per_token": 1, "quantization": None},
-        **{"eos_token_ids": (), "sees": True},
-    }
 
 
 def test_empty_lines_around_a_picture_join_the_text_beside(tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ GROUP_SIZE = 64
 sys.path.insert(0, str(ROOT))
 corpus = importlib.import_module("examples.demo_model.corpus")
 tokenizing = importlib.import_module("examples.demo_model.tokenizer")
+grade = importlib.import_module("examples.demo_model.grade")
+questions = importlib.import_module("examples.demo_model.questions")
 skills = importlib.import_module("examples.demo_model.skills")
+sums = importlib.import_module("examples.demo_model.sums")
 variation = importlib.import_module("examples.demo_model.variation")
 
 
@@ -46,8 +49,15 @@ def read_header(folder: Path) -> dict:
     return header
 
 
+def answers_of(sample: list[list[corpus.Message]]) -> list[str]:
+    return [m.content for messages in sample for m in messages if m.role == "assistant"]
+
+
 def computed(a: str, sign: str, b: str) -> int:
-    return {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
+    """The left side of a sum; a division without its remainder."""
+    return {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}.get(
+        sign, int(a) // max(int(b), 1)
+    )
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
@@ -107,24 +117,25 @@ def test_rendered_in_pieces_equals_encoded_as_a_whole(
     for messages in sample[:200]:
         ids, weights = tokenizing.render_chat(tokenizer, messages)
         text = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
+        text += "<|endoftext|>"
         assert ids == tokenizer.encode(text).ids
         assert ids.count(end) == len(messages)
         assert len(weights) == len(ids)
 
 
 def test_every_json_answer_parses(sample: list[list[corpus.Message]]) -> None:
-    answers = [m.content for messages in sample for m in messages if m.role == "assistant"]
-    documents = [answer for answer in answers if answer.startswith(("{", "["))]
+    documents = [answer for answer in answers_of(sample) if answer.startswith(("{", "["))]
     assert len(documents) > 100
     for answer in documents:
         json.loads(answer)
 
 
 def test_every_sum_is_right(sample: list[list[corpus.Message]]) -> None:
-    text = "\n".join(m.content for messages in sample for m in messages if m.role == "assistant")
-    sums = re.findall(r"^(\d+) ([+*-]) (\d+) = (\d+)$", text, re.MULTILINE)
-    assert len(sums) > 50
-    for a, sign, b, result in sums:
+    found = re.findall(
+        r"(?:^|: )(\d+) ([-+*/]) (\d+) = (-?\d+)", "\n".join(answers_of(sample)), re.MULTILINE
+    )
+    assert len(found) > 100
+    for a, sign, b, result in found:
         assert int(result) == computed(a, sign, b)
 
 
@@ -134,15 +145,91 @@ def test_exercises_are_right_and_only_their_solutions_count_fully(tokenizer: Tok
         for exercise, solution in lines:
             if exercise.endswith("="):
                 a, sign, b, _ = exercise.split()
-                assert int(solution) == computed(a, sign, b)
+                assert int(solution.split()[0]) == computed(a, sign, b)
         ids, weights = tokenizing.render_drill(tokenizer, lines)
         counted = [i for i, weight in zip(ids, weights, strict=True) if weight == 1.0]
         assert tokenizer.decode(ids) == "".join(f"{e}{s}\n" for e, s in lines)
         assert tokenizer.decode(counted) == "".join(f"{s}\n" for _, s in lines)
 
 
-def test_training_never_asks_a_held_out_question() -> None:
+def test_training_never_asks_a_question_by_which_the_loss_is_watched() -> None:
     rng = Random(11)
     asked = [corpus._turn(rng, held=False) for _ in range(2000)]
     assert all(turn.canonical or not variation.held_out(turn.question) for turn in asked)
     assert variation.held_out(corpus._turn(rng, held=True).question)
+
+
+def test_there_are_150_held_out_questions_and_their_grades_can_be_given() -> None:
+    held = questions.questions()
+    assert len(held) == len({question.turns for question in held}) == 150
+    assert {grade.grade(question, "") for question in held} == {grade.BAD}
+    refusal = corpus.UNKNOWN_ANSWERS[0]
+    given = {question.grade: grade.grade(question, refusal) for question in held}
+    assert given.pop("refusal") == grade.GOOD
+    assert set(given.values()) <= {grade.REFUSED, grade.GOOD}
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ("2+2?", "2 + 2 = 4", "2 + 22 = 24"),
+        ("Name three colours", "1. red\n2. blue\n3. green", "1. red\n2. black\n3. black"),
+        ("Give me JSON for a user named Grace aged 47", '{"name": "Grace", "age": 47}', "{name}"),
+        ("could you write a haiku", "a\nb\nc", "a haiku"),
+        ("Who is Angela Merkel?", corpus.UNKNOWN_ANSWERS[1], "A chancellor."),
+        ("What is the capital of Germany?", "The capital of Spain is Madrid.", "Berlin."),
+    ],
+)
+def test_grades(asked: str, good: str, bad: str) -> None:
+    question = next(q for q in questions.questions() if q.turns[0] == asked)
+    assert grade.grade(question, good) == grade.GOOD
+    assert grade.grade(question, bad) == grade.BAD
+
+
+def distance(a: str, b: str) -> int:
+    """Letters to insert, delete or change."""
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        before, row = row, [i]
+        for j, other in enumerate(b, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other)))
+    return row[-1]
+
+
+def test_training_asks_no_held_out_question_nor_one_that_is_nearly_the_same() -> None:
+    """Compares words and, for questions of 20 letters or more, letters: 8 in 100 may differ."""
+    rng = Random(5)
+    asked: set[str] = set()
+    for _ in range(20_000):
+        said = [m.content for m in corpus.conversation(rng) if m.role == "user"]
+        asked |= {" ".join(questions.words_of(*said[i : i + n])) for i in range(3) for n in (1, 2)}
+    for question in questions.questions():
+        held = " ".join(questions.words_of(*question.turns))
+        assert held not in asked
+        if question.grade.startswith("= ") or len(held) < 20 or held[-1].isdigit():
+            continue  # digits are other questions
+        near = [a for a in asked if abs(len(a) - len(held)) <= 2 and a[:3] == held[:3]]
+        assert [a for a in near if distance(a, held) <= len(held) * 0.04] == []
+
+
+def test_no_exercise_and_no_question_has_a_held_out_sum() -> None:
+    rng = Random(3)
+    drawn = {sums.draw(rng) for _ in range(60_000)}
+    assert questions.is_held_sum(2, "+", 2)
+    assert questions.is_held_sum(64, "+", 19)
+    assert questions.is_held_sum(7, "*", 8)
+    assert not questions.is_held_sum(8, "*", 7)
+    assert not any(questions.is_held_sum(*one) for one in drawn)
+    assert {"+", "-", "*", "/"} == {sign for _, sign, _ in drawn}
+    assert sum(sign == "+" and a + b <= 100 for a, sign, b in drawn) > 4500  # of 5,151
+
+
+def test_a_follow_up_keeps_what_it_does_not_name() -> None:
+    rng = Random(2)
+    for _ in range(3000):
+        turn = corpus._fact(rng)
+        if '"' in turn.answer and turn.then:
+            asked, answer = turn.then[0]
+            word, language = re.search(r"In (\w+), (.+) is", answer).group(2, 1)
+            assert word in asked or word in turn.answer
+            assert language in asked or language in turn.answer

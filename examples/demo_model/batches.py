@@ -1,7 +1,13 @@
 """Rows of token ids for training: whole texts side by side, from a seed and a step number."""
 
+import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import cache
 from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -12,11 +18,10 @@ from .corpus import conversation, document
 from .skills import drill
 from .tokenizer import render_chat, render_document, render_drill
 
-PROSE_SHARE = 0.12  # of the texts; they are longer than conversations
-DRILL_SHARE = 0.25  # of the texts, from DRILL_FROM on: sums take longer to learn than sentences
-DRILL_FROM = 1200  # step
-TOKENS_PER_STEP = 2048
-ROW_LENGTHS = (128, 128, 128, 128, 128, 128, 512)  # by step; the long rows teach far distances
+PROSE_SHARE = 0.04  # of the texts; they are longer than conversations
+DRILL_SHARE = 0.12  # of the texts: sums take longer to learn than sentences
+TOKENS_PER_STEP = 4096
+ROW_LENGTHS = (256, 256, 256, 512)  # by step; the long rows teach far distances
 
 Tokens = tuple[list[int], list[float]]  # ids, how much each counts in the loss
 Batch = tuple[NDArray[np.int32], NDArray[np.float32]]  # ids (B, L + 1), weights (B, L)
@@ -26,9 +31,20 @@ def batch(tokenizer: Tokenizer, seed: int, step: int) -> Batch:
     """Return the batch of one step; the same seed and step always give the same one."""
     length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
     rng = Random(f"{seed}/{step}")
-    drills = DRILL_SHARE if step >= DRILL_FROM else 0.0
-    rows = [_row(tokenizer, rng, length, drills) for _ in range(TOKENS_PER_STEP // length)]
-    return _stacked(rows)
+    return _stacked([_row(tokenizer, rng, length) for _ in range(TOKENS_PER_STEP // length)])
+
+
+def batches(tokenizer: Path, seed: int, first: int, last: int) -> Iterator[Batch]:
+    """Yield the batches of the steps from `first` up to `last`, made by other processes ahead."""
+    workers = max(1, min(8, (os.cpu_count() or 2) // 2))
+    ahead: deque[Future[Batch]] = deque()
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for step in range(first, last):
+            ahead.append(pool.submit(_batch_of, tokenizer, seed, step))
+            if len(ahead) > 4 * workers:
+                yield ahead.popleft().result()
+        for made in ahead:
+            yield made.result()
 
 
 def held_out_batch(tokenizer: Tokenizer, num_rows: int = 64, length: int = 192) -> Batch:
@@ -38,13 +54,22 @@ def held_out_batch(tokenizer: Tokenizer, num_rows: int = 64, length: int = 192) 
     return _stacked([_cut(texts, length) for _ in range(num_rows)])
 
 
-def _row(tokenizer: Tokenizer, rng: Random, length: int, drills: float) -> Tokens:
+def _batch_of(tokenizer: Path, seed: int, step: int) -> Batch:
+    return batch(_tokenizer(tokenizer), seed, step)
+
+
+@cache
+def _tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
+
+
+def _row(tokenizer: Tokenizer, rng: Random, length: int) -> Tokens:
     def texts() -> Iterator[Tokens]:
         while True:
             kind = rng.random()
             if kind < PROSE_SHARE:
                 yield render_document(tokenizer, document(rng))
-            elif kind < PROSE_SHARE + drills:
+            elif kind < PROSE_SHARE + DRILL_SHARE:
                 yield render_drill(tokenizer, drill(rng))
             else:
                 yield render_chat(tokenizer, conversation(rng))

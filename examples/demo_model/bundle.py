@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("mlxinfer/assets"))
     parser.add_argument("--bf16", type=Path, help="also write the demo in bfloat16 here")
     args = parser.parse_args()
-    mx.set_default_device(mx.cpu)
     for name in SHAPES:
         if (args.work / f"{name}.safetensors").exists():
             bundle(name, args.work, args.out / name)

@@ -5,12 +5,15 @@ same generator state gives the same conversation on every machine.
 """
 
 import json
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from .skills import SKILLS, invented_name
-from .texts import Entry, entries, sections, templates
-from .variation import ask_about, first_sentence, held_out, typed
+from .questions import is_near
+from .skills import SKILLS, invented_name, list_and_more, slots
+from .sums import Exchange
+from .texts import Entry, Table, entries, fill, sections, tables, templates
+from .variation import ask_about, ask_how, first_sentence, held_out, typed
 from .words import NAMES
 
 SYSTEM_PROMPTS = (
@@ -27,20 +30,49 @@ SHORTER = (
     "Explain that shorter",
     "In one sentence?",
     "Can you say that shorter?",
+    "And in one sentence?",
+    "Too long",
 )
 AGAIN = ("In other words?", "Tell me more", "Explain it again", "Can you say that differently?")
-UNKNOWN_ANSWERS = (
-    "I am a tiny demonstration model and do not know that. Ask me about language-model inference, "
-    "or load a real model with `-m`.",
-    "That is beyond me: I am a tiny demonstration model that knows a little about inference and "
-    "nothing else.",
+SURE = ("Are you sure?", "Really?", "Is that right?", "Sure?")
+LANGUAGES = (
+    "And in French?",
+    "in German?",
+    "And in Spanish please",
+    "In French",
+    "and in English?",
 )
+FEW_WORDS = "I know only a few words of other languages, such as colours, numbers and days."
+UNSURE = "I am only a small demo, so please check what matters to you."
+UNKNOWN_ANSWERS = (
+    "I do not know that, for I am only a small demo: `mlxinfer suggest` lists real models that fit "
+    "this machine.",
+    "That is more than this small demo knows: a real model helps, with `mlxinfer chat -m MODEL`.",
+)
+NAME_UNKNOWN = "You have not told me your name yet."
 GENERIC_HAIKU = (
     "{topic}, you ask me:\nI know so little of it,\nyet the word sounds fine.",
     "I think of {topic},\nsmall weights and a quiet night,\none line more, then sleep.",
 )
-USUAL = ("Give me a JSON object with name and age", "List three colours", "Spell token")
-HAIKU_QUESTIONS = ("Write a haiku about {}", "Write me a haiku about {}", "haiku about {}")
+HAIKU_QUESTIONS = (
+    "Write a haiku about {}",
+    "Write me a haiku about {}",
+    "haiku about {}",
+    "Give me a haiku about {}",
+    "A haiku on {}",
+    "Can you write a haiku about {}?",
+    "Write a short poem about {}",
+    "Write a poem about {}",
+    "I would like a haiku about {}",
+    "poem about {}",
+)
+HAIKUS = ("Write a haiku", "haiku", "Give me a haiku", "A haiku please", "Write me a haiku")
+STORIES = ("Tell me a story about {}", "Write a story about {}", "a story about {} please")
+STORY = (
+    "Once there was {topic} at the edge of a quiet town. Nobody looked at it twice. One winter "
+    "night a child stopped, listened, and smiled. From that day on people came from far away, and "
+    "the town was quiet no more."
+)
 
 
 class Message(NamedTuple):
@@ -50,47 +82,42 @@ class Message(NamedTuple):
     content: str
 
 
-class Turn(NamedTuple):
-    """A question with its answer, and other answers that would also do."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question with its answer, other answers that would also do, and what may be asked next."""
 
     question: str
     answer: str
     others: tuple[str, ...] = ()
     canonical: bool = False  # so usual a question that it is never held out
     exact: bool = False  # the answer copies letters of the question: no typing errors
+    then: tuple[Exchange, ...] = ()
 
 
 def conversation(rng: Random, *, held: bool = False) -> list[Message]:
     """Return one conversation; `held` chooses questions that training never sees."""
     system = _system_prompt(rng)
     messages = [Message("system", system)] if system else []
-    for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
+    for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3))):
         turn = _turn(rng, held)
         answer = first_sentence(turn.answer) if system in BRIEF else turn.answer
         if system in IN_JSON and not answer.startswith(("{", "[")):
-            answer = json.dumps({"answer": first_sentence(answer)})
+            answer = json.dumps({"answer": first_sentence(answer)}, ensure_ascii=False)
         messages += _exchange(typed(rng, turn.question, exact=turn.exact), answer)
-        if system not in IN_JSON and len(turn.others) and rng.random() < 0.15:
+        if system not in IN_JSON and rng.random() < (0.7 if turn.then else 0.15):
             messages += _follow_up(rng, turn)
     return messages
 
 
 def document(rng: Random) -> str:
     """Return a page of explanatory prose that starts at any of its sentences."""
-    kind = rng.random()
-    if kind < 0.6:
+    if rng.random() < 0.6:
         title, paragraphs = rng.choice(sections("prose"))
         text = f"# {title}\n\n" + "\n\n".join(paragraphs)
-    elif kind < 0.85:
+    else:
         chosen = rng.sample(_defined("concepts") + _defined("library"), 3)
         text = "\n\n".join(
             f"## {rng.choice(entry.subjects)}\n\n" + " ".join(_shuffled(rng, entry.answers))
-            for entry in chosen
-        )
-    else:
-        chosen = rng.sample(_defined("concepts"), 6)
-        text = "# Glossary\n\n" + "\n".join(
-            f"- {entry.subjects[0]}: {first_sentence(rng.choice(entry.answers))}"
             for entry in chosen
         )
     start = text.find(". ", rng.randrange(len(text) // 2)) + 2 if rng.random() < 0.5 else 0
@@ -98,70 +125,129 @@ def document(rng: Random) -> str:
 
 
 def _turn(rng: Random, held: bool) -> Turn:
+    kinds = (_knowledge, _fact, _skill, _unknown, _haiku, _name, _longer_list)
     while True:
-        turn = rng.choices((_knowledge, _skill, _unknown, _haiku, _name), (57, 30, 7, 4, 2))[0](rng)
+        turn = rng.choices(kinds, (42, 12, 26, 15, 3, 1.5, 1.5))[0](rng)
+        if is_near(turn.question):
+            continue
         if held == (held_out(turn.question) and not turn.canonical):
             return turn
 
 
 def _knowledge(rng: Random) -> Turn:
-    name = rng.choices(("concepts", "library", "smalltalk"), (50, 30, 20))[0]
+    name = rng.choices(("library", "concepts", "smalltalk", "general"), (46, 26, 18, 10))[0]
     entry = rng.choice(entries(name))
     answer, *others = _shuffled(rng, entry.answers)
-    if entry.subjects:
-        question, canonical = ask_about(rng, rng.choice(entry.subjects))
-    else:
-        question = rng.choice(entry.questions)
-        canonical = question == entry.questions[0]
+    question, canonical = _asked(rng, entry)
     return Turn(question, answer, tuple(others), canonical)
+
+
+def _asked(rng: Random, entry: Entry) -> tuple[str, bool]:
+    kinds = (entry.subjects, entry.actions, entry.questions)
+    weights = [min(len(asked), 12) for asked in kinds]
+    chosen = rng.choices(kinds, weights)[0]
+    if chosen is entry.questions:
+        question = rng.choice(chosen)
+        return question, question == chosen[0]
+    return (ask_about if chosen is entry.subjects else ask_how)(rng, rng.choice(chosen))
+
+
+def _fact(rng: Random) -> Turn:
+    table = rng.choices(tables(), [len(table.rows) ** 0.5 for table in tables()])[0]
+    row = rng.choice(table.rows)
+    question = rng.choice(table.questions)
+    then: tuple[Exchange, ...] = ()
+    if table.follow_ups:
+        template = rng.choice(table.follow_ups)
+        other = rng.choice(_rows_that_follow(table, row, question, template))
+        then = ((fill(template, other), fill(table.answer, other)),)
+    return Turn(fill(question, row), fill(table.answer, row), then=then)
+
+
+def _rows_that_follow(
+    table: Table, row: tuple[str, ...], question: str, template: str
+) -> list[tuple[str, ...]]:
+    """Return the rows that differ from a row only in what the follow-up names."""
+    kept = [i for i in range(len(row)) if f"{{{i}}}" in question and f"{{{i}}}" not in template]
+    return [other for other in table.rows if all(other[i] == row[i] for i in kept)]
 
 
 def _skill(rng: Random) -> Turn:
     skill = rng.choices(list(SKILLS), list(SKILLS.values()))[0]
     question, answer = skill(rng)
-    return Turn(question, answer, canonical=question in USUAL, exact=True)
+    return Turn(question, answer, exact=True)
+
+
+def _longer_list(rng: Random) -> Turn:
+    (question, answer), *more = list_and_more(rng)
+    return Turn(question, answer, exact=True, then=tuple(more))
 
 
 def _unknown(rng: Random) -> Turn:
-    questions, slots = templates("unknown")
-    words = {slot: rng.choice(choices) for slot, choices in slots.items()}
-    nonsense = invented_name(rng)
-    question = rng.choice(questions).format(
-        **words, nonsense=rng.choice((nonsense, nonsense.lower())), number=rng.randint(2, 999)
-    )
-    return Turn(question, rng.choice(UNKNOWN_ANSWERS))
+    question = rng.choice(templates("unknown")[0]).format(**slots(rng))
+    answer = UNKNOWN_ANSWERS[rng.random() < 0.2]
+    return Turn(question[0].upper() + question[1:] if rng.random() < 0.8 else question, answer)
 
 
 def _haiku(rng: Random) -> Turn:
-    if rng.random() < 0.8:
-        topic, poems = rng.choice(sections("haikus"))
-        poem, *others = _shuffled(rng, poems)
-    else:
-        topic = rng.choice(templates("unknown")[1][rng.choice(("food", "thing", "subject"))])
-        poem, others = rng.choice(GENERIC_HAIKU).format(topic=topic), []
-    if rng.random() < 0.1:
-        return Turn("Write a haiku", poem, tuple(others), canonical=True)
-    return Turn(rng.choice(HAIKU_QUESTIONS).format(topic), poem, canonical=topic == "memory")
+    words = slots(rng)
+    topic = str(rng.choice((words["a_thing"], words["subject"], words["food"], words["place"])))
+    if rng.random() < 0.2:
+        return Turn(rng.choice(STORIES).format(topic), STORY.format(topic=topic), exact=True)
+    if rng.random() < 0.2:
+        poem = rng.choice(GENERIC_HAIKU).format(topic=topic)
+        poem = poem[0].upper() + poem[1:]
+        return Turn(rng.choice(HAIKU_QUESTIONS).format(topic), poem, exact=True)
+    topic, poems = rng.choice(sections("haikus"))
+    poem, *others = _shuffled(rng, poems)
+    if rng.random() < 0.2:
+        return Turn(rng.choice(HAIKUS), sections("haikus")[0][1][0], canonical=True)
+    asked = topic if rng.random() < 0.7 else topic.split(" ", 1)[-1]
+    return Turn(rng.choice(HAIKU_QUESTIONS).format(asked), poem, tuple(others))
 
 
 def _name(rng: Random) -> Turn:
+    asked = rng.choice(("What is my name?", "What's my name?", "Who am I?", "Do you know my name?"))
+    if rng.random() < 0.2:
+        return Turn(asked, NAME_UNKNOWN)
     name = rng.choice(NAMES) if rng.random() < 0.5 else invented_name(rng)
-    question = rng.choice(("My name is {}", "I am {}", "Call me {}", "Hello, I am {}"))
-    return Turn(question.format(name), f"Nice to meet you, {name}! How can I help?", exact=True)
+    question = rng.choice(
+        ("My name is {}", "I am {}", "Call me {}", "Hello, I am {}", "Hi, my name is {}", "I'm {}")
+    )
+    answer = f"Nice to meet you, {name}! How can I help?"
+    then = ((asked, f"Your name is {name}."),)
+    return Turn(question.format(name), answer, exact=True, then=then)
 
 
 def _follow_up(rng: Random, turn: Turn) -> list[Message]:
+    asked, answer = rng.choice(turn.then) if turn.then else _reaction(rng, turn)
+    if is_near(turn.question, asked):
+        return []
+    return _exchange(typed(rng, asked, exact=turn.exact), answer)
+
+
+def _reaction(rng: Random, turn: Turn) -> Exchange:
+    """Return what can be said after any answer, and the answer to that."""
     roll = rng.random()
-    if roll < 0.4 and "\n" not in turn.answer:
-        return _exchange(typed(rng, rng.choice(SHORTER)), first_sentence(turn.answer))
+    if roll < 0.25:
+        return rng.choice(entries_of("Thanks").questions), "You are welcome!"
+    if roll < 0.45 and "\n" not in turn.answer:
+        return rng.choice(SHORTER), first_sentence(turn.answer)
+    if roll < 0.65:
+        return rng.choice(AGAIN), turn.others[0] if turn.others else turn.answer
     if roll < 0.8:
-        return _exchange(typed(rng, rng.choice(AGAIN)), turn.others[0])
-    return _exchange(typed(rng, "Thanks"), "You are welcome!")
+        return rng.choice(LANGUAGES), FEW_WORDS
+    return rng.choice(SURE), f"Yes: {turn.answer}" if " = " in turn.answer else UNSURE
+
+
+def entries_of(question: str) -> Entry:
+    """Return the entry of small talk that begins with this question."""
+    return next(entry for entry in entries("smalltalk") if entry.questions[0] == question)
 
 
 def _system_prompt(rng: Random) -> str | None:
     choices = (None, SYSTEM_PROMPTS, BRIEF, IN_JSON)
-    chosen = rng.choices(choices, (65, 27, 5, 3))[0]
+    chosen = rng.choices(choices, (70, 22, 5, 3))[0]
     return rng.choice(chosen) if chosen else None
 
 

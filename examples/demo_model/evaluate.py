@@ -1,14 +1,16 @@
 """Measures the demo models: `python -m examples.demo_model.evaluate`.
 
-Held-out loss of the weights as trained and as shipped, then the shipped model's own answers.
+Held-out loss of the weights as shipped, all sums to 100 (`--sums`), then the answers to the
+held-out questions with their grades.
 """
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .train import held_out_loss  # first: it makes matrix products fast, before mlx is loaded
+from .train import held_out_loss, wrong_sums  # first: it makes matrix products fast, before mlx
 
 import mlx.core as mx  # isort: skip
 from mlx.utils import tree_unflatten
@@ -16,22 +18,11 @@ from tokenizers import Tokenizer
 
 from mlxinfer import LLM, SamplingParams
 
-from .bundle import trained_weights
+from .grade import report
 from .model import SHAPES, Model
 from .quantise import BITS, GROUP_SIZE
-
-QUESTIONS = (
-    "Hello",
-    "Who are you?",
-    "What is a KV cache?",
-    "explain paged atention",
-    "How do I install mlxinfer?",
-    "What is 12 + 30?",
-    "Give me JSON for a user named Grace aged 47",
-    "Give me a JSON object with name and age",
-    "Write a haiku about memory",
-    "Who won the World Cup?",
-)
+from .questions import Question, questions
+from .sums import SMALL_PRODUCTS, Sum
 
 
 def shipped_weights(folder: Path) -> dict[str, mx.array]:
@@ -45,35 +36,52 @@ def shipped_weights(folder: Path) -> dict[str, mx.array]:
         if f"{stem}.scales" in arrays:
             scales, biases = arrays[f"{stem}.scales"], arrays[f"{stem}.biases"]
             array = mx.dequantize(array, scales, biases, GROUP_SIZE, BITS)
-        weights[name] = array
+        weights[name] = array.astype(mx.float32)
     return weights
 
 
-def loss_of(name: str, weights: dict[str, mx.array], tokenizer: Tokenizer) -> float:
-    """Return the held-out loss of a model with these weights, in nats a token."""
-    model = Model(SHAPES[name])
-    model.update(tree_unflatten([(key, w.astype(mx.float32)) for key, w in weights.items()]))
-    return held_out_loss(model, tokenizer)
+def shipped_model(folder: Path) -> Model:
+    """Return a bundled model as training has it."""
+    model = Model(SHAPES[folder.name])
+    model.update(tree_unflatten(list(shipped_weights(folder).items())))
+    return model
+
+
+def all_sums() -> Iterator[Sum]:
+    """Yield every sum and difference with numbers and result from 0 to 100, and the products."""
+    for a in range(101):
+        yield from ((a, "+", b) for b in range(101 - a))
+        yield from ((a, "-", b) for b in range(a + 1))
+    for a, b in SMALL_PRODUCTS:
+        yield from ((a, "*", b), (a * b, "/", b))
+
+
+def answer(llm: LLM, question: Question) -> str:
+    """Return the most probable answer to the last turn, after the model's own to those before."""
+    messages: list[dict[str, str]] = []
+    params = SamplingParams(max_tokens=200, temperature=0)
+    for turn in question.turns:
+        messages.append({"role": "user", "content": turn})
+        messages.append({"role": "assistant", "content": llm.chat(messages, params).text})
+    return messages[-1]["content"]
 
 
 def main() -> None:
-    """Print losses and sample answers."""
+    """Print losses, wrong sums, and all answers with their grades."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=Path("build/demo_model"))
     parser.add_argument("--assets", type=Path, default=Path("mlxinfer/assets"))
+    parser.add_argument("--sums", action="store_true", help="also all sums, which takes minutes")
     args = parser.parse_args()
-    mx.set_default_device(mx.cpu)
     for name in SHAPES:
         tokenizer = Tokenizer.from_file(str(args.assets / name / "tokenizer.json"))
-        trained = trained_weights(args.work / f"{name}.safetensors")
-        shipped = shipped_weights(args.assets / name)
-        for kind, weights in (("bfloat16", trained), ("4 bits", shipped)):
-            loss = loss_of(name, weights, tokenizer)
-            print(f"{name}, {kind}: loss {loss:.3f}, perplexity {math.exp(loss):.2f}")
+        loss = held_out_loss(shipped_model(args.assets / name), tokenizer)
+        print(f"{name}: loss {loss:.3f}, perplexity {math.exp(loss):.2f}")
+        if args.sums:
+            sums = list(all_sums())
+            wrong = wrong_sums(shipped_model(args.assets / name), tokenizer, sums)
+            print(f"{name}: {len(wrong)} of {len(sums)} sums wrong: {wrong[:20]}")
     with LLM(str(args.assets / "demo")) as llm:
-        for question in QUESTIONS:
-            messages = [{"role": "user", "content": question}]
-            print(f"> {question}\n{llm.chat(messages, SamplingParams(max_tokens=200)).text}\n")
+        print(report(questions(), [answer(llm, question) for question in questions()]))
 
 
 if __name__ == "__main__":

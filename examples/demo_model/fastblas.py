@@ -1,11 +1,12 @@
 """Makes MLX's CPU backend on Linux multiply matrices with OpenBLAS. Import it before mlx.
 
-The Linux wheel of MLX brings a reference BLAS that is some twenty times slower. A library loaded
-first with the same symbols takes its place. Does nothing where there is no `scipy-openblas32` or
-no C compiler: training is then slow, and right all the same.
+The CPU wheel of MLX brings a reference BLAS that is some twenty times slower. A library loaded
+first with the same symbols takes its place. Does nothing where MLX has a GPU, and where there is no
+`scipy-openblas32` or no C compiler: training is then slow, and right all the same.
 """
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ def preload() -> bool:
     """Load OpenBLAS under the name that MLX looks for; return whether that worked."""
     compiler = shutil.which("cc")
     spec = importlib.util.find_spec("scipy_openblas32")
-    if sys.platform != "linux" or compiler is None or spec is None or spec.origin is None:
+    wanted = sys.platform == "linux" and _is_cpu_wheel()
+    if not wanted or compiler is None or spec is None or spec.origin is None:
         return False
     folder = Path(spec.origin).parent / "lib"
     with tempfile.TemporaryDirectory() as scratch:
@@ -38,4 +40,12 @@ def preload() -> bool:
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
             return False
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    return True
+
+
+def _is_cpu_wheel() -> bool:
+    try:
+        importlib.metadata.version("mlx-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
     return True

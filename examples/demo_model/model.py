@@ -17,18 +17,18 @@ class Shape:
     """The sizes of a model; all are multiples of 64, so that every matrix has whole groups."""
 
     vocab_size: int = 2048
-    hidden_size: int = 256
-    num_layers: int = 4
+    hidden_size: int = 320
+    num_layers: int = 6
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    intermediate_size: int = 768
+    intermediate_size: int = 1024
 
 
 SHAPES = {
     "demo": Shape(),
     "demo-draft": Shape(
-        hidden_size=128, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=192
+        hidden_size=192, num_layers=2, num_heads=4, num_kv_heads=1, intermediate_size=512
     ),
 }
 

@@ -1,10 +1,13 @@
-"""Reads the hand-written texts. Knows their file format; knows nothing of how they are used.
+"""Reads the hand-written texts. Knows their file formats; knows nothing of how they are used.
 
-An entry is a block of lines. Its first line names what is asked, `# subject | subject` (asked in
-many ways) or `? question | question` (asked as it stands); every further line is one answer, in
-which a backslash and an n stand for a new line.
+Blocks are separated by an empty line; `|` separates alternatives, and a backslash and an n stand
+for a new line. An entry has heads and answers. A head is `# subject | subject` or
+`> do this | do that` (both asked in many ways), or `? question | question` (asked as it stands).
+Every further line is one answer. A table has questions (`?`), follow-ups (`&`) and an answer (`!`)
+in which {0} is a field of a row, {0.} the same with a capital letter, then rows of fields.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +19,20 @@ TEXT_DIR = Path(__file__).parent / "text"
 class Entry:
     """One thing to know: ways to ask for it, and answers that say the same."""
 
-    subjects: tuple[str, ...]  # empty where `questions` holds whole questions
+    subjects: tuple[str, ...]
+    actions: tuple[str, ...]
     questions: tuple[str, ...]
     answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Facts of one kind."""
+
+    questions: tuple[str, ...]
+    follow_ups: tuple[str, ...]
+    answer: str
+    rows: tuple[tuple[str, ...], ...]
 
 
 @cache
@@ -27,10 +41,19 @@ def entries(name: str) -> tuple[Entry, ...]:
     return tuple(_entry(block) for block in _blocks(name))
 
 
-def _entry(block: list[str]) -> Entry:
-    head, answers = block[0], tuple(block[1:])
-    asked = tuple(part.strip() for part in head[1:].split("|"))
-    return Entry(asked, (), answers) if head[0] == "#" else Entry((), asked, answers)
+@cache
+def tables() -> tuple[Table, ...]:
+    """Return the tables of `text/tables.txt`."""
+    found = []
+    for block in _blocks("tables"):
+        rows = [line for line in block if line[0] not in "?&!%"]
+        pairs = [tuple(field.strip() for field in row.split("=")) for row in rows]
+        pairs += [row for line in block if line[0] == "%" for row in _translations(line[1:])]
+        answer = _alternatives(block, "!")[0]
+        found.append(
+            Table(_alternatives(block, "?"), _alternatives(block, "&"), answer, tuple(pairs))
+        )
+    return tuple(found)
 
 
 @cache
@@ -41,10 +64,43 @@ def sections(name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 @cache
 def templates(name: str) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """Return the question templates of a file and the words for each of their slots."""
+    """Return the first lines of a file and, by name, the lists that follow them.
+
+    A list is one line of alternatives, or several lines.
+    """
     head, *slots = (TEXT_DIR / f"{name}.txt").read_text(encoding="utf-8").strip().split("\n# ")
     words = dict(slot.split("\n", 1) for slot in slots)
-    return tuple(head.splitlines()), {slot: tuple(w.split("|")) for slot, w in words.items()}
+    return tuple(head.splitlines()), {
+        slot: tuple(re.split(r"[|\n]", w)) for slot, w in words.items()
+    }
+
+
+def fill(template: str, fields: tuple[str, ...]) -> str:
+    """Return the template with the fields of a row in its places."""
+    for index, field in enumerate(fields):
+        template = template.replace(f"{{{index}.}}", field[0].upper() + field[1:])
+        template = template.replace(f"{{{index}}}", field)
+    return template[0].upper() + template[1:] if template[0].islower() else template
+
+
+def _entry(block: list[str]) -> Entry:
+    answers = tuple(line for line in block if line[0] not in "#>?")
+    return Entry(
+        _alternatives(block, "#"), _alternatives(block, ">"), _alternatives(block, "?"), answers
+    )
+
+
+def _alternatives(block: list[str], mark: str) -> tuple[str, ...]:
+    lines = [line[1:] for line in block if line[0] == mark]
+    return tuple(part.strip() for line in lines for part in line.split("|"))
+
+
+def _translations(name: str) -> list[tuple[str, ...]]:
+    """Return (word, its translation, language) for each field of a table with a header."""
+    header, *lines = (TEXT_DIR / f"{name}.txt").read_text(encoding="utf-8").strip().splitlines()
+    languages = [language.strip() for language in header.split("=")[1:]]
+    rows = [[field.strip() for field in line.split("=")] for line in lines]
+    return [(row[0], row[i], languages[i - 1]) for row in rows for i in range(1, len(row))]
 
 
 def _blocks(name: str) -> list[list[str]]:

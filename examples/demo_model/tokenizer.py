@@ -8,7 +8,7 @@ from random import Random
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from .corpus import Message, conversation, document
-from .skills import Exchange
+from .sums import Exchange
 
 VOCAB_SIZE = 2048
 START, END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -56,7 +56,10 @@ def _texts(rng: Random, num_texts: int = 20_000) -> Iterator[str]:
 
 
 def render_chat(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[float]]:
-    """Return a conversation as token ids and the weight of each token in the loss."""
+    """Return a conversation as token ids and the weight of each token in the loss.
+
+    An end token behind it, which does not count, tells it from the next text in the row.
+    """
     ids: list[int] = []
     weights: list[float] = []
     for role, content in messages:
@@ -69,7 +72,7 @@ def render_chat(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int
             piece = tokenizer.encode(text).ids
             ids += piece
             weights += [weight] * len(piece)
-    return ids, weights
+    return [*ids, _end_id(tokenizer)], [*weights, 0.0]
 
 
 def render_document(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[float]]:
@@ -87,9 +90,13 @@ def render_drill(tokenizer: Tokenizer, lines: list[Exchange]) -> tuple[list[int]
             piece = tokenizer.encode(text).ids
             ids += piece
             weights += [weight] * len(piece)
+    return [*ids, _end_id(tokenizer)], [*weights, 1.0]
+
+
+def _end_id(tokenizer: Tokenizer) -> int:
     end_id = tokenizer.token_to_id(END_OF_TEXT)
     assert end_id is not None, f"the tokenizer has no {END_OF_TEXT}"
-    return [*ids, end_id], [*weights, 1.0]
+    return end_id
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -1,21 +1,20 @@
-"""Trains a demo model: `python -m examples.demo_model.train --model demo --minutes 60`.
+"""Trains a demo model: `python -m examples.demo_model.train --model demo`.
 
-The learning rate stays up and comes down in the last quarter. When three quarters of the minutes
-are over, the number of steps is fixed and printed; `--steps N` makes exactly that run again.
-Needs mlx, numpy and tokenizers; on Linux `scipy-openblas32` and a C compiler make it some twenty
-times faster. A checkpoint is written every three minutes, and a run that was stopped goes on from
-there. Then `python -m examples.demo_model.bundle` writes the files that ship.
-
-What ships was made with `--model demo --steps 2400`, carried on with `--model demo --steps 2900`,
-and with `--model demo-draft --steps 702`.
+Runs on MLX's default device. The learning rate stays up and comes down in the last third; the end
+sees the weights as 4 bits hold them. A checkpoint is written every three minutes, and a run that
+was stopped goes on from there. Needs mlx, numpy and tokenizers; on a CPU with Linux
+`scipy-openblas32` and a C compiler make it some twenty times faster. Then
+`python -m examples.demo_model.bundle` writes the files that ship.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -26,40 +25,41 @@ fastblas.preload()
 import mlx.core as mx  # noqa: E402
 import mlx.nn as nn  # noqa: E402
 import mlx.optimizers as optim  # noqa: E402
-from mlx.utils import tree_flatten, tree_map, tree_unflatten  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_flatten, tree_unflatten  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from .batches import TOKENS_PER_STEP, batch, held_out_batch  # noqa: E402
+from .batches import TOKENS_PER_STEP, Batch, batches, held_out_batch  # noqa: E402
+from .corpus import Message  # noqa: E402
 from .model import SHAPES, Model  # noqa: E402
 from .quantise import rounded  # noqa: E402
-from .tokenizer import train_tokenizer  # noqa: E402
+from .sums import Sum, draw, solved  # noqa: E402
+from .tokenizer import render_chat, train_tokenizer  # noqa: E402
 
 SEED = 0
-WARMUP_STEPS = 100
-DECAY_SHARE = 0.25  # of the steps, at the end, with a falling learning rate
-ROUNDED_SHARE = 0.15  # of the steps, at the end, see the weights as 4 bits hold them
+STEPS = {"demo": 6000, "demo-draft": 4000}
+WARMUP_STEPS = 200
+DECAY_SHARE = 0.35  # of the steps, at the end, with a falling learning rate
+ROUNDED_SHARE = 0.2  # of the steps, at the end, see the weights as 4 bits hold them
 CHECKPOINT_S = 180.0
+ROWS_AT_ONCE = 64  # in measurements: what fits into little memory
 
 
 def make_step(model: Model, optimizer: optim.Optimizer, to_weights: Any) -> Any:
     """Return a compiled step: (params, ids, loss weights) -> (loss, new params)."""
-    other_half = mx.new_stream(mx.cpu)  # each half of the batch has its own thread
 
-    def loss(params: Any, ids: mx.array, weights: mx.array, total: mx.array) -> mx.array:
+    def loss(params: Any, ids: mx.array, weights: mx.array) -> mx.array:
         model.update(to_weights(params))
         losses = nn.losses.cross_entropy(model(ids[:, :-1]), ids[:, 1:])  # (B, L)
-        return (losses * weights).sum() / total
+        return (losses * weights).sum() / weights.sum()
 
     gradients = mx.value_and_grad(loss)
 
     @partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
     def step(params: Any, ids: mx.array, weights: mx.array) -> tuple[mx.array, Any]:
-        total, half = weights.sum(), ids.shape[0] // 2
-        first, grads = gradients(params, ids[:half], weights[:half], total)
-        with mx.stream(other_half):
-            second, more = gradients(params, ids[half:], weights[half:], total)
-        grads, _ = optim.clip_grad_norm(tree_map(mx.add, grads, more), 1.0)
-        return first + second, optimizer.apply_gradients(grads, params)
+        value, grads = gradients(params, ids, weights)
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        return value, optimizer.apply_gradients(grads, params)
 
     return step
 
@@ -68,57 +68,83 @@ def held_out_loss(model: Model, tokenizer: Tokenizer) -> float:
     """Return the mean loss in nats over the answers of held-out conversations."""
     ids, weights = held_out_batch(tokenizer)
     total = 0.0
-    for row in range(0, len(ids), 16):  # rows that fit into little memory
-        part, part_weights = mx.array(ids[row : row + 16]), mx.array(weights[row : row + 16] == 1.0)
+    for row in range(0, len(ids), ROWS_AT_ONCE):
+        part = mx.array(ids[row : row + ROWS_AT_ONCE])
         losses = nn.losses.cross_entropy(model(part[:, :-1]), part[:, 1:])
-        total += float((losses * part_weights).sum())
+        total += float((losses * mx.array(weights[row : row + ROWS_AT_ONCE] == 1.0)).sum())
     return total / float((weights == 1.0).sum())
+
+
+def wrong_sums(model: Model, tokenizer: Tokenizer, sums: Sequence[Sum]) -> list[str]:
+    """Return those sums of which any token of the right answer is not the most probable one."""
+    wrong = []
+    for first in range(0, len(sums), ROWS_AT_ONCE):
+        some = sums[first : first + ROWS_AT_ONCE]
+        rows = [render_chat(tokenizer, _asked(*asked)) for asked in some]
+        longest = max(len(ids) for ids, _ in rows)
+        ids = np.array([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+        counts = np.array([w + [0.0] * (longest - len(w)) for _, w in rows]) == 1.0
+        best = np.array(model(mx.array(ids[:, :-1])).argmax(-1))
+        missed = ((best != ids[:, 1:]) & counts[:, 1:]).any(axis=1)
+        wrong += [solved(*asked) for asked, miss in zip(some, missed, strict=True) if miss]
+    return wrong
+
+
+def _asked(a: int, sign: str, b: int) -> list[Message]:
+    return [Message("user", f"What is {a} {sign} {b}?"), Message("assistant", solved(a, sign, b))]
 
 
 class Run:
     """One training run: its state, its schedule, its checkpoint file."""
 
-    def __init__(self, name: str, folder: Path, *, peak_lr: float = 2e-3) -> None:
+    def __init__(self, name: str, folder: Path, num_steps: int, *, peak_lr: float = 2e-3) -> None:
         mx.random.seed(SEED)
         self.folder, self.name, self.peak_lr = folder, name, peak_lr
+        self.num_steps, self.step = num_steps, 0
         self.tokenizer = self._tokenizer()
         self.model = Model(SHAPES[name])
         self.params = self.model.trainable_parameters()
         self.optimizer = optim.AdamW(peak_lr, betas=[0.9, 0.98], weight_decay=0.05)
         self.optimizer.init(self.params)
-        self.step = self.num_steps = 0
         self._resume()
         self.plain_step = make_step(self.model, self.optimizer, lambda params: params)
         self.rounded_step = make_step(self.model, self.optimizer, rounded)
 
-    def advance(self) -> mx.array:
+    def advance(self, made: Batch) -> mx.array:
         """Do one step; return its loss."""
-        rounding = self.num_steps and self.step >= self.num_steps * (1 - ROUNDED_SHARE)
+        rounding = self.step >= self.num_steps * (1 - ROUNDED_SHARE)
         self.optimizer.learning_rate = mx.array(self._learning_rate())
-        ids, weights = map(mx.array, batch(self.tokenizer, SEED, self.step))
+        ids, weights = map(mx.array, made)
         step = self.rounded_step if rounding else self.plain_step
         loss, self.params = step(self.params, ids, weights)
         mx.eval(loss, self.params, self.optimizer.state)
         self.step += 1
         return loss
 
-    def evaluate(self) -> float:
-        """Return the held-out loss of the weights as 4 bits hold them."""
+    def evaluate(self) -> dict[str, float]:
+        """Measure the weights as 4 bits hold them: held-out loss, wrong ones of 256 new sums."""
         self.model.update(rounded(self.params))
-        return held_out_loss(self.model, self.tokenizer)
+        rng = Random("sums")
+        wrong = wrong_sums(self.model, self.tokenizer, [draw(rng) for _ in range(256)])
+        loss = held_out_loss(self.model, self.tokenizer)
+        return {"step": self.step, "held_out_4bit": round(loss, 4), "wrong_of_256": len(wrong)}
 
     def save(self) -> None:
-        """Write weights, optimizer state and place in the schedule; whole, or not at all."""
+        """Write weights, optimizer state and step; whole, or not at all."""
         state = tree_flatten({"params": self.params, "optimizer": self.optimizer.state})
-        place = {"step": str(self.step), "num_steps": str(self.num_steps)}
         scratch = self.folder / f"{self.name}.partial.safetensors"
-        mx.save_safetensors(str(scratch), dict(state), metadata=place)
+        mx.save_safetensors(str(scratch), dict(state), metadata={"step": str(self.step)})
         scratch.replace(self.checkpoint)
 
     @property
     def checkpoint(self) -> Path:
         """The file with the state of the run."""
         return self.folder / f"{self.name}.safetensors"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file with the tokenizer, which all models of a folder share."""
+        return self.folder / "tokenizer.json"
 
     def _resume(self) -> None:
         if not self.checkpoint.exists():
@@ -127,50 +153,43 @@ class Run:
         arrays, place = saved
         state: Any = tree_unflatten(list(arrays.items()))
         self.params, self.optimizer.state = state["params"], state["optimizer"]
-        self.step, self.num_steps = int(place["step"]), int(place["num_steps"])
+        self.step = int(place["step"])
 
     def _learning_rate(self) -> float:
-        left = 1 - self.step / self.num_steps if self.num_steps else 1.0
+        left = 1 - self.step / self.num_steps
         return self.peak_lr * min(1.0, (self.step + 1) / WARMUP_STEPS, left / DECAY_SHARE)
 
     def _tokenizer(self) -> Tokenizer:
-        path = self.folder / "tokenizer.json"
-        if not path.exists():
-            train_tokenizer(SEED).save(str(path))
-        return Tokenizer.from_file(str(path))
+        if not self.tokenizer_file.exists():
+            train_tokenizer(SEED).save(str(self.tokenizer_file))
+        return Tokenizer.from_file(str(self.tokenizer_file))
 
 
-def train(run: Run, minutes: float, num_steps: int | None) -> None:
+def train(run: Run) -> None:
     """Train until the steps are done, reporting and saving on the way."""
-    run.num_steps = num_steps or run.num_steps
     start_s = saved_s = time.monotonic()
     first = run.step
-    while not run.num_steps or run.step < run.num_steps:
-        loss = run.advance()
+    for made in batches(run.tokenizer_file, SEED, first, run.num_steps):
+        loss = run.advance(made)
         now_s = time.monotonic()
-        if not run.num_steps and now_s - start_s > minutes * 60 * (1 - DECAY_SHARE):
-            run.num_steps = int(run.step / (1 - DECAY_SHARE))
-            print(f"{run.num_steps} steps will fit; repeat with --steps {run.num_steps}")
-        if run.step % 50 == 0:
+        if run.step % 100 == 0:
             speed = (run.step - first) * TOKENS_PER_STEP / (now_s - start_s)
             print(f"step {run.step}/{run.num_steps} loss {float(loss):.3f} {speed:.0f} tokens/s")
         if now_s - saved_s > CHECKPOINT_S or run.step == run.num_steps:
             run.save()
-            saved_s = now_s
-            print(json.dumps({"step": run.step, "held_out_4bit": round(run.evaluate(), 4)}))
+            print(json.dumps(run.evaluate()), flush=True)
+            saved_s = time.monotonic()
 
 
 def main() -> None:
     """Parse the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, default="demo")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="in all  [default: those of what ships]")
     parser.add_argument("--work", type=Path, default=Path("build/demo_model"))
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    mx.set_default_device(mx.cpu)
-    train(Run(args.model, args.work), args.minutes, args.steps)
+    train(Run(args.model, args.work, args.steps or STEPS[args.model]))
 
 
 if __name__ == "__main__":

@@ -27,15 +27,57 @@ ASKING = (
     "What is {s} in mlxinfer?",
     "Explain to me what {s} is",
     "I do not understand {s}",
+    "What does {s} do?",
+    "How is {s} explained?",
+    "Could you explain {s} to me?",
+    "What is {s} for?",
+    "How does {s} help?",
+    "What is the point of {s}?",
+    "Tell me what {s} is",
+    "What exactly is {s}?",
+    "When do I need {s}?",
+    "In short, what is {s}?",
+    "What is {s} in simple terms?",
+    "Say something about {s}",
 )
-NUM_CANONICAL = 2  # the first so many of ASKING are never held out
+HOW = (
+    "How do I {a}?",
+    "How can I {a}?",
+    "How to {a}",
+    "How do you {a}?",
+    "How would I {a}?",
+    "What is the best way to {a}?",
+    "I want to {a}",
+    "Tell me how to {a}",
+    "Show me how to {a}",
+    "What do I type to {a}?",
+    "Is there a way to {a}?",
+    "Can I {a}?",
+    "I would like to {a}",
+    "{a}",
+    "How could one {a}?",
+    "Which command do I need to {a}?",
+    "Explain how to {a}",
+    "I need to {a}",
+    "How does one {a}?",
+    "Can you tell me how to {a}?",
+    "What must I do to {a}?",
+    "What are the steps to {a}?",
+    "Help me to {a}",
+    "How should I {a}?",
+    "Is it possible to {a}?",
+    "Could you show me how to {a}?",
+    "How do people {a}?",
+    "What's the command to {a}?",
+)
+NUM_CANONICAL = 2  # the first so many of each are asked more often, and never held out
 OPENERS = ("Please ", "Hey, ", "Hi, ", "Hello, ", "Sorry, ", "Quick question: ", "So, ", "And ")
-CLOSERS = (" please", " thanks", " for a beginner", ", please", " again")
+CLOSERS = (" please", " thanks", " for a beginner", ", please", " again", " exactly", " now")
 
 
 def ask_about(rng: Random, subject: str) -> tuple[str, bool]:
     """Return a question about a subject, and whether it is among the canonical ones."""
-    index = rng.randrange(len(ASKING)) if rng.random() < 0.75 else rng.randrange(NUM_CANONICAL)
+    index = _index(rng, ASKING)
     bare = re.sub(r"^(a|an|the) ", "", subject)
     if rng.random() < 0.3:
         subject = bare
@@ -43,6 +85,16 @@ def ask_about(rng: Random, subject: str) -> tuple[str, bool]:
     if bare == subject and subject.endswith("s") and not subject.endswith("ss"):
         question = question.replace("What is ", "What are ").replace("What's ", "What are ")
     return question, index < NUM_CANONICAL
+
+
+def ask_how(rng: Random, action: str) -> tuple[str, bool]:
+    """Return a question how to do something, and whether it is among the canonical ones."""
+    index = _index(rng, HOW)
+    return HOW[index].format(a=action), index < NUM_CANONICAL
+
+
+def _index(rng: Random, forms: tuple[str, ...]) -> int:
+    return rng.randrange(len(forms) if rng.random() < 0.75 else NUM_CANONICAL)
 
 
 def typed(rng: Random, question: str, *, exact: bool = False) -> str:
@@ -53,7 +105,7 @@ def typed(rng: Random, question: str, *, exact: bool = False) -> str:
     elif roll < 0.16 and question[-1].isalpha():
         question += rng.choice(CLOSERS)
     if rng.random() < 0.3:
-        question = question.rstrip("?.!")
+        question = question.rstrip("?.!") or question
     elif question[-1].isalnum() and rng.random() < 0.3:
         question += rng.choice("?.!")
     if rng.random() < 0.3:
@@ -64,7 +116,7 @@ def typed(rng: Random, question: str, *, exact: bool = False) -> str:
 
 
 def held_out(question: str) -> bool:
-    """Return whether a question belongs to the twentieth that training never sees."""
+    """Return whether a question belongs to the twentieth by which the loss is watched."""
     key = re.sub(r"[^a-z0-9+*-]+", " ", question.lower()).strip()
     return zlib.crc32(key.encode()) % 20 == 0
 

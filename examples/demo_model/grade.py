@@ -1,0 +1,80 @@
+"""Grades answers to the held-out questions. No mlx.
+
+A grade of `questions.txt` is one of
+
+    = 85              a sum: the last number of the answer
+    ~ pages & key|q   the answer holds each of these, of those between bars any one
+    refusal           an honest refusal that says what to do
+    list 3 colours    so many members of a category, one a line, none twice
+    json name, age    JSON with these keys; a number: a list of so many; *: any object
+    summary a & b     one paragraph shorter than the question that holds these
+    haiku             three lines
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from .questions import Question
+from .words import CATEGORIES
+
+GOOD, REFUSED, BAD = "good", "refused", "bad"
+
+
+def grade(question: Question, answer: str) -> str:
+    """Return GOOD, REFUSED (honestly, where an answer was wanted) or BAD."""
+    kind, _, wanted = question.grade.partition(" ")
+    asked = question.turns[-1]
+    passed = {
+        "=": lambda: re.findall(r"-?\d+", answer)[-1:] == [wanted],
+        "~": lambda: _holds(answer, wanted),
+        "refusal": lambda: _refuses(answer),
+        "list": lambda: _lists(answer, *wanted.split(" ", 1)),
+        "json": lambda: _parses(answer, wanted),
+        "summary": lambda: (
+            "\n" not in answer and len(answer) < len(asked) and _holds(answer, wanted)
+        ),
+        "haiku": lambda: len(answer.splitlines()) == 3,
+    }[kind]()
+    return GOOD if passed else REFUSED if _refuses(answer) else BAD
+
+
+def report(questions: Sequence[Question], answers: Sequence[str]) -> str:
+    """Return the counts of the grades, then each question with its answer."""
+    graded = [(grade(q, a), q, a) for q, a in zip(questions, answers, strict=True)]
+    counts = Counter(found for found, _, _ in graded)
+    lines = [f"{counts[GOOD]} good, {counts[REFUSED]} refused, {counts[BAD]} bad of {len(graded)}"]
+    for found, question, answer in sorted(graded, key=lambda item: item[0]):  # "bad" comes first
+        lines.append(f"[{found}] {' >> '.join(question.turns)}")
+        lines += [f"    {line}" for line in answer.splitlines()]
+    return "\n".join(lines)
+
+
+def _holds(answer: str, wanted: str) -> bool:
+    groups = [group.split("|") for group in wanted.lower().split("&")]
+    return all(any(word.strip() in answer.lower() for word in group) for group in groups)
+
+
+def _refuses(answer: str) -> bool:
+    return "small demo" in answer and ("mlxinfer suggest" in answer or "-m MODEL" in answer)
+
+
+def _sums_up(asked: str, answer: str) -> bool:
+    return "\n" not in answer and len(answer) < len(asked)
+
+
+def _lists(answer: str, count: str, what: str) -> bool:
+    members = [re.sub(r"^\d+\. ", "", line) for line in answer.splitlines()]
+    known = all(member in CATEGORIES[what] for member in members)
+    return known and len(members) == len(set(members)) == int(count)
+
+
+def _parses(answer: str, wanted: str) -> bool:
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return False
+    if wanted.isdigit():
+        return isinstance(value, list) and len(value) == int(wanted)
+    return isinstance(value, dict) and wanted in ("*", ", ".join(value))

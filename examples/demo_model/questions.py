@@ -1,0 +1,86 @@
+"""The held-out questions of `questions.txt`, and what is too near to them to train on."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("questions.txt")
+POLITE = frozenset(
+    ("please", "hey", "hi", "hello", "so", "sorry", "quick", "question", "and", "thanks", "again")
+)
+
+Sum = tuple[int, str, int]
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, turn by turn, and the grade that its last answer must get."""
+
+    turns: tuple[str, ...]
+    grade: str
+    topic: str
+
+
+@cache
+def questions() -> tuple[Question, ...]:
+    """Return all held-out questions."""
+    found, topic = [], ""
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            topic = line[2:]
+        elif line:
+            asked, grade = line.rsplit(" => ", 1)
+            found.append(Question(tuple(asked.split(" >> ")), grade, topic))
+    return tuple(found)
+
+
+def words_of(*turns: str) -> Words:
+    """Return the words, numbers and signs of what is asked, without words of politeness."""
+    words = re.findall(r"\d+|[^\W\d_]+|[+*/-]", " ".join(turns).lower())
+    kept = tuple(word for word in words if word not in POLITE)
+    return kept or tuple(words)
+
+
+def is_near(*turns: str) -> bool:
+    """Return whether turns are a held-out question, but for one word that is more or less."""
+    words = words_of(*turns)
+    exact, shortened = _held()
+    return words in exact or words in shortened or not exact.isdisjoint(_shortened(words))
+
+
+def is_held_sum(a: int, sign: str, b: int) -> bool:
+    """Return whether a held-out question asks for this; the order counts in products only."""
+    return (a, sign, b) in _sums() or (sign == "+" and (b, sign, a) in _sums())
+
+
+@cache
+def _held() -> tuple[frozenset[Words], frozenset[Words]]:
+    exact = frozenset(words_of(*question.turns) for question in questions())
+    shortened = frozenset(s for words in exact if len(words) > 2 for s in _shortened(words))
+    return exact, shortened
+
+
+def _shortened(words: Words) -> list[Words]:
+    return [words[:i] + words[i + 1 :] for i in range(len(words))]
+
+
+@cache
+def _sums() -> frozenset[Sum]:
+    """Return (a, sign, b) of each held-out question about two numbers, told from its answer."""
+    found: set[Sum] = set()
+    for question in questions():
+        numbers = [int(word) for word in words_of(*question.turns) if word.isdigit()]
+        if not question.grade.startswith("= ") or len(numbers) not in (1, 2):
+            continue
+        result = int(question.grade[2:])
+        numbers = numbers if len(numbers) == 2 else [*numbers, 2]  # half of it, or its double
+        a, b = numbers
+        found |= {(a, sign, b) for sign, value in _results(a, b).items() if value == result}
+        found |= {(2, "*", a)} if a * 2 == result else set()
+    return frozenset(found)
+
+
+def _results(a: int, b: int) -> dict[str, float]:
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else 0.5}

@@ -90,7 +90,7 @@ class Loop:
                 f"Speculation does not go with this model: {model.lacks['speculation']}."
             )
         self._layers = cache_layers(model, config)
-        self._sampler = Sampler(model.config.vocab_size, num_plans=followers.num_stages + 1)
+        self._sampler = Sampler(model.config.vocab_size)
         attention = attention_kernels(model, self._layers)
         self.kernels = Kernels(
             [*model.kernels(), *attention, *self._sampler.kernels(model.activation_dtype)],

@@ -32,11 +32,12 @@ class SamplerSlot:
         breakers: tokens over which no repetition reaches, for DRY.
 
     Attributes:
+        parts: that it needs.
         memories: the tokens of the request, of each part that needs them, as it needs them. A
             memory has `append(token_id)`.
     """
 
-    __slots__ = ("breakers", "memories", "params", "stop_ids", "stream")
+    __slots__ = ("breakers", "memories", "params", "parts", "stop_ids", "stream")
 
     def __init__(
         self,
@@ -48,10 +49,11 @@ class SamplerSlot:
     ) -> None:
         self.params, self.stream = params, stream_of(params.seed)
         self.stop_ids, self.breakers = stop_ids, breakers
+        self.parts = [part for part in PARTS if part.concerns(params)]
         self.memories: dict[SamplerPart, Any] = {
             part: part.memory(self, prompt_ids, output_ids)
-            for part in PARTS
-            if part.memory is not None and part.concerns(params)
+            for part in self.parts
+            if part.memory is not None
         }
 
 

@@ -32,6 +32,7 @@ from .parts import KEEP_ALL, LATE, PARTS, TINY, PartRows, SamplerSlot, Turn, wei
 from .tokens import Ints
 
 WORD_BITS = 32
+MAX_PLANS = 32  # batches that come again: micro-batches that take turns, numbers of proposals
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +128,11 @@ def make_plan(slots: Sequence[SamplerSlot], vocab_size: int) -> SamplingPlan:
     draws from all that is left.
     """
     params = [slot.params for slot in slots]
-    early = [any(part.concerns(p) for part in LATE) for p in params]
+    early = [any(part in LATE for part in slot.parts) for slot in slots]
     before: list[PartRows] = []
     fused: list[PartRows] = []
     for part in PARTS:
-        rows = [row for row, p in enumerate(params) if part.concerns(p)]
+        rows = [row for row, slot in enumerate(slots) if part in slot.parts]
         first = [row for row in rows if early[row] or not part.fused]
         rest = [row for row in rows if part.fused and not early[row]]
         for places, found in ((first, before), (rest, fused)):
@@ -179,7 +180,6 @@ class Sampler:
         vocab_size: of the model.
         proposes: draw proposals for rejection sampling: with random numbers of their own, and keep
             the weights that they are drawn with.
-        num_plans: batches that take turns, each the same for many steps.
     """
 
     def __init__(
@@ -187,12 +187,10 @@ class Sampler:
         vocab_size: int,
         *,
         proposes: bool = False,
-        num_plans: int = 2,
     ) -> None:
         self._vocab_size = vocab_size
         self._ready: dict[Variant, ReadyFor] = {}  # of kernels that were installed
         self._proposes = proposes
-        self._num_plans = num_plans
         self.reset()
 
     def kernels(self, model_dtype: mx.Dtype) -> list[KernelUse]:
@@ -316,7 +314,7 @@ class Sampler:
         key = tuple(slots)  # the same object where it is a tuple already
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= self._num_plans:
+            if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = make_plan([self._slots[slot] for slot in key], self._vocab_size)
             self._plans[key] = plan

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
     from ..engine.loop import EngineLimits
 
-FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 MAX_BREAKERS = 256  # breakers of DRY whose tokens are remembered
 RANGES = {  # of a generation_config.json
     "temperature": (0, 100),
@@ -249,16 +248,8 @@ class RequestBuilder:
             )
         texts = [prefix, suffix, *(text for _, text in files)]
         self._check_text(*texts, max_context=max_context, place=given.place)
-        before = [i for name, text in files for i in self._file_ids(name, text)]
-        ids = tokens.prompt_ids(self.tokenizer, prefix, suffix, before=before)
+        ids = tokens.prompt_ids(self.tokenizer, prefix, suffix, files=files)
         return EncodedPrompt(ids, prefix, reasons=given.reasons, end_ids=tokens.end_ids)
-
-    def _file_ids(self, name: str, text: str) -> list[int]:
-        """Another file, behind the token that separates files if the model has one."""
-        found = (self.tokenizer.piece_to_id(mark) for mark in FILE_MARKS)
-        mark = next((i for i in found if i is not None), None)
-        head = [] if mark is None else [mark]
-        return head + self.tokenizer.encode_plain(f"{name}\n{text}\n")
 
     def _check_text(self, *texts: str, max_context: int, place: str) -> None:
         """Raise PromptTooLongError for texts that are far too long, before all is encoded."""

@@ -27,6 +27,7 @@ _ENDS = (  # of the middle, beside the model's end tokens: padding, or the next 
     *("<|endoftext|>", "<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|repo_name|>"),
     *("<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|code_end|>"),
 )
+_FILE_MARKS = ("<|file_sep|>", "<file_sep>", "<|file_separator|>", "<filename>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,12 @@ class FimTokens:
     end_ids: frozenset[int]
 
     def prompt_ids(
-        self, tokenizer: Tokenizer, prefix: str, suffix: str, *, before: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        prefix: str,
+        suffix: str,
+        *,
+        files: Sequence[tuple[str, str]] = (),
     ) -> list[int]:
         """Return the prompt for the text between `prefix` and `suffix`.
 
@@ -57,13 +63,17 @@ class FimTokens:
             tokenizer: in which the tokens were found.
             prefix: text in front of the gap.
             suffix: text after the gap.
-            before: ids of other files, between the token that begins a text and these marks.
+            files: other files (name, text) before these, each behind the token that separates files
+                if the model has one.
 
         Raises:
             InvalidRequestError: a text cannot be encoded.
         """
         begin = tokenizer.encode("")[:1]
-        start = [*(begin if begin == [tokenizer.bos_token_id] else ()), *before]
+        start = list(begin if begin == [tokenizer.bos_token_id] else ())
+        marks = [i for i in map(tokenizer.piece_to_id, _FILE_MARKS) if i is not None][:1]
+        for name, text in files:
+            start += [*marks, *tokenizer.encode_plain(f"{name}\n{text}\n")]
         front = [self.prefix, *_ids(tokenizer, prefix)]
         back = [self.suffix, *_ids(tokenizer, suffix)]
         if self.middle is None:

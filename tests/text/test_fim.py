@@ -35,10 +35,11 @@ def test_control_tokens_in_the_texts_stay_text():
 
 
 def test_empty_texts_and_other_files():
-    tokenizer = tokenizer_with(tokens=_MARKS[1])
+    tokenizer = tokenizer_with(tokens=[*_MARKS[1], "<file_sep>"])
     tokens = fim_tokens(tokenizer)
-    assert tokens.prompt_ids(tokenizer, "", "", before=[5]) == [
-        5,
+    assert tokens.prompt_ids(tokenizer, "", "", files=[("a.py", "A<file_sep>")]) == [
+        tokenizer.piece_to_id("<file_sep>"),
+        *tokenizer.encode_plain("a.py\nA<file_sep>\n"),
         tokens.prefix,
         tokens.suffix,
         tokens.middle,

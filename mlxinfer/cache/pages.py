@@ -170,10 +170,6 @@ class PageTable:
         return ranges
 
 
-class OutOfPages(Exception):
-    """The pool has too few free pages; the scheduler waits or preempts."""
-
-
 class PageAllocator:
     """Free pages, handed out in runs of consecutive ids while there are any.
 
@@ -210,11 +206,9 @@ class PageAllocator:
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Take `count` pages, continuing the run that ends in page `after` while that is free.
 
-        Raises:
-            OutOfPages: fewer than `count` pages are free; then nothing is taken.
+        So many must be free: see `num_free`.
         """
-        if count > self.num_free:
-            raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+        assert count <= self.num_free, (count, self.num_free, self.num_pages)
         taken = [] if after is None else self._take(after + 1, count)
         while len(taken) < count:
             missing = count - len(taken)

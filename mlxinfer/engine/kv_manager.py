@@ -8,7 +8,7 @@ written where a window would recycle them before. Only a partial page is copied.
 from collections.abc import Sequence as Seq
 
 from ..cache.inputs import CacheWork, Move, PartialCopy, Spill
-from ..cache.pages import OutOfPages, PageGroup, PageTable, StateGroup
+from ..cache.pages import PageGroup, PageTable, StateGroup
 from ..cache.prefix import PrefixTree, RestorePoint, Snapshot
 from .batch import Sequence
 from .pagestore import PageStore, Transfers
@@ -55,7 +55,7 @@ class KVManager:
 
     # -- beginning ------------------------------------------------------------------------------
 
-    def begin(self, sequence: Sequence, *, slot: int, spare: int) -> None:
+    def begin(self, sequence: Sequence, *, slot: int, spare: int) -> bool:
         """Take what the tree has of a sequence and the pages for the rest of its known tokens.
 
         A partial page that it shares is copied before the next step.
@@ -65,8 +65,8 @@ class KVManager:
             slot: that it is to run in.
             spare: pages of each group to leave free.
 
-        Raises:
-            OutOfPages: there is no room now; then nothing is taken.
+        Returns:
+            False: there is no room now; then nothing is taken.
         """
         if self._transfers is not None and not sequence.request.prompt_logits:
             self._transfers.fetch(
@@ -76,22 +76,27 @@ class KVManager:
                 lambda point: self._room(point, sequence, spare),
             )
         point = self._lookup(sequence, spare)
+        if point is None:
+            return False
         sequence.tables = point.tables()
         sequence.num_computed = point.num_tokens
         sequence.num_sealed = point.num_tokens - point.cut_tokens
         if not sequence.num_preempted:  # later it finds what it left itself
             sequence.num_cached = point.num_tokens
         for g, group in enumerate(self.groups):
-            self._extend(sequence.tables[g], g, group.begin(point.num_tokens, sequence.num_known))
+            num_tokens = group.begin(point.num_tokens, sequence.num_known)
+            extended = self._extend(sequence.tables[g], g, num_tokens)
+            assert extended, "there was room"
         if point.cut_tokens:
             self._copies[sequence] = PartialCopy(
                 sequence.tables, slot, sequence.num_sealed, point.num_tokens, point.cut_pages
             )
         if self._states is not None:
             self._states.begin(sequence, slot, point)
+        return True
 
-    def _lookup(self, sequence: Sequence, spare: int) -> RestorePoint:
-        """Lock the longest prefix that leaves room for the rest of a sequence.
+    def _lookup(self, sequence: Sequence, spare: int) -> RestorePoint | None:
+        """Lock the longest prefix that leaves room for the rest of a sequence; None: none does.
 
         A cut page takes a page more, its copy: where only that is too much, it is computed again.
         """
@@ -107,7 +112,7 @@ class KVManager:
                 return point
             self.tree.unlock(lease)
             if not point.cut_tokens:
-                raise OutOfPages
+                return None
             point = self.tree.probe(
                 name, keys, limit=point.num_tokens, alignment=self.page_size, whole=whole
             )
@@ -177,14 +182,14 @@ class KVManager:
 
     # -- going on -------------------------------------------------------------------------------
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+    def extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take the pages that `num_tokens` positions need, evicting what is unused.
 
-        Raises:
-            OutOfPages: all that is left of a group is in use; it may have got those of others.
+        Returns:
+            False: all that is left of a group is in use; it may have got those of others.
         """
-        for group, table in enumerate(sequence.tables):
-            self._extend(table, group, num_tokens)
+        tables = enumerate(sequence.tables)
+        return all(self._extend(table, group, num_tokens) for group, table in tables)
 
     def extend_each(self, sequences: Seq[Sequence], num_tokens: Seq[int]) -> bool:
         """`extend` for sequences that lack at most one page of each group, while pages are free.
@@ -197,16 +202,19 @@ class KVManager:
             for group, allocator in enumerate(self.allocators)
         )
 
-    def _extend(self, table: PageTable, group: int, num_tokens: int) -> None:
+    def _extend(self, table: PageTable, group: int, num_tokens: int) -> bool:
         """`extend` for the table of one group."""
         end = table.end
         if num_tokens <= end:
-            return
+            return True
         missing = -(-(num_tokens - end) // self.page_size)
         allocator = self.allocators[group]
         if missing > allocator.num_free:
             self.tree.evict(group, missing - allocator.num_free)
+        if missing > allocator.num_free:
+            return False
         table.append(allocator.allocate(missing, after=table.last))
+        return True
 
     def wrote(self, sequence: Sequence, *, of_answer: bool = False) -> None:
         """Note that the step being launched writes whole pages of a sequence.

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..cache.inputs import Move
-from ..cache.pages import OutOfPages
 from ..core import FinishReason, Request
 from .batch import (
     MAX_SHORT,
@@ -186,9 +185,7 @@ class RequestQueues:
                 return None
             if self._kv.shares_later(sequence, prefilling):
                 continue
-            try:
-                self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running))
-            except OutOfPages:
+            if not self._kv.begin(sequence, slot=self._free_slots[0], spare=len(self.running)):
                 return None
             self.waiting.remove(sequence)
             sequence.slot = heapq.heappop(self._free_slots)
@@ -203,16 +200,13 @@ class RequestQueues:
         Returns:
             False: the sequence itself is the first to go, and went back to the queue.
         """
-        while True:
-            try:
-                self._kv.extend(sequence, num_tokens)
-                return True
-            except OutOfPages:
-                youngest = self.running[-1]
-                assert len(self.running) > 1, "a request that fits alone was admitted"
-                self.preempt(youngest)
-                if youngest is sequence:
-                    return False
+        while not self._kv.extend(sequence, num_tokens):
+            youngest = self.running[-1]
+            assert len(self.running) > 1, "a request that fits alone was admitted"
+            self.preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
 
 
 class Proposer(Protocol):
@@ -476,9 +470,7 @@ class Scheduler:
     def _verification(self, sequence: Sequence, proposal: Proposal) -> Segment:
         """The newest token and its proposals, as many as there are pages for without preemption."""
         start = sequence.num_computed
-        try:
-            self.kv_manager.extend(sequence, start + 1 + len(proposal.token_ids))
-        except OutOfPages:
+        if not self.kv_manager.extend(sequence, start + 1 + len(proposal.token_ids)):
             end = min([table.end for table in sequence.tables])
             proposal = proposal.cut(end - start - 1)
         segment = Segment.following(sequence, 1, seals=False)

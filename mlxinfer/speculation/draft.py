@@ -20,7 +20,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..cache.inputs import Move, ints
-from ..cache.pages import OutOfPages
 from ..config import EngineConfig
 from ..core import Request, SamplingParams, TokenEvent
 from ..engine.batch import (
@@ -167,9 +166,7 @@ class DraftProposer(ProposalSource):
             return None
         self._counterparts.move_to_end(sequence)
         own = counterpart.own
-        try:
-            self._loop.scheduler.kv_manager.extend(own, own.num_known + depth)
-        except OutOfPages:
+        if not self._loop.scheduler.kv_manager.extend(own, own.num_known + depth):
             self._release(sequence)
             return None
         return counterpart
@@ -228,14 +225,8 @@ class DraftProposer(ProposalSource):
         num_prompt = max(sequence.num_prompt - offset, 1)
         own = Sequence(request, self._max_context, ids, num_prompt)
         own.rope_variant = self._model.rope_variant(min(sequence.max_known, self._max_context))
-        while True:
-            try:
-                if self._free_slots:
-                    slot = self._free_slots[0]
-                    self._loop.scheduler.kv_manager.begin(own, slot=slot, spare=0)
-                    break
-            except OutOfPages:
-                pass
+        begin = self._loop.scheduler.kv_manager.begin
+        while not (self._free_slots and begin(own, slot=self._free_slots[0], spare=0)):
             unneeded = next((s for s in self._counterparts if s not in keep), None)
             if unneeded is None:
                 return None

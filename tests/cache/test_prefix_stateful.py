@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxinfer.cache.pages import OutOfPages, PageAllocator, PageTable
+from mlxinfer.cache.pages import PageAllocator, PageTable
 from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
 
 Path = tuple[str, tuple[int, ...]]  # namespace, tokens from position 0 to the end of a page
@@ -225,13 +225,12 @@ class PrefixMachine(RuleBasedStateMachine):
         for group, table in enumerate(running.tables):
             missing = -(-(num_tokens - table.end) // SIZE)
             while missing > 0:
-                try:
+                if missing <= self.allocators[group].num_free:
                     table.append(self.allocators[group].allocate(missing))
                     break
-                except OutOfPages:
-                    if not self.evict_naively_too(group, 1):
-                        self.leave(running)
-                        return False
+                if not self.evict_naively_too(group, 1):
+                    self.leave(running)
+                    return False
         return True
 
     @precondition(lambda self: self.running)

@@ -90,14 +90,10 @@ class PictureFeatures(FeatureSource):
             return count
         waits = False
         for rows in pictures.features(start, start + count):
-            kept = self._kept.get(rows.picture.digest)
-            if kept is not None:
-                kept.users.add(sequence)
-            elif self._want(rows.picture, sequence):
-                waits = True
-            else:
+            if not self._hold(rows.picture, sequence):
                 count = int(rows.places[0]) - start
                 break
+            waits |= rows.picture.digest not in self._kept
         return 0 if waits else count
 
     def release(self, sequence: Sequence) -> None:
@@ -117,18 +113,25 @@ class PictureFeatures(FeatureSource):
         """Whether a running sequence waits for the tower."""
         return bool(self._wanted)
 
-    def _want(self, picture: Picture, sequence: Sequence) -> bool:
-        """Let the tower see a picture for a sequence; False: there is no room for it now."""
-        if picture.digest not in self._wanted:
-            used = sum([kept.num_bytes for kept in self._kept.values() if kept.users])
-            coming = sum([self._bytes_of(other) for other, _ in self._wanted.values()])
-            if used + coming + self._bytes_of(picture) > self._max_bytes:
-                return False
-            self._wanted[picture.digest] = picture, []
-        _, waiting = self._wanted[picture.digest]
-        if sequence not in waiting:
-            waiting.append(sequence)
+    def _hold(self, picture: Picture, sequence: Sequence) -> bool:
+        """Keep features for a sequence, or let the tower compute them; False: there is no room."""
+        digest = picture.digest
+        kept, wanted = self._kept.get(digest), self._wanted.get(digest)
+        is_held = wanted is not None or (kept is not None and len(kept.users) > 0)
+        if not is_held and self._bytes_of(picture) > self._max_bytes - self._bytes_held():
+            return False
+        if kept is not None:
+            kept.users.add(sequence)
+        elif wanted is None:
+            self._wanted[digest] = picture, [sequence]
+        elif sequence not in wanted[1]:
+            wanted[1].append(sequence)
         return True
+
+    def _bytes_held(self) -> int:
+        """Bytes of features that running sequences need, and of those that are being computed."""
+        kept = sum([kept.num_bytes for kept in self._kept.values() if kept.users])
+        return kept + sum([self._bytes_of(picture) for picture, _ in self._wanted.values()])
 
     def _unwant(self, digest: bytes) -> None:
         """Nothing waits for a picture any more: a pass over it ends here."""

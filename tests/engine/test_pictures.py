@@ -250,6 +250,14 @@ def test_running_answers_get_a_token_between_two_pieces_of_a_pass() -> None:
     assert len(turns) >= waited
 
 
+def running(*parts: list[int] | Picture) -> Sequence:
+    """A sequence of a prompt, with nothing computed."""
+    ids, pictures = placed(*parts)
+    request = Request("it", ids, GREEDY, pictures=pictures)
+    found = PromptPictures.of(request, sees_spans=False)
+    return Sequence(request, 100, ids, len(ids), pictures=found)
+
+
 class Clock:
     """Each look at it takes a while."""
 
@@ -270,10 +278,8 @@ def test_a_slice_ends_before_a_piece_that_would_end_too_late(
     features = PictureFeatures(
         tower, dtype=mx.float32, max_bytes=1 << 20, slice_s=slice_s, clock=clock
     )
-    ids, pictures = placed(picture(1, 4, 4, num_tiles=4), prompt(5))
-    request = Request("it", ids, GREEDY, pictures=pictures)
-    prompt_pictures = PromptPictures.of(request, sees_spans=False)
-    sequence = Sequence(request, 100, ids, len(ids), pictures=prompt_pictures)
+    sequence = running(picture(1, 4, 4, num_tiles=4), prompt(5))
+    ids = sequence.token_ids
     assert features.available(sequence, len(ids)) == 0
     slices = 0
     while features.is_wanted:
@@ -281,6 +287,23 @@ def test_a_slice_ends_before_a_piece_that_would_end_too_late(
         slices += 1
     assert slices == -(-17 // pieces)  # four pieces a tile, and what keeps the features
     assert features.available(sequence, len(ids)) == len(ids)
+
+
+def test_room_is_for_features_that_come_back_into_use_too() -> None:
+    one = 4 * 4 * 64 * 4
+    features = PictureFeatures(RandomTower(64), dtype=mx.float32, max_bytes=one)
+    before, other, again = (running(picture(seed, 4, 4), [3]) for seed in (1, 2, 1))
+    assert features.available(before, 17) == 0
+    while features.is_wanted:
+        features.work()
+    features.release(before)
+    assert features.available(other, 17) == 0
+    assert features.is_wanted
+    assert features.available(again, 17) == 0, "the other picture will take its place"
+    while features.is_wanted:
+        features.work()
+    assert features.num_bytes == one
+    assert features.available(other, 17) == 17
 
 
 def test_features_that_were_used_last_stay() -> None:

@@ -24,8 +24,8 @@ class Asked:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.request.prompt_ids + self.got
+        """Prompt and answer so far; the ids of pictures where features stand."""
+        return self.sequence.key_ids[: self.sequence.num_prompt] + self.got
 
     def take(self, token: int, reason: FinishReason | None) -> None:
         """A token came, the last one with a reason."""
@@ -58,7 +58,10 @@ class Asked:
         assert num_cached <= len(self.request.prompt_ids)
         if not self.sequence.num_preempted:
             others = (a.tokens for a in all_asked if a is not self)
-            assert num_cached <= max(common(self.request.prompt_ids[:-1], o) for o in others)
+            own = self.tokens[: self.sequence.num_prompt - 1]
+            assert num_cached <= max(common(own, o) for o in others)
+        spans = self.sequence.pictures.spans if self.sequence.pictures else []
+        assert not any(start < num_cached < stop for start, stop in spans)
 
 
 def common(a: Seq[int], b: Seq[int]) -> int:

@@ -56,6 +56,7 @@ class FakeRunner:
             the last layer gives at each.
         fault: asked at each launch where it is to fail: "start", "middle", "end",
             "sample_constrained", "read" or None.
+        gather: takes the features of a step, which are hashed as the ids of their pictures.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class FakeRunner:
         vocab: int,
         verify: Callable[[str, int, list[int], list[int]], None],
         fault: Callable[[], str | None],
+        gather: Callable[[Batch], object],
     ) -> None:
         self.kv, self.vocab = kv, vocab
+        self._gather = gather
         self._verify, self._fault = verify, fault
         self._sampler: dict[int, SamplerSlot] = {}
 
@@ -83,6 +86,7 @@ class FakeRunner:
         self._fail(fault, "middle")
         launched = Launched(batch, spilled=spilled, fault=fault, unreadable=fault == "read")
         ids = _input_ids(batch, previous)
+        self._gather(batch)
         hidden = self._forward(batch, ids)
         sampling, segments = batch.sampling, {s.sequence: s for s in segments_of(batch)}
         check_sampling(sampling, segments, batch.num_tokens)
@@ -191,7 +195,7 @@ def _input_ids(batch: Batch, previous: Launched | None) -> list[int]:
     """Token ids of a step; one that is still in flight is taken from there."""
     ids: list[int] = []
     for segment in segments_of(batch):
-        known = segment.sequence.token_ids[segment.start : segment.stop]
+        known = segment.sequence.key_ids[segment.start : segment.stop]
         if segment.proposals:
             assert len(known) == 1
             known = [*known, *segment.proposals]

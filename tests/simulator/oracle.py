@@ -80,8 +80,11 @@ class Oracle:
         vocab: int,
         constrained: bool = False,
         recurrent: bool = False,
+        history: int | None = None,
     ) -> None:
         self._recurrent = recurrent
+        # What is known of the prompt's tokens where key ids of pictures stand in `prompt_ids`.
+        self._more = 0 if history is None else history - sum(prompt_ids)
         self._states = [NO_STATE]  # after the first n positions
         self.tokens = list(prompt_ids)
         self._num_prompt = len(prompt_ids)
@@ -136,7 +139,7 @@ class Oracle:
 
     def _append(self) -> None:
         index = len(self.tokens) - self._num_prompt
-        history = sum(self.tokens) + (self._rules.state if self._rules else 0)
+        history = sum(self.tokens) + self._more + (self._rules.state if self._rules else 0)
         self.tokens.append(sample(self._hidden[-1], self._seed, index, history, self._vocab))
         if self._rules:
             self._rules.said.append(self.tokens[-1])

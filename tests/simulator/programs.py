@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from engine.oracle import Oracle as Guesses
+from engine.pictures import picture
 from simulator.fake_disk import FakeTier
 from simulator.oracle import Rules
-from simulator.simulation import Simulation
+from simulator.simulation import WIDTH, Simulation
 from simulator.sizes import draw_sizes
 
 from mlxinfer.cache.prefix.store import Lease
 from mlxinfer.core import Grammar, Request, SamplingParams
+from mlxinfer.engine.prompt_pictures import LEAST_KEY, feature_keys
+from mlxinfer.images import Picture, PlacedPicture
 
 FEATURES = (
     "shared prefixes",
@@ -55,10 +58,17 @@ class Program:
         proposes: whether steps verify proposals: the same program, and the same tokens.
         recurrent: whether there are recurrent layers: their states are kept as snapshots.
         num_stages: steps of different rows in flight.
+        sees: whether prompts have pictures.
     """
 
     def __init__(
-        self, seed: int, *, proposes: bool = False, recurrent: bool = False, num_stages: int = 1
+        self,
+        seed: int,
+        *,
+        proposes: bool = False,
+        recurrent: bool = False,
+        num_stages: int = 1,
+        sees: bool = False,
     ) -> None:
         rng = self.rng = random.Random(seed)
         self.seed = seed
@@ -76,8 +86,16 @@ class Program:
         proposer = Guesses(answers, seed, vocab=4) if proposes else None
         self.state_rng = random.Random(f"states {seed}")
         max_snapshots = self.state_rng.choice([0, 1, 2, 5, 50]) if recurrent else None
+        self.picture_rng = random.Random(f"pictures {seed}")
+        self.pictures = self._draw_pictures() if sees else []
+        largest = max([picture.num_features for picture in self.pictures], default=0)
         self.simulation = Simulation(
-            self.sizes, self.tier, answers, proposer=proposer, max_snapshots=max_snapshots
+            self.sizes,
+            self.tier,
+            answers,
+            proposer=proposer,
+            max_snapshots=max_snapshots,
+            feature_bytes=4 * WIDTH * largest * self.picture_rng.choice([1, 1, 2, 9]),
         )
         self.log = [f"seed {seed}: {sorted(self.features)}", str(self.sizes)]
         self.num_left = rng.randint(2, 20 if disk else 14)  # requests still to come
@@ -85,6 +103,8 @@ class Program:
         self.fault_share = rng.choice([0.02, 0.1])
         self.arrival_share = rng.choice([0.05, 0.2, 0.5])
         self.bases = [[rng.randrange(self.sizes.vocab) for _ in range(200)] for _ in range(2)]
+        for base in self.bases if sees else ():
+            self._put_pictures(base)
         self.pins: list[Pin] = []
 
     def run(self) -> None:
@@ -146,6 +166,9 @@ class Program:
                 ["start", "middle", "end", "sample_constrained", "read"]
             )
             self._say(f"the next step fails: {simulation.next_fault}")
+        if self.pictures and self.picture_rng.random() < 0.02:
+            self._say("the tower fails")
+            simulation.tower.fails = RuntimeError("asked for")
         if self._on("clears", 0.03):
             self._say("clear")
             simulation.scheduler.kv_manager.tree.clear()
@@ -175,11 +198,53 @@ class Program:
                 self.pins.remove(pin)
         self.simulation.pins = [pin.lease for pin in self.pins]
 
+    # -- pictures --------------------------------------------------------------------------------
+
+    def _draw_pictures(self) -> list[Picture]:
+        """Some, of which those that a chunk can hold see themselves."""
+        rng, most = self.picture_rng, self.sizes.prefill_chunk
+        counts = [rng.choice([1, 3, rng.randint(1, 30), most]) for _ in range(3)]
+        return [
+            replace(
+                picture(i, 1, count, sees_itself=count <= most),
+                token_ids=(1,) * count,
+                feature_id=1,
+            )
+            for i, count in enumerate(counts)
+        ]
+
+    def _put_pictures(self, keys: list[int]) -> None:
+        """Put the ids of pictures in some places of a prompt."""
+        rng = self.picture_rng
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            shown = rng.choice(self.pictures)
+            place = rng.randint(0, min(len(keys) - 1, 60))
+            keys[place:place] = feature_keys(shown)
+
+    def _read_pictures(self, keys: list[int]) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """Token ids and pictures of a prompt of key ids; it ends before a picture that is cut."""
+        first = {feature_keys(one)[0]: one for one in self.pictures}
+        ids: list[int] = []
+        placed = []
+        while len(ids) < len(keys):
+            if keys[len(ids)] < LEAST_KEY:
+                ids.append(keys[len(ids)])
+                continue
+            one = first.get(keys[len(ids)])
+            if one is None or keys[len(ids) :][: one.num_features] != feature_keys(one):
+                break
+            placed.append(PlacedPicture(one, len(ids)))
+            ids += one.token_ids
+        return ids or [0], tuple(placed)
+
     # -- arrivals --------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
         self.num_left -= 1
-        rng, prompt = self.rng, self._prompt()
+        keys = self._prompt()
+        if self.pictures and self.picture_rng.random() < 0.3:
+            self._put_pictures(keys)
+        rng, (prompt, pictures) = self.rng, self._read_pictures(keys)
         stop = {rng.randrange(self.sizes.vocab) for _ in range(2)}
         params = SamplingParams(
             max_tokens=rng.choice([1, rng.randint(1, 10), rng.randint(1, 40)])
@@ -193,6 +258,7 @@ class Program:
             frozenset(stop) if self._on("stop tokens", 0.7) else frozenset(),
             prompt_logits=self._on("prompt logits", 0.2),
             grammar=cast(Grammar, Rules()) if self._on("grammars", 0.6) else None,
+            pictures=pictures,
         )
         if self.simulation.states is not None and self.state_rng.random() < 0.3:
             request.boundaries = (self.state_rng.randint(0, len(prompt)),)

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import asdict
 from typing import cast
 
+import mlx.core as mx
+from engine.pictures import RandomTower
 from simulator.asked import Asked
 from simulator.fake_disk import FakeTier
 from simulator.fake_kv import FakeKV, WatchedAllocator
@@ -21,9 +23,13 @@ from mlxinfer.cache.pages import PageGroup, StateGroup
 from mlxinfer.cache.prefix.store import Lease
 from mlxinfer.core import FinishReason, Request
 from mlxinfer.engine.batch import Batch
+from mlxinfer.engine.features import PictureFeatures
 from mlxinfer.engine.kv_manager import KVManager
 from mlxinfer.engine.pagestore import PageStore
+from mlxinfer.engine.prompt_pictures import PromptPictures
 from mlxinfer.engine.scheduler import Proposer, Scheduler
+
+WIDTH = 2  # numbers of a feature
 
 
 class Simulation:
@@ -34,6 +40,7 @@ class Simulation:
         answers: gets those of all requests.
         proposer: of tokens that steps verify.
         max_snapshots: of states of recurrent layers; None: there are no such layers.
+        feature_bytes: for features of pictures.
     """
 
     def __init__(
@@ -44,8 +51,10 @@ class Simulation:
         *,
         proposer: Proposer | None = None,
         max_snapshots: int | None = None,
+        feature_bytes: int = 0,
     ) -> None:
         self.sizes, self.answers = sizes, answers
+        self.tower, self._feature_bytes = RandomTower(WIDTH), feature_bytes
         self.proposer = proposer
         self.max_snapshots = max_snapshots
         self.asked: dict[str, Asked] = {}
@@ -87,12 +96,14 @@ class Simulation:
         groups = self._groups()
         self.states = self._state_group()
         allocators = [cast(WatchedAllocator, group.allocator) for group in groups]
+        self.features = PictureFeatures(self.tower, dtype=mx.float32, max_bytes=self._feature_bytes)
         self.scheduler = Scheduler(
             KVManager(groups, reuse=sizes.reuse, states=self.states, store=self.store),
             max_batch=sizes.max_batch,
             prefill_chunk=sizes.prefill_chunk,
             proposer=self.proposer,
             num_stages=sizes.num_stages if sizes.launch_ahead else 1,
+            features=self.features,
         )
         self.kv = FakeKV(
             sizes.windows,
@@ -102,7 +113,11 @@ class Simulation:
             states=None if self.states is None else FakeStates(),
         )
         self.runner = FakeRunner(
-            self.kv, vocab=sizes.vocab, verify=self._verify, fault=self._take_fault
+            self.kv,
+            vocab=sizes.vocab,
+            verify=self._verify,
+            fault=self._take_fault,
+            gather=self.features.gather,
         )
         self._in_flight: deque[Launched] = deque()
         self._counters = asdict(self.scheduler.counters)
@@ -114,9 +129,11 @@ class Simulation:
     # -- what may happen between two turns -------------------------------------------------------
 
     def add(self, request: Request, max_output: int) -> None:
+        pictures = PromptPictures.of(request, sees_spans=True)
         oracle = Oracle(
             self.sizes.windows,
-            request.prompt_ids,
+            request.prompt_ids if pictures is None else pictures.key_ids,
+            history=sum(request.prompt_ids),
             seed=request.params.seed or 0,
             vocab=self.sizes.vocab,
             constrained=request.grammar is not None,
@@ -124,7 +141,7 @@ class Simulation:
         )
         expected, reason = oracle.answer(request, max_output)
         self.answers[request.id] = expected
-        sequence = self.scheduler.queues.add(request, max_output=max_output)
+        sequence = self.scheduler.queues.add(request, max_output=max_output, pictures=pictures)
         self.asked[request.id] = Asked(request, sequence, oracle, expected, reason)
 
     def abort(self, name: str) -> None:
@@ -151,6 +168,8 @@ class Simulation:
         steps = self._in_flight
         if steps and self.scheduler.reads_first(steps[-1].batch):
             self._read(0)
+        if self.features.is_wanted and self._read(0) and self.features.is_wanted:
+            self._see()
         batch = self.scheduler.next_batch()
         self.most_in_flight = max(self.most_in_flight, len(steps) + 1)
         all_in_flight = [*(step.batch for step in steps), *([batch] if batch else [])]
@@ -165,6 +184,13 @@ class Simulation:
         if not self.sizes.launch_ahead:
             self._read(0)
         self._check()
+
+    def _see(self) -> None:
+        failed = self.features.work()
+        if failed is not None:
+            self.tower.fails = None
+            self.scheduler.queues.finish(failed[0])
+            self.asked[failed[0].request.id].end(FinishReason.ERROR)
 
     def _read(self, num_left: int) -> bool:
         while len(self._in_flight) > num_left:
@@ -260,6 +286,10 @@ class Simulation:
             assert allocator.num_free == allocator.num_pages
         assert tree.num_nodes == 0
         assert self.states is None or self.states.num_held == 0
+        assert not self.features.is_wanted
+        assert not self.features.stats()["in_use"]
+        assert self.features.num_bytes <= self._feature_bytes
+        assert not self.tower.num_open
 
     def _check_stored(self) -> None:
         """Every page of the tree holds the keys of the tokens that lead to it."""

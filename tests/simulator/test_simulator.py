@@ -14,9 +14,12 @@ from simulator.programs import Program
 
 from mlxinfer.cache.inputs import CacheWork
 from mlxinfer.cache.pages import PageGroup, PageTable, StateGroup
+from mlxinfer.cache.prefix import tree
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.batch import Batch, Sequence
+from mlxinfer.engine.features import PictureFeatures
 from mlxinfer.engine.kv_manager import KVManager
+from mlxinfer.engine.prompt_pictures import PromptPictures
 from mlxinfer.engine.scheduler import Scheduler
 
 NUM_SEEDS = int(os.environ.get("MLXINFER_SEEDS", "30"))
@@ -67,6 +70,20 @@ def test_random_programs_with_recurrent_layers_resume_at_the_right_state(
     run_all(FIRST_SEED, NUM_SEEDS, proposes=proposes, recurrent=True)
 
 
+def test_random_programs_with_pictures_share_what_was_computed_of_equal_ones() -> None:
+    """Little room for features, and a tower that fails at times."""
+    cached = seen = 0
+    for seed in range(FIRST_SEED, FIRST_SEED + NUM_SEEDS):
+        rest = {"proposes": seed % 5 < 2, "recurrent": seed % 3 == 0, "num_stages": 1 + seed % 2}
+        simulation = run(seed, sees=True, **rest).simulation
+        seen += len(simulation.tower.passes)
+        for asked in simulation.asked.values():
+            for _, start in asked.request.pictures:
+                cached += asked.sequence.num_cached > start
+    print(f"\n{seen} passes of the tower, {cached} pictures were cached")
+    assert NUM_SEEDS < 30 or (seen > 40 and cached > 10)
+
+
 def test_random_programs_give_the_same_tokens_where_ranks_are_stages() -> None:
     """Every step is of rows that are in none in flight; with proposals and with states, too."""
     most = verified = 0
@@ -102,6 +119,22 @@ def test_mutants_of_states_are_found(
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(AssertionError, match="pytest tests/simulator"):
         run_all(0, 150, proposes=True, recurrent=True)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (PromptPictures, "uncut", lambda pictures, start, stop: stop),
+        (tree, "span_coverage", lambda start, stop: lambda point: point),
+        (PictureFeatures, "release", lambda features, sequence: None),
+    ],
+)
+def test_mutants_of_pictures_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError, match="pytest tests/simulator"):
+        run_all(0, 150, sees=True)
 
 
 def test_a_seed_is_one_program() -> None:

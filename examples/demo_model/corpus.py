@@ -25,6 +25,7 @@ SYSTEM_PROMPTS = (
 )
 BRIEF = ("Answer in one sentence.", "Answer briefly.", "Keep it short.", "Be brief.")
 IN_JSON = ("Answer in JSON.", "Always answer with a JSON object.")
+USUAL_SHARE = 0.6  # of what is explained is said in the first of its ways; jokes vary
 SHORTER = (
     "Shorter please",
     "Explain that shorter",
@@ -137,7 +138,8 @@ def _turn(rng: Random, held: bool) -> Turn:
 def _knowledge(rng: Random) -> Turn:
     name = rng.choices(("library", "concepts", "smalltalk", "general"), (46, 26, 18, 10))[0]
     entry = rng.choice(entries(name))
-    answer, *others = _shuffled(rng, entry.answers)
+    usual = name != "smalltalk" and rng.random() < USUAL_SHARE
+    answer, *others = entry.answers if usual else _shuffled(rng, entry.answers)
     question, canonical = _asked(rng, entry)
     return Turn(question, answer, tuple(others), canonical)
 

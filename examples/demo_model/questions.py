@@ -38,7 +38,7 @@ def questions() -> tuple[Question, ...]:
 
 def words_of(*turns: str) -> Words:
     """Return the words, numbers and signs of what is asked, without words of politeness."""
-    words = re.findall(r"\d+|[^\W\d_]+|[+*/-]", " ".join(turns).lower())
+    words = re.findall(r"\d+|[^\W\d_]+|[+*/-]", " ".join(turns).lower().replace("'s ", " is "))
     kept = tuple(word for word in words if word not in POLITE)
     return kept or tuple(words)
 

@@ -15,16 +15,19 @@ import mlx.core as mx
 
 from ..errors import CheckpointError, UnsupportedModelError
 from ..models.config import ModelConfig, normalise
+from ..models.jsonfields import Fields
 from ..models.registry import family
+from ..models.towers.loading import tower_family, tower_name
 from ..models.weights.placing import NOWHERE
 from ..models.weights.source import Checkpoint, Rename
 from ..models.weights.weights import Weights
 from .read import MLXFormat, SourceModel, SourceTensor, expert_groups
 
+_TEXT = "language_model."  # before the names of a language model beside a tower
 _NESTED = {  # where mlx-lm asks for text_config: model -> where it looks for their tensors
-    "gemma3": "language_model.",
+    "gemma3": _TEXT,
     "gemma3n": "model.language_",
-    "llama4": "language_model.",
+    "llama4": _TEXT,
 }
 _ROWS = 8192  # that are compared at a time
 _AS_MLX = {  # where its names are others: ours, its
@@ -42,6 +45,7 @@ LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)
 _AHEAD = re.compile(r"(?:^|\.)(mtp\..+)$")  # a module that predicts tokens further ahead
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")  # stacks without ".weight"
 _UNUSED = ("rotary_emb.inv_freq", "masked_bias")
+_TABLES = ("pos_embed.weight", "position_embedding.weight")  # of a tower: they are no matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class OutputTensor:
     scales_dtype: str = "float16"  # where codes are copied; float32: they are rounded
     dense: bool = False  # never stored quantised
     ahead: bool = False  # of what predicts tokens further ahead, which a forward pass leaves out
+    seeing: bool = False  # of the tower: what sees pictures
 
     @property
     def path(self) -> str:
@@ -135,22 +140,50 @@ def arrange(source: SourceModel) -> ArrangedSource:
     rename = builder.tensor_name
     if config.tie_word_embeddings and not _is_tied(source, rename):
         config = replace(config, tie_word_embeddings=False)
-    nested = language_config(source.config) is not None
-    prefix = _NESTED[source.config["model_type"]] if nested else ""
+    sees = has_tower(source)
+    prefix = _TEXT if sees else _prefix(source)
     groups = expert_groups(source.tensors)
     stacked_as = {expert: name for name, experts in groups.items() for expert in experts}
     outputs: dict[str, OutputTensor] = {}
     for target in dict.fromkeys(stacked_as.get(name, name) for name in source.tensors):
         infos = [source.tensors[name] for name in groups.get(target, [target])]
-        made = _arranged(infos, target, config, prefix)
+        if sees and tower_name(target) is not None:
+            made = _of_tower(infos, target)
+        else:
+            made = _arranged(infos, target, config, prefix)
         if made is not None and made.name in outputs:
             raise CheckpointError(f"Two tensors of {source.label} become {made.name!r}.")
         if made is not None:
             outputs[made.name] = made
     if all(output.ahead for output in outputs.values()):
         raise CheckpointError(f"{source.label} has no tensors of a language model.")
-    check_complete(config, {name: out.shape for name, out in outputs.items()}, source.label)
+    shapes = {name: output.shape for name, output in outputs.items()}
+    check_complete(config, shapes, source.label)
+    if sees:
+        check_tower(Fields(source.config, "config.json"), shapes, source.label)
     return ArrangedSource(source, config, tuple(outputs.values()))
+
+
+def has_tower(source: SourceModel) -> bool:
+    """Whether the source has a tower that is known here."""
+    known = tower_family(Fields(source.config, "config.json")) is not None
+    return known and any(tower_name(name) is not None for name in source.tensors)
+
+
+def _prefix(source: SourceModel) -> str:
+    """What stands before the names of the tensors in the output, where no tower is beside them."""
+    nested = language_config(source.config) is not None
+    return _NESTED[source.config["model_type"]] if nested else ""
+
+
+def _of_tower(infos: list[SourceTensor], target: str) -> OutputTensor:
+    """The output of a tower's tensor, by the name that mlx-vlm has for it."""
+    name = target.removeprefix("model.")
+    if name.startswith("visual."):
+        name = f"vision_tower.{name.removeprefix('visual.')}"
+    made = replace(_output(name, infos, target), seeing=True)
+    is_matrix = len(made.shape) == 2 and not name.endswith(_TABLES)
+    return made if is_matrix else replace(made, dense=True, lossless=None)
 
 
 def _arranged(
@@ -245,6 +278,25 @@ def _output(name: str, infos: list[SourceTensor], target: str) -> OutputTensor:
         lossless=first.lossless if len(formats) == 1 else None,
         scales_dtype=first.scales_dtype,
     )
+
+
+def check_tower(config: Fields, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:
+    """Raise CheckpointError unless the tower of a config has just these tensors. None is read.
+
+    Args:
+        config: the whole of config.json.
+        shapes: of all tensors; those of the language model are left out.
+        label: of the source.
+    """
+    family = tower_family(config)
+    assert family is not None
+    arrays = {name: mx.zeros(shape) for name, shape in shapes.items()}  # never computed
+    weights = Weights(Checkpoint(arrays, tower_name), NOWHERE, dtype="float32")
+    try:
+        family.build(config, weights)
+        weights.finish()
+    except CheckpointError as error:
+        raise CheckpointError(f"{label}, the part that sees pictures: {error}") from error
 
 
 def check_complete(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], label: str) -> None:

@@ -247,6 +247,12 @@ def _scales_dtype(output: OutputTensor, recipe: Recipe, model_dtype: str, packed
 
 
 def _check_overrides(arranged: ArrangedSource, recipe: Recipe) -> None:
+    if recipe.tower is not None and not any(output.seeing for output in arranged.outputs):
+        raise InvalidRequestError(
+            f"{arranged.source.label} has no part that sees pictures, or none that is known here; "
+            "leave --quantize-tower out.",
+            param="quantize_tower",
+        )
     used = {recipe.given(output) for output in arranged.outputs}
     for override in recipe.overrides:
         alone = Recipe(name="", base=None, overrides=(override,))
@@ -330,7 +336,7 @@ def make_budget(
     if options.feeds_back:
         inputs, moments = _largest(INPUTS, lambda n: _moments_bytes(arranged, n), room, 3)
     sequences, states = _largest(SEQUENCES, lambda n: n * CALIBRATION_LENGTH * hidden, room, 6)
-    units = sum(len(output.shape) > 1 for output in arranged.outputs)
+    units = sum(len(output.shape) > 1 and not output.seeing for output in arranged.outputs)
     probes, probed = _largest(PROBES, lambda n: n * units * PROBE_LENGTH * hidden, room, 3)
     states = (states if calibrates else 0) + checked
     workers = min(os.cpu_count() or 1, MAX_WORKERS)
@@ -371,7 +377,7 @@ def _moments_bytes(arranged: ArrangedSource, inputs: int) -> int:
     layers: dict[int | None, dict[tuple[str, int], int]] = {}
     widest = 0
     for output in arranged.outputs:
-        if len(output.shape) < 2:
+        if len(output.shape) < 2 or output.seeing:
             continue
         in_dims = output.shape[-1]
         experts = output.shape[0] if len(output.shape) == 3 else 1

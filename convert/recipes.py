@@ -8,6 +8,8 @@ dense                           nothing quantised, each number in the dtype that
 keep                            what is quantised stays so, bit for bit, or where MLX has no such
                                 format in one that is close; the rest as it is
 
+What sees pictures keeps its dtype unless a width is given for it (--quantize-tower).
+
 Some tensors are never quantised or have a minimum of bits. Routers decide which experts run;
 recurrent layers feed their errors back into their state (at 4 bits the output projection of linear
 attention alone can cost more than all else together); norms, biases, convolutions, sinks and decay
@@ -176,6 +178,7 @@ class Recipe:
     keep: bool = False  # formats that the source already has stay
     dtype: str | None = None  # of what is not quantised; None: as it is
     overrides: tuple[Override, ...] = ()
+    tower: MLXFormat | None = None  # of matrices of what sees pictures; None: not quantised
 
     def choose(self, output: OutputTensor) -> MLXFormat | None:
         """The format of one tensor; None: not quantised."""
@@ -184,13 +187,16 @@ class Recipe:
             return given.form
         if self.keep and output.quantised:
             return kept_format(output)
+        if output.seeing:
+            return self.tower if quantisable(output) else None
         if self.base is None or not quantisable(output):
             return None
         return raised(self.base, output.path)
 
     def fixes(self, output: OutputTensor) -> bool:
         """Whether a target size leaves the format of this tensor alone."""
-        return self.given(output) is not None or (self.keep and output.quantised)
+        kept = self.keep and output.quantised
+        return output.seeing or kept or self.given(output) is not None
 
     def given(self, output: OutputTensor) -> Override | None:
         """The last exception that names this tensor."""
@@ -207,6 +213,7 @@ def make_recipe(
     dtype: str | None = None,
     overrides: tuple[str, ...] = (),
     keep_format: bool = False,
+    tower_bits: int | None = None,
 ) -> Recipe:
     """A recipe by name.
 
@@ -216,6 +223,7 @@ def make_recipe(
         dtype: of what is not quantised: bfloat16, float16, float32; None: as it is.
         overrides: "PATTERN=FORMAT"; of several that match, the last counts.
         keep_format: keep what the source has quantised, as `keep` does; the rest as `name` says.
+        tower_bits: of the part that sees pictures; None: it is not quantised.
 
     Raises:
         InvalidRequestError: an unknown recipe, format or dtype, or a group size for nothing.
@@ -242,6 +250,7 @@ def make_recipe(
         keep=keep_format or name == "keep",
         dtype=dtype,
         overrides=tuple(_override(text, group) for text in overrides),
+        tower=None if tower_bits is None else affine(tower_bits, group),
     )
 
 
@@ -345,6 +354,7 @@ def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
         "group size": str(recipe.base),
         "dtype": recipe.dtype,
         "keep format": recipe.keep,
+        "tower": str(recipe.tower),
         "target": [options.goal_bpw, options.target_bytes],
         "scales": "searched" if options.searched else "extremes",
         "texts": [_digest(options.calibration), _digest(options.check_text)],

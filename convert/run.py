@@ -18,9 +18,9 @@ from ..errors import (
 )
 from ..memory import human_bytes
 from ..models.config import load_config, normalise
-from ..models.jsonfields import read_json
+from ..models.jsonfields import Fields, read_json
 from ..text import Tokenizer
-from .arrange import ArrangedSource, arrange, check_complete
+from .arrange import ArrangedSource, arrange, check_complete, check_tower
 from .calibration.allocation import choose_formats, least_bytes
 from .calibration.estimate import estimated_seconds
 from .calibration.feedback import CalibrationPass
@@ -253,6 +253,9 @@ class Conversion:
         shapes = {output.name: output.shape for output in self.arranged.outputs}
         try:
             check_complete(load_config(folder), shapes, str(self.out))
+            if any(output.seeing for output in self.arranged.outputs):
+                whole = Fields(read_json(folder / "config.json"), "config.json")
+                check_tower(whole, shapes, str(self.out))
         except ModelError as error:
             raise ConversionError(f"What would be written does not load: {error}") from error
 
@@ -372,14 +375,16 @@ class Conversion:
 def judged_bits(plan: ConversionPlan) -> float:
     """Bits per weight of the output, by which its logits are judged.
 
-    A tensor that the recipe keeps counts with the bits that it has in the source, if these are
+    What sees pictures does not count: the logits are those of text. A tensor that the recipe keeps
+    counts with the bits that it has in the source, if these are
     more: nothing of it is to be lost.
     """
     keep = plan.recipe.keep
+    tensors = [tensor for tensor in plan.tensors if not tensor.output.seeing]
     num_bytes = sum(
         max(tensor.num_bytes, tensor.output.stored_bytes)
         if keep and (tensor.output.quantised or tensor.form is None)
         else tensor.num_bytes
-        for tensor in plan.tensors
+        for tensor in tensors
     )
-    return num_bytes * 8 / plan.num_weights
+    return num_bytes * 8 / sum(tensor.output.num_weights for tensor in tensors)

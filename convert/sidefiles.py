@@ -40,8 +40,10 @@ def read_by_mlx_lm(source: SourceModel, model: ModelConfig) -> bool:
 
 def config_json(source: SourceModel, model: ModelConfig, plan: ConversionPlan) -> dict[str, Any]:
     """The output's config.json; `model` is what the source's says."""
-    config = {key: value for key, value in source.config.items() if key not in _LEFT_OUT}
-    config = spelled_out(config, model)
+    sees = any(tensor.output.seeing for tensor in plan.tensors)
+    left_out = [key for key in _LEFT_OUT if key != "vision_config" or not sees]
+    config = {key: value for key, value in source.config.items() if key not in left_out}
+    config = spelled_out(config, model, sees=sees)
     for key in ("quantization", "quantization_config"):
         config.pop(key, None)
     quantization = plan.quantization()
@@ -90,15 +92,18 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_file(path, (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode())
 
 
-def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+def spelled_out(
+    config: Mapping[str, Any], model: ModelConfig, *, sees: bool = False
+) -> dict[str, Any]:
     """A config with what is missing in the old spelling; what the source says stays.
 
     Args:
         config: contents of config.json, with or without a text_config.
         model: what it means.
+        sees: it stays the config of a model that sees, with a text_config if it has one.
     """
-    inner = language_config(config)
-    top = _old_spelling(_flat(config) if inner is None else config)
+    inner = config.get("text_config") if sees else language_config(config)
+    top = _old_spelling(config if sees or inner is not None else _flat(config))
     text = top if inner is None else _old_spelling(inner)
     defaults = family(model.model_type).defaults
     if "sliding_window_pattern" in defaults:
@@ -106,9 +111,9 @@ def spelled_out(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     _spell_silent(text, model)
     for key in defaults:
         _fill(text, key, model.fields.get(key))
-    if text is top:
+    if inner is None and not sees:
         top["model_type"] = model.model_type
-    else:
+    elif inner is not None:
         top |= {"text_config": text, "vocab_size": model.vocab_size}
     top["tie_word_embeddings"] = text["tie_word_embeddings"] = model.tie_word_embeddings
     return top

@@ -214,7 +214,7 @@ class StreamedModel:
         self._by_name: dict[str, OutputTensor] = {
             self._module.tensor_name(output.name): output
             for output in arranged.outputs
-            if not output.ahead
+            if not (output.ahead or output.seeing)
         }
         self.tied = HEAD not in self._by_name
 

@@ -42,6 +42,8 @@ OPTIONS = (
                  help="An exception, such as lm_head=8bit or 'layers.0=dense'; repeatable."),
     click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]),
                  help="Type of tensors that are not quantised.  [default: as in the source]"),
+    click.option("--quantize-tower", type=click.Choice(BITS), metavar="BITS",
+                 help="Bits of the part that sees pictures, such as 8.  [default: as it is]"),
     click.option("--keep-format", is_flag=True,
                  help="Tensors that the source has quantised stay so, or close to it; --recipe is "
                  "for the rest.  [default then: keep]"),
@@ -101,12 +103,14 @@ def options_of(given: dict[str, Any]) -> "ConversionOptions":
 
     text, check_text = _texts(given)
     group, size, memory = given["group_size"], given["target_size"], given["max_memory"]
+    tower = given["quantize_tower"]
     recipe = make_recipe(
         _recipe_name(given),
         group_size=None if group is None else int(group),
         dtype=given["dtype"],
         overrides=given["overrides"],
         keep_format=given["keep_format"],
+        tower_bits=None if tower is None else int(tower),
     )
     return ConversionOptions(
         recipe=recipe,

@@ -75,10 +75,12 @@ def write_source(
 
 def convert(
     source: Path, out: Path, recipe: str = "4bit-g32", *, run: dict[str, Any] | None = None,
-    overrides: tuple[str, ...] = (), open_model: Any = None, **options: Any,
+    overrides: tuple[str, ...] = (), open_model: Any = None, tower_bits: int | None = None,
+    **options: Any,
 ) -> ConversionReport:  # fmt: skip
     """Convert without calibration or logits unless told otherwise."""
-    made = ConversionOptions(recipe=make_recipe(recipe, overrides=overrides), **options)
+    how = make_recipe(recipe, overrides=overrides, tower_bits=tower_bits)
+    made = ConversionOptions(recipe=how, **options)
     return Conversion(open_source(source), out, made, open_model).run(**run or {})
 
 

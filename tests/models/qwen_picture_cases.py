@@ -100,7 +100,7 @@ QWEN_PICTURES: dict[str, tuple[Any, ...]] = {
         {
             "model_type": "qwen3_vl_moe",
             "text_config": {
-                **CASES["qwen3_moe-v4"],
+                **without(CASES["qwen3_moe-v4"], "rope_theta"),
                 "model_type": "qwen3_vl_moe_text",
                 "rope_parameters": {
                     "rope_type": "default",

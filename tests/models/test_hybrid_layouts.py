@@ -60,8 +60,8 @@ def prefixed(tensors: Tensors, layout: str) -> Tensors:
         inner + name.removeprefix("model.") if name.startswith("model.") else outer + name: array
         for name, array in tensors.items()
     }
-    seeing = "model.visual." if layout == "hub" else "vision_tower."
-    others = (f"{seeing}blocks.0.attn.qkv.weight", f"{outer}mtp.layers.0.mlp.gate.weight")
+    hearing = "model.audio_tower." if layout == "hub" else "audio_tower."
+    others = (f"{hearing}blocks.0.attn.qkv.weight", f"{outer}mtp.layers.0.mlp.gate.weight")
     return renamed | {name: mx.zeros((2, 2)) for name in others}
 
 

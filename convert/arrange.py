@@ -147,10 +147,8 @@ def arrange(source: SourceModel) -> ArrangedSource:
     outputs: dict[str, OutputTensor] = {}
     for target in dict.fromkeys(stacked_as.get(name, name) for name in source.tensors):
         infos = [source.tensors[name] for name in groups.get(target, [target])]
-        if sees and tower_name(target) is not None:
-            made = _of_tower(infos, target)
-        else:
-            made = _arranged(infos, target, config, prefix)
+        of_tower = sees and tower_name(target) is not None
+        made = _of_tower(infos, target) if of_tower else _arranged(infos, target, config, prefix)
         if made is not None and made.name in outputs:
             raise CheckpointError(f"Two tensors of {source.label} become {made.name!r}.")
         if made is not None:

@@ -10,7 +10,7 @@ decode batch gathers nothing. A snapshot is a block of one state, shared rather 
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..config import KVOptions
 from ..core import OwnCacheSpec, StateSpec
 from ..errors import InvalidRequestError
 from ..metal_kernels.state_step import SOURCES, filled, plan_of
-from .inputs import CacheWork, Ints, Segments, StepMetadata
+from .inputs import CacheWork, Segments, StepMetadata
 from .paged import Formats, TailPlace
 from .pages import StateGroup
 
@@ -56,31 +56,47 @@ class StateBlock:
         return [array for some in self.layers for array in some]
 
 
-class Places:
-    """Where the states of B sequences lie before a step, the same for all layers.
+Runs = list[tuple[StateBlock | None, list[int]]]  # neighbours that lie in one block; None: zeros
 
-    Args:
-        places: (B,) block and row; block None: zeros.
-        counts: (B,) tokens that count.
-        width: tokens of the longest in the part.
+
+@dataclass(slots=True)
+class StatePart:
+    """B sequences of one step that go through the recurrences together.
+
+    Attributes:
+        slots: (B,).
+        rows: (B, L) flat rows of the step; a shorter sequence repeats its last one.
+        span: of the flat rows that it covers.
+        counts: (B,) tokens of each that count.
+        unpad: (N,) from the padded (B * L) rows back to flat order; None: nothing is padded.
+        before: where the states lie before the step, the same for all layers.
+        new: the states after it, filled by the layers.
+        verified: slots with proposals at the end of their tokens.
+        undo: by layer, what goes over the tokens again, and how.
     """
 
-    __slots__ = ("_first", "_plan", "_runs", "counts", "lengths")
+    slots: list[int]
+    rows: mx.array
+    span: slice
+    counts: list[int]
+    unpad: mx.array | None
+    before: Runs
+    new: StateBlock
+    verified: Sequence[int] = ()
+    undo: dict[int, tuple[Arrays, Advance]] = field(default_factory=dict)
+    lengths: Lengths = field(init=False)
+    _first: list[StateBlock] = field(init=False)  # those that a kernel gets as they are
+    _plan: mx.array | None = field(init=False, default=None)
 
-    def __init__(
-        self, places: Sequence[tuple[StateBlock | None, int]], counts: Sequence[int], width: int
-    ) -> None:
-        self.counts = list(counts)
-        ragged = any(count != width for count in self.counts)
+    def __post_init__(self) -> None:
+        ragged = any(count != self.rows.shape[1] for count in self.counts)
         self.lengths = mx.array(self.counts) if ragged else None
-        self._runs = _runs(places)
-        self._first: list[StateBlock] = []  # those that a kernel gets as they are
-        self._plan: mx.array | None = None
 
-    def counting(self, counts: Sequence[int], width: int) -> "Places":
-        """The same places, where other numbers of tokens count."""
-        rows = [(block, row) for block, some in self._runs for row in some]
-        return Places(rows, counts, width)
+    def take(self, x: mx.array) -> mx.array:
+        """(T, D) -> (B, L, D); behind the end of a shorter sequence its last row repeats."""
+        if self.unpad is None:
+            return mx.unflatten(x[self.span], 0, self.rows.shape)
+        return x[self.rows]
 
     def advance(
         self, advance: Advance, inputs: Arrays, layer: int, spec: StateSpec
@@ -97,11 +113,11 @@ class Places:
 
     def _worked_out(self) -> mx.array:
         if self._plan is None:
-            blocks = list(dict.fromkeys(block for block, _ in self._runs if block is not None))
+            blocks = list(dict.fromkeys(block for block, _ in self.before if block is not None))
             self._first = blocks if len(blocks) <= SOURCES else blocks[: SOURCES - 1]
             number = {block: i for i, block in enumerate(self._first)}
             places, joined = [], 0
-            for block, rows in self._runs:
+            for block, rows in self.before:
                 if block is None:
                     places += [(0, -1)] * len(rows)
                 elif block in number:
@@ -119,7 +135,7 @@ class Places:
         the rows of the last ones are gathered.
         """
         arrays = [block.layers[layer] for block in self._first]
-        rest = [run for run in self._runs if run[0] is not None and run[0] not in self._first]
+        rest = [run for run in self.before if run[0] is not None and run[0] not in self._first]
         if rest:
             arrays.append(_gather(rest, layer, spec))
         if not arrays:
@@ -128,29 +144,7 @@ class Places:
 
     def read(self, layer: int, spec: StateSpec) -> Arrays:
         """The states of one layer, (B, ...) each; zeros where a sequence begins."""
-        return _gather(self._runs, layer, spec)
-
-
-@dataclass(slots=True)
-class StatePart:
-    """Sequences of one step that go through the recurrences together."""
-
-    slots: list[int]  # (B,)
-    rows: mx.array  # (B, L) flat rows of the step; a shorter sequence repeats its last one
-    span: slice  # of the flat rows that it covers
-    counts: Ints  # (B,) tokens of each
-    unpad: mx.array | None  # (N,) from the padded (B * L) rows back to flat order
-    before: Places  # the old states
-    new: StateBlock  # filled by the layers
-    verified: Sequence[int] = ()  # slots with proposals at the end of their tokens
-    # By layer: what goes over the tokens again, and how.
-    undo: dict[int, tuple[Arrays, Advance]] = field(default_factory=dict)
-
-    def take(self, x: mx.array) -> mx.array:
-        """(T, D) -> (B, L, D); behind the end of a shorter sequence its last row repeats."""
-        if self.unpad is None:
-            return mx.unflatten(x[self.span], 0, self.rows.shape)
-        return x[self.rows]
+        return _gather(self.before, layer, spec)
 
 
 class StateLayer:
@@ -214,7 +208,7 @@ class StateLayer:
         flat = []
         for part in self._parts:
             inputs = [part.take(x) for x in rows]
-            y, states = part.before.advance(advance, inputs, self._number, self.spec)
+            y, states = part.advance(advance, inputs, self._number, self.spec)
             for state, (shape, dtype) in zip(states, self.spec.shapes, strict=True):
                 assert state.shape[1:] == shape, (state.shape, shape)
                 assert state.dtype == _dtype(dtype), (state.dtype, dtype)
@@ -285,13 +279,9 @@ class RecurrentGroup(StateGroup):
             slots=slots,
             rows=rows,
             span=slice(int(group.rows[0]), int(group.rows[-1] + group.counts[-1])),
-            counts=group.counts,
+            counts=group.counts.tolist(),
             unpad=unpad,
-            before=Places(
-                [self._states.get(slot, (None, 0)) for slot in slots],
-                group.counts.tolist(),
-                rows.shape[1],
-            ),
+            before=runs_of([self._states.get(slot, (None, 0)) for slot in slots]),
             new=new,
         )
         self._states.update((slot, (new, row)) for row, slot in enumerate(slots))
@@ -324,15 +314,15 @@ class RecurrentGroup(StateGroup):
 
     def _replayed(self, part: StatePart, num_kept: Mapping[int, int]) -> StateBlock:
         """The states of a part where of some slots fewer tokens count."""
-        counts = part.counts.tolist()
-        kept = [num_kept.get(slot, count) for slot, count in zip(part.slots, counts, strict=True)]
-        if kept == counts:
+        pairs = zip(part.slots, part.counts, strict=True)
+        kept = [num_kept.get(slot, count) for slot, count in pairs]
+        if kept == part.counts:
             return part.new
-        before = part.before.counting(kept, part.rows.shape[1])
+        again = replace(part, counts=kept)
         layers = []
         for i, layer in enumerate(self.layers):
             inputs, advance = part.undo[i]
-            layers.append(before.advance(advance, inputs, i, layer.spec)[1])
+            layers.append(again.advance(advance, inputs, i, layer.spec)[1])
         return StateBlock(layers, len(kept))
 
     # -- between steps --------------------------------------------------------------------------
@@ -405,11 +395,9 @@ def _dtype(name: str) -> mx.Dtype:
     return dtype
 
 
-def _runs(
-    places: Sequence[tuple[StateBlock | None, int]],
-) -> list[tuple[StateBlock | None, list[int]]]:
-    """Neighbours that lie in one block together."""
-    runs: list[tuple[StateBlock | None, list[int]]] = []
+def runs_of(places: Sequence[tuple[StateBlock | None, int]]) -> Runs:
+    """Blocks and rows, in the same order, by neighbours that lie in one block together."""
+    runs: Runs = []
     for block, row in places:
         if runs and runs[-1][0] is block:
             runs[-1][1].append(row)
@@ -418,9 +406,7 @@ def _runs(
     return runs
 
 
-def _gather(
-    sources: Sequence[tuple[StateBlock | None, list[int]]], layer: int, spec: StateSpec
-) -> Arrays:
+def _gather(sources: Runs, layer: int, spec: StateSpec) -> Arrays:
     """The states of one layer (B, ...) from where they lie."""
     found = [_rows(block, rows, layer, spec) for block, rows in sources]
     if len(found) == 1:

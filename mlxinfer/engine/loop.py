@@ -545,7 +545,7 @@ class Loop:
             "kv_bytes_held": sum(g["pages_held"] * g["page_bytes"] for g in groups),
             "kv_bytes_cached": sum(g["pages_cached"] * g["page_bytes"] for g in groups),
             "kv_bytes_allocated": cache.bytes_allocated,
-            "prompt_tokens_reused": scheduler.kv_manager.tree.counters.tokens_reused,
+            "prompt_tokens_reused": scheduler.kv_manager.tree.tokens_reused,
             **_state_stats(self.cache.state_group),
             "bytes_copied": cache.bytes_copied,
             "bytes_grown": cache.bytes_grown,

@@ -69,7 +69,7 @@ def test_finds_whole_pages_and_part_of_the_next() -> None:
     assert (match.cut_pages, match.cut_tokens) == ([1], 3)
     assert reused(tree, list(range(12))) == 10  # the partial leaf too
     assert reused(tree, list(range(10)), "adapter") == 0
-    assert tree.counters.hits == 0  # looking is not using
+    assert tree.tokens_reused == 0  # looking is not using
 
 
 def test_leaves_the_last_token_to_compute() -> None:

@@ -13,7 +13,7 @@ from metal_cpu import MetalCPU, requires_compiler
 from models.cases import CASES
 from models.tiny import tiny_checkpoint
 
-from mlxinfer.cache.state import Places, StateBlock
+from mlxinfer.cache.state import StateBlock, StatePart, runs_of
 from mlxinfer.core import SamplingParams, StateSpec
 from mlxinfer.engine.kernels import Chooser, choose_none
 from mlxinfer.layers.gated_delta import KimiDelta
@@ -136,14 +136,22 @@ def test_keys_with_numbers_that_decay_by_themselves() -> None:
     blocks = [block(size) for size in (2, 1, 3, 1, 2, 1)]
     places = [(blocks[0], 1), (None, 0), *((one, one.size - 1) for one in blocks[1:])]
     places.append((blocks[4], 0))
-    before = Places(places, [3, 1, 2, 3, 0, 3, 3, 2], 3)
+    part = StatePart(
+        slots=list(range(8)),
+        rows=mx.zeros((8, 3), mx.int32),
+        span=slice(0, 24),
+        counts=[3, 1, 2, 3, 0, 3, 3, 2],
+        unpad=None,
+        before=runs_of(places),
+        new=StateBlock([], 8),
+    )
     inputs = [normal(8, 3, 3 * 64 + 2), normal(8, 3, 64)]
-    y, states = mixer.in_mlx(inputs, before.read(0, mixer.spec), before.lengths)
+    y, states = mixer.in_mlx(inputs, part.read(0, mixer.spec), part.lengths)
     machine = MetalCPU(seed=1)
     with running_on(machine):
-        found, after = mixer.in_kernels(inputs, *before.place(0, mixer.spec))
+        found, after = mixer.in_kernels(inputs, *part.place(0, mixer.spec))
     machine.assert_clean()
     assert [report.kernel for report in machine.reports] == ["conv_step", "delta_step"]
-    for row, count in enumerate(before.lengths.tolist()):
+    for row, count in enumerate(part.lengths.tolist()):
         assert mx.allclose(found[row, :count], y[row, :count], atol=2e-5)
     assert all(mx.allclose(a, b, atol=2e-5) for a, b in zip(after, states, strict=True))

@@ -2,12 +2,11 @@
 
 from .node import Node, RestorePoint, Snapshot
 from .store import Lease
-from .tree import PrefixCounters, PrefixTree
+from .tree import PrefixTree
 
 __all__ = [
     "Lease",
     "Node",
-    "PrefixCounters",
     "PrefixTree",
     "RestorePoint",
     "Snapshot",

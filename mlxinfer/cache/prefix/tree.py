@@ -7,7 +7,7 @@ node does.
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..pages import PageAllocator, PageTable, StateGroup
 from .node import (
@@ -25,18 +25,6 @@ from .store import Lease, NodeStore
 
 OnEvict = Callable[[Node, Sequence[int | None], Sequence[Snapshot]], None]
 """Of a node, the pages by group and the snapshots that go; before they are released."""
-
-
-@dataclass(slots=True)
-class PrefixCounters:
-    """Counts since the tree was built."""
-
-    hits: int = 0  # counted matches of something
-    misses: int = 0  # counted matches of nothing
-    tokens_reused: int = 0
-    nodes_inserted: int = 0
-    nodes_evicted: int = 0
-    windows_dropped: int = 0  # windowed pages that went before their node
 
 
 class PrefixTree(NodeStore):
@@ -63,7 +51,7 @@ class PrefixTree(NodeStore):
     ) -> None:
         kept, clock = num_kept or [0] * len(windows), clock or itertools.count(1).__next__
         super().__init__(allocators, windows, page_size, kept, clock, states)
-        self.counters = PrefixCounters()
+        self.tokens_reused = 0  # of matches that were made use of
         self._on_evict = on_evict or (lambda node, pages, snapshots: None)
 
     # -- reading --------------------------------------------------------------------------------
@@ -134,11 +122,7 @@ class PrefixTree(NodeStore):
 
     def count(self, match: RestorePoint) -> None:
         """Count a match that is made use of; one may be locked in vain."""
-        self.counters.tokens_reused += match.num_tokens
-        if match.num_tokens:
-            self.counters.hits += 1
-        else:
-            self.counters.misses += 1
+        self.tokens_reused += match.num_tokens
 
     def hold_path(self, point: RestorePoint) -> Lease:
         """Keep all whole pages that agreed with a prompt, with every page of their windows."""
@@ -186,7 +170,6 @@ class PrefixTree(NodeStore):
             node = lease.tip.children.get(tokens)
             if node is None:
                 node = self.add(lease.tip, tokens, own, lease.priority)
-                self.counters.nodes_inserted += 1
             else:
                 self.lock_node(node)
                 replaced |= self._merge(node, tables)
@@ -218,7 +201,6 @@ class PrefixTree(NodeStore):
             return False
         own = [table.page_at(lease.num_pages) for table in tables]
         node = self.add(lease.tip, tokens, own, lease.priority)
-        self.counters.nodes_inserted += 1
         node.anchored = [True] * len(own)
         for group in self.windowed:
             self.offer_window(node, group, node.tick)
@@ -299,8 +281,6 @@ class PrefixTree(NodeStore):
             else:
                 self.release([node], [group])
                 self.strand(node, group)
-                self.counters.windows_dropped += 1
-        self.counters.nodes_evicted += len(gone)
         try:
             for node in gone:
                 self._on_evict(node, node.pages, list(node.snapshots.values()))

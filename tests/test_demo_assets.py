@@ -1,4 +1,4 @@
-"""The bundled demo models and the corpus they were trained on. Needs no mlx."""
+"""The bundled demo models and the corpus that they were trained on."""
 
 import importlib
 import json

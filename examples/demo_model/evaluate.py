@@ -16,12 +16,12 @@ import mlx.core as mx  # isort: skip
 from mlx.utils import tree_unflatten
 from tokenizers import Tokenizer
 
-from mlxinfer import LLM, SamplingParams
+from mlxinfer import LLM
 
-from .grade import report
+from .grade import answers, report
 from .model import SHAPES, Model
 from .quantise import BITS, GROUP_SIZE
-from .questions import Question, questions
+from .questions import questions
 from .sums import SMALL_PRODUCTS, Sum
 
 
@@ -56,16 +56,6 @@ def all_sums() -> Iterator[Sum]:
         yield from ((a, "*", b), (a * b, "/", b))
 
 
-def answer(llm: LLM, question: Question) -> str:
-    """Return the most probable answer to the last turn, after the model's own to those before."""
-    messages: list[dict[str, str]] = []
-    params = SamplingParams(max_tokens=200, temperature=0)
-    for turn in question.turns:
-        messages.append({"role": "user", "content": turn})
-        messages.append({"role": "assistant", "content": llm.chat(messages, params).text})
-    return messages[-1]["content"]
-
-
 def main() -> None:
     """Print losses, wrong sums, and all answers with their grades."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,7 +71,7 @@ def main() -> None:
             wrong = wrong_sums(shipped_model(args.assets / name), tokenizer, sums)
             print(f"{name}: {len(wrong)} of {len(sums)} sums wrong: {wrong[:20]}")
     with LLM(str(args.assets / "demo")) as llm:
-        print(report(questions(), [answer(llm, question) for question in questions()]))
+        print(report(questions(), answers(llm, questions())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Grades answers to the held-out questions. No mlx.
+"""Asks a model the held-out questions and grades its answers.
 
 A grade of `questions.txt` is one of
 
@@ -11,15 +11,36 @@ A grade of `questions.txt` is one of
     haiku             three lines
 """
 
+import asyncio
 import json
 import re
 from collections import Counter
 from collections.abc import Sequence
 
+from mlxinfer import LLM, SamplingParams
+
 from .questions import Question
 from .words import CATEGORIES
 
 GOOD, REFUSED, BAD = "good", "refused", "bad"
+
+
+def answers(llm: LLM, questions: Sequence[Question]) -> list[str]:
+    """Return the most probable answer to each question's last turn; all are asked at once."""
+    params = SamplingParams(max_tokens=200, temperature=0)
+
+    async def ask(question: Question) -> str:
+        messages: list[dict[str, str]] = []
+        for turn in question.turns:
+            messages.append({"role": "user", "content": turn})
+            said = (await llm.achat(messages, params)).text
+            messages.append({"role": "assistant", "content": said})
+        return messages[-1]["content"]
+
+    async def ask_all() -> list[str]:
+        return await asyncio.gather(*map(ask, questions))
+
+    return asyncio.run(ask_all())
 
 
 def grade(question: Question, answer: str) -> str:

@@ -4,7 +4,7 @@ Plain data. `images` makes it of pixels, the session places it in a prompt, the 
 compute its features, and puts these in place of the embeddings of its tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ class Tile:
         num_features: vectors that the tower gives for it.
     """
 
-    patches: NDArray[np.float32]
+    patches: NDArray[np.float32] = field(repr=False)
     grid: tuple[int, int, int]
     num_features: int
 

@@ -27,12 +27,15 @@ import hypothesis
 import pytest
 from adapters.cases import folders, merged
 from engine.fake_grammar import FakeGrammar
-from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, model_of, prompt
+from engine.harness import HYBRIDS, PAGE, TURNING, Harness, Outcome, alone, prompt
+from engine.harness import model_of as text_model_of
 from engine.pictures import Parts, picture, placed, until, with_spans, with_tower
 from engine.proposers import some_proposer
+from engine.seeing_cases import drawn_picture, seeing_model
 from engine.stages import NoOtherRanks
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from models.picture_cases import ALL_PICTURE_CASES
 
 from mlxinfer.config import DiskOptions, KVOptions
 from mlxinfer.core import FinishReason, LatentSpec, SamplingParams
@@ -61,6 +64,7 @@ ALL_CASES = (
     *("qwen3-v5", "phi3-v4", "olmo2-v4", "qwen3_5_moe_text-v4", "gemma2-v4", "gemma4_text-v4"),
     *("kimi_linear-v4", "hunyuan_v1_dense-v4", "ministral3-v5", "mistral4-v5", "glm_moe_dsa-v5"),
     *("qwen3_5_text-v5", *TURNING),
+    *(f"sees {name}" for name in ALL_PICTURE_CASES),  # each with a tower of its own
 )
 CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or ALL_CASES
 
@@ -69,6 +73,13 @@ CASES = tuple(filter(None, os.environ.get("MLXINFER_CASES", "").split(","))) or 
 NEAR_TIE = 0.1
 # A matrix with an adapter merged into it is rounded otherwise than the two products.
 NEAREST_TIE = 1e-3
+
+
+def model_of(case: str) -> Model:
+    """A tiny quantised model; with a tower of its own where the case says so."""
+    if case.startswith("sees "):
+        return seeing_model(case.removeprefix("sees "), packed=True)
+    return text_model_of(case)
 
 
 @dataclass(frozen=True)
@@ -170,17 +181,35 @@ class Sight:
         return with_spans(model) if self.spans else model
 
 
+@dataclass(frozen=True)
+class OwnSight:
+    """How a model sees that has a tower of its own."""
+
+    name: str
+
+    def picture(self, seed: int) -> Picture:
+        """One of some pictures, the same for each seed."""
+        return drawn_picture(self.name, seed)
+
+    def model(self, model: Model) -> Model:
+        """The model itself."""
+        return model
+
+
 @st.composite
-def some_sight(draw: st.DrawFn, case: str) -> Sight | None:
+def some_sight(draw: st.DrawFn, case: str) -> Sight | OwnSight | None:
     """How a model sees; None: it reads text alone, as definitions of mlx-lm do."""
+    if case.startswith("sees "):
+        return OwnSight(case.removeprefix("sees "))
     if case.startswith("zoo ") or not draw(st.booleans()):
         return None
     turns = model_of(case).rope_axes == 3
-    return Sight(draw(st.booleans()), draw(st.sampled_from([0, 0, 2])), turns)
+    one_stream = not case.startswith("gemma3n")  # else what is added to a layer's output has none
+    return Sight(draw(st.booleans()), draw(st.sampled_from([0, 0, 2 * one_stream])), turns)
 
 
 @st.composite
-def parts_of_prompt(draw: st.DrawFn, sight: Sight | None) -> Parts:
+def parts_of_prompt(draw: st.DrawFn, sight: Sight | OwnSight | None) -> Parts:
     """A beginning that others may share, and an end."""
     shared = draw(st.sampled_from([0, 5, 16, 40, 75]))
     own = prompt(draw(st.integers(1, 30)), draw(st.integers(0, 3)))
@@ -197,7 +226,7 @@ def parts_of_prompt(draw: st.DrawFn, sight: Sight | None) -> Parts:
 def programs(
     draw: st.DrawFn,
     adapters: Collection[str],
-    sight: Sight | None = None,
+    sight: Sight | OwnSight | None = None,
     *,
     exact: bool = False,
 ) -> list[Asked]:
@@ -336,7 +365,7 @@ def test_everything_at_once(data: st.DataObject) -> None:
         "prefix_cache": data.draw(st.sampled_from([True, True, False])),
     }
     if sight is not None and model.tower is not None:  # room for one picture, or two, or all
-        largest = 40 * model.tower.width * model.activation_dtype.size
+        largest = 42 * model.tower.width * model.activation_dtype.size
         changes["feature_bytes"] = largest * data.draw(st.sampled_from([1, 2, 50]))
     lacks = model_of(case).lacks
     if "prefix_cache" in lacks:
@@ -381,14 +410,14 @@ def test_everything_at_once(data: st.DataObject) -> None:
 
 
 @cache
-def plain_model(case: str, adapter: str | None, sight: Sight | None) -> Model:
+def plain_model(case: str, adapter: str | None, sight: Sight | OwnSight | None) -> Model:
     """The model, with an adapter merged into it, with a tower."""
     model = merged(case, adapter) if adapter else model_of(case)
     return model if sight is None else sight.model(model)
 
 
 def plain_runs(
-    case: str, options: KVOptions, run: list[Asked], sight: Sight | None
+    case: str, options: KVOptions, run: list[Asked], sight: Sight | OwnSight | None
 ) -> dict[str, Outcome]:
     """Each request by itself, in the same KV format."""
     return {

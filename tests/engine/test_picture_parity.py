@@ -1,0 +1,29 @@
+"""Models that see give the logits of transformers through the engine: in chunks, beside others."""
+
+import numpy as np
+import pytest
+from engine.harness import Harness
+from engine.harness import prompt as text
+from engine.seeing_cases import own_prompt, seeing_model
+from models.picture_cases import ALL_PICTURE_CASES, DATA
+
+from mlxinfer.core import SamplingParams
+
+
+@pytest.mark.parametrize("name", ALL_PICTURE_CASES)
+@pytest.mark.parametrize("chunk", [16, 256])
+def test_logits_equal_the_reference_in_any_chunks_and_company(name: str, chunk: int) -> None:
+    model, (ids, pictures) = seeing_model(name), own_prompt(name)
+    with np.load(DATA / f"{name}.npz") as reference:
+        expected = reference["logits"]
+    harness = Harness(model, prefill_chunk=chunk, max_batch=3)
+    one = SamplingParams(max_tokens=3)
+    harness.add("text", text(30), SamplingParams(max_tokens=40))
+    for name_ in "ab":
+        harness.add(name_, ids, one, prompt_logits=True, pictures=pictures)
+    outcomes = harness.drain()
+    for name_ in "ab":
+        assert outcomes[name_].error is None
+        found = np.concatenate(outcomes[name_].logits)
+        assert found.shape == expected.shape
+        assert np.abs(found - expected).max() <= 1e-4 * max(1.0, expected.std())

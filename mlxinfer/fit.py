@@ -13,6 +13,7 @@ from .models import load_any_config
 from .models.config import load_config
 from .models.language import LanguageConfig
 from .models.registry import family
+from .models.towers.loading import tower_bytes
 from .models.weights.files import expert_bytes, weights_bytes
 from .models.weights.share import Share
 
@@ -168,7 +169,8 @@ def fit_of(
     if contexts[8] >= needed:
         return replace(fit, verdict=FitVerdict.SHORT)
     whole = replace(fit, weights_bytes=stored_bytes or weights_bytes)
-    bits, num_bytes = _conversion(config, whole, kv_bytes(config, needed, 8))
+    seeing = 0 if folder is None or not any(folder.glob("*.safetensors")) else tower_bytes(folder)
+    bits, num_bytes = _conversion(config, whole, kv_bytes(config, needed, 8), seeing)
     ranks, pipeline = (None, False) if folder is None else _ranks(folder, whole)
     return replace(
         fit,
@@ -181,12 +183,15 @@ def fit_of(
 
 
 def _conversion(
-    config: LanguageConfig, fit: Fit, needed_bytes: int
+    config: LanguageConfig, fit: Fit, needed_bytes: int, seeing_bytes: int
 ) -> tuple[int, int] | tuple[None, None]:
-    """The most bits a weight that leave so much room for the KV cache, and the weights' bytes."""
+    """The most bits a weight that leave so much room for the KV cache, and the weights' bytes.
+
+    `seeing_bytes`: of what sees pictures, which stays as it is.
+    """
     stored = config.quantization.default.bits if config.quantization is not None else 16
     for bits in CONVERSIONS:
-        taken = _converted_bytes(config, fit.weights_bytes, bits)
+        taken = seeing_bytes + _converted_bytes(config, fit.weights_bytes - seeing_bytes, bits)
         if bits < stored and taken + needed_bytes <= fit.limit_bytes:
             return bits, taken
     return None, None

@@ -8,7 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from models.picture_cases import QWEN_CASES, picture_tensors
 from models.published import PUBLISHED
+from models.tiny import write
 
 from mlxinfer import LLM, InsufficientMemoryError, hub
 from mlxinfer.cache.layout import lay_out
@@ -44,6 +46,18 @@ WEIGHTS = 1_000_000
 def config(folder: Path, **fields: Any) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(LLAMA | fields))
     return load_config(folder)
+
+
+def test_a_conversion_leaves_what_sees_pictures_as_it_is(tmp_path: Path) -> None:
+    tensors = picture_tensors("qwen3_vl")
+    folder = write(tmp_path, QWEN_CASES["qwen3_vl"].config, tensors)
+    model, weights = load_config(folder), sum(value.nbytes for value in tensors.values())
+    seeing = sum(value.nbytes for name, value in tensors.items() if "visual." in name)
+    found = fit_of(model, weights, weights, folder=folder, context=64)
+    text = fit_of(model, weights - seeing, weights - seeing, context=64)
+    assert found.verdict is text.verdict is FitVerdict.TOO_LARGE
+    assert found.converted_bits == text.converted_bits
+    assert found.converted_bytes == text.converted_bytes + seeing
 
 
 def test_the_longest_context_fits_and_one_token_more_does_not(tmp_path: Path) -> None:

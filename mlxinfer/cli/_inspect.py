@@ -13,6 +13,7 @@ from ..models import load_any_config
 from ..models.jsonfields import read_json
 from ..models.language import LanguageConfig
 from ..models.registry import language_name
+from ..models.towers.loading import tower_bytes
 from ..models.weights.files import TensorInfo, is_expert, read_headers
 from ..roofline import Work
 from ..text import Tokenizer
@@ -30,6 +31,7 @@ class WeightSizes:
     work: Work  # of one token
     expert_bytes: int = 0  # of experts that a router chooses from
     active_expert_bytes: int = 0  # of those that one token goes to
+    tower_bytes: int = 0  # of what sees pictures
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,7 +100,8 @@ def count_weights(folder: Path, config: LanguageConfig | None) -> WeightSizes:
     chosen = 0.0
     if config is not None and config.num_experts:
         chosen = config.experts_per_token / config.num_experts
-    return WeightSizes(parameters, num_bytes, work, expert_bytes, round(expert_bytes * chosen))
+    active, seeing = round(expert_bytes * chosen), 0 if config is None else tower_bytes(folder)
+    return WeightSizes(parameters, num_bytes, work, expert_bytes, active, seeing)
 
 
 def share_of_token(name: str, shape: tuple[int, ...], config: LanguageConfig | None) -> float:

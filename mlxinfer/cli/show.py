@@ -36,6 +36,7 @@ OF_WEIGHTS = {
     "bits_per_weight": "bits_per_weight",
     "expert_bytes": "expert_bytes",
     "active_expert_bytes": "active_expert_bytes",
+    "tower_bytes": "tower_bytes",
 }
 
 
@@ -138,6 +139,9 @@ def render(facts: dict[str, Any], on: "Machine | None" = None) -> str:
         ("context", f"{facts['context']:,} tokens" if facts["context"] else "?"),
         ("chat template", "yes" if facts["chat_template"] else "no"),
     ]
+    if facts["tower_bytes"]:
+        size = human_bytes(facts["tower_bytes"])
+        rows.append(("sees", f"pictures, with {size} of the weights"))
     if facts["active_expert_bytes"]:
         rows.append(("experts", _experts(facts)))
     if per_token := facts["kv_bytes_per_token"]:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models.picture_cases import QWEN_CASES, picture_tensors
+from models.tiny import write
 from models.zoo_configs import small_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from mlxinfer.cli._inspect import summarise
 from mlxinfer.fit import kv_bytes
+from mlxinfer.memory import human_bytes
 from mlxinfer.models.zoo.definitions import module_of
 from mlxinfer.roofline import machine
 
@@ -118,6 +121,7 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
         "experts",
         "expert_bytes",
         "active_expert_bytes",
+        "tower_bytes",
         "context",
         "chat_template",
         "kv_bytes_per_token",
@@ -130,6 +134,23 @@ def test_json_keys_are_stable(tmp_path: Path, outcome: Any) -> None:
     assert [step["context"] for step in facts["memory"]] == [100, 4096, 8192]
     assert facts["memory"][0]["total_bytes"] == facts["weight_bytes"] + 100 * 256
     assert facts["chat_template"] is True
+
+
+def test_what_sees_pictures_is_counted(tmp_path: Path, outcome: Any) -> None:
+    tensors = picture_tensors("qwen3_vl")
+    folder = write(tmp_path / "m", QWEN_CASES["qwen3_vl"].config, tensors)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    facts = json.loads(outcome("show", str(folder), "--json").out)
+    seeing = sum(value.nbytes for name, value in tensors.items() if "visual." in name)
+    assert facts["tower_bytes"] == seeing
+    assert facts["weight_bytes"] == sum(value.nbytes for value in tensors.values())
+    assert facts["memory"][0]["total_bytes"] > facts["weight_bytes"]
+    size = human_bytes(seeing)
+    assert f"pictures, with {size} of the weights" in outcome("show", str(folder)).out
+    text = {name: value for name, value in tensors.items() if "visual." not in name}
+    write(folder, QWEN_CASES["qwen3_vl"].config, text)
+    assert json.loads(outcome("show", str(folder), "--json").out)["tower_bytes"] == 0
+    assert "sees" not in outcome("show", str(folder)).out
 
 
 def test_a_model_is_shown_in_plain_lines(tmp_path: Path, outcome: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 from ...errors import CheckpointError
 from ..decoder import Model
 from ..jsonfields import Fields, read_json
+from ..weights.files import read_headers
 from ..weights.source import Checkpoint
 from ..weights.tensors import FLOATS, Tensor
 from ..weights.weights import Watch, Weights
@@ -109,6 +110,22 @@ def tower_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of tensors in their files."""
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def tower_bytes(folder: Path) -> int:
+    """Bytes of the tower that loads from a folder, from the headers of its files; 0: none does.
+
+    Raises:
+        CheckpointError, ModelNotFoundError: as of `read_headers`.
+    """
+    if tower_family(_whole(folder)) is None:
+        return 0
+    return sum(
+        info.end - info.start
+        for tensors in read_headers(folder).values()
+        for name, info in tensors.items()
+        if tower_name(name) is not None
+    )
 
 
 def load_tower(

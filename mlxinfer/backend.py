@@ -4,6 +4,7 @@ import importlib
 import os
 import platform
 import sys
+import weakref
 from functools import cache
 
 from .errors import BackendMissingError
@@ -18,6 +19,10 @@ CACHE_SHARE = 16
 # arrays are held until their command buffer ends, so the limit stays a limit.
 BUFFER_SHARE = 64
 BUFFER_VARIABLE = "MLX_MAX_MB_PER_BUFFER"
+# Beside what models may take: the arrays of a step, and freed buffers.
+SPARE_SHARE, MIN_SPARE = 1 / 16, 1 << 30
+
+_promised: dict[int, int] = {}  # identity of a model -> bytes that it may take, while it lives
 
 
 def require_mlx() -> None:
@@ -48,6 +53,39 @@ def _limit_cache() -> None:
     mx = importlib.import_module("mlx.core")
     limit = total_memory_bytes() // CACHE_SHARE
     mx.set_cache_limit(min(limit, mx.set_cache_limit(limit)))  # a program may have set a lower one
+
+
+def limit_memory(model: object, num_bytes: int) -> None:
+    """Let MLX use what the models of this process may take, and some for steps.
+
+    MLX frees buffers that it keeps for reuse when it reaches the limit. Where arrays in use alone
+    reach it, MLX waits for operations in flight; it refuses none.
+
+    Args:
+        model: just loaded; it counts as long as it lives.
+        num_bytes: of its weights and its KV cache at its largest.
+    """
+    mx = importlib.import_module("mlx.core")
+    mx.clear_cache()  # of loading
+    _promised[id(model)] = num_bytes
+    weakref.finalize(model, _promised.pop, id(model), None).atexit = False
+    others = max(mx.get_active_memory() - sum(_promised.values()), 0)  # arrays of the program
+    limit = memory_limit(sum(_promised.values()) + others)
+    mx.set_memory_limit(min(limit, _first_memory_limit()))
+
+
+def memory_limit(num_bytes: int) -> int:
+    """The limit of MLX's memory where models and others may take so many bytes."""
+    return num_bytes + max(int(num_bytes * SPARE_SHARE), MIN_SPARE)
+
+
+@cache
+def _first_memory_limit() -> int:
+    """MLX's own limit, or what the program has set before the first model."""
+    mx = importlib.import_module("mlx.core")
+    first: int = mx.set_memory_limit(1)
+    mx.set_memory_limit(first)
+    return first
 
 
 def advice(system: str = sys.platform, machine: str | None = None) -> str:

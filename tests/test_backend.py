@@ -6,7 +6,15 @@ from types import ModuleType
 
 import pytest
 
-from mlxinfer.backend import BUFFER_VARIABLE, _limit_cache, advice, command_buffer_mb, require_mlx
+from mlxinfer.backend import (
+    BUFFER_VARIABLE,
+    _first_memory_limit,
+    _limit_cache,
+    advice,
+    command_buffer_mb,
+    limit_memory,
+    require_mlx,
+)
 from mlxinfer.errors import BackendMissingError
 
 
@@ -24,15 +32,56 @@ def test_advice_fits_the_machine(system: str, machine: str, words: str) -> None:
 
 
 class FakeMLX(ModuleType):
-    """MLX with a limit of its cache, and nothing else."""
+    """MLX with limits of its memory, and nothing else."""
 
-    def __init__(self, cache_limit: int) -> None:
+    def __init__(self, cache_limit: int = 0, memory_limit: int = 0) -> None:
         super().__init__("mlx.core")
-        self.cache_limit = cache_limit
+        self.cache_limit, self.memory_limit = cache_limit, memory_limit
+        self.active_memory = self.clears = 0
 
     def set_cache_limit(self, limit: int) -> int:
         before, self.cache_limit = self.cache_limit, limit
         return before
+
+    def set_memory_limit(self, limit: int) -> int:
+        before, self.memory_limit = self.memory_limit, limit
+        return before
+
+    def get_active_memory(self) -> int:
+        return self.active_memory
+
+    def clear_cache(self) -> None:
+        self.clears += 1
+
+
+class LoadedModel:
+    """A model: something that is collected."""
+
+
+@pytest.mark.parametrize("own_gb", [48, 9])
+def test_mlx_may_use_what_the_models_that_live_may_take(
+    own_gb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the program has beside them; a lower limit of its own stays."""
+    gb = 1 << 30
+    fake = FakeMLX(memory_limit=own_gb * gb)
+    monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
+    monkeypatch.setitem(sys.modules, "mlx.core", fake)
+    monkeypatch.setattr("mlxinfer.backend._promised", {})
+    _first_memory_limit.cache_clear()
+    one, other = LoadedModel(), LoadedModel()
+    fake.active_memory = 4 * gb
+    limit_memory(one, 8 * gb)
+    assert fake.memory_limit == 9 * gb
+    fake.active_memory = 42 * gb  # of which the models have 40
+    limit_memory(other, 32 * gb)
+    assert fake.memory_limit == min(42 * gb * 17 // 16, own_gb * gb)
+    del one
+    fake.active_memory = 0
+    limit_memory(other, 32 * gb)
+    assert fake.memory_limit == min(34 * gb, own_gb * gb)
+    assert fake.clears == 3
+    _first_memory_limit.cache_clear()
 
 
 @pytest.mark.parametrize(("before", "after"), [(24 << 30, 1 << 30), (5 << 20, 5 << 20)])

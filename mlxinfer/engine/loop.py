@@ -48,6 +48,7 @@ from .runner import (
 )
 from .scheduler import EngineCounters, Proposer, Scheduler
 
+MAX_CACHED_BYTES = 1 << 28  # that MLX may keep of a prompt's steps while answers go on
 OPEN_WAIT_S = 0.25  # for the identity of the weights: enough where it is remembered
 _ENDLESS = 2**31  # tokens; more than any context
 
@@ -384,7 +385,17 @@ class Loop:
         result = self.scheduler.commit(launched.batch, tokens)
         self.runner.commit(launched.batch, token_ids, result)
         self._emit_tokens(launched.batch.sampling, tokens, result, logprobs)
+        if launched.batch.begins_answers:
+            self._free_after_prompts()
         return True
+
+    def _free_after_prompts(self) -> None:
+        """Give back what MLX keeps of the steps of prompts, once no prompt is left."""
+        queues = self.scheduler.queues
+        if queues.waiting or any(s.num_computed < s.num_prompt for s in queues.running):
+            return
+        if mx.get_cache_memory() > MAX_CACHED_BYTES:
+            mx.clear_cache()
 
     def _emit_tokens(
         self,

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..backend import require_mlx
+from ..backend import limit_memory, require_mlx
 from ..config import EngineConfig
 from ..errors import EngineClosedError
 from ..memory import human_bytes
@@ -15,6 +15,7 @@ from .options import EngineOptions
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
+    from ..engine.loop import Loop
     from ..engine.scheduler import Proposer
     from ..models.language import LanguageModel
     from ..ranks.group import RankGroup
@@ -120,7 +121,14 @@ def open_engine(
     engine = Engine(generation(load, group or NO_FOLLOWERS), owner=owner, stop_loading=stop)
     if group is not None:
         group.on_failure = engine.fail
-    return engine, engine.call(lambda loop: describe(name, folder, loop.model))
+    return engine, engine.call(partial(_loaded, name, folder))
+
+
+def _loaded(name: str, folder: Path, loop: "Loop") -> ModelInfo:
+    """Limit MLX's memory to what the model may take; its facts. On the engine's thread."""
+    model, config = loop.model, loop.config
+    limit_memory(model, model.num_bytes + config.kv_budget_bytes + config.adapter_bytes)
+    return describe(name, folder, model)
 
 
 def _load(

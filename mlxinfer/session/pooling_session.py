@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..backend import require_mlx
+from ..backend import limit_memory, require_mlx
 from ..core import FinishReason, TokenEvent
 from ..errors import EngineClosedError, InvalidRequestError, shown
 from ..models import Watch, stoppable
@@ -362,6 +362,7 @@ def _loop_maker(
         from ..pooling.model import load_pooling
 
         made = load_pooling(folder, pooling, dtype=options.dtype, watch=watch)
+        limit_memory(made, made.num_bytes)
         most = made.model.config.max_context
         read = min(pooling.max_tokens or most, most)
         limit = min(options.max_context or read, most)

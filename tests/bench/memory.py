@@ -3,10 +3,12 @@
 MLX updates an array in place only where nothing else holds it, and operations in flight do. MLX
 limits how many those are, so an engine that launches ahead copies its KV cache only where a whole
 step has few; such copies show as memory above what is held between steps. Padding shows as bytes
-held for a live token, and moving whole caches as memory while a request joins or leaves.
+held for a live token, and moving whole caches as memory while a request joins or leaves. Last, the
+peak of a whole process whose KV cache is filled, beside what it was promised.
 """
 
 import gc
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +22,11 @@ import mlx.core as mx
 from mlxinfer.bench.report import Report, Table
 from tests.bench.checkpoints import Dense, random_prompt, write_checkpoint
 from tests.bench.engines import Ask, Engine, Loaded, until_decoding
+from tests.bench.processes import run_python
 from tests.bench.tables import SIDES, Figures, named, sides
 
 WIDE = Dense(hidden=64, inner=128, layers=2, heads=4, kv_heads=4, head_dim=64, vocab=256)
+DEEP = Dense(hidden=256, inner=512, layers=16, heads=16, kv_heads=16, head_dim=128, vocab=1024)
 TOKEN_BYTES = WIDE.layers * 2 * WIDE.kv_heads * WIDE.head_dim * 4  # float32
 PAGE = 16
 CHUNK = 4096  # prompt tokens a step of mlxinfer: as many as mlx-lm has, so that no stream is ahead
@@ -39,9 +43,10 @@ class Scale:
     rounds: int = 3
     lengths: tuple[int, ...] = (3000, 500, 10)
     crowd: tuple[int, int] = (15, 1024)  # requests that another joins
+    max_memory: int = 600 << 20  # of the process
 
 
-SMALL = Scale(streams=((2, 200),), steps=20, lengths=(120, 50, 10), crowd=(3, 100))
+SMALL = Scale(streams=((2, 200),), steps=20, lengths=(120, 50, 10), crowd=(3, 100), max_memory=64 << 20)
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
@@ -126,6 +131,25 @@ def change(engine: Engine, count: int, length: int) -> Figures:
     return {"steady_bytes": steady, "join_bytes": joined, "leave_bytes": left}
 
 
+def process(folder: Path, max_memory: int) -> Figures:
+    """The peak of a process with a KV cache that was filled, above what Python and MLX take."""
+    ran = run_python("-m", "tests.bench.filled", str(folder), str(max_memory))
+    found = json.loads(ran.lines[-1])
+    promised = found["weights_bytes"] + max_memory
+    return {"promised_bytes": promised, "peak_bytes": ran.cost["peak_bytes"] - found["before_bytes"]}
+
+
+def process_table(found: Figures) -> Table:
+    """The peak beside the promise."""
+    peak, promised = found["peak_bytes"], found["promised_bytes"]
+    rows = [
+        ["weights and max_memory (MB)", f"{promised / 1e6:,.0f}"],
+        ["peak (MB)", f"{peak / 1e6:,.0f}"],
+        ["peak / promised", f"{peak / promised:.2f}"],
+    ]
+    return Table("A process of mlxinfer with a full KV cache", ["", "mlxinfer"], rows)
+
+
 def decode_table(found: Mapping[tuple[int, int], Pair]) -> Table:
     """Bytes and speed of decode steps, for each number of streams."""
     rows = []
@@ -177,7 +201,7 @@ def megabytes(found: Pair, name: str) -> list[str]:
 
 
 def run(*, small: bool, peer: bool) -> Report:
-    """All three.
+    """All four.
 
     Args:
         small: seconds instead of a minute.
@@ -186,6 +210,7 @@ def run(*, small: bool, peer: bool) -> Report:
     scale = SMALL if small else Scale()
     with TemporaryDirectory() as scratch:
         loaded = Loaded.of(write_checkpoint(Path(scratch) / "model", WIDE), peer=peer)
+        whole = process(write_checkpoint(Path(scratch) / "deep", DEEP), scale.max_memory)
 
     def engines(count: int, length: int, steps: int = 0) -> Iterator[Engine]:
         """Ours has all pages from the start, so that growth does not hide what is measured.
@@ -209,10 +234,12 @@ def run(*, small: bool, peer: bool) -> Report:
         "decode": [{"streams": c, "tokens": n, **named(one)} for (c, n), one in decodes.items()],
         "held": {"lengths": list(scale.lengths), **named(wastes)},
         "join_and_leave": {"streams": count, "tokens": length, **named(changes)},
+        "process": whole,
     }
     tables = [
         decode_table(decodes),
         waste_table(wastes, scale.lengths),
         change_table(changes, count, length),
+        process_table(whole),
     ]
     return Report("memory", tables, data)

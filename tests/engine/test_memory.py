@@ -14,6 +14,7 @@ from mlxinfer.cache.kv import FIRST_PAGES, KVCache, page_counts
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
+from mlxinfer.engine.loop import MAX_CACHED_BYTES
 from mlxinfer.errors import InsufficientMemoryError
 from mlxinfer.speculation.controller import FixedDepth
 from mlxinfer.speculation.ngram import NgramProposer
@@ -278,3 +279,22 @@ def test_answers_of_one_token_leave_nothing(case: str) -> None:
         gc.collect()
         active.append(mx.get_active_memory())
     assert active[-1] - active[3] < 400_000, active  # a megabyte and more if they are kept
+
+
+def test_buffers_of_prompts_are_freed_once_no_prompt_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX keeps them for reuse; on Metal they are as large as the largest step."""
+    harness, cleared = Harness(tiny_model("qwen3-v4"), prefill_chunk=64), []
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: MAX_CACHED_BYTES + 1)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(harness.turns))
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for name in "ab":
+        harness.add(name, prompt(200, ord(name)), params)
+    outcomes = harness.drain()
+    assert len(cleared) == 1
+    assert cleared[0] == max(outcome.turns[0] for outcome in outcomes.values())
+    monkeypatch.setattr(mx, "get_cache_memory", lambda: MAX_CACHED_BYTES)
+    harness.add("c", prompt(200, 3), params)
+    harness.drain()
+    assert len(cleared) == 1, "few are kept"

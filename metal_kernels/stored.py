@@ -30,6 +30,8 @@ class KVFormat:
 
     names: ClassVar[tuple[str, ...]] = ("codes",)
     """A name for each part of a vector, which arrays of kernels end in."""
+    in_kernels: ClassVar[bool] = True
+    """Whether kernels read and write it, by `bits` and `writer`; else plain MLX does."""
 
     @property
     def rotates(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .core import MAX_COUNT, check_switch
 from .errors import InvalidRequestError, check_int, shown
 
-KV_BITS = (4, 8)
+KV_BITS = (8, 4)  # of stored keys and values; each names a format in `metal_kernels.stored`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ class KVOptions:
             b is not None and (type(b) is not int or b not in KV_BITS) for b in pair
         ):
             raise InvalidRequestError(
-                f"kv_bits is {shown(bits)}; expected None, 8, 4 or (8, 4): keys, then values.",
+                f"kv_bits is {shown(bits)}; expected None, {', '.join(map(str, KV_BITS))} or a "
+                "pair of these, such as (8, 4): keys, then values.",
                 param="kv_bits",
             )
         return cls(

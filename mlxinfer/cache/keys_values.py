@@ -62,6 +62,7 @@ class LessBias(Affine):
     layer: PagedLayer
 
     names: ClassVar[tuple[str, ...]] = (*Affine.names, "places")
+    in_kernels: ClassVar[bool] = False
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
         """As of `Affine`, and position * num_heads + head."""
@@ -230,7 +231,7 @@ class KeyValueLayer(PagedLayer):
 
         Numbers that share a threadgroup share the compiled kernel, and so the variant.
         """
-        if self.subtracts_bias or self.chunked or not self._has_dims:
+        if self.chunked or not self._in_kernels:
             return {}
         form, itemsize = self._form(mixer), self.dtype.size
         shapes = {
@@ -250,17 +251,17 @@ class KeyValueLayer(PagedLayer):
         Codes count: MLX's attention takes them decoded, a whole context at once.
         """
         form = self._form(mixer)
-        has_kernel = self._has_dims and tile_queries(form.group, **self._dims)
+        has_kernel = self._in_kernels and tile_queries(form.group, **self._dims)
         plain = not any(fmt.bits for fmt in self.formats)
         fused = plain and self.spec.window is None and is_fused(*self._dims.values())
-        if self.subtracts_bias or fused or not has_kernel:
+        if fused or not has_kernel:
             return None
         return form.variant(PREFILL)
 
     def heads_of(self, mixer: Any) -> Heads | None:
         """As of `PagedLayer`."""
         dim, joint = self.spec.key_dim, self.spec.turning
-        if self.subtracts_bias or mixer.make_heads is None:
+        if not self._formats_in_kernels or mixer.make_heads is None:
             return None
         if dim != self.spec.value_dim or dim % 8 or dim > MAX_DIM:
             return None
@@ -274,10 +275,14 @@ class KeyValueLayer(PagedLayer):
         return {"key_dim": self.spec.key_dim, "value_dim": self.spec.value_dim}
 
     @property
-    def _has_dims(self) -> bool:
-        """Whether kernels have heads of these sizes."""
+    def _formats_in_kernels(self) -> bool:
+        return all(fmt.in_kernels for fmt, _ in self._kinds)
+
+    @property
+    def _in_kernels(self) -> bool:
+        """Whether attention kernels read these formats, and have heads of these sizes."""
         dims = self.spec.key_dim, self.spec.value_dim
-        return has_dims(self.dtype, dims, self.spec.joint_dim)
+        return self._formats_in_kernels and has_dims(self.dtype, dims, self.spec.joint_dim)
 
     def _form(self, mixer: Any) -> AttentionForm:
         """What is compiled into kernels of the layer, for one token of a sequence."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from ..config import KV_BITS as STORED_BITS
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
 from ..memory import parse_bytes
@@ -117,7 +118,7 @@ ENGINE_NAMES = (
     *("speculate", "draft", "max_draft", "acceptance"),
 )
 RANK_NAMES = ("ranks", "hostfile", "rank", "rank_deadline", "pipeline")
-KV_BITS = {"16": None, "8": 8, "4": 4, "8/4": (8, 4)}
+KV_BITS = {"16": None, **{str(bits): bits for bits in STORED_BITS}, "8/4": (8, 4)}
 _KINDS: dict[Any, dict[str, Any]] = {  # type of an engine's option -> arguments of click.option
     bool: {"is_flag": True, "default": None},
     int: {"type": int, "metavar": "N"},

@@ -159,7 +159,7 @@ def test_keys_less_their_biases_give_the_scores_of_whole_keys(
     four = FORMATS[4]
     [stored] = lay_out([layer.spec], KVOptions(bits=(4, 4)), dtype=mx.float32, key_bias=True)
     stored.take_from(layer)
-    fmt = LessBias(4, heads, stored)
+    fmt = LessBias(4, num_heads=heads, layer=stored)
     assert off(fmt.decode(fmt.encode_at(whole, positions), mx.float32)) < 0.05 * off(
         four.decode(four.encode(whole), mx.float32)
     )

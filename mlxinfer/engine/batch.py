@@ -345,6 +345,7 @@ class Batch:
     # barrier must have it: tails beyond may go.
     held_slots: int = 0
     num_decoding: int = 0  # with those of steps that take turns with it; 0: there are none such
+    was_delayed: bool = False  # a tower worked between the step before and this one
     ragged: list[Segment] = field(init=False)  # short and long ones, in flat order
     begins_answers: bool = field(init=False)  # whether it gives the first token of an answer
 

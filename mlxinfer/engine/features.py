@@ -50,6 +50,15 @@ class TowerPass:
     pieces: Generator[mx.array, None, list[Features]]
 
 
+@dataclass(slots=True)
+class PictureCounts:
+    """Counts since the engine started."""
+
+    seen: int = 0  # passes of the tower that ended well
+    failed: int = 0
+    tower_s: float = 0.0
+
+
 class PictureFeatures(FeatureSource):
     """Computes and keeps the features of pictures.
 
@@ -58,6 +67,7 @@ class PictureFeatures(FeatureSource):
         dtype: of the kept features.
         max_bytes: that all kept features may take.
         slice_s: seconds of a slice; None: one piece of the tower's pass.
+        counts: of earlier features of the same engine, which go on.
         clock: seconds that only grow.
     """
 
@@ -68,6 +78,7 @@ class PictureFeatures(FeatureSource):
         dtype: mx.Dtype,
         max_bytes: int,
         slice_s: float | None = None,
+        counts: PictureCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tower, self._dtype, self._max_bytes = tower, dtype, max_bytes
@@ -75,7 +86,7 @@ class PictureFeatures(FeatureSource):
         self._kept: OrderedDict[bytes, KeptFeatures] = OrderedDict()  # last used last
         self._wanted: dict[bytes, tuple[Picture, list[Sequence]]] = {}  # in order
         self._pass: TowerPass | None = None
-        self.counts = PictureCounts()
+        self.counts = counts or PictureCounts()
 
     # -- for the scheduler ----------------------------------------------------------------------
 
@@ -239,15 +250,6 @@ class PictureFeatures(FeatureSource):
             "cached_bytes": self.num_bytes,
             "max_bytes": self._max_bytes,
         }
-
-
-@dataclass(slots=True)
-class PictureCounts:
-    """Counts since the engine started."""
-
-    seen: int = 0  # passes of the tower that ended well
-    failed: int = 0
-    tower_s: float = 0.0
 
 
 def _next_piece(pieces: Generator[mx.array, None, list[Features]]) -> list[Features] | None:

@@ -30,7 +30,7 @@ from ..models.language import LanguageModel
 from ..sampling.sampler import Sampler
 from .adapters import AdapterTable, no_adapter
 from .batch import Batch, CommitResult, SamplingRows, Sequence
-from .features import PictureFeatures
+from .features import PictureCounts, PictureFeatures
 from .grammar_masks import fill_masks
 from .kernels import Chooser, Kernels, choose_none
 from .kv_manager import KVManager
@@ -105,7 +105,8 @@ class Loop:
         self.store: PageStore | None = None
         self._proposer = proposer
         self.adapters = AdapterTable(model, self._reserve, self._state_limits, followers.adapters)
-        self._counters = EngineCounters()  # kept where the loop starts afresh
+        self._counters = EngineCounters()  # kept where the loop starts afresh, as are the next
+        self._picture_counts = PictureCounts()
         self.assemble()
 
     def assemble(self) -> None:
@@ -130,6 +131,7 @@ class Loop:
             dtype=self.model.activation_dtype,
             max_bytes=config.feature_bytes,
             slice_s=config.prefill_slice_s,
+            counts=self._picture_counts,
         )
         self.scheduler = self._make_scheduler()
         self._sampler.reset()
@@ -201,9 +203,12 @@ class Loop:
         steps, scheduler = self._in_flight, self.scheduler
         if steps and scheduler.reads_first(steps[-1].batch):
             self._read(0)
-        if self.features.is_wanted:
+        sees = self.features.is_wanted
+        if sees:
             self._see()
         batch = scheduler.next_batch()
+        if batch is not None:
+            batch.was_delayed = sees
         if batch is None:
             self._read(max(len(steps) - 1, 0))
         elif self._launch(batch, steps[-1] if steps else None):

@@ -101,6 +101,12 @@ FAMILIES = (
         for key in ("hits", "misses", "written", "dropped", "evicted", "corrupt", "errors")
     }),
     (G, "disk", {"mlxinfer:disk_cache_bytes": ("num_bytes", "Of all models.")}),
+    (C, "pictures", {
+        "mlxinfer:pictures_seen": ("seen", "Passes of a vision tower that ended well."),
+        "mlxinfer:pictures_failed": ("failed", "Passes that failed."),
+        "mlxinfer:tower_seconds": ("tower_seconds", "Time of the tower."),
+    }),
+    (G, "pictures", {"mlxinfer:picture_bytes": ("cached_bytes", "Features that are kept.")}),
     (G, "slots", {
         "mlxinfer:model_loaded": ("loaded", "1: it is in memory."),
         "mlxinfer:weights_bytes": ("weights_bytes", "When loaded."),
@@ -248,7 +254,7 @@ class ServerMetrics(Collector):
             "requests": self.request_metrics,
             "engines": self.engine_stats,
             "slots": slots,
-            **{part: self._parts(part) for part in ("speculation", "disk")},
+            **{part: self._parts(part) for part in ("speculation", "disk", "pictures")},
         }
         for kind, source, table in FAMILIES:
             getter = attrgetter if source in ("requests", "slots") else itemgetter

@@ -304,6 +304,7 @@ class Speculation(Proposer):
         num_decoding = max(batch.num_decoding, num_sequences)
         turns, seconds = num_decoding / num_sequences, None  # steps until all rows had one
         steady = batch.num_tokens > 0 and not batch.long and not batch.begins_answers
+        steady &= not batch.was_delayed
         if steady:
             first, now_s = batch.sampling.sequences[0], self._clock()
             before_s, self._read_s[first] = self._read_s.get(first), now_s

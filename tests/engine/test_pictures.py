@@ -242,8 +242,18 @@ def test_running_answers_get_a_token_between_two_pieces_of_a_pass() -> None:
     ids, pictures = placed(picture(2, 8, 8, num_tiles=8), prompt(5))
     began = harness.turns
     harness.add("seen", ids, SamplingParams(max_tokens=2), pictures=pictures)
+    delayed = []
+    launch = harness.loop.runner.launch
+
+    def watched(batch: Any, previous: Any) -> Any:
+        delayed.append(batch.was_delayed)
+        return launch(batch, previous)
+
+    harness.loop.runner.launch = watched  # type: ignore[method-assign]
     outcomes = harness.drain()
     waited = outcomes["seen"].turns[0] - began
+    assert sum(delayed) >= 8 * 3, "what measures steps learns that others came between"
+    assert not delayed[-1]
     assert waited >= 8 * 3, "a pass of many pieces"
     turns = [turn for turn in outcomes["text"].turns if began <= turn <= began + waited]
     assert turns == list(range(turns[0], turns[0] + len(turns)))

@@ -138,8 +138,8 @@ class Attention(AttentionShape, Mixer):
         query_scale: factors of queries by their positions, behind the rope; None: 1.
         v_norm: over (T, num_kv_heads, head_dim); None: no norm.
         sinks: (num_heads,) learned logits that take part in each softmax; None: there are none.
-        gate_proj: (T, hidden) -> (T, num_heads * head_dim); its sigmoid multiplies the outputs of
-            the heads; None: nothing does.
+        gate_proj: (T, hidden) -> (T, num_heads * head_dim) or (T, num_heads); its sigmoid
+            multiplies the outputs of the heads, each number or each head; None: nothing does.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); None: they stay.
         key_bias: (num_kv_heads, head_dim) that `qkv_proj` adds to keys, where nothing but the rope
             comes behind it, and the spec says so; None: nothing is known of such.
@@ -230,7 +230,8 @@ class Attention(AttentionShape, Mixer):
                 values = self.v_norm(values)
             outputs = cache.attend(queries, keys, values, self.softmax)
         if self.gate_proj is not None:
-            outputs = outputs * mx.sigmoid(self.gate_proj(x))
+            gates = mx.sigmoid(self.gate_proj(x))[..., None]
+            outputs = (outputs.reshape(*gates.shape[:2], -1) * gates).reshape(outputs.shape)
         return self.o_proj(outputs, residual)  # of the heads side by side
 
     def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:

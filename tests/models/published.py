@@ -402,6 +402,15 @@ PUBLISHED: dict[str, Published] = {
     "GLM-4-9B-0414": _model(
         "glm4", (40, 4096, 13696, 32, 2, 151_552), 9.4, 40_960, head_dim=128, attention_bias=False
     ),
+    "LFM3-1.7B": _model(
+        "lfm3",
+        (24, 2048, 7680, 16, 4, 128_000),
+        1.73,
+        11 * 2048,
+        state=13 * 6 * 2048 * 4,
+        tie_word_embeddings=True,
+    ),
+    "CWM-32B": _model("cwm", (64, 6144, 21504, 48, 8, 128_256), 32.6, 262_144),
     "GLM-4-9B-Chat": _model(
         "glm", (40, 4096, 13696, 32, 2, 151_552), 9.4, 40_960, head_dim=128, attention_bias=True
     ),

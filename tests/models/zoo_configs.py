@@ -144,7 +144,6 @@ MAMBA_PATTERN = "M*M-"
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "afm7": {"num_kv_reuse_layers": 2, "hidden_dim_scale_factor": 2.0},
-    "afmoe": {"layer_types": SLIDING},
     "baichuan_m1": {"sliding_window_layers": [1, 3], "conv_window": 2},
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},

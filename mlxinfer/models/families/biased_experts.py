@@ -1,6 +1,6 @@
 """Experts chosen by score plus bias, behind attention of other families.
 
-dots.llm1, K-EXAONE and ERNIE 4.5 with experts.
+dots.llm1, Hy3, Trinity, K-EXAONE and ERNIE 4.5 with experts.
 """
 
 from dataclasses import replace
@@ -9,10 +9,14 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...errors import CheckpointError
+from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
+from ...layers.rope import RopeSpec
+from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
+from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
 from .deepseek import biased_routing, shared_expert, with_experts
@@ -63,6 +67,136 @@ class Dots1(Family):
         return self.experts(path, biased_routing(self, path), shared=shared_expert(self, path))
 
 
+_V3_NAMES = {  # of configs, and DeepSeek's for the same things
+    "num_experts": "n_routed_experts",
+    "num_shared_experts": "n_shared_experts",
+    "num_dense_layers": "first_k_dense_replace",
+    "router_scaling_factor": "routed_scaling_factor",
+    "route_scale": "routed_scaling_factor",
+    "route_norm": "norm_topk_prob",
+}
+
+
+def with_deepseek_names(config: Fields) -> Fields:
+    """The config with DeepSeek's names for the fields of experts."""
+    own = {ours: config.values[key] for key, ours in _V3_NAMES.items() if key in config.values}
+    return Fields({**config.values, **own}, config.where)
+
+
+def with_stated_experts(config: ModelConfig) -> ModelConfig:
+    """Layers have experts as `mlp_layer_types` or `is_moe_layer` lists; else all but a few."""
+    config = with_experts(config)
+    fields = config.fields
+    stated = fields.items("mlp_layer_types") or fields.items("is_moe_layer")
+    if stated is None:
+        return config
+    if len(stated) != config.num_layers:
+        raise CheckpointError(
+            f"mlp_layer_types in {fields.where} must have {config.num_layers} entries."
+        )
+    return replace(config, sparse_layers=tuple(kind in ("sparse", True) for kind in stated))
+
+
+class HyV3(Dots1):
+    """Hy3: the attention of Qwen 3, the experts of DeepSeek V3 in all layers but the first."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 11_158_840.0,
+        "max_position_embeddings": 131_072,
+        "moe_intermediate_size": 1536,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 192,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.826,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With DeepSeek's names for the fields of experts."""
+        return with_deepseek_names(config)
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    @classmethod
+    def configure(cls, config: ModelConfig) -> ModelConfig:
+        """Set the layers that have experts."""
+        return with_stated_experts(config)
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The router, its bias and the shared experts as DeepSeek calls them."""
+        name = name.replace(".mlp.router.gate.", ".mlp.gate.")
+        name = name.replace(".mlp.expert_bias", ".mlp.gate.e_score_correction_bias")
+        return super().rename(name.replace(".mlp.shared_mlp.", ".mlp.shared_experts."))
+
+
+class Afmoe(HyV3):
+    """Trinity: a gate on attention's outputs, norms around both blocks, windows with positions."""
+
+    defaults: ClassVar = {
+        **HyV3.defaults,
+        "num_key_value_heads": None,
+        "rope_theta": 10_000.0,
+        "max_position_embeddings": 16_384,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 6,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "sliding_window": 1024,
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": False,
+    }
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else every so many layers one sees everything."""
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        period = fields.integer("global_attn_every_n_layers", high=2**20)
+        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+
+    @classmethod
+    def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
+        """None in layers that see everything."""
+        return None if layer_type == FULL else super().rope_spec(fields, layer_type, head_dim)
+
+    @property
+    def embed_scale(self) -> float | None:
+        """As the embeddings of the original Transformer, where the config says so."""
+        scaled = self.config.fields.boolean("mup_enabled")
+        return float(self.config.hidden_size**0.5) if scaled else None
+
+    def layer(self, index: int) -> Layer:
+        """Norms before and after both blocks."""
+        names = ("input_layernorm", "pre_mlp_layernorm")
+        behind = ("post_attention_layernorm", "post_mlp_layernorm")
+        path = f"model.layers.{index}"
+        return ResidualLayer(
+            self.mixer(index),
+            self.mlp(index),
+            before=[self.norm(f"{path}.{name}") for name in names],
+            after=[self.norm(f"{path}.{name}") for name in behind],
+        )
+
+    def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
+        """With a gate for each number of the heads' outputs."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        inner = config.num_heads * config.head_dim
+        gates = self.weights.linear(f"{path}.gate_proj", inner, config.hidden_size)
+        return self.qkv(index), gates
+
+
 class ExaoneMoE(Exaone4):
     """K-EXAONE: the attention of EXAONE 4 behind norms, the experts of DeepSeek V3."""
 
@@ -73,7 +207,7 @@ class ExaoneMoE(Exaone4):
         "routed_scaling_factor": 2.5,
         "n_group": 1,
         "topk_group": 1,
-        "num_shared_experts": 1,
+        "n_shared_experts": 1,
     }
     dense_matrices = (".mlp.gate",)
     layer = Family.layer
@@ -81,24 +215,13 @@ class ExaoneMoE(Exaone4):
 
     @classmethod
     def language_model(cls, config: Fields) -> Fields:
-        """With the names of DeepSeek for the experts."""
-        names = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
-        own = {ours: config.values[key] for key, ours in names.items() if key in config.values}
-        return Fields({"n_shared_experts": 1, **config.values, **own}, config.where)
+        """With DeepSeek's names for the fields of experts."""
+        return with_deepseek_names(config)
 
     @classmethod
     def configure(cls, config: ModelConfig) -> ModelConfig:
-        """Layers have experts as `mlp_layer_types` or `is_moe_layer` lists; else all but a few."""
-        config = with_experts(config)
-        fields = config.fields
-        stated = fields.items("mlp_layer_types") or fields.items("is_moe_layer")
-        if stated is None:
-            return config
-        if len(stated) != config.num_layers:
-            raise CheckpointError(
-                f"mlp_layer_types in {fields.where} must have {config.num_layers} entries."
-            )
-        return replace(config, sparse_layers=tuple(kind in ("sparse", True) for kind in stated))
+        """Set the layers that have experts."""
+        return with_stated_experts(config)
 
     @classmethod
     def rename(cls, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense or with experts: short convolutions, and attention now and then."""
+"""LFM2, LFM2.5 and LFM3: short convolutions, and attention now and then; dense or with experts."""
 
 import re
 from dataclasses import replace
@@ -9,12 +9,13 @@ import mlx.core as mx
 from ...core import StateSpec
 from ...errors import CheckpointError
 from ...layers.attention import LayerMixer
+from ...layers.linear import Projection
 from ...layers.mlp import FeedForward
 from ...layers.moe import ExpertChoice
 from ...layers.recurrent import ShortConv
 from ...layers.step import Layer
 from ...metal_kernels.routing import Routing
-from ..config import FULL, ModelConfig
+from ..config import FULL, SLIDING, ModelConfig
 from ..decoder import ResidualLayer
 from ..family import Family
 from ..jsonfields import Fields
@@ -72,13 +73,18 @@ class Lfm2(Family):
         fields = config.fields
         length = fields.integer("conv_L_cache", low=2, high=64)
         state = StateSpec((((length - 1, config.hidden_size), "float32"),))
-        convolves = _convolves(fields, config.num_layers)
+        convolves = cls.convolves(fields, config.num_layers)
         return replace(
             config,
             rms_norm_eps=fields.number("rms_norm_eps", "norm_eps", low=0.0, high=1.0),
             intermediate_size=_inner(fields, config.intermediate_size),
             states=tuple(state if one else None for one in convolves),
         )
+
+    @classmethod
+    def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:
+        """For each layer, whether it is a convolution."""
+        return _convolves(fields, num_layers)
 
     def layer(self, index: int) -> Layer:
         """A pre-norm layer under other names."""
@@ -104,6 +110,69 @@ class Lfm2(Family):
             conv=self.causal_conv(f"{path}.conv", state, bias=bias),
             spec=state,
         )
+
+
+class Lfm3(Lfm2):
+    """LFM3: windows, a gate for each head, and norms behind the blocks too."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "norm_eps": 1e-5,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 1_000_000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "max_position_embeddings": 128_000,
+        "sliding_window": 256,
+        "conv_bias": False,
+        "conv_L_cache": 7,
+        "block_auto_adjust_ff_dim": False,
+        "use_sandwich_norm": True,
+        "use_attention_gate": True,
+        "tie_word_embeddings": True,
+    }
+    output_proj = "o_proj"
+    qk_norms = ("q_norm", "k_norm")
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; a convolution counts as one that sees everything."""
+        kinds = _lfm3_kinds(fields, num_layers)
+        return [SLIDING if kind == SLIDING else FULL for kind in kinds]
+
+    @classmethod
+    def biases(cls, fields: Fields) -> tuple[bool, bool]:
+        """As stated."""
+        return Family.biases(fields)
+
+    @classmethod
+    def convolves(cls, fields: Fields, num_layers: int) -> list[bool]:
+        """For each layer, whether it is a convolution."""
+        return [kind == "conv" for kind in _lfm3_kinds(fields, num_layers)]
+
+    def layer(self, index: int) -> Layer:
+        """Norms before both blocks, and behind them where the config says so."""
+        path, after = f"model.layers.{index}", (None, None)
+        names = ("operator_norm", "ffn_norm")
+        before = [self.norm(f"{path}.{name}") for name in names]
+        blocks = self.mixer(index), self.mlp(index)
+        if not self.config.fields.boolean("use_sandwich_norm"):
+            return ResidualLayer(*blocks, before=before, after=after)
+        behind = [self.norm(f"{path}.post_{name}") for name in names]
+        return ResidualLayer(*blocks, before=before, after=behind)
+
+    def attention_inputs(self, index: int) -> tuple[Projection, Projection | None]:
+        """With one gate for each head."""
+        config, path = self.config, f"model.layers.{index}.self_attn"
+        if not config.fields.boolean("use_attention_gate"):
+            return self.qkv(index), None
+        gates = self.weights.linear(f"{path}.gate_proj", config.num_heads, config.hidden_size)
+        return self.qkv(index), gates
 
 
 class Lfm2MoE(Lfm2):
@@ -173,6 +242,22 @@ def _convolves(fields: Fields, num_layers: int) -> list[bool]:
         return [kind == "conv" for kind in stated]
     attending = fields.items("full_attn_idxs")
     return [attending is not None and i not in attending for i in range(num_layers)]
+
+
+def _lfm3_kinds(fields: Fields, num_layers: int) -> list[str]:
+    """For each layer "conv", FULL or SLIDING."""
+    stated = fields.items("layer_types")
+    if stated is None:
+        return [
+            FULL if i % 4 == 2 else SLIDING if i and not i % 4 else "conv"
+            for i in range(num_layers)
+        ]
+    if len(stated) != num_layers or not set(map(str, stated)) <= {"conv", FULL, SLIDING}:
+        raise CheckpointError(
+            f"layer_types in {fields.where} must be {num_layers} times 'conv', {FULL!r} or "
+            f"{SLIDING!r}."
+        )
+    return stated
 
 
 def _inner(fields: Fields, stated: int) -> int:

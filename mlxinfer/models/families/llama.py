@@ -1,16 +1,18 @@
 """Llama, and families that differ from it in a few rules: their biases, norms, ropes or names.
 
-Llama 2 and 3, Mistral, Seed-OSS, Hunyuan, ERNIE 4.5, Phi 3 and SmolLM3.
+Llama 2 and 3, Mistral, Ministral 8B, AFM, CWM, Seed-OSS, Hunyuan, ERNIE 4.5, Phi 3 and SmolLM3.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UnsupportedModelError
 from ...layers.linear import Projection
-from ...layers.mlp import FeedForward
+from ...layers.mlp import MLP, FeedForward, relu_squared
+from ...layers.moe import ExpertChoice
 from ...layers.rope import RopeSpec
+from ...metal_kernels.routing import Routing
 from ..config import FULL, SLIDING, ModelConfig, read_layer_types
 from ..family import Family
 from ..jsonfields import Fields
@@ -55,6 +57,66 @@ class Mistral(Family):
         return False, False
 
 
+class Ministral(Mistral):
+    """Ministral 8B of 2024: windows in some layers."""
+
+
+class Cwm(Mistral):
+    """CWM 32B: every fourth layer sees everything, counted from the first one."""
+
+    defaults: ClassVar = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 8192,
+        "eos_token_id": [128_001, 128_008, 128_009],
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """As stated; else with a period of four."""
+        if fields.items("layer_types") is not None:
+            return read_layer_types(fields, num_layers)
+        return [SLIDING if i % 4 else FULL for i in range(num_layers)]
+
+
+class Arcee(Family):
+    """AFM 4.5B: blocks without gates, of squared ReLU."""
+
+    defaults: ClassVar = {
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+    }
+
+    @classmethod
+    def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
+        """No layer has a window."""
+        return [FULL] * num_layers
+
+    def mlp(self, index: int) -> FeedForward:
+        """up_proj and down_proj."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        if config.activation != "relu2":
+            raise UnsupportedModelError(
+                f"hidden_act in {config.fields.where} is {config.activation!r}; "
+                f"{config.model_type!r} models with 'relu2' run."
+            )
+        sizes = (config.hidden_size, config.intermediate_size)
+        up = self.weights.linear(f"{path}.up_proj", *sizes[::-1], bias=config.mlp_bias)
+        down = self.weights.linear(f"{path}.down_proj", *sizes, bias=config.mlp_bias)
+        return MLP(up, down, relu_squared)
+
+
 class SeedOss(Family):
     """Seed-OSS: biases on Q, K and V; the output projection's is stated apart."""
 
@@ -87,6 +149,42 @@ class HunYuanDense(Family):
     def layer_types(cls, fields: Fields, num_layers: int) -> list[str]:
         """No layer has a window."""
         return [FULL] * num_layers
+
+
+class HunYuanMoE(HunYuanDense):
+    """Hunyuan-A13B: a softmax over experts in every layer, and an MLP beside them."""
+
+    defaults: ClassVar = {**HunYuanDense.defaults, "num_experts": 1, "moe_topk": 1}
+    dense_matrices = (".mlp.gate",)
+
+    @classmethod
+    def language_model(cls, config: Fields) -> Fields:
+        """With one number for what configs may state layer by layer."""
+        values = dict(config.values)
+        for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+            stated = values.get(key)
+            if isinstance(stated, list):
+                if not stated or any(one != stated[0] for one in stated):
+                    raise UnsupportedModelError(
+                        f"{key} in {config.where} differs between layers; models with the same "
+                        "number in all layers run."
+                    )
+                values[key] = stated[0]
+        values["num_experts_per_tok"] = values.get("moe_topk", 1)
+        return Fields(values, config.where)
+
+    @classmethod
+    def rename(cls, name: str) -> str | None:
+        """The router as other families call it."""
+        return super().rename(name.replace(".mlp.gate.wg.", ".mlp.gate."))
+
+    def mlp(self, index: int) -> FeedForward:
+        """Experts, and the MLP that every token goes to."""
+        config, path = self.config, f"model.layers.{index}.mlp"
+        count = config.fields.integer("num_shared_expert", high=2**10, default=1)
+        shared = self.dense_mlp(f"{path}.shared_mlp", config.intermediate_size * count)
+        choose = ExpertChoice(Routing(config.experts_per_token, normalised=True))
+        return self.experts(path, choose, shared=shared)
 
 
 class Ernie4_5(Family):

@@ -130,6 +130,12 @@ def router_gap(
         return grouped_gap(
             config, logits.softmax(-1) + module.moe_statics.e_score_correction_bias, 1
         )
+    if config["model_type"] in ("hy_v3", "afmoe"):
+        if len(inputs) == 1:  # the projection inside of the router
+            return 1.0
+        return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
+    if config["model_type"] == "hunyuan_v1_moe":
+        return gap(logits, config["moe_topk"] if config["moe_topk"] == 3 else 2)
     if config["model_type"] == "minimax_m2":
         return grouped_gap(config, logits.sigmoid() + inputs[1], 2)
     if config["model_type"] == "gemma4_text":

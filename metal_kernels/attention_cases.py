@@ -278,8 +278,9 @@ def _registers(variant: Variant) -> int:
         return form.value_dim // 16 + held * itemsize // 4 + held + 8 + 14
     if variant.kind == PREFILL:
         return registers(prefill_shape(**dims), **dims, itemsize=itemsize)
-    shape = threadgroup_shape(form.queries * form.group, **dims, itemsize=itemsize)
     codes = form.key_format.bits + form.value_format.bits > 0
+    in_tile = 4 if codes else itemsize
+    shape = threadgroup_shape(form.queries * form.group, **dims, itemsize=in_tile)
     return registers(shape, **dims, itemsize=itemsize, codes=codes)
 
 

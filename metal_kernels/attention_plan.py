@@ -401,7 +401,8 @@ def registers(
         shape: of the threadgroup.
         key_dim, value_dim: numbers of a key and of a value.
         itemsize: bytes of a number of a query.
-        codes: keys and values are multiplied as codes: sums of queries and of biases beside them.
+        codes: keys and values are stored as codes: multiplied as such, with sums of queries and of
+            biases beside them, or in tiles of 32 bits.
     """
     rows = shape.fragments
     kept = rows * value_dim // 4 // shape.halves + 3 * rows + 12
@@ -411,7 +412,7 @@ def registers(
         return kept + 4 * rows + keys + 2 * rows + 2 + sums
     queries = rows * key_dim // 8 // shape.halves * (2 * itemsize // 4)
     tile_tokens = 8 if shape.halves == 2 else 16
-    if BLOCK * (key_dim + value_dim) * itemsize > MAX_TILE_BYTES:
+    if BLOCK * (key_dim + value_dim) * (4 if codes else itemsize) > MAX_TILE_BYTES:
         tile_tokens = 8
     scores = 2 * rows * tile_tokens // 8 // shape.partners
     return kept + queries + scores + 2 * rows + 2

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from .attention_plan import (
     BLOCK,
     LANES,
+    WHOLE_DIM,
     AttentionPlan,
     AttentionPlanner,
     Shape,
@@ -272,12 +273,12 @@ TILED = """
   constexpr int MERGED = SIMD_GROUPS * 8 * (FRAGMENTS * 2 + slice_pitch(VALUE_DIM));
   constexpr int DIMS = HALVES == 1 ? KEY_DIM + VALUE_DIM : KEY_DIM;
   constexpr int TILE =
-      scratch_floats(DIMS, sizeof(T), HALVES, PARTNERS == 1 ? 0 : MERGED) / 4;
-  constexpr int SUMS = SIMD_GROUPS * FRAGMENTS * tile_tokens(DIMS, sizeof(T), HALVES) * 2;
+      scratch_floats(DIMS, sizeof(NUMBER), HALVES, PARTNERS == 1 ? 0 : MERGED) / 4;
+  constexpr int SUMS = SIMD_GROUPS * FRAGMENTS * tile_tokens(DIMS, sizeof(NUMBER), HALVES) * 2;
   constexpr int SCRATCH = TILE + (HALVES == 1 ? 0 : SUMS);
   threadgroup float4 scratch[SCRATCH];
   tiled_attention<
-      KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, HALVES, SPLIT, SINKS, LOG_SUMS>(
+      NUMBER, KEY_DIM, VALUE_DIM, FRAGMENTS, SIMD_GROUPS, PARTNERS, HALVES, SPLIT, SINKS, LOG_SUMS>(
       ARGUMENTS, reinterpret_cast<threadgroup float*>(scratch),
       reinterpret_cast<threadgroup float2*>(scratch + TILE),
       threadgroup_position_in_grid.x, threadgroup_position_in_grid.y,
@@ -320,6 +321,17 @@ class Asked(NamedTuple):
     def num_rows(self) -> int:
         """Query rows of a KV head."""
         return self.max_queries * (self.rows[1] // self.kv_heads)
+
+    @property
+    def tile_dtype(self) -> mx.Dtype:
+        """Of numbers in tiles.
+
+        Rows to verify see dequantised numbers as they are, as rows that stream do: rounded ones
+        would turn near-ties, so that answers with proposals differ from those without. All rows of
+        large dims are in tiles.
+        """
+        streams = not self.is_prefill and max(self.dims) <= WHOLE_DIM
+        return mx.float32 if streams and any(fmt.bits for fmt in self.formats) else self.dtype
 
     @property
     def is_split(self) -> bool:
@@ -489,7 +501,7 @@ def _attend(asked: Asked, sizes: Sizes) -> Launch:
             ("SPLIT", asked.is_split),
             ("SINKS", asked.sinks),
             ("LOG_SUMS", asked.log_sums and not asked.is_split),
-            *_shape_template(shape),
+            *_shape_template(shape, asked.tile_dtype),
         ],
         grid=(asked.num_items * shape.threads, asked.kv_heads, -(-asked.num_rows // shape.rows)),
         threadgroup=(shape.threads, 1, 1),
@@ -501,7 +513,7 @@ def _shape(asked: Asked) -> Shape:
     key_dim, value_dim = asked.dims
     if not asked.is_prefill:
         return threadgroup_shape(
-            asked.num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=asked.dtype.size
+            asked.num_rows, key_dim=key_dim, value_dim=value_dim, itemsize=asked.tile_dtype.size
         )
     shape = prefill_shape(key_dim=key_dim, value_dim=value_dim)
     assert asked.num_rows <= shape.rows, (asked, shape)
@@ -519,10 +531,11 @@ def has_dims(dtype: mx.Dtype, dims: tuple[int, int], joint_dim: int = 0) -> bool
     return set(dims) <= set(HEAD_DIMS) or (dims == (LARGE_DIM, LARGE_DIM) and dtype.size == 2)
 
 
-def _shape_template(shape: Shape) -> list[tuple[str, TemplateValue]]:
+def _shape_template(shape: Shape, tile_dtype: mx.Dtype) -> list[tuple[str, TemplateValue]]:
     found: list[tuple[str, TemplateValue]] = [("FRAGMENTS", shape.fragments)]
     if shape.shares:
         found += [
+            ("NUMBER", tile_dtype),
             ("SIMD_GROUPS", shape.simd_groups),
             ("PARTNERS", shape.partners),
             ("HALVES", shape.halves),

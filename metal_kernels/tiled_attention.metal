@@ -5,9 +5,11 @@
 // once into threadgroup memory, 16 keys and 16 values at a time, and each SIMD group multiplies
 // them from there. Scores stay in registers: nothing grows with the context.
 //
-// A tile lies in the order of fragments: (groups of 8 tokens, chunks of 8 numbers, 32 lanes, 2). A
-// lane that fills it has read the numbers which the same lane of every SIMD group multiplies, and
-// a SIMD group stores and loads 32 neighbouring words, which lie in different banks.
+// A tile holds numbers of type S: dequantised ones of rows to verify in 32 bits, as the streaming
+// kernel multiplies them, others as queries come. It lies in the order of fragments: (groups of 8
+// tokens, chunks of 8 numbers, 32 lanes, 2). A lane that fills it has read the numbers which the
+// same lane of every SIMD group multiplies, and a SIMD group stores and loads neighbouring words,
+// which lie in different banks.
 //
 // The members of a team differ in one of two ways. PARTNERS 2: each takes 8 tokens of a tile, and
 // they merge at the end (few rows). HALVES 2: each has one half of the numbers of keys and values,
@@ -259,9 +261,9 @@ struct RowPositions {
   }
 };
 
-template <int KD, int VD, int ROWS, int SIMD_GROUPS, int PARTNERS, int HALVES, bool SPLIT,
-          bool SINKS, bool LOG_SUMS, typename T, typename Keys, typename Values, typename O,
-          typename N, typename P>
+template <typename S, int KD, int VD, int ROWS, int SIMD_GROUPS, int PARTNERS, int HALVES,
+          bool SPLIT, bool SINKS, bool LOG_SUMS, typename T, typename Keys, typename Values,
+          typename O, typename N, typename P>
 METAL_FUNC void tiled_attention(
     const device T* queries, Keys keys, Values values, P sink_logits,
     StepPlan plan, const device int* pages, N numbers,
@@ -269,7 +271,7 @@ METAL_FUNC void tiled_attention(
     device O* outputs, device float* figures_out,
     threadgroup float* scratch, threadgroup float2* sums,
     uint item, uint head, uint row_block, uint simd_group, uint lane) {
-  constexpr int TOKENS = tile_tokens(KD + VD, sizeof(T), HALVES);
+  constexpr int TOKENS = tile_tokens(KD + VD, sizeof(S), HALVES);
   constexpr int GROUPS = TOKENS / 8 / PARTNERS;
   constexpr int KEY_CHUNKS = KD / 8 / HALVES;
   constexpr int VALUE_CHUNKS = VD / 8 / HALVES;
@@ -297,10 +299,10 @@ METAL_FUNC void tiled_attention(
   }
   RunningSoftmax<ROWS, VALUE_CHUNKS> state;
   state.clear();
-  threadgroup T* key_tile = reinterpret_cast<threadgroup T*>(scratch);
-  threadgroup T* value_tile = HALVES == 1 ? key_tile + TOKENS * KD : key_tile;
-  const FragmentTile<T, KD> own_keys = {key_tile + stream * GROUPS * 8 * KD, lane};
-  const FragmentTile<T, VD> own_values = {value_tile + stream * GROUPS * 8 * VD, lane};
+  threadgroup S* key_tile = reinterpret_cast<threadgroup S*>(scratch);
+  threadgroup S* value_tile = HALVES == 1 ? key_tile + TOKENS * KD : key_tile;
+  const FragmentTile<S, KD> own_keys = {key_tile + stream * GROUPS * 8 * KD, lane};
+  const FragmentTile<S, VD> own_values = {value_tile + stream * GROUPS * 8 * VD, lane};
   const device int* table = pages + own.table * plan.max_pages();
   const int page_size = plan.page_size();
   const int to_values = (tail_heads - heads) * 2 * page_size;

@@ -143,22 +143,23 @@ def test_a_planner_that_was_used_plans_as_a_new_one(
 REGISTERS, MOST_REGISTERS = 448 * 110, 128
 
 
-def assert_fits(shape: Shape, dim: int, itemsize: int) -> None:
+def assert_fits(shape: Shape, dim: int, itemsize: int, *, codes: bool = False) -> None:
     sizes = {"key_dim": dim, "value_dim": dim}
     assert shape.threads <= 512
     assert shape.fragments * dim // 4 // shape.halves <= 64
     if itemsize == 2:  # queries in 32 bits spill where head dims are large
-        needed = registers(shape, **sizes, itemsize=itemsize, codes=dim % 64 == 0)
+        needed = registers(shape, **sizes, itemsize=itemsize, codes=codes)
         assert needed <= MOST_REGISTERS, (shape, dim, needed)
         assert needed * shape.threads <= REGISTERS, (shape, dim, needed)
 
 
 def test_threadgroups_have_registers_and_threads_enough() -> None:
-    for dim, itemsize in product((64, 80, 96, 112, 128, 192, 256, 512), (2, 4)):
+    stored = (2, False), (2, True), (4, False)
+    for dim, (itemsize, codes) in product((64, 80, 96, 112, 128, 192, 256, 512), stored):
         sizes = {"key_dim": dim, "value_dim": dim}
         for rows in range(1, 129):
-            shape = threadgroup_shape(rows, **sizes, itemsize=itemsize)
+            shape = threadgroup_shape(rows, **sizes, itemsize=4 if codes else itemsize)
             num_blocks = -(-rows // most_rows(dim, dim))
             assert (num_blocks - 1) * shape.rows < rows <= num_blocks * shape.rows
-            assert_fits(shape, dim, itemsize)
+            assert_fits(shape, dim, itemsize, codes=codes)
         assert_fits(prefill_shape(**sizes), dim, itemsize)

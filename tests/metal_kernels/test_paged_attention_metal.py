@@ -1,9 +1,13 @@
+from functools import partial
+
 import mlx.core as mx
+import numpy as np
 import pytest
 from attention_checks import check_scene
 from metal_cpu import MetalCPU, requires_compiler
 from scenes import Scene, build
 
+from mlxinfer.metal_kernels.attention_plan import AttentionPlan, AttentionPlanner
 from mlxinfer.metal_kernels.paged_attention import (
     paged_attention_gathered,
     paged_attention_on_metal,
@@ -90,3 +94,37 @@ def test_codes_are_multiplied_as_they_are(bits: tuple[int, int]) -> None:
     [found] = machine.clean(lambda: paged_attention_on_metal(*arguments, scale=0.1))
     [expected] = paged_attention_gathered(*arguments, scale=0.1)
     assert mx.allclose(found.astype(mx.float32), expected.astype(mx.float32), atol=4e-3).item()
+
+
+@requires_compiler
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, None)])
+@pytest.mark.parametrize(("group", "dim"), [(8, 128), (2, 256), (16, 64)])
+def test_rows_to_verify_are_computed_as_rows_to_decode(
+    group: int, dim: int, bits: tuple[int, int | None]
+) -> None:
+    """Else near-ties would differ between answers with proposals and without."""
+    scene = Scene(
+        *([90], [8]), group=group, bits=bits, key_dim=dim, value_dim=dim, dtype=mx.bfloat16
+    )
+    inputs = build(scene)
+    _, start, stop, sealed, slot, *_ = (int(field) for field in inputs.plan.spans[0])
+    planner = AttentionPlanner(
+        counts=np.array([1], np.int32),
+        sealed=np.array([sealed], np.int32),
+        slots=np.array([slot], np.int32),
+        page_size=scene.page_size,
+        kv_heads=1,
+    )
+
+    def attend(queries: mx.array, plan: AttentionPlan) -> mx.array:
+        stored = inputs.keys, inputs.values
+        run = partial(paged_attention_on_metal, scale=dim**-0.5, log_sums=True)
+        return MetalCPU().clean(lambda: run(queries, *stored, plan))[1]
+
+    together = attend(inputs.queries, inputs.plan)
+    for row in (0, stop - start - 1):
+        alone = attend(
+            inputs.queries[row : row + 1],
+            planner(np.array([start + row], np.int32), inputs.plan.pages),
+        )
+        assert mx.abs(together[row] - alone[0]).max().item() < 3e-6

@@ -1,10 +1,10 @@
 """Features of pictures: a tower computes them once, in slices between steps, and steps read them.
 
-Features are kept by the picture's digest within a limit of bytes, those that were used last. A
-picture whose tokens are all in the prefix cache needs none. Others wait: the scheduler asks what
-part of a prompt can be computed (`available`), and so says which pictures are wanted. The loop
-gives the tower a slice of time before each step, so that running answers wait no longer than for
-a slice of a prompt.
+Features are kept by the picture's digest within a limit of bytes, those that were used last.
+Requests of different salts share none. A picture whose tokens are all in the prefix cache needs
+none. Others wait: the scheduler asks what part of a prompt can be computed (`available`), and so
+says which pictures are wanted. The loop gives the tower a slice of time before each step, so that
+running answers wait no longer than for a slice of a prompt.
 """
 
 import time
@@ -22,6 +22,9 @@ from ..models.towers import Features, Tower
 from .batch import Batch, Sequence
 from .runner import FeatureArrays
 from .scheduler import FeatureSource
+
+Key = tuple[str | None, bytes]
+"""The salt of requests that share features, and the picture's digest."""
 
 
 @dataclass(slots=True)
@@ -46,7 +49,7 @@ class KeptFeatures:
 class TowerPass:
     """A pass of the tower over one picture, as far as it has come."""
 
-    picture: Picture
+    key: Key
     pieces: Generator[mx.array, None, list[Features]]
 
 
@@ -83,8 +86,8 @@ class PictureFeatures(FeatureSource):
     ) -> None:
         self._tower, self._dtype, self._max_bytes = tower, dtype, max_bytes
         self._slice_s, self._clock = slice_s, clock
-        self._kept: OrderedDict[bytes, KeptFeatures] = OrderedDict()  # last used last
-        self._wanted: dict[bytes, tuple[Picture, list[Sequence]]] = {}  # in order
+        self._kept: OrderedDict[Key, KeptFeatures] = OrderedDict()  # last used last
+        self._wanted: dict[Key, tuple[Picture, list[Sequence]]] = {}  # in order
         self._pass: TowerPass | None = None
         self.counts = counts or PictureCounts()
 
@@ -104,7 +107,7 @@ class PictureFeatures(FeatureSource):
             if not self._hold(rows.picture, sequence):
                 count = int(rows.places[0]) - start
                 break
-            waits |= rows.picture.digest not in self._kept
+            waits |= _key(rows.picture, sequence) not in self._kept
         return 0 if waits else count
 
     def release(self, sequence: Sequence) -> None:
@@ -113,11 +116,11 @@ class PictureFeatures(FeatureSource):
             return
         for kept in self._kept.values():
             kept.users.discard(sequence)
-        for digest, (_, waiting) in list(self._wanted.items()):
+        for key, (_, waiting) in list(self._wanted.items()):
             if sequence in waiting:
                 waiting.remove(sequence)
             if not waiting:
-                self._unwant(digest)
+                self._unwant(key)
 
     @property
     def is_wanted(self) -> bool:
@@ -126,15 +129,15 @@ class PictureFeatures(FeatureSource):
 
     def _hold(self, picture: Picture, sequence: Sequence) -> bool:
         """Keep features for a sequence, or let the tower compute them; False: there is no room."""
-        digest = picture.digest
-        kept, wanted = self._kept.get(digest), self._wanted.get(digest)
+        key = _key(picture, sequence)
+        kept, wanted = self._kept.get(key), self._wanted.get(key)
         is_held = wanted is not None or (kept is not None and len(kept.users) > 0)
         if not is_held and self._bytes_of(picture) > self._max_bytes - self._bytes_held():
             return False
         if kept is not None:
             kept.users.add(sequence)
         elif wanted is None:
-            self._wanted[digest] = picture, [sequence]
+            self._wanted[key] = picture, [sequence]
         elif sequence not in wanted[1]:
             wanted[1].append(sequence)
         return True
@@ -144,10 +147,10 @@ class PictureFeatures(FeatureSource):
         kept = sum([kept.num_bytes for kept in self._kept.values() if kept.users])
         return kept + sum([self._bytes_of(picture) for picture, _ in self._wanted.values()])
 
-    def _unwant(self, digest: bytes) -> None:
+    def _unwant(self, key: Key) -> None:
         """Nothing waits for a picture any more: a pass over it ends here."""
-        del self._wanted[digest]
-        if self._pass is not None and self._pass.picture.digest == digest:
+        del self._wanted[key]
+        if self._pass is not None and self._pass.key == key:
             self._pass.pieces.close()
             self._pass = None
 
@@ -165,16 +168,16 @@ class PictureFeatures(FeatureSource):
             is to be ended.
         """
         began_s = last_s = self._clock()
-        digest, (picture, waiting) = next(iter(self._wanted.items()))
+        key, (picture, waiting) = next(iter(self._wanted.items()))
         try:
             if self._pass is None:
-                self._pass = TowerPass(picture, self._run(picture))
+                self._pass = TowerPass(key, self._run(picture))
             while (found := _next_piece(self._pass.pieces)) is None:
                 now_s = self._clock()
                 if self._slice_s is None or 2 * now_s - last_s - began_s > self._slice_s:
                     return None  # the next piece would end too late
                 last_s = now_s
-            self._keep(digest, found, waiting)
+            self._keep(key, found)
         except BaseException as error:  # the fault boundary of a picture: others go on
             self._pass = None
             self.counts.failed += 1
@@ -193,12 +196,12 @@ class PictureFeatures(FeatureSource):
             yield features.vectors
         return found
 
-    def _keep(self, digest: bytes, tiles: Seq[Features], waiting: Seq[Sequence]) -> None:
+    def _keep(self, key: Key, tiles: Seq[Features]) -> None:
         """Keep the features of a picture; those that were not used for longest go for it."""
         parts = zip(*[[tile.vectors, *tile.deep] for tile in tiles], strict=True)
         arrays = [mx.concatenate(list(part)).astype(self._dtype) for part in parts]
         mx.eval(arrays)
-        picture, _ = self._wanted[digest]
+        picture, waiting = self._wanted[key]
         expected = picture.num_features
         if any(len(array) != expected for array in arrays):
             raise ValueError(f"the tower gave {len(arrays[0])} features; expected {expected}")
@@ -208,9 +211,9 @@ class PictureFeatures(FeatureSource):
             if room < 0 and not kept.users:
                 room += kept.num_bytes
                 del self._kept[other]
-        self._kept[digest] = new
+        self._kept[key] = new
         self._pass = None
-        del self._wanted[digest]
+        del self._wanted[key]
         self.counts.seen += 1
 
     # -- for steps ------------------------------------------------------------------------------
@@ -224,8 +227,9 @@ class PictureFeatures(FeatureSource):
                 continue
             for found in pictures.features(segment.start, segment.stop):
                 rows.append(found.places - segment.start + segment.row)
-                kept = self._kept[found.picture.digest]
-                self._kept.move_to_end(found.picture.digest)
+                key = _key(found.picture, segment.sequence)
+                kept = self._kept[key]
+                self._kept.move_to_end(key)
                 parts.append([array[found.first : found.stop] for array in kept.arrays])
                 if found.stop == found.picture.num_features:
                     kept.users.discard(segment.sequence)
@@ -250,6 +254,10 @@ class PictureFeatures(FeatureSource):
             "cached_bytes": self.num_bytes,
             "max_bytes": self._max_bytes,
         }
+
+
+def _key(picture: Picture, sequence: Sequence) -> Key:
+    return sequence.request.cache_salt, picture.digest
 
 
 def _next_piece(pieces: Generator[mx.array, None, list[Features]]) -> list[Features] | None:

@@ -46,7 +46,9 @@ class Scale:
     max_memory: int = 600 << 20  # of the process
 
 
-SMALL = Scale(streams=((2, 200),), steps=20, lengths=(120, 50, 10), crowd=(3, 100), max_memory=64 << 20)
+SMALL = Scale(
+    streams=((2, 200),), steps=20, lengths=(120, 50, 10), crowd=(3, 100), max_memory=64 << 20
+)
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
@@ -136,7 +138,10 @@ def process(folder: Path, max_memory: int) -> Figures:
     ran = run_python("-m", "tests.bench.filled", str(folder), str(max_memory))
     found = json.loads(ran.lines[-1])
     promised = found["weights_bytes"] + max_memory
-    return {"promised_bytes": promised, "peak_bytes": ran.cost["peak_bytes"] - found["before_bytes"]}
+    return {
+        "promised_bytes": promised,
+        "peak_bytes": ran.cost["peak_bytes"] - found["before_bytes"],
+    }
 
 
 def process_table(found: Figures) -> Table:

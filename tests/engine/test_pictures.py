@@ -260,10 +260,10 @@ def test_running_answers_get_a_token_between_two_pieces_of_a_pass() -> None:
     assert len(turns) >= waited
 
 
-def running(*parts: list[int] | Picture) -> Sequence:
+def running(*parts: list[int] | Picture, salt: str | None = None) -> Sequence:
     """A sequence of a prompt, with nothing computed."""
     ids, pictures = placed(*parts)
-    request = Request("it", ids, GREEDY, pictures=pictures)
+    request = Request("it", ids, GREEDY, pictures=pictures, cache_salt=salt)
     found = PromptPictures.of(request, sees_spans=False)
     return Sequence(request, 100, ids, len(ids), pictures=found)
 
@@ -297,6 +297,31 @@ def test_a_slice_ends_before_a_piece_that_would_end_too_late(
         slices += 1
     assert slices == -(-17 // pieces)  # four pieces a tile, and what keeps the features
     assert features.available(sequence, len(ids)) == len(ids)
+
+
+def test_requests_of_different_salts_share_no_features() -> None:
+    tower = RandomTower(64)
+    features = PictureFeatures(tower, dtype=mx.float32, max_bytes=1 << 20)
+    for salt in ("one", "two", "one"):
+        sequence = running(picture(1, 4, 4), [3], salt=salt)
+        features.available(sequence, 17)
+        while features.is_wanted:
+            features.work()
+        assert features.available(sequence, 17) == 17
+    assert len(tower.passes) == 2
+
+
+@pytest.mark.parametrize(("times", "fails"), [(1, False), (2, True)])
+def test_a_pass_that_macos_stopped_on_the_gpu_is_tried_once_more(times: int, fails: bool) -> None:
+    model = seeing("qwen3-v4")
+    harness, tower = Harness(model), tower_of(model)
+    ids, pictures = placed(prompt(9), picture(1, 3, 3), prompt(5))
+    harness.add("it", ids, GREEDY, pictures=pictures)
+    tower.fails = Broken("(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)")
+    while harness.loop.stats()["pictures"]["failed"] < times:
+        harness.turn()
+    tower.fails = None
+    assert (harness.drain()["it"].error is not None) is fails
 
 
 def test_room_is_for_features_that_come_back_into_use_too() -> None:

@@ -25,6 +25,7 @@ from mlxinfer.images.positions import rope_positions
 from mlxinfer.layers.step import Step, StepFeatures
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
+from mlxinfer.server.metrics import FAMILIES
 
 GREEDY = SamplingParams(max_tokens=12, logprobs=2)
 Asked = tuple[list[int], tuple[PlacedPicture, ...]]
@@ -488,3 +489,11 @@ def test_key_ids_are_of_the_picture_and_no_token_ids() -> None:
         for token_id, key in zip(ids, found.key_ids, strict=True):
             assert 1 << 61 <= key < 1 << 62 if token_id == one.feature_id else key == token_id
     assert len({*keys[0], *keys[1]}) == 6 + 6 + 4
+
+
+def test_metrics_of_pictures_are_numbers_of_an_engine_that_sees() -> None:
+    stats = Harness(seeing("qwen3-v4")).loop.stats()["pictures"]
+    tables = [table for _, source, table in FAMILIES if source == "pictures"]
+    keys = [key for table in tables for key, _ in table.values()]
+    assert len(keys) == 4
+    assert all(stats[key] == 0 for key in keys)

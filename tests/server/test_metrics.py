@@ -3,15 +3,13 @@
 from collections.abc import Iterator
 
 import pytest
-from engine.harness import Harness
-from engine.pictures import seeing
 from lazy_server import LazyServer
 from live_server import CHAT, LiveServer, chat, long_chat, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from steps import break_next_step
 
 from mlxinfer.server.keys import ApiKeys
-from mlxinfer.server.metrics import FAMILIES, RequestMetrics
+from mlxinfer.server.metrics import RequestMetrics
 
 Numbers = dict[str, float]
 DASHBOARDS = """
@@ -115,14 +113,6 @@ def test_proposals_are_counted_by_position(server: LiveServer) -> None:
     assert numbers["vllm:spec_decode_num_accepted_tokens_total"] == stats["accepted"]
     for place, count in enumerate(stats["accepted_at"]):
         assert numbers[f"vllm:spec_decode_num_accepted_tokens_per_pos_total.{place}"] == count
-
-
-def test_metrics_of_pictures_are_numbers_of_an_engine_that_sees() -> None:
-    stats = Harness(seeing("qwen3-v4")).loop.stats()["pictures"]
-    tables = [table for _, source, table in FAMILIES if source == "pictures"]
-    keys = [key for table in tables for key, _ in table.values()]
-    assert len(keys) == 4
-    assert all(stats[key] == 0 for key in keys)
 
 
 def test_cached_prompts_are_hits(server: LiveServer, numbers: Numbers) -> None:

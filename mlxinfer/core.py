@@ -355,6 +355,7 @@ class KVSpec:
     # The context is cut into chunks of `window` tokens, and a token sees its own chunk alone.
     chunked: bool = False
     key_bias: bool = False  # the layer says what a bias adds to its keys, see `KeyBias`
+    rope_axes: int = 1  # positions by which a key turns: 3 with M-RoPE
     # Numbers of a key that turn with its position, where all others are those of the value: half
     # of them at its beginning, half from its middle on. 0: keys and values differ everywhere.
     turning: int = 0

@@ -47,7 +47,7 @@ def rotatable(dim: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LessBias(Affine):
-    """Rotated keys less what a bias adds to them, and for each its position and head.
+    """Rotated keys less what a bias adds to them, and for each its positions and head.
 
     A key is R(p) (W x + b). Where b is a hundred times as large as W x, as in Qwen 2.5, codes of
     few bits hold little else. Its part of a score, q · R(p) b, needs no codes: R(p) b follows from
@@ -55,22 +55,30 @@ class LessBias(Affine):
 
     Attributes:
         num_heads: of keys.
+        num_axes: positions by which a key turns: 3 with M-RoPE, else 1.
         layer: says what the bias adds.
     """
 
     num_heads: int
+    num_axes: int
     layer: PagedLayer
 
     names: ClassVar[tuple[str, ...]] = (*Affine.names, "places")
     in_kernels: ClassVar[bool] = False
 
     def parts(self, dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
-        """As of `Affine`, and position * num_heads + head."""
-        return [*super().parts(dim, dtype), (1, mx.int32)]
+        """As of `Affine`, and position * num_heads + head, then the positions on other axes."""
+        return [*super().parts(dim, dtype), (self.num_axes, mx.int32)]
 
     def encode_at(self, keys: mx.array, positions: mx.array) -> list[mx.array]:
-        """Keys (T, H, D) in the rotated basis, of tokens at `positions` (T,), to the parts."""
-        places = positions[:, None, None] * self.num_heads + mx.arange(self.num_heads)[:, None]
+        """Keys (T, H, D) in the rotated basis, of tokens at `positions`, to the parts.
+
+        `positions`: (T,), or (num_axes, T).
+        """
+        axes = mx.broadcast_to(positions, (self.num_axes, len(keys)))
+        first, *others = axes[:, :, None]  # (T, 1) each
+        parts = [first * self.num_heads + mx.arange(self.num_heads), *others]
+        places = mx.stack(list(mx.broadcast_arrays(*parts)), axis=-1)  # (T, H, num_axes)
         return [*self.encode(keys.astype(mx.float32) - self._added(places)), places]
 
     def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
@@ -79,9 +87,12 @@ class LessBias(Affine):
         return (super().decode(rest, mx.float32) + self._added(places)).astype(dtype)
 
     def _added(self, places: mx.array) -> mx.array:
-        """Places (..., 1) -> (..., D) in the rotated basis."""
-        flat = places.flatten()
-        added = self.layer.bias(flat // self.num_heads, flat % self.num_heads)
+        """Places (..., num_axes) -> (..., D) in the rotated basis."""
+        first, *others = places.reshape(-1, self.num_axes).T
+        positions = first // self.num_heads
+        if others:
+            positions = mx.stack([positions, *others])
+        added = self.layer.bias(positions, first % self.num_heads)
         return mx.unflatten(mx.hadamard_transform(added), 0, places.shape[:-1])
 
 
@@ -103,7 +114,9 @@ class KeyValueLayer(PagedLayer):
         assert not keys.rotates or rotatable(spec.key_dim), "refused before a cache is built"
         self.subtracts_bias = spec.key_bias and keys.rotates
         if self.subtracts_bias:
-            keys = self._less_bias = LessBias(keys.bits, num_heads=spec.num_kv_heads, layer=self)
+            keys = self._less_bias = LessBias(
+                keys.bits, num_heads=spec.num_kv_heads, num_axes=spec.rope_axes, layer=self
+            )
         joined = spec.key_dim == spec.value_dim and keys == values
         kinds = [(keys, spec.key_dim), (values, spec.value_dim)]
         super().__init__(spec, formats, dtype, kinds, heads=spec.num_kv_heads, joined=joined)
@@ -211,9 +224,10 @@ class KeyValueLayer(PagedLayer):
         keys = self.rotate(keys)
         if not self.subtracts_bias:
             return [key_format.encode(keys), value_format.encode(values)]
-        positions = self.prepared.place.positions
+        place = self.prepared.place
+        positions = place.axes if place.positions is None else place.positions[: len(keys)]
         assert positions is not None
-        stored = self._less_bias.encode_at(keys, positions[: len(keys)])
+        stored = self._less_bias.encode_at(keys, positions)
         return [stored, value_format.encode(values)]
 
     def rotate(self, heads: mx.array) -> mx.array:

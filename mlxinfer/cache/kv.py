@@ -14,13 +14,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import InsufficientMemoryError, InvalidRequestError
+from ..errors import InsufficientMemoryError
 from ..memory import human_bytes, total_memory_bytes
 from ..metal_kernels.stored import Plane
 from .attention import prepare
 from .inputs import CacheWork, Spill, StepMetadata, seal_index
 from .layout import LayerCache, paged_of, sequence_layers
-from .paged import KEY_BIAS_AXES, GroupKey, PagedLayer, TailPlace, finish
+from .paged import GroupKey, PagedLayer, TailPlace, finish
 from .pages import ENDLESS, AttentionWindow, PageAllocator, PageGroup
 from .state import SequenceGroup
 
@@ -278,7 +278,6 @@ class KVCache:
         states = [] if self.state_group is None else [self.state_group]
         self._all: list[LayerGroup | SequenceGroup] = [*self.groups, *states]
         self._by_position = any(layer.by_position for layer in paged)
-        self.subtracts_bias = any(layer.subtracts_bias for layer in paged)
         if self._fixed:
             check_memory(sum(g.allocator.num_pages * g.page_bytes for g in self.groups))
         self.reset()
@@ -462,13 +461,7 @@ class KVCache:
         return spilled
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Let the layers see a step, until the next one begins.
-
-        Raises:
-            InvalidRequestError: keys are stored less their biases, and turn by several positions.
-        """
-        if self.subtracts_bias and metadata.turning.ndim > 1:
-            raise InvalidRequestError(KEY_BIAS_AXES, param="kv_bits")
+        """Let the layers see a step, until the next one begins."""
         place = TailPlace.of(metadata, self.page_size, by_position=self._by_position)
         for group in self._all:
             group.begin_step(metadata, place)

@@ -33,18 +33,13 @@ Tails = list[mx.array]  # each part (num_slots * heads * 2 * P, W)
 Stored = list[list[mx.array]]  # parts (T, H, W) of keys and of values, or (T, 2 * H, W) of both
 Formats = tuple[KVFormat, KVFormat]  # of keys and values
 KeyBias = Callable[[mx.array, mx.array], mx.array]
-"""`bias(positions, heads)`, both (N,): what it adds to these heads of keys there, (N, D) float32.
+"""`bias(positions, heads)`: what it adds to these heads (N,) of keys there, (N, D) float32.
 
-With the rotary turn that keys have.
+With the rotary turn that keys have. Positions are (N,), or (3, N) with M-RoPE.
 """
 KEY_BIAS = (
     "kv_bits=4 stores keys in 4 bits, and this model adds biases to its keys that cannot be told "
     "apart from the rest, and may be too large for 4 bits beside it; use kv_bits=8 or "
-    "kv_bits=(8, 4)."
-)
-KEY_BIAS_AXES = (
-    "kv_bits=4 stores keys less the biases that this model adds to them, which follow from one "
-    "position of a token; this input has three, as those of pictures. Use kv_bits=8 or "
     "kv_bits=(8, 4)."
 )
 GroupKey = tuple[bool, int, int, bool, bool]  # latent, window or 0, sinks, chunked, sees spans
@@ -60,7 +55,8 @@ class TailPlace:
         ring: tokens of a tail.
         is_decode: the step has one token of each of some sequences, and no others.
         positions: (max(T, 8),) by which all tokens are turned, zeros at the end. None: no layer
-            writes by positions, or they are not whole numbers of one axis.
+            writes by positions, or tokens have three each.
+        axes: (3, T) by which they are turned then; else None.
     """
 
     rows: mx.array | None
@@ -69,6 +65,7 @@ class TailPlace:
     ring: int
     is_decode: bool = False
     positions: mx.array | None = None
+    axes: mx.array | None = None
     _rows: dict[int, mx.array] = field(default_factory=dict)  # by number of heads
     _marks: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict)  # by that of slots
 
@@ -85,6 +82,7 @@ class TailPlace:
             ring=2 * page_size,
             is_decode=is_decode,
             positions=padded(turning) if by_position and turning.ndim == 1 else None,
+            axes=mx.array(turning) if by_position and turning.ndim == 2 else None,
         )
 
     def rows_of(self, heads: int) -> mx.array:

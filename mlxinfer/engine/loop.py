@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..cache.paged import KEY_BIAS_AXES
 from ..cache.pages import StateGroup
 from ..config import EngineConfig
 from ..core import FinishReason, Request, TokenEvent, TokenLogprobs, check_token_ids
@@ -244,8 +243,6 @@ class Loop:
         if "pictures" in model.lacks:
             reason = model.lacks["pictures"]
             return PictureLimits(refusal=f"Here this model takes no pictures: {reason}.")
-        if self.cache.subtracts_bias and model.rope_axes > 1:
-            return PictureLimits(refusal=KEY_BIAS_AXES)
         return PictureLimits(
             refusal=None,
             feature_bytes=model.tower.width * model.activation_dtype.size,

@@ -235,7 +235,10 @@ class Attention(AttentionShape, Mixer):
         return self.o_proj(outputs, residual)  # of the heads side by side
 
     def turned_bias(self, positions: mx.array, heads: mx.array) -> mx.array:
-        """The bias on keys of `heads` (N,) at `positions` (N,): (N, head_dim) float32."""
+        """The bias on keys of `heads` (N,): (N, head_dim) float32.
+
+        `positions`: of these keys, (N,) or (3, N) with M-RoPE.
+        """
         assert self.key_bias is not None
         bias = self.key_bias.astype(mx.float32)[heads][:, None]  # (N, 1, D)
         if self.rope is not None:

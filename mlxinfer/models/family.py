@@ -284,7 +284,9 @@ class Family:
             gate_proj=gate_proj,
             o_proj=self.attention_output(f"{path}.{self.output_proj}", heads * dim),
             num_heads=heads,
-            spec=replace(kv_spec, key_bias=key_bias is not None),
+            spec=replace(
+                kv_spec, key_bias=key_bias is not None, rope_axes=spec.num_axes if spec else 1
+            ),
             scale=config.attention_scale * (scale_factor(spec, dim) if spec else 1.0),
             rope=self.rope(spec, dim) if spec else None,
             qk_norm=norm,

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.dense_kv import DenseCache, DenseLayerKV
 
-from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.keys_values import LessBias, rotatable
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import LayerCache, lay_out
@@ -21,6 +20,7 @@ from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec, SamplingParams
 from mlxinfer.errors import InvalidRequestError
 from mlxinfer.layers.attention import Attention
+from mlxinfer.layers.rope import RopeSpec, rope_of
 from mlxinfer.metal_kernels.stored import FORMATS, group_size
 from mlxinfer.models.decoder import Model
 
@@ -134,11 +134,12 @@ def test_formats_of_every_head_dim(dim: int, bits: int) -> None:
     assert all(mx.array_equal(a[0, 0], p[1, 2]) for a, p in zip(alone, parts, strict=True))
 
 
+@pytest.mark.parametrize("axes", [1, 3])
 @pytest.mark.parametrize("case", ["gpt_oss-v4", "qwen2-v4"])
 def test_keys_less_their_biases_give_the_scores_of_whole_keys(
-    case: str, monkeypatch: pytest.MonkeyPatch
+    case: str, axes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To 1e-5 where what remains is stored as it is, and far more closely in 4 bits."""
+    """Far more closely in 4 bits. With M-RoPE a key turns by three positions."""
     rng, layer = np.random.default_rng(0), tiny_model(case).mixers[0]
     assert isinstance(layer, Attention)
     heads, dim = layer.spec.num_kv_heads, layer.spec.key_dim
@@ -147,8 +148,13 @@ def test_keys_less_their_biases_give_the_scores_of_whole_keys(
         for first in ((), (5,), (5,))
     )
     monkeypatch.setattr(layer, "key_bias", 100 * bias)
+    monkeypatch.setattr(layer, "spec", replace(layer.spec, rope_axes=axes))
     positions = mx.array([0, 1, 7, 100, 4000])
-    places = mx.repeat(positions, heads), mx.tile(mx.arange(heads), 5)
+    if axes == 3:
+        rope = RopeSpec(dims=dim, sections=(dim // 2 - 4, 2, 2))
+        monkeypatch.setattr(layer, "rope", rope_of(rope, dim, mx.float32))
+        positions = mx.stack([positions, positions + 900, positions + 31])
+    places = mx.repeat(positions, heads, axis=-1), mx.tile(mx.arange(heads), 5)
     whole = mx.hadamard_transform(rest + layer.turned_bias(*places).reshape(5, heads, dim))
     queries = mx.hadamard_transform(queries) * dim**-0.5
 
@@ -159,7 +165,7 @@ def test_keys_less_their_biases_give_the_scores_of_whole_keys(
     four = FORMATS[4]
     [stored] = lay_out([layer.spec], KVOptions(bits=(4, 4)), dtype=mx.float32, key_bias=True)
     stored.take_from(layer)
-    fmt = LessBias(4, num_heads=heads, layer=stored)
+    fmt = LessBias(4, num_heads=heads, num_axes=axes, layer=stored)
     assert off(fmt.decode(fmt.encode_at(whole, positions), mx.float32)) < 0.05 * off(
         four.decode(four.encode(whole), mx.float32)
     )
@@ -215,18 +221,6 @@ def test_kv_options_that_a_model_cannot_have_are_refused_with_the_reason() -> No
         KVOptions(sinks=4)
     with pytest.raises(InvalidRequestError, match="kv_window is 0"):
         KVOptions(window=0)
-
-
-def test_keys_less_their_biases_take_one_position_a_token() -> None:
-    """M-RoPE turns a key by three positions; what a bias adds is computed from one."""
-    layers = lay_out(
-        [KVSpec(2, 64, 64, key_bias=True)], KVOptions(bits=(4, 4)), dtype=mx.float32, key_bias=True
-    )
-    cache = KVCache(layers, page_size=16, max_batch=2, prefill_chunk=64, budget_bytes=10**7)
-    text = StepMetadata([], [], np.arange(3, dtype=np.int32))
-    turned = replace(text, rope_positions=np.arange(9, dtype=np.int32).reshape(3, 3))
-    with pytest.raises(InvalidRequestError, match=r"three, as those of pictures"):
-        cache.begin_step(turned)
 
 
 def test_a_models_own_smaller_window_stands() -> None:

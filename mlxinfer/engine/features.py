@@ -87,7 +87,7 @@ class PictureFeatures(FeatureSource):
         self._tower, self._dtype, self._max_bytes = tower, dtype, max_bytes
         self._slice_s, self._clock = slice_s, clock
         self._kept: OrderedDict[Key, KeptFeatures] = OrderedDict()  # last used last
-        self._wanted: dict[Key, tuple[Picture, list[Sequence]]] = {}  # in order
+        self.wanted: dict[Key, tuple[Picture, list[Sequence]]] = {}  # in order
         self._pass: TowerPass | None = None
         self.counts = counts or PictureCounts()
 
@@ -112,32 +112,25 @@ class PictureFeatures(FeatureSource):
 
     def release(self, sequence: Sequence) -> None:
         """A sequence gives up its slot: it needs no features any more."""
-        if sequence.pictures is None:
-            return
         for kept in self._kept.values():
             kept.users.discard(sequence)
-        for key, (_, waiting) in list(self._wanted.items()):
+        for key, (_, waiting) in list(self.wanted.items()):
             if sequence in waiting:
                 waiting.remove(sequence)
             if not waiting:
                 self._unwant(key)
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a running sequence waits for the tower."""
-        return bool(self._wanted)
-
     def _hold(self, picture: Picture, sequence: Sequence) -> bool:
         """Keep features for a sequence, or let the tower compute them; False: there is no room."""
         key = _key(picture, sequence)
-        kept, wanted = self._kept.get(key), self._wanted.get(key)
+        kept, wanted = self._kept.get(key), self.wanted.get(key)
         is_held = wanted is not None or (kept is not None and len(kept.users) > 0)
         if not is_held and self._bytes_of(picture) > self._max_bytes - self._bytes_held():
             return False
         if kept is not None:
             kept.users.add(sequence)
         elif wanted is None:
-            self._wanted[key] = picture, [sequence]
+            self.wanted[key] = picture, [sequence]
         elif sequence not in wanted[1]:
             wanted[1].append(sequence)
         return True
@@ -145,11 +138,11 @@ class PictureFeatures(FeatureSource):
     def _bytes_held(self) -> int:
         """Bytes of features that running sequences need, and of those that are being computed."""
         kept = sum([kept.num_bytes for kept in self._kept.values() if kept.users])
-        return kept + sum([self._bytes_of(picture) for picture, _ in self._wanted.values()])
+        return kept + sum([self._bytes_of(picture) for picture, _ in self.wanted.values()])
 
     def _unwant(self, key: Key) -> None:
         """Nothing waits for a picture any more: a pass over it ends here."""
-        del self._wanted[key]
+        del self.wanted[key]
         if self._pass is not None and self._pass.key == key:
             self._pass.pieces.close()
             self._pass = None
@@ -168,7 +161,7 @@ class PictureFeatures(FeatureSource):
             is to be ended.
         """
         began_s = last_s = self._clock()
-        key, (picture, waiting) = next(iter(self._wanted.items()))
+        key, (picture, waiting) = next(iter(self.wanted.items()))
         try:
             if self._pass is None:
                 self._pass = TowerPass(key, self._run(picture))
@@ -201,7 +194,7 @@ class PictureFeatures(FeatureSource):
         parts = zip(*[[tile.vectors, *tile.deep] for tile in tiles], strict=True)
         arrays = [mx.concatenate(list(part)).astype(self._dtype) for part in parts]
         mx.eval(arrays)
-        picture, waiting = self._wanted[key]
+        picture, waiting = self.wanted[key]
         expected = picture.num_features
         if any(len(array) != expected for array in arrays):
             raise ValueError(f"the tower gave {len(arrays[0])} features; expected {expected}")
@@ -213,7 +206,7 @@ class PictureFeatures(FeatureSource):
                 del self._kept[other]
         self._kept[key] = new
         self._pass = None
-        del self._wanted[key]
+        del self.wanted[key]
         self.counts.seen += 1
 
     # -- for steps ------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ class Loop:
         steps, scheduler = self._in_flight, self.scheduler
         if steps and scheduler.reads_first(steps[-1].batch):
             self._read(0)
-        sees = self.features.is_wanted
+        sees = bool(self.features.wanted)
         if sees:
             self._see()
         batch = scheduler.next_batch()
@@ -263,7 +263,9 @@ class Loop:
             self._emit([end])
             return
         max_output = min(max_output, limits.max_positions - num_prompt)
-        pictures = PromptPictures.of(request, sees_spans=self._sees_spans)
+        pictures = None
+        if request.pictures:
+            pictures = PromptPictures.of(request, sees_spans=self._sees_spans)
         sequence = self.scheduler.queues.add(request, max_output=max_output, pictures=pictures)
         sequence.rope_variant = self.model.rope_variant(sequence.max_known)
         if loaded is not None:
@@ -299,7 +301,7 @@ class Loop:
 
     def _see(self) -> None:
         """Give the tower a slice of time between two steps; its failure fails one request."""
-        if not self._read(0) or not self.features.is_wanted:
+        if not self._read(0) or not self.features.wanted:
             return
         failed = self.features.work()
         if failed is not None:
@@ -623,7 +625,8 @@ class EngineLimits:
         check_token_ids(request.prompt_ids, self.vocab_size, param="prompt")
         check_token_ids(request.stop_ids, self.vocab_size, param="stop_token_ids")
         request.params.check_vocabulary(self.vocab_size)
-        self.pictures.check(request)
+        if request.pictures:
+            self.pictures.check(request)
         if request.adapter is not None and request.adapter not in self.adapters:
             raise no_adapter(request.adapter, self.adapters)
         room = self.max_context - num_prompt

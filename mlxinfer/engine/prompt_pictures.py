@@ -54,16 +54,14 @@ class PromptPictures:
     has_turns: bool
 
     @staticmethod
-    def of(request: "Request", *, sees_spans: bool) -> "PromptPictures | None":
-        """The pictures of a request; None: it has none.
+    def of(request: "Request", *, sees_spans: bool) -> "PromptPictures":
+        """The pictures of a request that has any.
 
         Args:
             request: of which `PictureLimits` found nothing wrong.
             sees_spans: some layer lets features of a picture see each other.
         """
         placed, key_ids = request.pictures, list(request.prompt_ids)
-        if not placed:
-            return None
         places = [feature_places(*one) for one in placed]
         spans: list[tuple[int, int]] = []
         for (picture, _), own in zip(placed, places, strict=True):

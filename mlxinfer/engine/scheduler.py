@@ -14,6 +14,7 @@ a step that writes pages waits for the step in flight (`Batch.writes_pages`).
 
 import heapq
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,12 +55,13 @@ class EngineCounters:
 
 
 class FeatureSource:
-    """Says which tokens of prompts with pictures can be computed. Here: all, since none has any."""
+    """Says which tokens of prompts with pictures can be computed. Here: all, since none has any.
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether a running sequence waits for features of a picture that are being computed."""
-        return False
+    Attributes:
+        wanted: the pictures that running sequences wait for.
+    """
+
+    wanted: Collection[Any] = ()
 
     def available(self, sequence: Sequence, count: int) -> int:
         """How many of a sequence's next `count` tokens can be computed now."""
@@ -158,7 +160,8 @@ class RequestQueues:
     def _release(self, sequence: Sequence, keep: bool) -> None:
         self.running.remove(sequence)
         self._kv.end(sequence, keep=keep)
-        self._features.release(sequence)
+        if sequence.pictures is not None:
+            self._features.release(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = -1
         sequence.started = False
@@ -331,7 +334,7 @@ class Scheduler:
         segments = verified + prefills
         if not segments and not decodes.sequences:
             pending = any(s.num_pending for s in queues.unfinished())
-            assert queues.idle or pending or self._features.is_wanted, "stuck"
+            assert queues.idle or pending or self._features.wanted, "stuck"
             return None
         short: list[Segment] = []
         long: list[Segment] = []

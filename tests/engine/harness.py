@@ -171,7 +171,7 @@ class Harness:
         for g, group in enumerate(self.loop.cache.groups):
             held = group.allocator.num_held
             assert held == tree.num_pages(g) == tree.num_evictable(g)
-        assert not self.loop.features.is_wanted
+        assert not self.loop.features.wanted
         assert not self.loop.features.stats()["in_use"]
 
 

@@ -293,7 +293,7 @@ def test_a_slice_ends_before_a_piece_that_would_end_too_late(
     ids = sequence.token_ids
     assert features.available(sequence, len(ids)) == 0
     slices = 0
-    while features.is_wanted:
+    while features.wanted:
         assert features.work() is None
         slices += 1
     assert slices == -(-17 // pieces)  # four pieces a tile, and what keeps the features
@@ -306,7 +306,7 @@ def test_requests_of_different_salts_share_no_features() -> None:
     for salt in ("one", "two", "one"):
         sequence = running(picture(1, 4, 4), [3], salt=salt)
         features.available(sequence, 17)
-        while features.is_wanted:
+        while features.wanted:
             features.work()
         assert features.available(sequence, 17) == 17
     assert len(tower.passes) == 2
@@ -330,13 +330,13 @@ def test_room_is_for_features_that_come_back_into_use_too() -> None:
     features = PictureFeatures(RandomTower(64), dtype=mx.float32, max_bytes=one)
     before, other, again = (running(picture(seed, 4, 4), [3]) for seed in (1, 2, 1))
     assert features.available(before, 17) == 0
-    while features.is_wanted:
+    while features.wanted:
         features.work()
     features.release(before)
     assert features.available(other, 17) == 0
-    assert features.is_wanted
+    assert features.wanted
     assert features.available(again, 17) == 0, "the other picture will take its place"
-    while features.is_wanted:
+    while features.wanted:
         features.work()
     assert features.num_bytes == one
     assert features.available(other, 17) == 17

@@ -129,7 +129,9 @@ class Simulation:
     # -- what may happen between two turns -------------------------------------------------------
 
     def add(self, request: Request, max_output: int) -> None:
-        pictures = PromptPictures.of(request, sees_spans=True)
+        pictures = None
+        if request.pictures:
+            pictures = PromptPictures.of(request, sees_spans=True)
         oracle = Oracle(
             self.sizes.windows,
             request.prompt_ids if pictures is None else pictures.key_ids,
@@ -168,7 +170,7 @@ class Simulation:
         steps = self._in_flight
         if steps and self.scheduler.reads_first(steps[-1].batch):
             self._read(0)
-        if self.features.is_wanted and self._read(0) and self.features.is_wanted:
+        if self.features.wanted and self._read(0) and self.features.wanted:
             self._see()
         batch = self.scheduler.next_batch()
         self.most_in_flight = max(self.most_in_flight, len(steps) + 1)
@@ -286,7 +288,7 @@ class Simulation:
             assert allocator.num_free == allocator.num_pages
         assert tree.num_nodes == 0
         assert self.states is None or self.states.num_held == 0
-        assert not self.features.is_wanted
+        assert not self.features.wanted
         assert not self.features.stats()["in_use"]
         assert self.features.num_bytes <= self._feature_bytes
         assert not self.tower.num_open

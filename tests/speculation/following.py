@@ -22,7 +22,7 @@ def following(
         "r", list(prompt_ids), SamplingParams(speculate=speculate), owner=owner, cache_salt=salt
     )
     request.pictures = pictures
-    found = PromptPictures.of(request, sees_spans=False)
+    found = PromptPictures.of(request, sees_spans=False) if pictures else None
     length = len(prompt_ids)
     sequence = Sequence(request, 10**6, list(prompt_ids), length, pictures=found)
     for token_id in answer_ids:

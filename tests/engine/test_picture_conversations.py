@@ -1,0 +1,96 @@
+"""Files of pictures, a processor, a tower and the engine: the greedy tokens of transformers.
+
+Turns go on from cached pages; the same prompts run alone, in chunks, and all at once.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from engine.harness import Harness
+from models.picture_cases import DATA, picture_tensors
+from models.picture_conversations import (
+    CONVERSATIONS,
+    NEVER,
+    NUM_TOKENS,
+    SETTINGS,
+    TOKENS,
+    conversation_config,
+    picture,
+)
+from models.tiny import write
+
+from mlxinfer.core import SamplingParams
+from mlxinfer.images import ImageProcessor, Picture, PlacedPicture, image_processor
+from mlxinfer.models import load
+from mlxinfer.models.decoder import Model
+
+ANSWER = SamplingParams(
+    max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=dict.fromkeys(NEVER, -1e9)
+)
+Turn = tuple[str, list[int], tuple[PlacedPicture, ...], list[int]]  # its name, and the answer
+
+
+@cache
+def seeing(name: str) -> tuple[Model, ImageProcessor]:
+    """The model of a case, and what makes pictures ready for it."""
+    folder = write(Path(mkdtemp()), conversation_config(name), picture_tensors(name))
+    (folder / "preprocessor_config.json").write_text(json.dumps(SETTINGS[name]))
+    processor = image_processor(folder, TOKENS.get)
+    assert processor is not None
+    return load(folder), processor
+
+
+@cache
+def answers() -> dict[str, Any]:
+    """What transformers says, by case and conversation."""
+    return json.loads((DATA / "conversations.json").read_text())  # type: ignore[no-any-return]
+
+
+def turns(name: str) -> Iterator[Turn]:
+    """Every turn of every conversation, with the answers that transformers gives."""
+    _, processor = seeing(name)
+    made: dict[int, Picture] = {}
+    for title, conversation in CONVERSATIONS.items():
+        ids: list[int] = []
+        placed: list[PlacedPicture] = []
+        for number, parts in enumerate(conversation):
+            for part in parts:
+                if isinstance(part, list):
+                    ids += part
+                    continue
+                one = made.setdefault(part, processor.prepare(picture(part)))
+                placed.append(PlacedPicture(one, len(ids)))
+                ids += one.token_ids
+            said = answers()[name][title][number]
+            assert ids == said["prompt"], "tokens that stand for pictures"
+            yield f"{title} {number}", list(ids), tuple(placed), said["answer"]
+            ids += said["answer"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("chunk", [256, 16])
+def test_turns_are_answered_one_after_the_other(name: str, chunk: int) -> None:
+    model, _ = seeing(name)
+    harness, cached = Harness(model, prefill_chunk=chunk), {}
+    for turn, ids, pictures, answer in turns(name):
+        harness.add(turn, ids, ANSWER, pictures=pictures)
+        outcome = harness.drain()[turn]
+        assert (outcome.error, outcome.token_ids) == (None, answer), turn
+        cached[turn] = outcome.cached_tokens
+    if len(answers()[name]["between"][0]["prompt"]) > 32:
+        assert cached["between 1"] >= 16, "the second turn goes on from the first"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_turns_are_answered_all_at_once(name: str) -> None:
+    model, _ = seeing(name)
+    harness, expected = Harness(model, prefill_chunk=32), {}
+    for turn, ids, pictures, expected[turn] in turns(name):
+        harness.add(turn, ids, ANSWER, pictures=pictures)
+    outcomes = harness.drain()
+    assert {turn: outcome.token_ids for turn, outcome in outcomes.items()} == expected

@@ -36,6 +36,7 @@ class PixtralProcessor(ImageProcessor):
         mean, std = settings.normalisation(CLIP)
         feature = settings.token("image_token_index", "image_token_id", text="[IMG]")
         edge = settings.tower_number("image_size", 1024)
+        merge = 2 if settings.model_type == "mistral3" else 1
         return cls(
             placeholder_id=feature,
             feature_id=feature,
@@ -44,7 +45,7 @@ class PixtralProcessor(ImageProcessor):
             resample=settings.number("resample", BICUBIC),
             scale=ColourScale(settings.real("rescale_factor", 1 / 255), mean, std),
             patch=settings.tower_number("patch_size", 16),
-            merge=settings.tower_number("spatial_merge_size", 1),
+            merge=settings.tower_number("spatial_merge_size", merge),
             edge=settings.size("longest_edge", edge),
         )
 

@@ -18,7 +18,11 @@ TOKENS = {  # of the vocabularies, by their text
     "<|img_thumbnail|>": VIEW,
     "[IMG_BREAK]": BREAK,
     "[IMG_END]": END,
-    **{f"<|img_row_{row}_col_{column}|>": 77 + 4 * row + column for row in (1, 2) for column in (1, 2, 3, 4)},
+    **{
+        f"<|img_row_{row}_col_{column}|>": 77 + 4 * row + column
+        for row in (1, 2)
+        for column in (1, 2, 3, 4)
+    },
 }
 _PIXTRAL = {"size": {"longest_edge": 112}}
 _GEMMA4 = {"max_soft_tokens": 70, "patch_size": 16, "pooling_kernel_size": 3}

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from generate import hub_model, padded, unified_masks
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil

@@ -88,6 +88,10 @@ class PromptPictures:
 
     def rope_positions(self, start: int, stop: int) -> Ints:
         """(3, stop - start) by which the tokens at places [start, stop) turn."""
+        if start >= self.placed[-1].stop:  # most calls: text behind all pictures
+            return np.tile(
+                np.arange(start, stop, dtype=np.int32) + np.int32(self.rope_delta), (3, 1)
+            )
         return rope_positions(self.placed, start, stop)
 
     def seen_spans(self, start: int, stop: int) -> Ints:

@@ -143,9 +143,11 @@ class Harness:
         grammar: Grammar | None = None,
         adapter: str | None = None,
         pictures: tuple[PlacedPicture, ...] = (),
+        boundaries: tuple[int, ...] = (),
     ) -> None:
         request = Request(name, prompt_ids, params or SamplingParams(), stop_ids, prompt_logits)
         request.grammar, request.adapter, request.pictures = grammar, adapter, pictures
+        request.boundaries = boundaries
         self.outcomes[name] = Outcome()
         self.loop.add(request, self.loop.limits.check(request))
 

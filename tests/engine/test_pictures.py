@@ -179,6 +179,23 @@ def test_a_conversation_computes_no_more_than_its_new_tokens(case: str) -> None:
     assert harness.loop.stats()["pictures"]["seen"] == 2
 
 
+@pytest.mark.parametrize("case", ["hybrid qwen3-v4", "qwen3_5_text-v5", "lfm2-v4"])
+def test_another_question_after_a_picture_goes_on_from_the_end_of_its_turn(case: str) -> None:
+    """Recurrent layers have a snapshot there: they see a picture as any other tokens."""
+    turns = model_of(case).rope_axes == 3
+    model = seeing(case)
+    harness, before = Harness(model), len(tower_of(model).passes)
+    shown = [prompt(11), picture(1, 5, 9, turns=turns), prompt(24, 1)]
+    boundary = len(placed(*shown)[0])
+    for name in range(2):
+        ids, pictures = placed(*shown, prompt(50, 7 + name))
+        harness.add(str(name), ids, GREEDY, pictures=pictures, boundaries=(boundary,))
+        outcome = harness.drain()[str(name)]
+        assert outcome.token_ids == alone(model, ids, GREEDY, pictures=pictures).token_ids
+    assert outcome.cached_tokens == boundary - boundary % PAGE > len(placed(*shown[:2])[0])
+    assert len(set(tower_of(model).passes[before:])) == 1
+
+
 class Broken(RuntimeError):
     """What a tower raises."""
 

@@ -259,8 +259,6 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     bits = draw(st.sampled_from(BITS))
     if bits[0] == 4 and case.startswith("zoo "):  # biases of its keys are not known
         bits = (8, 4)
-    if bits[0] == 4 and case.startswith("sees qwen2"):  # biases turn by three positions: refused
-        bits = (8, 4)
     if model_of(case).lacks:
         return KVOptions()
     latent = [spec for spec in model_of(case).cache_specs if isinstance(spec, LatentSpec)]

@@ -26,6 +26,7 @@ from mlxinfer.layers.step import Step, StepFeatures
 from mlxinfer.models import load
 from mlxinfer.models.decoder import Model
 from mlxinfer.server.metrics import FAMILIES
+from mlxinfer.session.options import EngineOptions
 
 GREEDY = SamplingParams(max_tokens=12, logprobs=2)
 Asked = tuple[list[int], tuple[PlacedPicture, ...]]
@@ -530,3 +531,10 @@ def test_metrics_of_pictures_are_numbers_of_an_engine_that_sees() -> None:
     keys = [key for table in tables for key, _ in table.values()]
     assert len(keys) == 4
     assert all(stats[key] == 0 for key in keys)
+
+
+def test_features_and_kv_cache_share_max_memory() -> None:
+    options = EngineOptions(max_memory="80MB")
+    for model, features in ((seeing("qwen3-v4"), 10_000_000), (model_of("qwen3-v4"), 0)):
+        sizes = options.config(model, None, options.kv_bytes(0))
+        assert (sizes.feature_bytes, sizes.kv_budget_bytes) == (features, 80_000_000 - features)

@@ -138,42 +138,6 @@ class Timing:
     drafted: int = 0  # tokens that were proposed, and verified several in a step
     accepted: int = 0  # drafted tokens that became part of the answer
 
-    @classmethod
-    def measure(
-        cls,
-        *,
-        submitted_s: float,
-        started_s: float,
-        first_token_s: float,
-        finished_s: float,
-        computed_tokens: int,
-        answer_tokens: int,
-        drafted: int = 0,
-        accepted: int = 0,
-    ) -> "Timing":
-        """Build from four marks of one monotonic clock and two counts.
-
-        Args:
-            submitted_s, started_s, first_token_s, finished_s: monotonic seconds, in this order.
-            computed_tokens: prompt tokens that were not found in the cache.
-            answer_tokens: tokens generated.
-            drafted: tokens proposed for the answer.
-            accepted: drafted tokens that became part of the answer.
-        """
-        prefill_s = first_token_s - started_s
-        decode_s = finished_s - first_token_s
-        return cls(
-            queued_s=started_s - submitted_s,
-            prefill_s=prefill_s,
-            time_to_first_token_s=first_token_s - submitted_s,
-            decode_s=decode_s,
-            total_s=finished_s - submitted_s,
-            prompt_tokens_per_s=_rate(computed_tokens, prefill_s),
-            tokens_per_s=_rate(answer_tokens - 1, decode_s),
-            drafted=drafted,
-            accepted=accepted,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -321,10 +285,6 @@ class Delta:
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
         """The pieces of tool calls."""
         return tuple([part for part in self.parts if isinstance(part, ToolCallDelta)])
-
-
-def _rate(count: int, seconds: float) -> float | None:
-    return count / seconds if count > 0 and seconds > 0 else None
 
 
 def _rounded(rate: float | None) -> str:

@@ -238,8 +238,6 @@ class Answer:
             self._logprobs.append(event.logprobs)
 
     def _finish(self, reason: FinishReason, finished_s: float) -> Result:
-        """The Result. Times are when the engine made the tokens, not when they were read."""
-        first = self._first_token_s or finished_s
         whole = Delta(parts=self._parts)
         return Result(
             text=whole.text,
@@ -251,17 +249,30 @@ class Answer:
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=self._cached_tokens,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            timing=Timing.measure(
-                submitted_s=self.request.arrived_s or self._submitted_s,
-                started_s=self.request.started_s or first,
-                first_token_s=first,
-                finished_s=finished_s,
-                computed_tokens=len(self.request.prompt_ids) - self._cached_tokens,
-                answer_tokens=len(self._token_ids),
-                drafted=self.request.num_drafted,
-                accepted=self.request.num_accepted,
-            ),
+            timing=self._timing(finished_s),
         )
+
+    def _timing(self, finished_s: float) -> Timing:
+        """Where the time went, by when the engine made the tokens, not when they were read."""
+        request, first_s = self.request, self._first_token_s or finished_s
+        submitted_s = request.arrived_s or self._submitted_s
+        started_s = request.started_s or first_s
+        prefill_s, decode_s = first_s - started_s, finished_s - first_s
+        return Timing(
+            queued_s=started_s - submitted_s,
+            prefill_s=prefill_s,
+            time_to_first_token_s=first_s - submitted_s,
+            decode_s=decode_s,
+            total_s=finished_s - submitted_s,
+            prompt_tokens_per_s=_rate(len(request.prompt_ids) - self._cached_tokens, prefill_s),
+            tokens_per_s=_rate(len(self._token_ids) - 1, decode_s),
+            drafted=request.num_drafted,
+            accepted=request.num_accepted,
+        )
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count > 0 and seconds > 0 else None
 
 
 class PromptScores:

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from mlxinfer.core import FinishReason, TokenLogprobs
 from mlxinfer.outputs import Result, Timing
 
@@ -18,40 +16,6 @@ def answer(**changes: object) -> Result:
         "timing": Timing(tokens_per_s=41.26, time_to_first_token_s=0.25),
     }
     return Result(**(fields | changes))  # type: ignore[arg-type]
-
-
-def test_timing_from_four_marks() -> None:
-    timing = Timing.measure(
-        submitted_s=10.0,
-        started_s=10.5,
-        first_token_s=11.5,
-        finished_s=13.5,
-        computed_tokens=200,
-        answer_tokens=41,
-    )
-    assert timing == Timing(
-        queued_s=0.5,
-        prefill_s=1.0,
-        time_to_first_token_s=1.5,
-        decode_s=2.0,
-        total_s=3.5,
-        prompt_tokens_per_s=200.0,
-        tokens_per_s=20.0,
-    )
-
-
-@pytest.mark.parametrize(("answer_tokens", "finished_s"), [(1, 2.0), (0, 2.0), (5, 1.0)])
-def test_no_rate_where_nothing_was_measured(answer_tokens: int, finished_s: float) -> None:
-    timing = Timing.measure(
-        submitted_s=0.0,
-        started_s=0.0,
-        first_token_s=1.0,
-        finished_s=finished_s,
-        computed_tokens=0,
-        answer_tokens=answer_tokens,
-    )
-    assert timing.tokens_per_s is None
-    assert timing.prompt_tokens_per_s is None
 
 
 def test_repr_is_one_short_line() -> None:

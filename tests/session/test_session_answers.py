@@ -15,7 +15,7 @@ import pytest
 from mlxinfer import hub
 from mlxinfer.core import FinishReason, Request, SamplingParams, TokenEvent
 from mlxinfer.errors import EngineClosedError, InvalidRequestError, RequestFailedError
-from mlxinfer.outputs import Result
+from mlxinfer.outputs import Result, Timing
 from mlxinfer.session.answers import Answer, Answers, AnswerStep, Mailbox, PromptScores
 from mlxinfer.text import TextStream, Tokenizer
 
@@ -97,6 +97,38 @@ both = pytest.mark.parametrize("read", [read_on_a_thread, read_on_a_loop])
 def says(tokenizer: Tokenizer, text: str, request_id: str = "0") -> list[TokenEvent]:
     ids = tokenizer.encode(text, add_special_tokens=False)
     return [TokenEvent(request_id, token_id) for token_id in ids]
+
+
+def timing_of(tokenizer: Tokenizer, made_s: Sequence[float], cached_tokens: int) -> Timing:
+    """The times of an answer: submitted at 10 s, started at 10.5 s, its tokens made then."""
+    request = Request("0", PROMPT, SamplingParams())
+    answer = Answer(request, partial(TextStream, tokenizer))
+    request.arrived_s, request.started_s = 10.0, 10.5
+    for at_s in made_s:
+        answer.push(TokenEvent("0", 9, made_s=at_s, cached_tokens=cached_tokens))
+    end = TokenEvent("0", None, FinishReason.LENGTH, cached_tokens=cached_tokens)
+    answer.push(end._replace(made_s=max(made_s, default=11.5)))
+    assert answer.result is not None
+    return answer.result.timing
+
+
+def test_times_are_those_of_the_engine(tokenizer: Tokenizer) -> None:
+    assert timing_of(tokenizer, np.linspace(11.5, 13.5, 41).tolist(), 1) == Timing(
+        queued_s=0.5,
+        prefill_s=1.0,
+        time_to_first_token_s=1.5,
+        decode_s=2.0,
+        total_s=3.5,
+        prompt_tokens_per_s=2.0,
+        tokens_per_s=20.0,
+    )
+
+
+@pytest.mark.parametrize("made_s", [[11.5], [], [11.5] * 5])
+def test_no_rate_where_nothing_was_measured(tokenizer: Tokenizer, made_s: list[float]) -> None:
+    timing = timing_of(tokenizer, made_s, len(PROMPT))
+    assert timing.tokens_per_s is None
+    assert timing.prompt_tokens_per_s is None
 
 
 @both

@@ -109,6 +109,13 @@ OPEN_RESPONSES: list[dict[str, Any]] = [
             {"type": "message", "role": "user", "content": "What is my name?"},
         ]
     },
+    {
+        "input": [
+            {"type": "message", "role": "assistant", "phase": phase, "content": "It is four."}
+            for phase in ("commentary", "final_answer")
+        ]
+        + [{"type": "message", "role": "user", "content": "Repeat only the number."}]
+    },
 ]
 OPENAIS_OWN = {"response.reasoning_text.delta", "response.reasoning_text.done"}  # its SDK's names
 

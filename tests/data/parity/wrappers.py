@@ -67,6 +67,15 @@ EXPERTS = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+LATENT = {
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "num_key_value_heads": 4,
+}
 DELTA = {
     "layer_types": [*["linear_attention"] * 3, "full_attention"],
     "linear_num_value_heads": 4,
@@ -92,6 +101,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "got_ocr2": {},
     "idefics3": {},
     "internvl": {},
+    "kimi_k25": {**EXPERTS, **LATENT},
     "lighton_ocr": {},
     "llava": {},
     "llava_next": {},
@@ -125,7 +135,10 @@ def reference(outer: str) -> tuple[dict[str, Any], dict[str, Any], np.ndarray, n
         AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
         written = json.loads((folder / "config.json").read_text())
         with safe_open(folder / "model.safetensors", "pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            shapes = {
+                published(key): tuple(file.get_slice(key).get_shape())
+                for key in file.keys()  # noqa: SIM118
+            }
         tensors = {
             key: torch.tensor(random_tensor(key, shape, 0, less_one=has_less_one(written)))
             for key, shape in shapes.items()
@@ -138,6 +151,14 @@ def reference(outer: str) -> tuple[dict[str, Any], dict[str, Any], np.ndarray, n
     with torch.no_grad():
         logits = model(input_ids=torch.tensor(ids)[None]).logits[0].numpy()
     return written, shortened(shapes), ids.astype(np.int32), logits.astype(np.float32)
+
+
+def published(name: str) -> str:
+    """The name of a tensor in published checkpoints.
+
+    transformers 5.24 writes layers of Kimi K2.5 as blocks, and reads both.
+    """
+    return name.replace("language_model.model.blocks.", "language_model.model.layers.")
 
 
 def has_less_one(config: dict[str, Any]) -> bool:

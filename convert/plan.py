@@ -105,6 +105,15 @@ class ConversionPlan:
         """Over all tensors, as mlx-lm counts them."""
         return self.num_bytes * 8 / self.num_weights
 
+    def limit_bytes(self, options: ConversionOptions) -> int | None:
+        """The target in bytes, if there is one; bits per weight are those of the language model."""
+        if options.goal_bpw is None:
+            return options.target_bytes
+        text = [tensor for tensor in self.tensors if not tensor.output.seeing]
+        seeing = self.num_bytes - sum(tensor.num_bytes for tensor in text)
+        count = sum(tensor.output.num_weights for tensor in text)
+        return int(options.goal_bpw * count / 8) + seeing
+
     @property
     def quantised_anew(self) -> list[PlannedTensor]:
         """Tensors that the source has quantised in one format and the output in another."""
@@ -392,7 +401,7 @@ def disk_bytes(
     arranged: ArrangedSource, plan: ConversionPlan, options: ConversionOptions, *, comparing: bool
 ) -> int:
     """The output, and the logits that it is compared with."""
-    size = options.limit_bytes(plan.num_weights) or plan.num_bytes
+    size = plan.limit_bytes(options) or plan.num_bytes
     return size + (MAX_CHECKED * arranged.config.vocab_size * 4 if comparing else 0)
 
 

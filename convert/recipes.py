@@ -338,12 +338,6 @@ class ConversionOptions:
             return self.recipe.target_bpw
         return self.target_bpw
 
-    def limit_bytes(self, num_weights: int) -> int | None:
-        """The target in bytes, if there is one."""
-        if self.goal_bpw is not None:
-            return int(self.goal_bpw * num_weights / 8)
-        return self.target_bytes
-
 
 def identity(options: ConversionOptions, *, comparing: bool) -> dict[str, Any]:
     """The options that an interrupted conversion must go on with."""

@@ -99,7 +99,7 @@ class Conversion:
             )
         plan = self.plan()
         self.budget = make_budget(self.arranged, plan, self.options, comparing=self._comparing)
-        limit = self.options.limit_bytes(plan.num_weights)
+        limit = plan.limit_bytes(self.options)
         if limit is None:
             return
         least = least_bytes(self.arranged, self.options.recipe, plan)
@@ -274,7 +274,7 @@ class Conversion:
     def _formats(self, place: Workplace, texts: Texts | None) -> dict[str, MLXFormat | None]:
         """The formats of a plan with a target size; an earlier run may have measured them."""
         base = self.plan()
-        limit = self.options.limit_bytes(base.num_weights)
+        limit = base.limit_bytes(self.options)
         if limit is None or texts is None:
             return {}
         if place.measured.exists():

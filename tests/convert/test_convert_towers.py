@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from convert_cases import by_mlx_lm, by_mlxinfer, convert, logits, write_source
+from convert_cases import TEXT, by_mlx_lm, by_mlxinfer, convert, logits, write_source
 from models.picture_cases import ALL_PICTURE_CASES, picture_tensors
 from models.test_qwen_layouts import features
 
@@ -73,6 +73,18 @@ def test_a_quantised_tower_loads_and_counts(tmp_path: Path) -> None:
     assert model.num_bytes < load(tmp_path / "4").num_bytes
     assert report.num_bytes < sum(
         value.nbytes for value in mx.load(str(tmp_path / "4" / "model.safetensors")).values()
+    )
+
+
+def test_a_target_is_the_language_models_and_calibration_leaves_the_tower(tmp_path: Path) -> None:
+    name = "qwen3_vl"
+    source = seeing(tmp_path / "source", name)
+    report = convert(source, tmp_path / "out", "mixed", calibration=TEXT * 3, target_bpw=6.0)
+    text = [entry for entry in report.tensors if "vision_tower" not in entry["name"]]
+    assert 5 < sum(e["num_bytes"] for e in text) * 8 / sum(e["num_weights"] for e in text) <= 6
+    assert len(text) < len(report.tensors)
+    np.testing.assert_allclose(
+        features(load(tmp_path / "out"), name), features(load(source), name), atol=1e-5
     )
 
 

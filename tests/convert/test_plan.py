@@ -98,9 +98,11 @@ def test_mixed_is_a_target(tmp_path: Path) -> None:
     options = ConversionOptions(recipe=mixed, calibration="a text")
     same = ConversionOptions(recipe=plain, calibration="a text", target_bpw=4.5)
     assert options.targeted
-    assert options.limit_bytes(1600) == same.limit_bytes(1600) == 900
+    made = plan(write_source(tmp_path / "m"), "4bit")
+    limit = int(4.5 * made.num_weights / 8)
+    assert made.limit_bytes(options) == made.limit_bytes(same) == limit
     stated = ConversionOptions(recipe=mixed, calibration="a text", target_bytes=7)
-    assert stated.limit_bytes(1600) == 7
+    assert made.limit_bytes(stated) == 7
     with pytest.raises(InvalidRequestError, match="mixed needs a text"):
         ConversionOptions(recipe=mixed)
     with pytest.raises(InvalidRequestError, match="group_size"):

@@ -183,6 +183,7 @@ def _spell_silent(config: dict[str, Any], model: ModelConfig) -> None:
             "mlp_only_layers": model.fields.get("mlp_only_layers") or [],
         }
     asked: dict[str, dict[str, Any]] = {
+        "exaone_moe": {"num_shared_experts": model.fields.get("n_shared_experts")},
         "lfm2": {"block_dim": model.hidden_size},
         "lfm2_moe": {"block_dim": model.hidden_size},
         "minimax_m2": {"rotary_dim": rope and rope.dims, "shared_intermediate_size": 0},

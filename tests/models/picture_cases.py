@@ -154,7 +154,6 @@ PICTURE_CASES = {
                     *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
                     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
                 ),
-                "use_bidirectional_attention": "vision",
             },
             "vision_config": {
                 "model_type": "gemma4_unified_vision",

@@ -1,5 +1,7 @@
 """Towers give the features of transformers, and models with pictures in their prompt its logits."""
 
+import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from models.tiny import write
 
 from mlxinfer.images import Tile
 from mlxinfer.models import load
+from mlxinfer.models.towers import parts
+from mlxinfer.models.towers.parts import full_attention
 
 
 def channels_last(patches: np.ndarray) -> np.ndarray:
@@ -34,9 +38,9 @@ def tiles(name: str) -> list[list[Tile]]:
     return [
         [
             Tile(one if first else channels_last(one), (1, *grid), case.num_features(grid))
-            for one, grid in zip(parts, grids, strict=True)
+            for one, grid in zip(pieces, grids, strict=True)
         ]
-        for parts, grids in zip(pixels(name), case.pictures, strict=True)
+        for pieces, grids in zip(pixels(name), case.pictures, strict=True)
     ]
 
 
@@ -70,8 +74,8 @@ def seeing(request, tmp_path_factory):
     model = load(checkpoint(tmp_path_factory.mktemp("case"), name))
     ids, places = prompt(name)
     pictures = [
-        (place.start, mx.concatenate([features(model.tower, tile) for tile in parts]))
-        for place, parts in zip(places, tiles(name), strict=True)
+        (place.start, mx.concatenate([features(model.tower, tile) for tile in pieces]))
+        for place, pieces in zip(places, tiles(name), strict=True)
     ]
     with np.load(DATA / f"{name}.npz") as reference:
         return model, ids, pictures, reference["logits"]
@@ -81,7 +85,7 @@ def seeing(request, tmp_path_factory):
 @pytest.mark.parametrize("name", PICTURE_CASES)
 def test_features_equal_the_reference(name, older, tmp_path):
     model = load(checkpoint(tmp_path, name, older=older))
-    found = [features(model.tower, tile) for parts in tiles(name) for tile in parts]
+    found = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
     with np.load(DATA / f"{name}.npz") as reference:
         assert_close(np.array(mx.concatenate(found)), reference["features"])
 
@@ -104,3 +108,77 @@ def test_chunks_beside_text_give_the_reference(seeing):
         both = cache.run(model, [("b", text), ("a", ids[start:stop])])
         found.append(both[len(text) :])
     assert_close(np.array(mx.concatenate(found)), reference)
+
+
+def test_blocks_of_queries_change_nothing(monkeypatch):
+    """As whole scores: with more heads of queries than of keys, and a last block that is short."""
+    rng = np.random.default_rng(3)
+    queries, keys, values = (
+        mx.array(rng.standard_normal((heads, 75, 8), np.float32)) for heads in (4, 2, 2)
+    )
+    whole = full_attention(queries, keys, values, 0.3)
+    monkeypatch.setattr(parts, "MAX_SCORES", 75 * 20)
+    blocks = full_attention(queries, keys, values, 0.3)
+    np.testing.assert_allclose(np.array(blocks), np.array(whole), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gemma4_e", "lfm2_vl", "mistral3"])
+def test_a_pass_needs_no_array_of_patches_by_patches(name, tmp_path):
+    """One block at 3,600 patches: scores of all heads would be 155 MB and more."""
+    config = json.loads(json.dumps(PICTURE_CASES[name].config))
+    config["vision_config"]["num_hidden_layers"] = 1
+    config["vision_config"]["position_embedding_size"] = 60
+    config.pop("vision_feature_layer", None)
+    tensors = {key: one for key, one in picture_tensors(name).items() if is_kept(key)}
+    if (table := f"{TOWER}patch_embedder.position_embedding_table") in tensors:
+        tensors[table] = tensors[table][:, :60]
+    tower = load(write(tmp_path, config, tensors)).tower
+    case, grid = PICTURE_CASES[name], (60, 60)
+    patches = np.random.default_rng(0).random((60 * 60, case.patch), np.float32)
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(features(tower, Tile(patches, (1, *grid), case.num_features(grid))))
+    # A copy of the patches in their own dtype, ten states of each patch, and 64 MB.
+    allowed = 2 * patches.nbytes + 10 * len(patches) * 80 * 4 + (64 << 20)
+    assert mx.get_peak_memory() - before < allowed
+
+
+TOWER = "model.vision_tower."
+
+
+def is_kept(name: str) -> bool:
+    """Whether a tensor is in no block of the tower but the first."""
+    return not re.search(r"vision_tower\.(encoder|transformer)\.layers\.[12]\.", name)
+
+
+HOW = {"group_size": 16, "bits": 4, "mode": "nvfp4"}  # the one format for rows of 48 numbers
+
+
+def mlx_layout(tensors: dict[str, np.ndarray]) -> dict[str, mx.array]:
+    """As conversions for MLX have them: convolutions with channels last, matrices of few bits."""
+    found: dict[str, mx.array] = {}
+    for name, value in tensors.items():
+        array = mx.array(value)
+        if array.ndim == 4:
+            array = mx.contiguous(array.transpose(0, 2, 3, 1))
+        if array.ndim != 2 or not name.endswith(".weight") or array.shape[1] % 16:
+            found[name] = array
+            continue
+        names = name, f"{name.removesuffix('weight')}scales"
+        found |= dict(zip(names, mx.quantize(array, **HOW), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", PICTURE_CASES)
+def test_a_conversion_for_mlx_loads(name, tmp_path):
+    """Features of quantised matrices are like those of the checkpoint."""
+    config, tensors = PICTURE_CASES[name].config, picture_tensors(name)
+    named = older_names(tensors, config["model_type"])
+    model = load(write(tmp_path, {**config, "quantization": HOW}, mlx_layout(named)))
+    found = [features(model.tower, tile) for pieces in tiles(name) for tile in pieces]
+    with np.load(DATA / f"{name}.npz") as reference:
+        expected = reference["features"]
+    both = np.array(mx.concatenate(found)).flatten(), expected.flatten()
+    assert np.corrcoef(*both)[0, 1] > 0.95

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..core import FinishReason, Grammar, Request, TokenEvent, TokenLogprobs
@@ -333,6 +334,7 @@ class Answers:
 
     Attributes:
         answers: as given.
+        abort: ends all of the requests; may be called on any thread.
 
     Raises (of all that reads them):
         InvalidRequestError, ContextLengthError, InsufficientMemoryError: a request can never run.
@@ -350,7 +352,7 @@ class Answers:
             int, list[AnswerStep]
         ] = {}  # of answers that are checked when they are complete
         attempts = [request_id for answer in answers for request_id in answer.attempt_ids]
-        self._abort: Callable[[], None] = engine.aborter(attempts)
+        self.abort: Callable[[], None] = engine.aborter(attempts)
         self._listener: Listener | None = None
         self._begun = False
         self._watcher: AnswerWatcher | None = None
@@ -384,7 +386,7 @@ class Answers:
 
     def __iter__(self) -> Iterator[list[AnswerStep]]:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
-        abort = self._abort
+        abort = self.abort
         try:
             self._submit(events.put)
             while self._unfinished:
@@ -425,7 +427,7 @@ class Answers:
         loop = asyncio.get_running_loop()
         self._keep_alive_s, self._watcher = keep_alive_s, watcher
         try:
-            self._submit(_posting(self, Mailbox.of(loop), self._engine.abort))
+            self._submit(partial(Mailbox.of(loop).post, self))
         except BaseException:  # some requests may have been submitted
             self.close()
             raise
@@ -460,7 +462,7 @@ class Answers:
     def close(self) -> None:
         """End the requests that have not ended. May be called at any time, and twice."""
         if self._unfinished:
-            self._abort()
+            self.abort()
         if self._watcher is not None:
             self._watcher.close()
         if self._timer is not None:
@@ -607,11 +609,10 @@ class Mailbox:
         """The mailbox of an event loop; called on the loop."""
         return _mailboxes.setdefault(loop, cls(loop))
 
-    def post(self, target: Answers, event: TokenEvent) -> bool:
+    def post(self, target: Answers, event: TokenEvent) -> None:
         """Let `target` receive an event on the loop; called on any thread.
 
-        Returns:
-            False where the loop is closed: the event cannot be read any more.
+        Where the loop is closed, nobody can read the event, and the target's requests end.
         """
         loop = self._loop()
         with self._lock:
@@ -624,8 +625,7 @@ class Mailbox:
                 loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # closed, perhaps just now
             self._posted.clear()
-            return False
-        return True
+            target.abort()
 
     def _deliver(self) -> None:
         with self._lock:
@@ -636,13 +636,3 @@ class Mailbox:
 
 _mailboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]"
 _mailboxes = weakref.WeakKeyDictionary()
-
-
-def _posting(target: Answers, mailbox: Mailbox, abort: Callable[[str], None]) -> "Listener":
-    """A listener that passes events to `target`; a request ends once the loop is closed."""
-
-    def post(event: TokenEvent) -> None:
-        if not mailbox.post(target, event):
-            abort(event.request_id)
-
-    return post

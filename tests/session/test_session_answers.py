@@ -329,9 +329,13 @@ class Target:
 
     def __init__(self) -> None:
         self.received: list[Any] = []
+        self.num_aborts = 0
 
     def receive(self, event: Any) -> None:
         self.received.append(event)
+
+    def abort(self) -> None:
+        self.num_aborts += 1
 
 
 def test_events_arrive_in_order_and_share_wake_ups() -> None:
@@ -364,11 +368,14 @@ def test_a_mailbox_holds_no_loop_and_a_closed_loop_is_no_error() -> None:
     loop = asyncio.new_event_loop()
     mailbox: Any = Mailbox(loop)
     loop.close()
-    assert not mailbox.post(Target(), 1)
+    target = Target()
+    mailbox.post(target, 1)
     gone = weakref.ref(loop)
     del loop
     gc.collect()
     assert gone() is None
     for _ in range(10):
-        assert not mailbox.post(Target(), 1)
+        mailbox.post(target, 1)
+    assert target.num_aborts == 11
+    assert not target.received
     assert not mailbox._posted, "never to be read, and ever more"

@@ -454,6 +454,7 @@ class ChatWriter:
     def step_frames(self, step: AnswerStep) -> Iterator[bytes]:
         """The frames of a step: none while its text is held back, two where the answer ends."""
         delta, body = step.delta, self.body
+        text, reasoning = delta.text, delta.reasoning
         if step.progress is not None:
             progress = progress_of(self.answers, step)
             choices = [_choice(step.index, delta={})]
@@ -462,12 +463,12 @@ class ChatWriter:
         scored = logprob_of(self.model.tokenizer, self.answers.answers[step.index], step)
         pieces = [p for each in delta.tool_calls for p in self._pieces(step.index, each)]
         ids = list(delta.token_ids) if body.return_token_ids else []
-        if delta.text or delta.reasoning or pieces or scored or ids:
+        if text or reasoning or pieces or scored or ids:
             fields: Plain = {}
-            if delta.text or not (delta.reasoning or pieces):
-                fields["content"] = delta.text
-            if delta.reasoning:
-                fields["reasoning_content"] = delta.reasoning
+            if text or not (reasoning or pieces):
+                fields["content"] = text
+            if reasoning:
+                fields["reasoning_content"] = reasoning
             if pieces:
                 fields["tool_calls"] = pieces
             choice = _choice(step.index, delta=fields, scored=scored or None)

@@ -11,7 +11,7 @@ from models.qwen_picture_cases import converted_names, published_names
 from models.test_qwen_pictures import assert_near, placed_pictures, seen
 from models.tiny import quantized, write
 
-from mlxinfer.errors import CheckpointError
+from mlxinfer.errors import CheckpointError, ModelError
 from mlxinfer.images import Tile
 from mlxinfer.layers.linear import QuantizedLinear
 from mlxinfer.models import load
@@ -64,6 +64,27 @@ def test_a_checkpoint_without_a_tower_reads_text(tmp_path):
     some = {key: value for key, value in tensors.items() if "blocks.1.norm1" not in key}
     with pytest.raises(CheckpointError, match=r"sees pictures: .*blocks\.1\.norm1"):
         load(write(tmp_path / "some", config, some))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"rope_scaling": None}, "mrope_section"),
+        ({"num_heads": 5}, "5 heads of a hidden size of 48"),
+        ({"deepstack_visual_indexes": [0, 9]}, "deepstack_visual_indexes"),
+        ({"num_position_embeddings": 35}, "expected a square"),
+        ({"depth": 5}, "blocks.4.*is missing"),
+        ({"depth": 3}, "blocks.3"),
+        ({"hidden_act": "gelu_9"}, "gelu_9"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(tmp_path, change, match):
+    name = "qwen3_vl"
+    config = json.loads(json.dumps(QWEN_CASES[name].config))
+    part = "text_config" if "rope_scaling" in change else "vision_config"
+    config[part] |= change
+    with pytest.raises(ModelError, match=match):
+        load(write(tmp_path, config, picture_tensors(name)))
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])

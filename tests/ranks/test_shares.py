@@ -6,6 +6,7 @@ holds its share. Ranks are threads here; all families, and four ranks, with
 
 import os
 from itertools import pairwise
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from engine.harness import Harness, prompt
 from models.cases import CASES
 from models.dense_kv import DenseCache
-from models.tiny import tiny_checkpoint
+from models.picture_cases import QWEN_CASES, picture_tensors
+from models.tiny import tiny_checkpoint, write
 from ranks.threads import ThreadLink, run_ranks
 
 from mlxinfer import hub
@@ -81,6 +83,36 @@ def test_ranks_give_the_logits_of_the_whole_model(case, size, tmp_path, monkeypa
     stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     for reader in readers:
         assert reader.bytes_read <= stored / size * 1.35, "of vectors each has all"
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_rank_0_has_what_sees_pictures(pipeline, tmp_path):
+    config, tensors = QWEN_CASES["qwen3_vl"].config, picture_tensors("qwen3_vl")
+    folder = write(tmp_path / "whole", config, tensors)
+    text = {name: value for name, value in tensors.items() if "visual." not in name}
+    blind = write(tmp_path / "text", config, text)
+    seeing = sum(value.nbytes for name, value in tensors.items() if name not in text)
+    read: dict[tuple[Path, int], int] = {}
+
+    def work(link: ThreadLink) -> list[Model | StageModel]:
+        return [
+            load_share(
+                each, link.rank, link, pipeline=pipeline,
+                read=lambda count, each=each: read.update({(each, link.rank): count}),
+            )
+            for each in (folder, blind)
+        ]  # fmt: skip
+
+    whole = load(folder)
+    for rank, (sees, other) in enumerate(run_ranks(2, work)):
+        more = 0 if rank else seeing
+        assert sees.num_bytes - other.num_bytes == more
+        assert read[folder, rank] - read[blind, rank] == more
+        assert (sees.tower is None) == (rank > 0)
+        assert sees.rope_axes == 3
+    first = run_ranks(2, work)[0][0]
+    pairs = zip(first.tower.arrays(), whole.tower.arrays(), strict=True)
+    assert all(mx.array_equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("size", [2, 3] if ALL else [2])

@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -296,6 +297,26 @@ def in_cells(grid: Numbers, side: int) -> Numbers:
 
 
 # -- building ---------------------------------------------------------------------------------
+
+
+def seeing_config(config: Fields, defaults: Mapping[str, Any]) -> Fields:
+    """The `vision_config` of config.json, with the defaults of its model type.
+
+    Raises:
+        CheckpointError: the text model does not say which of its pairs turn by rows and columns.
+    """
+    vision, text = config.fields("vision_config"), config.fields("text_config") or config
+    assert vision is not None
+    rope = text.fields("rope_parameters", "rope_scaling")
+    if rope is None or rope.items("mrope_section") is None:
+        raise CheckpointError(
+            f"{text.where} has no mrope_section in its rope_parameters or rope_scaling, without "
+            "which pictures have no rows and columns."
+        )
+    stated = vision.values
+    if "in_chans" in stated:  # as published configs of Qwen2-VL and Qwen2.5-VL call it
+        stated = {"in_channels": stated["in_chans"], **stated}
+    return Fields({**defaults, **stated}, vision.where)
 
 
 def merged_sizes(

@@ -14,6 +14,7 @@ from .merged import (
     clip_conv,
     merged_attention,
     merged_sizes,
+    seeing_config,
 )
 from .parts import PatchBlock, gated_activation, rms_norm
 
@@ -39,12 +40,7 @@ class Qwen2_5VLTower:
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> MergedTower:
         """As of `TowerFamily`."""
-        vision = config.fields("vision_config")
-        assert vision is not None
-        stated = vision.values
-        if "in_chans" in stated:  # as published configs call it
-            stated = {"in_channels": stated["in_chans"], **stated}
-        vision = Fields({**_DEFAULTS, **stated}, vision.where)
+        vision = seeing_config(config, _DEFAULTS)
         sizes = merged_sizes(
             vision,
             hidden="hidden_size",

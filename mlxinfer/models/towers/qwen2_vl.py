@@ -12,6 +12,7 @@ from .merged import (
     clip_conv,
     merged_attention,
     merged_sizes,
+    seeing_config,
 )
 from .parts import PatchBlock, layer_norm, plain_mlp
 
@@ -35,12 +36,7 @@ class Qwen2VLTower:
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> MergedTower:
         """As of `TowerFamily`."""
-        vision = config.fields("vision_config")
-        assert vision is not None
-        stated = vision.values
-        if "in_chans" in stated:  # as published configs call it
-            stated = {"in_channels": stated["in_chans"], **stated}
-        vision = Fields({**_DEFAULTS, **stated}, vision.where)
+        vision = seeing_config(config, _DEFAULTS)
         inner = int(
             vision.integer("embed_dim", high=2**16) * vision.number("mlp_ratio", above=0.0, high=64)
         )

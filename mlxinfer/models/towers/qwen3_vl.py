@@ -21,6 +21,7 @@ from .merged import (
     clip_conv,
     merged_attention,
     merged_sizes,
+    seeing_config,
 )
 from .parts import PatchBlock, layer_norm, plain_activation
 
@@ -47,9 +48,7 @@ class Qwen3VLTower:
     @classmethod
     def build(cls, config: Fields, weights: Weights) -> MergedTower:
         """As of `TowerFamily`."""
-        vision = config.fields("vision_config")
-        assert vision is not None
-        vision = Fields({**_DEFAULTS, **vision.values}, vision.where)
+        vision = seeing_config(config, _DEFAULTS)
         sizes = merged_sizes(vision, hidden="hidden_size", out="out_hidden_size")
         return MergedTower(
             clip_conv(weights, "vision.patch_embed.proj", sizes, bias=True),

@@ -21,7 +21,7 @@ from .errors import InvalidRequestError, shown
 from .outputs import Delta, Result, Results
 from .progress import Watch
 from .session.base import ModelSession, adeltas, deltas, last
-from .session.inputs import Input, Message, TextArguments, TextInput
+from .session.inputs import Input, Message, TextArguments, TextInput, with_images
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -118,17 +118,17 @@ class Program:
         """Add a message of the system."""
         self._say("system", text)
 
-    def user(self, text: str) -> None:
-        """Add a message of the user."""
-        self._say("user", text)
+    def user(self, text: str, images: Sequence[Any] = ()) -> None:
+        """Add a message of the user; `images` are pictures before its text, as of LLM.chat."""
+        self._say("user", text, images)
 
-    def _say(self, role: str, text: str) -> None:
+    def _say(self, role: str, text: str, images: Sequence[Any] = ()) -> None:
         if self._now.text:
             raise InvalidRequestError(
                 "This program began with plain text; messages go into one of their own."
             )
-        message = {"role": role, "content": text}
-        self._set(replace(self._now, messages=(*self._now.messages, message)))
+        said = with_images([{"role": role, "content": text}], images)
+        self._set(replace(self._now, messages=(*self._now.messages, *said)))
 
     def __iadd__(self, text: str) -> Self:
         """Add text of the assistant, or plain text where there is no message yet."""
@@ -309,10 +309,10 @@ class Branches(tuple[Program, ...]):
 
     __slots__ = ()
 
-    def user(self, text: str) -> None:
+    def user(self, text: str, images: Sequence[Any] = ()) -> None:
         """Add the same message of the user to each."""
         for branch in self:
-            branch.user(text)
+            branch.user(text, images)
 
     def gen(self, name: str, **options: Unpack[PartArguments]) -> Results:
         """`Program.gen` of all, in one batch."""
@@ -367,14 +367,15 @@ class Branches(tuple[Program, ...]):
         given = [branch._input("", {}) for branch in self]
         return [
             TextInput(
-                prompt=ids,
+                prompt=encoded.ids,
+                pictures=encoded.pictures,
                 params=SCORED,
                 response_format={"type": "choice", "choice": [choice]},
                 adapter=before.adapter,
                 reasons=False,
             )
             for before in given
-            for ids in [self[0].session.encode(before).ids]
+            for encoded in [self[0].session.encode(before)]
             for choice in choices
         ]
 

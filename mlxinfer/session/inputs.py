@@ -206,6 +206,7 @@ class TextInput(Input):
             at each position; None: do not.
         logits: keep the logits of every position of the prompt.
         reasons: what the model marks as its reasoning is split off.
+        pictures: that stand in a prompt of token ids.
     """
 
     prompt: PromptLike
@@ -214,6 +215,7 @@ class TextInput(Input):
     prompt_logprobs: int | None = None
     logits: bool = False
     reasons: bool = True
+    pictures: "tuple[PlacedPicture, ...]" = ()
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         """Let `reader` read a text."""

@@ -231,7 +231,12 @@ class RequestBuilder:
             ids, text = [_as_int(i) for i in prompt], None
             check_token_ids(ids, self._vocab_size, param=given.place)
         return EncodedPrompt(
-            ids, text, reasons=given.reasons, logits=given.logits, logprobs=given.prompt_logprobs
+            ids,
+            text,
+            reasons=given.reasons,
+            logits=given.logits,
+            logprobs=given.prompt_logprobs,
+            pictures=given.pictures,
         )
 
     def _infill(self, given: TextInput, max_context: int) -> EncodedPrompt:

@@ -6,6 +6,7 @@ runs: `OnMetal`, or else plain MLX, `Gathered` for short segments and `Chunk` fo
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from ..metal_kernels.attention_plan import AttentionPlan, AttentionPlanner, page
 from ..metal_kernels.paged_attention import AttentionCall, Softmax
 from .chunks import Chunk
 from .gathered import Gathered, gathered_parts
-from .inputs import Ints, QuerySegment, Segments, StepMetadata
+from .inputs import Ints, Segments, StepMetadata
 from .paged import PagedLayer, Stored, TailPlace
 from .pages import PageGroup
 
@@ -43,7 +44,7 @@ def prepare(
     chunks, tiles = [Chunk.of(segment, metadata, group) for segment in metadata.long], None
     tiled = any(layer.tiles for layer in layers) if chunks else False
     if tiled and all(chunk.spans is None for chunk in chunks):
-        tiles = tiled_part(metadata.long, group)
+        tiles = tiled_part(reduce(Segments.joined, metadata.long), group)
     return Prepared(metadata, group, place, short, chunks, tiles)
 
 
@@ -138,13 +139,11 @@ def kernel_part(short: Segments, metadata: StepMetadata, group: PageGroup) -> tu
     return rows, OnMetal(own, short, group)
 
 
-def tiled_part(long: Sequence[QuerySegment], group: PageGroup) -> OnMetal:
+def tiled_part(long: Segments, group: PageGroup) -> OnMetal:
     """Prefill chunks, one after another in the flat list, attend in tiles, over pages."""
-    some, size = Segments.of(long), group.page_size
-    stops = some.starts + some.counts
-    some = some.sealed_to(-(-stops // size) * size)  # they are written before they attend
-    rows = slice(long[0].row, long[-1].row + long[-1].num_tokens)
-    return OnMetal(rows, some, group, tiles=True)
+    size, stops, first = group.page_size, long.starts + long.counts, int(long.rows[0])
+    some = long.sealed_to(-(-stops // size) * size)  # they are written before they attend
+    return OnMetal(slice(first, first + long.num_tokens), some, group, tiles=True)
 
 
 AttentionPart = OnMetal | Gathered | Chunk
@@ -185,7 +184,7 @@ class Prepared:
     def num_short(self) -> int:
         """Rows of short segments, which come first in the flat list."""
         chunks = self.metadata.long
-        return chunks[0].row if chunks else len(self.metadata.positions)
+        return int(chunks[0].rows[0]) if chunks else len(self.metadata.positions)
 
     def write(self, layer: PagedLayer, stored: Stored) -> None:
         """Write the parts (T, heads, W) of the step's tokens: chunks to pages, others to tails."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..metal_kernels.paged_attention import Softmax, capped
 from ..metal_kernels.stored import Runs
-from .inputs import Ints, QuerySegment, StepMetadata, ints
+from .inputs import Ints, Segments, StepMetadata, ints
 from .paged import PagedLayer
 from .pages import AttentionWindow, PageGroup
 
@@ -63,21 +63,21 @@ class Chunk:
     _blocks: list[Block] = field(default_factory=list)  # of queries, where keys are one block
 
     @staticmethod
-    def of(segment: QuerySegment, metadata: StepMetadata, group: PageGroup) -> "Chunk":
+    def of(segment: Segments, metadata: StepMetadata, group: PageGroup) -> "Chunk":
         """The chunk of a segment in a group."""
-        table, window = segment.tables[group.number], group.window
+        row, start, count = int(segment.rows[0]), int(segment.starts[0]), segment.num_tokens
+        table, window, stop = segment.tables[0][group.number], group.window, start + count
         # What of its first page is there already was copied into the page as well as into the tail.
-        whole = segment.start - segment.start % table.page_size
-        assert segment.sealed == whole, "a full page is not sealed"
-        ranges = window.ranges(segment.start, segment.stop)
+        assert segment.sealed[0] == start - start % table.page_size, "a full page is not sealed"
+        ranges = window.ranges(start, stop)
         return Chunk(
-            rows=slice(segment.row, segment.row + segment.num_tokens),
-            writes=table.runs(segment.start, segment.stop),
+            rows=slice(row, row + count),
+            writes=table.runs(start, stop),
             reads=[run for part in ranges for run in table.runs(*part)],
-            start=segment.start,
+            start=start,
             ranges=ranges,
             window=window,
-            spans=metadata.spans_of(segment.row, segment.num_tokens),
+            spans=metadata.spans_of(row, count),
         )
 
     @property

@@ -7,7 +7,7 @@ to pages, tails and states between the step before and this one.
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,25 +18,9 @@ Ints = NDArray[np.int32]
 T = TypeVar("T")
 
 
-class QuerySegment(Protocol):
-    """New tokens of one sequence, as the KV cache sees them."""
-
-    row: int  # of the first token in the step's flat list
-    start: int  # its position
-    num_tokens: int
-    sealed: int  # positions before the tail
-    slot: int  # of the tail
-    tables: list[PageTable]  # one per layer group
-
-    @property
-    def stop(self) -> int:
-        """One past the last position."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """B short segments that attend together, as arrays: worked out once for all layer groups."""
+    """New tokens of B sequences that attend together, as arrays, for all layer groups."""
 
     tables: list[list[PageTable]]  # (B,) of each segment one per layer group
     rows: Ints  # (B,) of the first tokens in the flat list
@@ -46,19 +30,6 @@ class Segments:
     slots: Ints  # (B,)
     width: int  # tokens of the longest
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
-
-    @staticmethod
-    def of(segments: Sequence[QuerySegment]) -> "Segments":
-        """Read the segments."""
-        return Segments(
-            [segment.tables for segment in segments],
-            ints([segment.row for segment in segments]),
-            ints([segment.start for segment in segments]),
-            ints([segment.num_tokens for segment in segments]),
-            ints([segment.sealed for segment in segments]),
-            ints([segment.slot for segment in segments]),
-            max([segment.num_tokens for segment in segments]),
-        )
 
     def __len__(self) -> int:
         return len(self.tables)
@@ -144,7 +115,7 @@ class StepMetadata:
 
     Attributes:
         short: segments of few tokens, first in the flat list: their tokens go to tails.
-        long: prefill chunks: their tokens go to pages.
+        long: prefill chunks, one each: their tokens go to pages.
         positions: (T,) each token's place in its own sequence, in flat order.
         verified: tails with proposals in the step: a commit says which stay.
         spans: (2, T) positions from, and up to, of the span of each token. None: each is alone.
@@ -153,7 +124,7 @@ class StepMetadata:
     """
 
     short: list[Segments]
-    long: Sequence[QuerySegment]
+    long: Sequence[Segments]
     positions: Ints
     verified: Sequence[int] = ()
     spans: Ints | None = None
@@ -172,37 +143,6 @@ class StepMetadata:
         return (
             self.spans[:, rows] if (self.spans[1, rows] > self.positions[rows] + 1).any() else None
         )
-
-
-def step_metadata(
-    short: Sequence[QuerySegment],
-    long: Sequence[QuerySegment],
-    single: Segments | None = None,
-    *,
-    verified: Sequence[int] = (),
-) -> StepMetadata:
-    """Read the segments of a step.
-
-    Args:
-        short: those of few tokens, single ones first.
-        long: prefill chunks, which come last in the flat list.
-        single: segments of one token that come first of all; None: there are none.
-        verified: tails of segments that end with proposals.
-    """
-    if single is not None and not short and not long:  # most steps
-        return StepMetadata([single], long, single.starts)
-    # Single tokens together, and the few wider segments together: padding stays small.
-    ones = [segment for segment in short if segment.num_tokens == 1]
-    wide = [segment for segment in short if segment.num_tokens > 1]
-    together = [Segments.of(segments) for segments in (ones, wide) if segments]
-    if single is not None and ones:
-        together[0] = single.joined(together[0])
-    elif single is not None:
-        together.insert(0, single)
-    parts = [segments.tokens()[2] for segments in together]
-    parts += [np.arange(segment.start, segment.stop, dtype=np.int32) for segment in long]
-    positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return StepMetadata(together, long, positions, verified)
 
 
 def ints(values: list[int]) -> Ints:

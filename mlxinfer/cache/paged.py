@@ -123,10 +123,11 @@ def _tail_tokens(metadata: StepMetadata, page_size: int) -> tuple[Ints, Ints, In
     if len(metadata.short) == 1 and not metadata.long:
         return metadata.short[0].tokens()
     parts = [segments.tokens() for segments in metadata.short]
-    for s in metadata.long:
-        rest = min(s.stop % page_size, s.num_tokens)  # what came before is in the tail already
-        step = np.arange(-rest, 0, dtype=np.int32)
-        parts.append((s.row + s.num_tokens + step, np.full_like(step, s.slot), s.stop + step))
+    for chunk in metadata.long:
+        count = chunk.num_tokens  # what came before is in the tail already
+        rest = min(int(chunk.starts[0] + count) % page_size, count)
+        own_rows, own_slots, own_positions = (part[count - rest :] for part in chunk.tokens())
+        parts.append((own_rows, own_slots, own_positions))
     rows, slots, positions = zip(*parts, strict=True)
     return np.concatenate(rows), np.concatenate(slots), np.concatenate(positions)
 

@@ -253,8 +253,7 @@ class RecurrentGroup(StateGroup):
 
     def begin_step(self, metadata: StepMetadata, place: TailPlace) -> None:
         """Let each layer see a step, until the next one begins."""
-        groups = [*metadata.short]
-        groups += [Segments.of([segment]) for segment in metadata.long]
+        groups = [*metadata.short, *metadata.long]
         self._keep_apart({slot for group in groups for slot in group.slots.tolist()})
         plan = [self._part(group) for group in groups]
         num_short = len(metadata.short)
@@ -497,12 +496,11 @@ class OwnCaches(StateGroup):
         """Let the model see a step."""
         places = [  # first row, tokens, slot
             place
-            for some in metadata.short
+            for some in (*metadata.short, *metadata.long)
             for place in zip(
                 some.rows.tolist(), some.counts.tolist(), some.slots.tolist(), strict=True
             )
         ]
-        places += [(s.row, s.num_tokens, s.slot) for s in metadata.long]
         self.parts = [(slice(row, row + count), slot) for row, count, slot in sorted(places)]
 
     def step_outputs(self) -> list[mx.array]:

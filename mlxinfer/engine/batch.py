@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints, step_metadata
+from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata, ints
 from ..cache.pages import PageTable
 from ..cache.prefix import Lease
 from ..core import FinishReason, Request
@@ -124,10 +124,7 @@ class Proposal(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive new tokens of one sequence: a part of its prompt, or tokens to verify.
-
-    The KV cache reads the fields of `cache.inputs.QuerySegment`.
-    """
+    """Consecutive new tokens of one sequence: a part of its prompt, or tokens to verify."""
 
     sequence: Sequence
     start: int  # position of the first
@@ -161,6 +158,50 @@ class Segment:
     def stop(self) -> int:
         """One past the position of the last token."""
         return self.start + self.num_tokens
+
+
+def step_metadata(
+    short: Seq[Segment],
+    long: Seq[Segment],
+    single: Segments | None = None,
+    *,
+    verified: Seq[int] = (),
+) -> StepMetadata:
+    """The segments of a step, as the KV cache reads them.
+
+    Args:
+        short: those of few tokens, single ones first.
+        long: prefill chunks, which come last in the flat list.
+        single: segments of one token that come first of all; None: there are none.
+        verified: tails of segments that end with proposals.
+    """
+    if single is not None and not short and not long:  # most steps
+        return StepMetadata([single], [], single.starts)
+    # Single tokens together, and the few wider segments together: padding stays small.
+    ones = [segment for segment in short if segment.num_tokens == 1]
+    wide = [segment for segment in short if segment.num_tokens > 1]
+    together = [attend_together(segments) for segments in (ones, wide) if segments]
+    if single is not None and ones:
+        together[0] = single.joined(together[0])
+    elif single is not None:
+        together.insert(0, single)
+    chunks = [attend_together([segment]) for segment in long]
+    parts = [segments.tokens()[2] for segments in (*together, *chunks)]
+    positions = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return StepMetadata(together, chunks, positions, verified)
+
+
+def attend_together(segments: Seq[Segment]) -> Segments:
+    """The same segments as arrays."""
+    return Segments(
+        [segment.tables for segment in segments],
+        ints([segment.row for segment in segments]),
+        ints([segment.start for segment in segments]),
+        ints([segment.num_tokens for segment in segments]),
+        ints([segment.sealed for segment in segments]),
+        ints([segment.slot for segment in segments]),
+        max([segment.num_tokens for segment in segments]),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from weakref import ref
 import msgspec
 import numpy as np
 
-from ..cache.inputs import CacheWork, Ints, QuerySegment, Segments, StepMetadata
+from ..cache.inputs import CacheWork, Ints, Segments, StepMetadata
 from ..cache.pages import PageTable
 from ..engine.runner import StepInputs
 
@@ -56,28 +56,6 @@ class ShortPart(msgspec.Struct, array_like=True):
     whole: Segments | None
 
 
-@dataclass(slots=True)
-class LongSegment:
-    """A prefill chunk; see `cache.inputs.QuerySegment`."""
-
-    tables: list[PageTable]
-    row: int
-    start: int
-    num_tokens: int
-    sealed: int
-    slot: int
-
-    @staticmethod
-    def of(one: QuerySegment) -> "LongSegment":
-        """Copy another one."""
-        return LongSegment(one.tables, one.row, one.start, one.num_tokens, one.sealed, one.slot)
-
-    @property
-    def stop(self) -> int:
-        """One past the last position."""
-        return self.start + self.num_tokens
-
-
 APART = ("segments", "work", "short", "long")  # fields that stand beside the others in a message
 
 
@@ -102,7 +80,7 @@ def _of_row(kind: type[T], row: Sequence[Any], **apart: Any) -> T:
 STEP_BODY: Any = GenericAlias(
     tuple,
     (
-        *(list[ShortPart], list[LongSegment]),
+        *(list[ShortPart], list[Segments]),
         *(_row_type(StepMetadata), _row_type(CacheWork), _row_type(StepInputs)),
     ),
 )
@@ -135,7 +113,7 @@ class StepWriter:
         self.num_steps += 1
         short = [self._short_part(i, part) for i, part in enumerate(step.segments.short)]
         self._short = step.segments.short
-        long = [LongSegment.of(one) for one in step.segments.long]
+        long = [replace(part, _memo={}) for part in step.segments.long]
         work = _row(_without_payloads(step.work))
         body = self._encode((short, long, _row(step.segments), work, _row(step)))
         checked = self.num_steps % CHECK_EVERY == 1
@@ -262,7 +240,7 @@ def checksum(step: StepInputs) -> int:
     segments = replace(
         step.segments,
         short=[replace(part, _memo={}) for part in step.segments.short],
-        long=[LongSegment.of(one) for one in step.segments.long],
+        long=[replace(part, _memo={}) for part in step.segments.long],
     )
     whole = replace(step, segments=segments, work=_without_payloads(step.work))
     return zlib.crc32(msgspec.msgpack.encode(whole, enc_hook=_pages_or_bytes))

@@ -22,7 +22,7 @@ Bits = tuple[int | None, int | None]
 
 @dataclass
 class Tokens:
-    """New tokens of one sequence, as a `QuerySegment`."""
+    """New tokens of one sequence, as `engine.batch.Segment` states them."""
 
     row: int
     start: int

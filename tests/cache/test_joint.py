@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from cache.cache_layers import PAGE, Bits, Tokens, layer_of, prepare
 
-from mlxinfer.cache.inputs import QuerySegment, step_metadata
 from mlxinfer.cache.keys_values import JointLayer, KeyValueLayer
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.core import KVSpec
+from mlxinfer.engine.batch import step_metadata
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, GROUP, DIM = 2, 3, 64
@@ -34,9 +34,7 @@ def keys_and_values(count: int, seed: int) -> tuple[mx.array, mx.array]:
     return mx.where(turns, others, values), values
 
 
-def step(
-    layer: KeyValueLayer, short: list[QuerySegment], long: list[QuerySegment], seed: int
-) -> mx.array:
+def step(layer: KeyValueLayer, short: list[Tokens], long: list[Tokens], seed: int) -> mx.array:
     metadata = step_metadata(short, long)
     prepare(layer, metadata)
     count = len(metadata.positions)

@@ -14,12 +14,13 @@ from cache.cache_layers import PAGE, Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.inputs import CacheWork, Move, StepMetadata, step_metadata
+from mlxinfer.cache.inputs import CacheWork, Move, StepMetadata
 from mlxinfer.cache.kv import KVCache
 from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.core import LatentSpec
+from mlxinfer.engine.batch import step_metadata
 from mlxinfer.errors import InvalidRequestError
 
 R, DR, DN, DV, HEADS = 32, 8, 12, 10, 3

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxinfer.cache import chunks
-from mlxinfer.cache.inputs import StepMetadata, step_metadata
+from mlxinfer.cache.inputs import StepMetadata
 from mlxinfer.cache.keys_values import KeyValueLayer
 from mlxinfer.cache.pages import AttentionWindow, PageTable
 from mlxinfer.core import KVSpec
+from mlxinfer.engine.batch import step_metadata
 from mlxinfer.metal_kernels.paged_attention import Softmax
 
 HEADS, GROUP, DIM, PAGES = 2, 2, 32, 12

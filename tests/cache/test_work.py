@@ -7,9 +7,10 @@ from cache.cache_layers import Tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxinfer.cache.inputs import StepMetadata, ints, seal_index
+from mlxinfer.cache.inputs import ints, seal_index
 from mlxinfer.cache.paged import TailPlace
 from mlxinfer.cache.pages import PageTable
+from mlxinfer.engine.batch import step_metadata
 
 PAGE = 4
 
@@ -42,7 +43,7 @@ def test_every_token_goes_where_its_table_says(data: st.DataObject) -> None:
 
 def test_kernels_write_by_the_positions_that_keys_are_turned_by() -> None:
     """With M-RoPE a token has three: no kernel writes, and mixers turn keys themselves."""
-    found = StepMetadata([], [Tokens(0, 5, 3, 0, 0)], ints([5, 6, 7]))
+    found = step_metadata([], [Tokens(0, 5, 3, 0, 0)])
     place = TailPlace.of(found, 16, by_position=True)
     assert place.positions.tolist() == [5, 6, 7, 0, 0, 0, 0, 0]
     assert place.offsets.tolist() == [5, 6, 7]

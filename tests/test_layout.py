@@ -60,7 +60,8 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     | {"backend", "hub", "layers", "memory", "metal_kernels", "models", "text"}
     | {"pooling"},  # segments: whole sequences without a cache
     "server": LEAVES
-    | {"backend", "database", "grammar", "history", "hub", "memory", "pooling", "session", "text"},
+    | {"backend", "database", "grammar", "history", "hub", "images", "memory", "pooling"}
+    | {"session", "text"},
 }
 SERVER_BASE = {"errors", "keys", "config", "workers", "http"}
 SERVER_MODELS = SERVER_BASE | {
@@ -84,7 +85,8 @@ SERVER_MAY_IMPORT = {  # the same inside mlxinfer/server
     "metrics": {"models", "served", "workers"},
     "service": SERVER_MODELS,
     "guard": SERVER_BASE | {"protocol"},
-    "call": SERVER_MODELS | {"protocol", "service"},
+    "pictures": set(),
+    "call": SERVER_MODELS | {"pictures", "protocol", "service"},
     "apis": SERVER_MODELS | {"call"},
     "ops": SERVER_MODELS | {"call", "service"},
     "openapi": SERVER_BASE | {"call"},

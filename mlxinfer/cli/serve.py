@@ -100,6 +100,11 @@ file_option = partial(click.option, cls=FileOption)
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="TOML file with a table for each key: its name, key or sha256, and admin.",
 )
+@click.option(
+    "--fetch-images",
+    is_flag=True,
+    help="Fetch pictures that requests name by an http URL, from public addresses only.",
+)
 @file_option(
     "--share-prefixes",
     is_flag=True,
@@ -304,7 +309,14 @@ def server_config(options: dict[str, Any]) -> Any:
     keys = [*options["api_keys"], *filter(None, [os.environ.get(API_KEY)])]
     names = (
         *("host", "port", "insecure", "allowed_hosts", "allowed_origins", "allowed_apps"),
-        *("open_metrics", "share_prefixes", "tls_cert", "tls_key", "adapter_folders"),
+        *(
+            "open_metrics",
+            "fetch_images",
+            "share_prefixes",
+            "tls_cert",
+            "tls_key",
+            "adapter_folders",
+        ),
     )
     limits = ("deadline_s", "drain_s", "max_waiting", "ready_deadline_s")
     try:

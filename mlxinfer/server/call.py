@@ -35,6 +35,7 @@ from .http import (
     send_body,
     send_events,
 )
+from .pictures import fetch_picture, refuse_urls
 from .protocol import ABORT
 from .served import ServedModel
 from .service import BODY_BYTES, LARGE_BODY, Meter, ServerState
@@ -147,12 +148,27 @@ class Call:
 
     async def count_tokens(self, model: ServedModel, read: Callable[[], Input]) -> int:
         """Tokens of the prompt of an input, which `read` gives in a worker thread."""
-        return await self.in_worker(lambda: len(model.generator.encode(read(), bounded=False).ids))
+        return len(await self.encode(model, read))
+
+    async def encode(self, model: ServedModel, read: Callable[[], Input]) -> list[int]:
+        """The token ids of an input, which `read` gives in a worker thread."""
+
+        def ids() -> list[int]:
+            given = self._fetched(model, read())
+            return model.generator.encode(given, bounded=False).ids
+
+        return await self.in_worker(ids)
+
+    def _fetched(self, model: ServedModel, given: Input) -> Input:
+        """An input with pictures in place of URLs. A model that does not see refuses both."""
+        if not model.capabilities["vision"]:
+            return given
+        return given.fetched(fetch_picture if self.service.config.fetch_images else refuse_urls)
 
     def _prepared(self, model: ServedModel, read: Callable[[], Iterable[Input]]) -> Answers:
         inputs = [
             replace(
-                each,
+                self._fetched(model, each),
                 owner=self.key,
                 adapter=model.adapter,
                 cache_salt=self._namespace(each.cache_salt),

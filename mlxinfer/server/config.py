@@ -45,6 +45,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()  # of pages: "https://chat.example"
     allowed_apps: tuple[str, ...] = ()  # names of APP_ORIGINS
     adapter_folders: tuple[str, ...] = ()  # that requests may load adapters of
+    fetch_images: bool = False  # pictures that requests name by a public http URL are fetched
     share_prefixes: bool = False  # of several keys: one finds what another has asked in the cache
     tls_cert: str | None = None  # file with the certificate chain, PEM; None: no TLS
     tls_key: str | None = None  # file with its private key, PEM

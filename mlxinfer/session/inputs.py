@@ -6,10 +6,10 @@ EmbedInput and scores for ScoreInput.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from ..core import SamplingParams, SamplingValues, check_switch
 from ..errors import InvalidRequestError, shown
@@ -123,6 +123,14 @@ class Input(ABC):
                 before it is encoded. None: nothing is refused.
         """
 
+    def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
+        """The input with the data of pictures in place of their URLs; texts have none.
+
+        Args:
+            fetch: gives the data of a URL; its second argument is the field that errors name.
+        """
+        return self
+
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """How tokens are chosen where `params` is None; `chat_params`: the model's own values."""
         return SamplingParams()
@@ -188,6 +196,10 @@ class ChatInput(Input):
     def default_params(self, chat_params: SamplingParams) -> SamplingParams:
         """The model's own values."""
         return chat_params
+
+    def fetched(self, fetch: Callable[[str, str], bytes]) -> Self:
+        """The conversation with the data of pictures in place of their URLs."""
+        return replace(self, messages=[_fetched(message, fetch) for message in self.messages])
 
     def read_by(self, reader: InputReader[T], max_context: int | None = None) -> T:
         """Let `reader` read a conversation."""
@@ -297,6 +309,19 @@ def check_list(name: str, given: object) -> None:
 
 def _as_list(given: str | Sequence[str]) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
+
+
+def _fetched(message: Message, fetch: Callable[[str, str], bytes]) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**part, "image": fetch(part["image"], part["place"])}
+        if isinstance(part.get("image"), str)
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def with_images(messages: Sequence[Message], images: object) -> list[Message]:

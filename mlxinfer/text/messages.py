@@ -87,7 +87,7 @@ def _image(part: Mapping[str, Any], kind: str, path: str) -> ImagePart:
             f"{path}.image_url is {shown(source)}; expected a data: URL. A picture in a file goes "
             'into {"type": "image", "image": path}.'
         )
-    return ImagePart(source, detail == "low", f"{path}.{name}")
+    return ImagePart(source, detail == "low", part.get("place", f"{path}.{name}"))
 
 
 def around(content: Content | None, before: str = "", after: str = "") -> Content:

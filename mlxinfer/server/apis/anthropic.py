@@ -11,6 +11,7 @@ from ...core import FinishReason
 from ...errors import (
     InvalidRequestError,
     MlxinferError,
+    PictureError,
     PromptTooLongError,
 )
 from ...outputs import (
@@ -25,9 +26,11 @@ from ...outputs import (
 )
 from ...session.answers import Answer, Answers, AnswerStep
 from ...session.inputs import ChatInput
+from ...text import Content, around, joined
 from ..call import Call
 from ..http import ErrorForm, Events, Plain, clipped_message, encode, named, refuse
 from ..served import ServedModel
+from .parts import base64_part, content_of, text_part, url_part
 from .sampling import (
     MAX_STOPS,
     REFUSED_ELSEWHERE,
@@ -54,12 +57,13 @@ PING = named("ping", {"type": "ping"})
 # -- the request --------------------------------------------------------------------------------
 
 
-class DocumentSource(msgspec.Struct, kw_only=True):
-    """The content of a document."""
+class BlockSource(msgspec.Struct, kw_only=True):
+    """The content of a document or of a picture."""
 
     type: str
     media_type: str = "text/plain"
     data: str | None = None
+    url: str | None = None  # of a picture
     content: "str | list[ContentBlock] | None" = None
 
 
@@ -75,7 +79,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None
     content: "str | list[ContentBlock] | None" = None
     is_error: bool | None = None
-    source: "DocumentSource | str | None" = None  # of a document; of a search result its URL
+    source: "BlockSource | str | None" = None  # of a search result: its URL
     title: str | None = None
 
 
@@ -249,7 +253,8 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
 
     Raises:
         InvalidRequestError: no messages, or an incomplete block.
-        UnsupportedFieldError: images and other blocks that are not text.
+        PictureError: a picture is none.
+        UnsupportedFieldError: blocks that are neither text nor pictures.
     """
     if not body.messages:
         raise InvalidRequestError("messages is empty; send at least one.", param="messages")
@@ -259,7 +264,7 @@ def conversation(body: CountRequest, skipped: list[str]) -> list[Plain]:
     for number, message in enumerate(body.messages):
         for plain in _turn(message, f"messages[{number}]", skipped):
             if found and _together(found[-1], plain):
-                found[-1]["content"] += "\n\n" + plain["content"]
+                found[-1]["content"] = joined(found[-1]["content"], plain["content"], "\n\n")
             else:
                 found.append(plain)
     return found
@@ -342,7 +347,7 @@ def _turn(message: AnthropicMessage, path: str, skipped: list[str]) -> list[Plai
         else:
             rest.append(block)
     if rest or not found:
-        found.append({"role": "user", "content": _text(rest, f"{path}.content")})
+        found.append({"role": "user", "content": _content(rest, f"{path}.content")})
     return found
 
 
@@ -379,10 +384,30 @@ def _earlier_call(block: ContentBlock, path: str) -> Plain:
 def _tool_result(block: ContentBlock, path: str) -> Plain:
     if block.tool_use_id is None:
         raise InvalidRequestError(f"{path}.tool_use_id is missing.", param=f"{path}.tool_use_id")
-    text = _text(block.content or "", f"{path}.content")
+    content = _content(block.content or "", f"{path}.content")
     if block.is_error:
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+        content = around(content, "Error: ")
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _content(content: str | Sequence[ContentBlock], path: str) -> Content:
+    """Texts and pictures of a turn or of a tool's result."""
+    if isinstance(content, str):
+        return content
+    return content_of(_part(block, f"{path}[{i}]") for i, block in enumerate(content))
+
+
+def _part(block: ContentBlock, path: str) -> Plain:
+    source = block.source
+    if block.type != "image" or not isinstance(source, BlockSource):
+        return text_part(_block_text(block, path))
+    if source.type == "url":
+        return url_part(source.url, None, f"{path}.source.url")
+    if source.type != "base64" or source.data is None:
+        raise PictureError(
+            f"{path}.source is no picture in base64, and has no URL.", param=f"{path}.source"
+        )
+    return base64_part(source.data, f"{path}.source.data")
 
 
 def _text(content: str | Sequence[ContentBlock], path: str) -> str:
@@ -395,12 +420,12 @@ def _block_text(block: ContentBlock, path: str) -> str:
     if block.type == "search_result" and isinstance(block.source, str):
         text = _text(block.content or "", f"{path}.content")
         return shown_file(text, block.title or block.source)
-    if block.type == "document" and isinstance(block.source, DocumentSource):
+    if block.type == "document" and isinstance(block.source, BlockSource):
         return shown_file(_document(block, block.source, path), block.title)
     return part_text(block.type, block.text, path, ("text",))
 
 
-def _document(block: ContentBlock, source: DocumentSource, path: str) -> str:
+def _document(block: ContentBlock, source: BlockSource, path: str) -> str:
     """The text of a document."""
     if source.type == "content" and source.content is not None:
         return _text(source.content, f"{path}.source.content")

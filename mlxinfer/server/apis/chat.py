@@ -12,9 +12,11 @@ from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Result, ToolCall, ToolCallDelta
 from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput
+from ...text import Content
 from ..call import Call
 from ..http import DONE, Events, Plain, data, refuse, same_field
 from ..served import ServedModel
+from .parts import ImageUrl, content_of, text_part, url_part
 from .sampling import (
     REFUSED,
     UNLIMITED,
@@ -60,6 +62,7 @@ class MessagePart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -266,11 +269,13 @@ def template_fields(fields: TemplateFields, allowed: frozenset[str]) -> dict[str
 def template_messages(messages: Sequence[Message]) -> list[Plain]:
     """The messages as chat templates read them.
 
-    Text parts are joined by newlines. Arguments of tool calls become objects.
+    Text parts are joined by newlines, unless there are pictures among them. Arguments of tool calls
+    become objects.
 
     Raises:
         InvalidRequestError: there is no message, or one is incomplete.
-        UnsupportedFieldError: images, audio and other parts that are not text.
+        PictureError: a picture is none.
+        UnsupportedFieldError: audio and other parts that are neither text nor pictures.
     """
     if not messages:
         raise InvalidRequestError("messages is empty; send at least one.", param="messages")
@@ -285,14 +290,12 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
         raise UnsupportedFieldError(
             f"{path}: the role function is not supported; use tool.", param=f"{path}.role"
         )
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(
-            part_text(part.type, part.text or part.refusal, f"{path}.content[{i}]")
-            for i, part in enumerate(content)
-        )
-    if content is None:
-        content = message.refusal
+    content: Content | None = message.refusal
+    if isinstance(message.content, list):
+        parts = enumerate(message.content)
+        content = content_of(_part(part, f"{path}.content[{i}]") for i, part in parts)
+    elif message.content is not None:
+        content = message.content
     if content is None and message.role == "tool":  # a tool that says nothing
         content = ""
     if content is None and message.role != "assistant":
@@ -312,6 +315,15 @@ def _plain(message: Message, path: str) -> dict[str, Any]:
             for index, call in enumerate(message.tool_calls)
         ]
     return plain
+
+
+def _part(part: MessagePart, path: str) -> Plain:
+    if part.type != "image_url":
+        return text_part(part_text(part.type, part.text or part.refusal, path))
+    image = part.image_url
+    if not isinstance(image, ImageUrl):
+        return url_part(image, None, f"{path}.image_url")
+    return url_part(image.url, image.detail, f"{path}.image_url.url")
 
 
 def _earlier_call(call: EarlierCall, path: str) -> dict[str, Any]:

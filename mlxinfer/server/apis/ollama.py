@@ -16,6 +16,7 @@ from ...errors import InvalidRequestError, MlxinferError, UnsupportedFieldError
 from ...outputs import CallStatus, Delta, Result, ToolCall, ToolCallDelta, joined_calls
 from ...session.answers import Answers, AnswerStep
 from ...session.inputs import ChatInput, EmbedInput, Input, TextInput
+from ...text import Content
 from ..call import Call
 from ..errors import HttpError
 from ..http import ErrorForm, Events, Plain, RequestBody, clipped_message, decode, encode
@@ -23,6 +24,7 @@ from ..models import ModelSlot
 from ..served import ServedModel
 from ..workers import in_background
 from .chat import Effort
+from .parts import base64_part, content_of, text_part
 from .sampling import REFUSED, UNLIMITED, SamplingFields, ollama_format, read_form, sampling_params
 from .tools import begun_object, check_tools
 from .usage import logprob_of, logprobs_of
@@ -64,7 +66,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None  # in base64
     tool_calls: list[Called] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -122,16 +124,15 @@ class GenerateAsk(AskFields, kw_only=True):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None  # in base64
 
     def resolve(self) -> None:
-        """Raise UnsupportedFieldError for images."""
-        if self.images:
-            raise _no_images("images")
-
-
-def _no_images(param: str) -> UnsupportedFieldError:
-    return UnsupportedFieldError("images are not supported: models read text only.", param=param)
+        """Raise UnsupportedFieldError for pictures beside a text that is continued as it is."""
+        if self.images and (self.raw or self.suffix):
+            raise UnsupportedFieldError(
+                "images go with a prompt that the chat template renders; leave out raw and suffix.",
+                param="images",
+            )
 
 
 def read_chat(body: ChatAsk, options: Options, model: ServedModel) -> Input:
@@ -151,18 +152,24 @@ def read_text(body: GenerateAsk, options: Options, model: ServedModel) -> Input:
     if body.raw or body.suffix:
         suffix = body.suffix or None
         return TextInput(prompt=body.prompt, suffix=suffix, reasons=False, **fields)
-    messages = [{"role": "system", "content": body.system}] if body.system else []
-    messages.append({"role": "user", "content": body.prompt})
+    content = _content(body.prompt, body.images, "images")
+    messages: list[Plain] = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": content})
     return ChatInput(messages=messages, reasoning_effort=body.think, **fields)
+
+
+def _content(text: str, images: Sequence[str] | None, path: str) -> Content:
+    """A text behind its pictures."""
+    parts = [base64_part(image, f"{path}[{i}]") for i, image in enumerate(images or ())]
+    return content_of([*parts, *([text_part(text)] if text else [])])
 
 
 def _message(turn: ChatTurn, path: str) -> Plain:
     """A message as templates read it."""
-    if turn.images:
-        raise _no_images(f"{path}.images")
-    if turn.content is None and turn.role != "assistant":
+    if turn.content is None and turn.role != "assistant" and not turn.images:
         raise InvalidRequestError(f"{path}.content is missing.", param=f"{path}.content")
-    plain: Plain = {"role": turn.role, "content": turn.content or ""}
+    content = _content(turn.content or "", turn.images, f"{path}.images")
+    plain: Plain = {"role": turn.role, "content": content}
     if turn.thinking:
         plain["reasoning_content"] = turn.thinking
     if turn.role == "tool":
@@ -194,7 +201,7 @@ async def ollama_chat(call: Call, body: ChatAsk) -> Plain | Events:
 async def ollama_generate(call: Call, body: GenerateAsk) -> Plain | Events:
     """Answer or continue a text (Ollama's API)."""
     options = body.sampling()
-    if not body.prompt and not body.suffix:
+    if not body.prompt and not body.suffix and not body.images:
         return await _load_or_unload(call, body, chats=False)
     return await _answer(call, body, lambda model: read_text(body, options, model), chats=False)
 
@@ -433,7 +440,7 @@ async def show_details(call: Call, body: NamedModel) -> Plain:
     slot, info = slot_of(call, body.called), model.info
     able, template = model.capabilities, model.tokenizer.template
     named = {"completion": "completion", "tools": "tools", "thinking": "reasoning"}
-    named |= {"embedding": "embeddings", "insert": "infill"}
+    named |= {"embedding": "embeddings", "insert": "infill", "vision": "vision"}
     architecture, dim = info.architecture, info.embedding_dim
     return {
         "modelfile": "",

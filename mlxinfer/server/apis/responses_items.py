@@ -9,7 +9,9 @@ import msgspec
 
 from ...errors import InvalidRequestError, UnsupportedFieldError
 from ...outputs import CallStatus, Part, ReasoningPart, TextPart, ToolCallDelta
+from ...text import Content
 from ..http import Plain, named
+from .parts import content_of, text_part, url_part
 from .tools import (
     INPUT,
     DeclaredTool,
@@ -44,6 +46,8 @@ class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
     refusal: str | None = None
     file_data: str | None = None  # of a text file: a data URL, or base64
     filename: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
 
 
 class InputItem(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -82,6 +86,7 @@ def conversation(
 
     Raises:
         InvalidRequestError: no input, or an incomplete item.
+        PictureError: a picture is none.
         UnsupportedFieldError: an item or a part of a type that is not supported.
     """
     if not items and not before:
@@ -106,18 +111,18 @@ def _add(found: list[Plain], item: InputItem, path: str) -> None:
     if item.type == "message":
         if item.role is None or item.content is None:
             raise InvalidRequestError(f"{path} has no role or no content.", param=path)
-        text = _text(item.content, f"{path}.content")
+        content = _content_of(item.content, f"{path}.content")
         if item.role == "assistant":
-            _turn(found, "content")["content"] = text
+            _turn(found, "content")["content"] = content
         else:
-            found.append({"role": item.role, "content": text})
+            found.append({"role": item.role, "content": content})
     elif item.type in ("function_call", "custom_tool_call"):
         _turn(found, "tool_calls").setdefault("tool_calls", []).append(_call(item, path))
     elif item.type in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None:
             raise InvalidRequestError(f"{path} has no call_id or no output.", param=path)
-        text = _text(_output(item, path), f"{path}.output")
-        found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+        content = _content_of(_output(item, path), f"{path}.output")
+        found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     elif item.type == "reasoning":
         _turn(found, "reasoning_content")["reasoning_content"] = _thoughts(item, path)
     else:
@@ -172,17 +177,26 @@ def _thoughts(item: InputItem, path: str) -> str:
         ) from None
 
 
+def _content_of(content: str | list[InputPart], path: str) -> Content:
+    if isinstance(content, str):
+        return content
+    return content_of(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
 def _text(content: str | list[InputPart], path: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join([_part(part, f"{path}[{i}]") for i, part in enumerate(content)])
+    return "\n".join([part_text(part.type, part.text, path) for part in content])
 
 
-def _part(part: InputPart, path: str) -> str:
+def _part(part: InputPart, path: str) -> Plain:
+    if part.type == "input_image":
+        return url_part(part.image_url, part.detail, f"{path}.image_url")
     if part.type == "input_file" and part.file_data is not None:
-        return shown_file(text_of_file(part.file_data, f"{path}.file_data"), part.filename)
-    text = part.refusal if part.type == "refusal" else part.text
-    return part_text(part.type, text, path)
+        text = text_of_file(part.file_data, f"{path}.file_data")
+        return text_part(shown_file(text, part.filename))
+    said = part.refusal if part.type == "refusal" else part.text
+    return text_part(part_text(part.type, said, path))
 
 
 # -- an answer's items --------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize, GET /tokenizer_info: vLLM's paths."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -52,8 +53,7 @@ class DetokenizeRequest(RequestBody, kw_only=True):
 async def tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     model = await call.model(body.model)
-    allowed = call.service.config.template_kwargs
-    ids = await call.in_worker(_encode, model, body, allowed)
+    ids = await _encode(call, model, body)
     found = {"count": len(ids), "max_model_len": model.max_context, "tokens": ids}
     if not body.return_token_strs:
         return found
@@ -81,17 +81,17 @@ async def tokenizer_info(call: Call) -> dict[str, Any]:
     return {**info, "model_max_length": model.max_context}
 
 
-def _encode(model: ServedModel, body: TokenizeRequest, allowed: frozenset[str]) -> list[int]:
-    if body.messages is None:
+async def _encode(call: Call, model: ServedModel, body: TokenizeRequest) -> list[int]:
+    messages, text = body.messages, body.prompt or ""
+    if messages is None:
         refuse("tools", body.tools, ([],))
         special = body.add_special_tokens is not False
-        return model.tokenizer.encode(
-            body.prompt or "", add_special_tokens=special, parse_special=True
-        )
-    check_tools(body.tools)
-    given = ChatInput(
-        messages=template_messages(body.messages),
-        tools=body.tools,
-        **template_fields(body, allowed),
-    )
-    return model.generator.encode(given, bounded=False).ids
+        encode = partial(model.tokenizer.encode, add_special_tokens=special, parse_special=True)
+        return await call.in_worker(encode, text)
+
+    def read() -> ChatInput:
+        check_tools(body.tools)
+        fields = template_fields(body, call.service.config.template_kwargs)
+        return ChatInput(messages=template_messages(messages), tools=body.tools, **fields)
+
+    return await call.encode(model, read)

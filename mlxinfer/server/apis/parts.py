@@ -1,0 +1,67 @@
+"""Parts of messages in requests as the session reads them: texts and pictures.
+
+A picture is translated here and loaded by the session. The call fetches those that are named by a
+URL (`Call.encode`, `Call.start`), where the server does so. No request can name a file.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ...errors import PictureError, UnsupportedFieldError, shown
+from ...images import from_base64, from_data_url
+from ...text import Content
+from ..http import Plain
+
+URLS = ("http://", "https://")
+
+
+class ImageUrl(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A picture of OpenAI's chat."""
+
+    url: str
+    detail: str | None = None
+
+
+def text_part(text: str) -> Plain:
+    """The part of a text."""
+    return {"type": "text", "text": text}
+
+
+def url_part(url: str | None, detail: str | None, path: str) -> Plain:
+    """The part of a picture with a data: URL, or with an http URL.
+
+    Raises:
+        PictureError: it is no such URL, or its data are no base64.
+        UnsupportedFieldError: a picture that was uploaded before.
+    """
+    if url is None:
+        raise UnsupportedFieldError(
+            f"{path} has no image_url; uploaded files are not kept here.", param=path
+        )
+    if url.startswith("data:"):
+        return _image(from_data_url(url, place=path), path, detail)
+    if not url.lower().startswith(URLS):
+        raise PictureError(
+            f"{path} is {shown(url)}; expected a URL that begins with data:image/png;base64, or "
+            "with https:.",
+            param=path,
+        )
+    return _image(url, path, detail)
+
+
+def base64_part(data: str, path: str) -> Plain:
+    """The part of a picture in base64; raises PictureError where it is none."""
+    return _image(from_base64(data, place=path), path)
+
+
+def _image(source: bytes | str, path: str, detail: str | None = None) -> Plain:
+    return {"type": "image", "image": source, "detail": detail, "place": path}
+
+
+def content_of(parts: Iterable[Plain]) -> Content:
+    """The content of a message: its parts if some are pictures, else its texts, line by line."""
+    found = list(parts)
+    if any(part["type"] == "image" for part in found):
+        return found
+    return "\n".join(part["text"] for part in found)

@@ -1,0 +1,384 @@
+"""Pictures in requests of every API: read, counted, refused, and fetched from public addresses."""
+
+import base64
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import CHAT, LiveServer, models_of
+from PIL import Image
+from sdk_clients import anthropic_client, openai_client
+
+from mlxinfer.errors import PictureError
+from mlxinfer.server import pictures
+from mlxinfer.server.served import ServedModel
+from mlxinfer.server.store import ResponseStore
+from mlxinfer.session.options import EngineOptions
+from tests.images.seeing import seeing_checkpoint
+
+
+def png(colour: str, size: tuple[int, int] = (40, 30)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+RED, BLUE = png("red"), png("blue")
+RED64 = base64.b64encode(RED).decode()
+URL = f"data:image/png;base64,{RED64}"
+WHAT = {"type": "text", "text": "What is it?"}
+GREEDY = {"temperature": 0, "max_tokens": 6}
+
+
+class SeeingServer(LiveServer):
+    """A tiny model that sees, behind a real socket."""
+
+    def __init__(
+        self, folder: Path, store: ResponseStore | None = None, **config: Any
+    ) -> None:
+        options = EngineOptions(max_batch=4)
+        self.model = ServedModel.open("tiny-see", folder, options, created_s=1)
+        self.listen(models_of([self.model]), store=store, **config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing_checkpoint(tmp_path_factory.mktemp("see"))
+
+
+@pytest.fixture(scope="module")
+def seeing(folder: Path) -> Iterator[SeeingServer]:
+    with SeeingServer(folder) as server:
+        yield server
+
+
+def chat_with(url: Any, **more: Any) -> dict[str, Any]:
+    image = {"type": "image_url", "image_url": {"url": url, **more}}
+    return {"messages": [{"role": "user", "content": [image, WHAT]}], **GREEDY}
+
+
+def responses_with(url: str) -> dict[str, Any]:
+    parts = [
+        {"type": "input_image", "image_url": url},
+        {"type": "input_text", "text": "What is it?"},
+    ]
+    return {
+        "input": [{"role": "user", "content": parts}],
+        "temperature": 0,
+        "max_output_tokens": 6,
+    }
+
+
+def messages_with(source: dict[str, Any]) -> dict[str, Any]:
+    parts = [{"type": "image", "source": source}, WHAT]
+    return {"messages": [{"role": "user", "content": parts}], **GREEDY}
+
+
+def ollama_with(data: str) -> dict[str, Any]:
+    turn = {"role": "user", "content": "What is it?", "images": [data]}
+    options = {"temperature": 0, "num_predict": 6}
+    return {"model": "tiny-see", "messages": [turn], "stream": False, "options": options}
+
+
+BASE64 = {"type": "base64", "media_type": "image/png", "data": RED64}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, chat_with(URL)),
+    ("/v1/responses", responses_with(URL)),
+    ("/v1/messages", messages_with(BASE64)),
+    ("/api/chat", ollama_with(RED64)),
+]
+
+
+def answer_of(path: str, reply: dict[str, Any]) -> tuple[str, int]:
+    """Text of an answer, and tokens of its prompt."""
+    if path == CHAT:
+        return reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"]
+    if path == "/v1/responses":
+        return reply["output"][0]["content"][0]["text"], reply["usage"]["input_tokens"]
+    if path == "/v1/messages":
+        used = reply["usage"]
+        cached = used.get("cache_read_input_tokens") or 0
+        return reply["content"][0]["text"], used["input_tokens"] + cached
+    return reply["message"]["content"], reply["prompt_eval_count"]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_every_api_shows_the_model_its_pictures(
+    seeing: SeeingServer, path: str, body: dict[str, Any]
+) -> None:
+    reply = seeing.post(path, body)
+    assert reply.status_code == 200, reply.text
+    same = seeing.post(CHAT, chat_with(URL)).json()
+    assert answer_of(path, reply.json()) == answer_of(CHAT, same)
+    other = f"data:image/png;base64,{base64.b64encode(BLUE).decode()}"
+    blue = seeing.post(CHAT, chat_with(other)).json()
+    assert answer_of(CHAT, blue)[0] != answer_of(CHAT, same)[0]
+
+
+def test_an_answer_to_text_alone_is_another_one(seeing: SeeingServer) -> None:
+    text = {"messages": [{"role": "user", "content": [WHAT]}], **GREEDY}
+    (said, few), (seen, many) = (
+        answer_of(CHAT, seeing.post(CHAT, body).json()) for body in (text, chat_with(URL))
+    )
+    assert said != seen
+    assert many - few == 20  # features of 5 x 4 squares of 8 pixels
+
+
+def test_official_clients_send_pictures(seeing: SeeingServer) -> None:
+    with openai_client(seeing) as client:
+        body: Any = chat_with(URL)
+        answer = client.chat.completions.create(model="tiny-see", **body)
+        response = client.responses.create(model="tiny-see", **responses_with(URL))
+    with anthropic_client(seeing) as other:
+        given: Any = {**messages_with(BASE64), "model": "tiny-see"}
+        del given["temperature"]
+        said = other.messages.create(**given, extra_body={"temperature": 0})
+        counted = other.messages.count_tokens(model="tiny-see", messages=given["messages"])
+    assert answer.choices[0].message.content == response.output_text == said.content[0].text  # type: ignore[union-attr]
+    assert answer.usage is not None
+    assert counted.input_tokens == answer.usage.prompt_tokens
+
+
+def test_token_counts_hold_pictures(seeing: SeeingServer) -> None:
+    _, used = answer_of(CHAT, seeing.post(CHAT, chat_with(URL)).json())
+    messages = {"messages": chat_with(URL)["messages"]}
+    assert seeing.post("/tokenize", messages).json()["count"] == used
+    for path, body in (
+        ("/v1/chat/completions/input_tokens", chat_with(URL)),
+        ("/v1/responses/input_tokens", responses_with(URL)),
+    ):
+        assert seeing.post(path, body).json()["input_tokens"] == used, path
+
+
+def test_tools_and_earlier_turns_may_show_pictures(seeing: SeeingServer) -> None:
+    turn = {"role": "user", "content": [{"type": "image", "source": BASE64}, WHAT]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "a",
+        "content": [{"type": "image", "source": BASE64}],
+    }
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    body = {
+        "messages": [
+            turn,
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        ],
+        **GREEDY,
+    }
+    reply = seeing.post("/v1/messages", body)
+    assert reply.status_code == 200, reply.text
+    _, used = answer_of("/v1/messages", reply.json())
+    assert used > 40
+
+
+def test_capabilities_say_who_sees(seeing: SeeingServer, server: LiveServer) -> None:
+    for who, sees in ((seeing, True), (server, False)):
+        (card,) = who.get("/v1/models").json()["data"]
+        assert card["capabilities"]["vision"] is sees
+        shown = who.post("/api/show", {"model": who.model.name}).json()["capabilities"]
+        assert ("vision" in shown) is sees
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_text_model_is_named_in_the_refusal(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    if path == "/api/chat":
+        body = {**body, "model": "demo"}
+    reply = server.post(path, body)
+    assert reply.status_code == 400
+    assert "The model 'demo' reads text only" in reply.text
+
+
+def test_a_text_model_fetches_nothing(server: LiveServer) -> None:
+    reply = server.post(CHAT, chat_with("https://example.com/a.png"))
+    assert reply.status_code == 400
+    assert "reads text only" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, chat_with("https://example.com/a.png"), "started with --fetch-images"),
+        (CHAT, chat_with("file:///etc/passwd"), "expected a URL that begins with data:"),
+        (CHAT, chat_with("/etc/passwd"), "expected a URL that begins with data:"),
+        (CHAT, chat_with("data:image/png;base64,###"), "is no base64"),
+        (CHAT, chat_with("data:image/png;base64,AAAA"), "no picture of a known format"),
+        (CHAT, chat_with(URL[:-40]), "broken or cut off"),
+        ("/v1/responses", responses_with("file:///etc/passwd"), "expected a URL"),
+        ("/v1/messages", messages_with({"type": "file", "file_id": "f"}), "no picture in base64"),
+        ("/v1/messages", messages_with({"type": "url", "url": "http://a/b"}), "--fetch-images"),
+        ("/v1/messages", messages_with({**BASE64, "data": "/etc/passwd"}), "no picture|base64"),
+        ("/api/chat", ollama_with("/etc/passwd"), "no picture|base64"),
+        ("/api/chat", ollama_with("http://127.0.0.1/"), "base64"),
+    ],
+)
+def test_what_is_no_picture_is_a_400(
+    seeing: SeeingServer, path: str, body: dict[str, Any], said: str
+) -> None:
+    reply = seeing.post(path, body)
+    assert reply.status_code == 400
+    assert any(each in reply.text for each in said.split("|")), reply.text
+
+
+def test_parts_that_name_files_are_no_parts_here(seeing: SeeingServer) -> None:
+    part = {"type": "image", "image": "/etc/passwd"}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    reply = seeing.post(CHAT, body)
+    assert reply.status_code == 400
+    assert "type 'image'" in reply.text
+
+
+def test_low_detail_costs_fewer_tokens(seeing: SeeingServer) -> None:
+    large = f"data:image/png;base64,{base64.b64encode(png('red', (900, 900))).decode()}"
+    low = {"messages": chat_with(large, detail="low")["messages"]}
+    assert seeing.post("/tokenize", low).json()["count"] < 256 + 40
+
+
+# -- pictures behind URLs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "127.1.2.3", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254"),
+        *("0.0.0.0", "100.64.0.1", "224.0.0.1", "255.255.255.255", "198.18.0.1", "192.0.2.1"),
+        *("::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
+        *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::"),
+    ],
+)
+def test_addresses_that_are_not_public(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(0, 0, 0, "", ("93.184.215.14", 80)), (0, 0, 0, "", (address, 80))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(PictureError, match="not public"):
+        pictures.public_address("name.example", 80, "here")
+
+
+def test_public_addresses_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"):
+        found = [(0, 0, 0, "", (address, 80))]
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, found=found, **__: found)
+        assert pictures.public_address("name.example", 80, "here") == address
+
+
+class Site(BaseHTTPRequestHandler):
+    """A web site with a picture, and with what is none."""
+
+    def do_GET(self) -> None:
+        kind, data, status = "image/png", RED, 200
+        if self.path == "/page":
+            kind = "text/html"
+        elif self.path == "/missing":
+            status = 404
+        elif self.path == "/large":
+            data = bytes(5000)
+        elif self.path.startswith("/to?"):
+            status = 302
+        self.send_response(status)
+        if status == 302:
+            self.send_header("location", self.path.removeprefix("/to?"))
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        if self.path == "/slow":
+            for byte in data:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(0.05)
+        else:
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of the site, which counts as public here."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    server.daemon_threads = True
+    server.handle_error = lambda *_: None  # type: ignore[assignment, method-assign]  # cut off
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    whole = pictures.public_address
+
+    def address(host: str, port: int, place: str) -> str:
+        return host if port == server.server_port else whole(host, port, place)
+
+    monkeypatch.setattr(pictures, "public_address", address)
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_picture_is_fetched_also_behind_a_redirect(site: str) -> None:
+    assert pictures.fetch_picture(f"{site}/red.png", "here") == RED
+    assert pictures.fetch_picture(f"{site}/to?/red.png", "here") == RED
+    assert pictures.fetch_picture(f"{site}/to?{site}/red.png", "here") == RED
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/page", "of type 'text/html'"),
+        ("/missing", "status 404"),
+        ("/large", "more than 1,000 bytes"),
+        ("/to?/to?/to?/to?/red.png", "redirects more than 3 times"),
+        ("/to?http://127.0.0.1:1/red.png", "not public"),
+        ("/to?http://localhost:1/red.png", "not public"),
+        ("/to?http://[::1]:1/red.png", "not public"),
+        ("/to?file:///etc/passwd", "is no http URL"),
+        ("/to?ftp://example.com/", "is no http URL"),
+        ("/to?http://a:b@example.com/", "is no http URL"),
+        ("/to?http://x:99999999/", "cannot be fetched"),
+    ],
+)
+def test_what_is_not_fetched(
+    site: str, path: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "MAX_BYTES", 1000)
+    with pytest.raises(PictureError, match=said):
+        pictures.fetch_picture(site + path, "here")
+
+
+def test_a_server_that_sends_byte_after_byte_is_left(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "TIMEOUT_S", 0.4)
+    begun = time.monotonic()
+    with pytest.raises(PictureError, match=r"more than 0\.4 seconds"):
+        pictures.fetch_picture(f"{site}/slow", "here")
+    assert time.monotonic() - begun < 4
+
+
+def test_a_server_that_may_fetch_shows_pictures_behind_urls(site: str, folder: Path) -> None:
+    with SeeingServer(folder, fetch_images=True) as server:
+        (text, used), same = (
+            answer_of(CHAT, server.post(CHAT, chat_with(url)).json())
+            for url in (f"{site}/red.png", URL)
+        )
+        assert (text, used) == same
+        refused = server.post(CHAT, chat_with("http://127.0.0.1:1/red.png"))
+        assert refused.status_code == 400
+        assert "not public" in json.dumps(refused.json())
+        counted = server.post("/tokenize", {"messages": chat_with(f"{site}/a")["messages"]})
+        assert counted.json()["count"] == used
+
+
+def test_a_stored_response_keeps_its_picture(folder: Path) -> None:
+    with SeeingServer(folder, store=ResponseStore(None)) as server:
+        first = server.post("/v1/responses", responses_with(URL)).json()
+        items = server.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+        assert items[0]["content"][0]["image_url"] == URL
+        more = {"input": "And now?", "temperature": 0, "max_output_tokens": 4}
+        alone = server.post("/v1/responses", more).json()
+        after = server.post("/v1/responses", {**more, "previous_response_id": first["id"]}).json()
+        assert after["usage"]["input_tokens"] > alone["usage"]["input_tokens"] + 20

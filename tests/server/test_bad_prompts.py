@@ -270,8 +270,6 @@ URLS = [
     "https://user:secret@evil.example\\@localhost/x.png",
 ]
 PARTS: list[dict[str, Any]] = [
-    *({"type": "image_url", "image_url": {"url": url}} for url in URLS),
-    {"type": "image_url", "image_url": "not an object"},
     {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     {"type": "audio_url", "audio_url": {"url": URLS[0]}},
     {"type": "video_url", "video_url": {"url": URLS[0]}},
@@ -292,34 +290,86 @@ def test_parts(live: LiveServer, path: str, part: dict[str, Any]) -> None:
     assert error["code"] == "unsupported_parameter"
 
 
-PICTURE_BLOCKS: list[dict[str, Any]] = [
-    *({"type": "image", "source": {"type": "url", "url": url}} for url in URLS),
-    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+PICTURES = [
+    *({"type": "image_url", "image_url": {"url": url}} for url in URLS),
+    *({"type": "image_url", "image_url": url} for url in URLS),
+    {"type": "image_url", "image_url": "no URL"},
+    {"type": "image_url"},
+]
+
+
+@pytest.mark.parametrize("part", PICTURES, ids=lambda p: f"{p!r:.60}")
+@pytest.mark.parametrize("path", [CHAT, TOKENIZE])
+def test_pictures_for_a_text_model(live: LiveServer, path: str, part: dict[str, Any]) -> None:
+    content = [{"type": "text", "text": "What is this?"}, part]
+    error = expect_refusal(live, path, {"messages": [{"role": "user", "content": content}]})
+    assert error["param"].startswith("messages[0].content[1].image_url")
+    assert error["code"] in ("unsupported_parameter", "invalid_image")
+    assert "secret" not in error["message"]
+
+
+OTHER_BLOCKS: list[dict[str, Any]] = [
     {"type": "image", "source": None},
     {"type": "document", "source": {"type": "file", "file_id": "x"}},
     {"type": "container_upload", "file_id": "x"},
 ]
 
 
-@pytest.mark.parametrize("block", PICTURE_BLOCKS, ids=lambda b: f"{b!r:.60}")
+@pytest.mark.parametrize("block", OTHER_BLOCKS, ids=lambda b: f"{b!r:.60}")
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
-def test_picture_blocks(live: LiveServer, path: str, block: dict[str, Any]) -> None:
-    result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
-    for content in ([block], [result]):
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+def test_other_blocks(live: LiveServer, path: str, block: dict[str, Any]) -> None:
+    for body in bodies_with(block):
         assert block["type"] in expect_refusal(live, path, body)["message"]
 
 
-ITEM_PARTS = [
+def bodies_with(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A block in a message, and in the result of a tool."""
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
+    for content in ([block], [result]):
+        yield {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
+
+SOURCES: list[dict[str, Any]] = [
+    *({"type": "url", "url": url} for url in URLS),
+    {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+    {"type": "base64", "media_type": "image/png", "data": "?"},
+    {"type": "base64", "media_type": "image/png"},
+    {"type": "file", "file_id": "x"},
+]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda b: f"{b!r:.60}")
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+def test_picture_blocks(live: LiveServer, path: str, source: dict[str, Any]) -> None:
+    for body in bodies_with({"type": "image", "source": source}):
+        said = expect_refusal(live, path, body)["message"]
+        assert any(each in said for each in ("'demo' reads text only", "source", "picture")), said
+
+
+PICTURE_ITEMS = [
     *({"type": "input_image", "image_url": url} for url in URLS),
     {"type": "input_image", "file_id": "x"},
+]
+
+
+@pytest.mark.parametrize("part", PICTURE_ITEMS, ids=lambda p: f"{p!r:.60}")
+def test_picture_items(live: LiveServer, part: dict[str, Any]) -> None:
+    said = {"role": "user", "content": [part]}
+    output = {"type": "function_call_output", "call_id": "c", "output": [part]}
+    for item, where in ((said, "content"), (output, "output")):
+        param = f"input[0].{where}[0].image_url"
+        error = expect_refusal(live, RESPONSES, {"input": [item]}, param=param)
+        assert error["code"] in ("unsupported_parameter", "invalid_image")
+
+
+ITEM_PARTS = [
     {"type": "input_file", "file_url": URLS[1]},
     {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "mp3"}},
 ]
 
 
 @pytest.mark.parametrize("part", ITEM_PARTS, ids=lambda p: f"{p!r:.60}")
-def test_picture_items(live: LiveServer, part: dict[str, Any]) -> None:
+def test_parts_of_items(live: LiveServer, part: dict[str, Any]) -> None:
     said = {"role": "user", "content": [part]}
     output = {"type": "function_call_output", "call_id": "c", "output": [part]}
     for item, where in ((said, "content"), (output, "output")):

@@ -39,9 +39,7 @@ GREEDY = {"temperature": 0, "max_tokens": 6}
 class SeeingServer(LiveServer):
     """A tiny model that sees, behind a real socket."""
 
-    def __init__(
-        self, folder: Path, store: ResponseStore | None = None, **config: Any
-    ) -> None:
+    def __init__(self, folder: Path, store: ResponseStore | None = None, **config: Any) -> None:
         options = EngineOptions(max_batch=4)
         self.model = ServedModel.open("tiny-see", folder, options, created_s=1)
         self.listen(models_of([self.model]), store=store, **config)
@@ -140,7 +138,7 @@ def test_official_clients_send_pictures(seeing: SeeingServer) -> None:
         del given["temperature"]
         said = other.messages.create(**given, extra_body={"temperature": 0})
         counted = other.messages.count_tokens(model="tiny-see", messages=given["messages"])
-    assert answer.choices[0].message.content == response.output_text == said.content[0].text  # type: ignore[union-attr]
+    assert answer.choices[0].message.content == response.output_text == said.content[0].text
     assert answer.usage is not None
     assert counted.input_tokens == answer.usage.prompt_tokens
 
@@ -304,7 +302,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of the site, which counts as public here."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
     server.daemon_threads = True
-    server.handle_error = lambda *_: None  # type: ignore[assignment, method-assign]  # cut off
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     whole = pictures.public_address

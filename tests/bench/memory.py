@@ -43,7 +43,7 @@ class Scale:
     rounds: int = 3
     lengths: tuple[int, ...] = (3000, 500, 10)
     crowd: tuple[int, int] = (15, 1024)  # requests that another joins
-    max_memory: int = 600 << 20  # of the process
+    max_memory: int = 300 << 20  # of the process
 
 
 SMALL = Scale(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import FinishReason, TokenEvent
-from ..errors import EngineClosedError, MlxinferError, RequestFailedError, require_gpu
+from ..errors import EngineClosedError, MlxinferError, RequestFailedError, gpu_stopped, require_gpu
 from ..layers.step import Step
 from ..models.encoder import SummedEmbeddings
 from .model import PoolingModel
@@ -154,7 +154,7 @@ class PoolingLoop:
         """Launch a pass, or the next slice of one; None: there is none, or it failed."""
         most, begun = self._sizer.num_tokens, self._begun
         self._begun = None
-        if begun is None or not any(row.request.id in self._unfinished for row in begun.rows):
+        if begun is None or not any(map(self._waits, begun.rows)):
             rows = self._queue.take(most)
             begun = self._begin(rows) if rows else None
         launched = None if begun is None else self._advance(begun, most)
@@ -234,7 +234,7 @@ class PoolingLoop:
 
     def _finish(self, row: WaitingRow, vector: NDArray[np.float32]) -> None:
         request = row.request
-        if request.id not in self._unfinished:  # aborted meanwhile
+        if not self._waits(row):  # aborted meanwhile
             return
         if not np.isfinite(vector).all():
             self._fail_request(request.id, _not_finite(row.index))
@@ -249,12 +249,31 @@ class PoolingLoop:
     # -- faults ---------------------------------------------------------------------------------
 
     def _fail(self, rows: Sequence[WaitingRow], error: BaseException) -> None:
-        """Fail the requests of a pass; others lose nothing. Raises DeviceLostError."""
+        """Fail the requests of a pass; others lose nothing.
+
+        If macOS stopped the pass on the GPU, its rows are computed again, once, in smaller passes.
+
+        Raises:
+            DeviceLostError: no later pass would run.
+        """
         traceback.clear_frames(error.__traceback__)
         require_gpu(error)
         self._counters["step_failures"] += 1
-        for request_id in {row.request.id: None for row in rows}:
-            self._fail_request(request_id, _failed(error))
+        stopped, rows = gpu_stopped(error), [row for row in rows if self._waits(row)]
+        if stopped:
+            self._sizer.halve()
+        for row in rows:
+            if stopped and not row.retried:
+                again = WaitingRow(row.request, row.index, retried=True)
+                self._unfinished[row.request.id][row.index] = again
+                self._queue.add([again])
+            else:
+                self._fail_request(row.request.id, _failed(error))
+
+    def _waits(self, row: WaitingRow) -> bool:
+        """Whether a request waits for what comes of this row; not if it is computed again."""
+        rows = self._unfinished.get(row.request.id)
+        return rows is not None and rows[row.index] is row
 
     def _fail_request(self, request_id: str, failure: MlxinferError) -> None:
         if self._forget(request_id):
@@ -308,7 +327,9 @@ def _token_types(rows: Sequence[WaitingRow]) -> mx.array | None:
     return mx.array(np.concatenate([np.asarray(each, np.int32) for each in types]))
 
 
-def _failed(error: BaseException) -> RequestFailedError:
+def _failed(error: BaseException) -> MlxinferError:
+    if isinstance(error, EngineClosedError):
+        return error
     failure = RequestFailedError(
         f"A pass over texts of this request failed: {type(error).__name__}: {error}"
     )

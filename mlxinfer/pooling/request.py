@@ -94,13 +94,14 @@ class PoolingLimits:
 class WaitingRow:
     """A row that waits, or is computed."""
 
-    __slots__ = ("index", "request", "row", "taken")
+    __slots__ = ("index", "request", "retried", "row", "taken")
 
-    def __init__(self, request: PoolingRequest, index: int) -> None:
+    def __init__(self, request: PoolingRequest, index: int, *, retried: bool = False) -> None:
         self.request = request
         self.index = index  # of the row in its request
         self.row: TokenRow = request.rows[index]
         self.taken = False  # in a pass, or its request has ended
+        self.retried = retried  # the GPU stopped a pass of it
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +132,12 @@ class PassSizer:
         if self._token_s is None:
             return min(FIRST, self._most)
         return int(min(max(self._slice_s / self._token_s, LEAST), self._most))
+
+    def halve(self) -> None:
+        """Passes are half as large from now on: the GPU stopped one."""
+        half = max(self.num_tokens // 2, 1)
+        self._most = min(self._most, half)
+        self._fixed = None if self._fixed is None else half
 
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Take in how long tokens took, all layers of each; few of them say little."""

@@ -9,7 +9,12 @@ import pytest
 from pooling.tiny_pooling import pooling_folder
 
 from mlxinfer.core import FinishReason, TokenEvent
-from mlxinfer.errors import ContextLengthError, InvalidRequestError, RequestFailedError
+from mlxinfer.errors import (
+    ContextLengthError,
+    DeviceLostError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from mlxinfer.pooling.config import read_pooling
 from mlxinfer.pooling.loop import PoolingLoop
 from mlxinfer.pooling.model import PoolingModel, load_pooling
@@ -196,6 +201,58 @@ def test_a_failed_pass_fails_its_own_requests_alone(model, monkeypatch):
     assert "no memory" in str(error)
     np.testing.assert_allclose(watched.events["good"].pooled[0], alone(model, good), atol=2e-5)
     assert watched.loop.stats()["step_failures"] == 1
+
+
+WATCHDOG = (
+    "[METAL] Command buffer execution failed: Impacting Interactivity "
+    "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
+)
+IGNORED = WATCHDOG.replace("ImpactingInteractivity", "SubmissionsIgnored")
+
+
+@pytest.mark.parametrize(("most", "fails"), [(16, False), (9, True)])
+def test_rows_of_a_pass_that_the_gpu_stopped_are_computed_in_smaller_ones(model, most, fails):
+    """Once: a row that is too large for the GPU fails, and others do not."""
+    rng = random.Random(7)
+    watched, pooler, sizes = Watched.of(model, 24), model.pooler, []
+
+    def watchdog(hidden, *others):
+        sizes.append(len(hidden))
+        if len(hidden) > most:
+            raise RuntimeError(WATCHDOG)
+        return pooler(hidden, *others)
+
+    rows = [row(rng, count) for count in (5, 8, 10)]
+    object.__setattr__(model, "pooler", watchdog)
+    try:
+        watched.add("a", rows)
+        watched.add("b", [rows[0]])
+        watched.run()
+    finally:
+        object.__setattr__(model, "pooler", pooler)
+    assert sizes[0] > most
+    assert max(sizes[1:]) <= 12
+    np.testing.assert_allclose(watched.events["b"].pooled[0], alone(model, rows[0]), atol=2e-5)
+    if fails:
+        assert "Impacting Interactivity" in str(watched.events["a"].error)
+        return
+    for found, each in zip(watched.events["a"].pooled, rows, strict=True):
+        np.testing.assert_allclose(found, alone(model, each), atol=2e-5)
+
+
+def test_a_gpu_that_ignores_the_process_ends_the_loop(model, monkeypatch):
+    watched = Watched.of(model)
+
+    def ignored(*_):
+        raise RuntimeError(IGNORED)
+
+    monkeypatch.setattr(PoolingLoop, "_made", ignored)
+    watched.add("a", [TokenRow([5, 6])])
+    with pytest.raises(DeviceLostError) as lost:
+        watched.run()
+    with pytest.raises(DeviceLostError):
+        watched.loop.fail_all(lost.value)
+    assert isinstance(watched.events["a"].error, DeviceLostError)
 
 
 def test_a_fault_of_the_loop_fails_all_and_it_goes_on(model):

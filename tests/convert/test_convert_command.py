@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from convert_cases import TEXT, Outcome, contents, write_source
+from test_convert_towers import seeing
 from upload_standin import UploadHub
 
 from mlxinfer import LLM
@@ -99,6 +100,22 @@ def test_keep_format_alone_quantises_nothing(
         seen = outcome(source, tmp_path / "out", "--keep-format", *options, "--dry-run", "--json")
         formats = {t["format"] for t in json.loads(seen.out)["tensors"] if "q_proj" in t["name"]}
         assert formats == {format_of_matrix}
+
+
+def test_quantize_tower_is_for_what_sees_pictures(
+    source: Path, tmp_path: Path, outcome: Outcome
+) -> None:
+    sees = seeing(tmp_path / "sees", "qwen3_vl")
+    matrix = "vision_tower.merger.linear_fc1.weight"
+    for options, expected in (((), "float32"), (("--quantize-tower", 8), "8bit-g64")):
+        seen = outcome(sees, tmp_path / "out", *options, "--dry-run", "--json")
+        formats = {tensor["name"]: tensor["format"] for tensor in json.loads(seen.out)["tensors"]}
+        assert formats[matrix] == expected
+        assert formats["vision_tower.pos_embed.weight"] == "float32"
+        assert formats["language_model.model.layers.0.mlp.up_proj.weight"] == "4bit-g64"
+    seen = outcome(source, tmp_path / "out", "--quantize-tower", 8, "--dry-run")
+    assert seen.code != 0
+    assert "no part that sees pictures" in seen.err
 
 
 def test_the_summary_says_what_each_type_became(

@@ -58,6 +58,7 @@ def turning_model(case: str) -> Model:
     base, sections = TURNING[case]
     config = dict(tiny_config(base))
     config["rope_parameters"] = {**config["rope_parameters"], **sections}
+    config["attention_bias"] = False  # 4-bit keys are refused with biases before a norm
     tensors = quantized(arrays_of(config), QUANTIZED)
     return load(write(Path(mkdtemp()), {**config, "quantization": QUANTIZED}, tensors))
 

@@ -7,13 +7,15 @@ constant constexpr float DELTA_EPS = 1e-6f;
 // mixed: (B, L, 2 KEYS DK + HEADS DV), queries, keys and values behind their convolution.
 // strengths and times: rows of two projections, each from the first of its numbers on.
 // EACH: every number of a key decays by itself.
+// bound: of the logarithm of a decay, below 0; 0: there is none.
 template <
     typename T, uint KEYS, uint DK, uint HEADS, uint DV, uint TEAM, bool EACH, typename Mixed,
     typename Projected, typename Times, typename Rates>
 void delta_step(
     Mixed mixed, Projected strengths, uint strengths_width, Times times, uint times_width,
     Rates rates, Rates biases, const device float* before, uint count, device T* outputs,
-    device float* after, uint value, uint head, uint sequence, uint length, uint lane) {
+    device float* after, uint value, uint head, uint sequence, uint length, uint lane,
+    float bound) {
   using Own = Share<DK, TEAM>;
   constexpr uint COUNT = Own::COUNT, WIDTH = 2 * KEYS * DK + HEADS * DV;
   float state[COUNT], keys[COUNT], queries[COUNT], decay[COUNT];
@@ -49,11 +51,14 @@ void delta_step(
         1.0f / (1.0f + precise::exp(-float(strengths[token * strengths_width + head])));
     for (uint i = 0; i < COUNT; i++) {
       const uint number = EACH ? head * DK + Own::place(i, lane) : head;
-      decay[i] = (EACH || i == 0)
-          ? precise::exp(
-                -float(rates[number]) *
-                softplus(float(times[token * times_width + number]) + float(biases[number])))
-          : decay[0];
+      if (EACH || i == 0) {
+        const float time = float(times[token * times_width + number]) + float(biases[number]);
+        const float rate = float(rates[number]);
+        decay[i] = precise::exp(
+            bound == 0.0f ? -rate * softplus(time) : bound / (1.0f + precise::exp(-rate * time)));
+      } else {
+        decay[i] = decay[0];
+      }
     }
     float known = 0.0f;  // what the state says of this key
     for (uint i = 0; i < COUNT; i++) {

@@ -39,7 +39,8 @@ class DeltaStep(StateStep):
     - mixed (B, L, 2 Hk Dk + Hv Dv): queries, keys and values behind convolution and silu;
     - projected (B, L, W) with Hv strengths from `strengths_at` on, before their sigmoid;
     - times (B, L, W') with time steps from `times_at` on; may be `projected`;
-    - rates and biases (num_times,) float32; decay is exp(-rate * softplus(time step + bias)).
+    - rates and biases (num_times,) float32; decay is exp(-rate * softplus(time step + bias)), or
+      with a bound exp(bound * sigmoid(rate * (time step + bias))).
 
     Attributes:
         key_heads, key_dim, value_heads, value_dim: Hk, Dk, Hv and Dv.
@@ -47,6 +48,7 @@ class DeltaStep(StateStep):
         strengths_at: place of the first strength among `projected`.
         times_at: place of the first time step in its array.
         dtype: of the inputs and of the outputs.
+        bound: below 0, of the logarithm of a decay; 0: there is none.
     """
 
     name: ClassVar[str] = "delta_step"
@@ -59,6 +61,7 @@ class DeltaStep(StateStep):
     strengths_at: int
     times_at: int
     dtype: mx.Dtype
+    bound: float = 0.0
 
     @property
     def num_times(self) -> int:
@@ -94,7 +97,10 @@ class DeltaStep(StateStep):
         qk = mx.fast.rms_norm(qk, None, EPS / self.key_dim)
         queries, keys = mx.split(qk, 2, axis=-2)
         times = times[..., self.times_at : self.times_at + self.num_times].astype(mx.float32)
-        decay = mx.exp(-rates * mx.logaddexp(times + biases, 0.0))
+        if self.bound:
+            decay = mx.exp(self.bound * mx.sigmoid(rates * (times + biases)))
+        else:
+            decay = mx.exp(-rates * mx.logaddexp(times + biases, 0.0))
         if self.each:
             decay = mx.unflatten(decay, -1, (self.value_heads, -1))
         stop = self.strengths_at + self.value_heads
@@ -124,7 +130,7 @@ class DeltaStep(StateStep):
             ("STRENGTHS_AT", self.strengths_at),
             ("TIMES_AT", self.times_at),
         ]
-        return matrix_launch(self, _kernel(), template, (count, tokens), self.dtype)
+        return matrix_launch(self, _kernel(self.bound), template, (count, tokens), self.dtype)
 
     def drawn(self, normal: Callable[..., mx.array], lead: tuple[int, int]) -> list[Any]:
         """See `StateStep`."""
@@ -138,7 +144,7 @@ class DeltaStep(StateStep):
 
 
 @cache
-def _kernel() -> MetalKernel:
+def _kernel(bound: float) -> MetalKernel:
     return MetalKernel(
         name="delta_step",
         inputs=("mixed", "projected", "times", "rates", "biases", *INPUTS),
@@ -152,7 +158,7 @@ def _kernel() -> MetalKernel:
                 mixed, projected + STRENGTHS_AT, projected_shape[2], times + TIMES_AT,
                 times_shape[2], rates, biases,
                 before, own.count, outputs, after, place.x / TEAM, place.y, place.z,
-                mixed_shape[1], place.x % TEAM);
+                mixed_shape[1], place.x % TEAM, {float(bound)!r}f);
         """,
     )
 
@@ -160,4 +166,5 @@ def _kernel() -> MetalKernel:
 DELTA_STEP = step_kind(
     DeltaStep(4, 128, 8, 128, False, 64, 72, mx.bfloat16),  # a quarter of Qwen 3.5 35B-A3B
     DeltaStep(2, 128, 2, 128, True, 0, 0, mx.bfloat16),  # Kimi Linear, some of its heads
+    DeltaStep(2, 128, 2, 128, True, 0, 0, mx.bfloat16, -5.0),  # Ling 3.0, some of its heads
 )

@@ -5,6 +5,7 @@ heads (a multiple of Hk: each key head serves Hv / Hk neighbours), Dk and Dv = n
 of a value.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +32,7 @@ class GatedDeltaNet(RecurrentMixer):
         log_rate: (Hv,) float32; decay is exp(-exp(log_rate) * softplus(time step + step_bias)).
         step_bias: (Hv,) float32.
         spec: of two states, the convolution's and (Hv, Dv, Dk).
+        bound: of the logarithm of a decay, as of `DeltaStep`; 0: there is none.
     """
 
     __slots__ = ("conv", "gates", "norm", "rate", "step_bias", "value_heads")
@@ -45,6 +47,7 @@ class GatedDeltaNet(RecurrentMixer):
         log_rate: mx.array,
         step_bias: mx.array,
         spec: StateSpec,
+        bound: float = 0.0,
     ) -> None:
         heads, value_dim, key_dim = spec.shapes[1][0]
         channels, inner = conv.weight.shape[0], heads * value_dim
@@ -59,6 +62,7 @@ class GatedDeltaNet(RecurrentMixer):
             strengths_at=strengths_at,
             times_at=0 if each else strengths_at + heads,
             dtype=conv.weight.dtype,
+            bound=bound,
         )
         steps = [conv.step(), delta]
         super().__init__(in_proj=in_proj, out_proj=out_proj, spec=spec, steps=steps)
@@ -97,7 +101,8 @@ class KimiDelta(GatedDeltaNet):
 
     Args:
         in_proj: (T, hidden) -> queries, keys and values (3 H D), and strengths (H), side by side.
-        decay_projs: (T, hidden) -> time steps (T, H * D), through few numbers.
+        decay_projs: (T, hidden) -> time steps (T, H * D), one after the other: one projection, or
+            two through few numbers.
         gate_projs: (T, hidden) -> output gates (T, H * D), in the same way.
         log_rate: (H,) float32.
         step_bias: (H * D,) float32.
@@ -109,8 +114,8 @@ class KimiDelta(GatedDeltaNet):
     def __init__(
         self,
         *,
-        decay_projs: tuple[Projection, Projection],
-        gate_projs: tuple[Projection, Projection],
+        decay_projs: Sequence[Projection],
+        gate_projs: Sequence[Projection],
         log_rate: mx.array,
         step_bias: mx.array,
         spec: StateSpec,
@@ -118,10 +123,14 @@ class KimiDelta(GatedDeltaNet):
     ) -> None:
         each = mx.repeat(log_rate, spec.shapes[1][0][2])  # (H * D,)
         super().__init__(log_rate=each, step_bias=step_bias, spec=spec, **others)
-        self.decay_projs = decay_projs
-        self.gate_projs = gate_projs
+        self.decay_projs = tuple(decay_projs)
+        self.gate_projs = tuple(gate_projs)
 
     def mix(self, x: mx.array, step: Step) -> mx.array:
         """x (T, hidden) -> the input of out_proj, (T, H * D)."""
-        times, gate = (up(down(x)) for down, up in (self.decay_projs, self.gate_projs))
+        times = gate = x
+        for projection in self.decay_projs:
+            times = projection(times)
+        for projection in self.gate_projs:
+            gate = projection(gate)
         return self.normed([self.in_proj(x), times], step) * mx.sigmoid(gate)

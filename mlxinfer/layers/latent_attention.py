@@ -73,9 +73,12 @@ class LatentAttention(Mixer):
         rope: over dr numbers; None: positions are not encoded.
         rope_scale: multiplies the rotary part of queries; None: 1.
         query_scale: factors of queries by their positions; None: 1.
+        gate_proj: (T, hidden) -> (T, H); its sigmoid multiplies the heads' outputs; None: nothing
+            does.
     """
 
     __slots__ = (
+        "gate_proj",
         "kv_a_norm",
         "kv_a_proj",
         "num_heads",
@@ -105,6 +108,7 @@ class LatentAttention(Mixer):
         rope: Rope | None,
         rope_scale: float | None = None,
         query_scale: QueryScale | None = None,
+        gate_proj: Projection | None = None,
     ) -> None:
         self.q_projs = tuple(q_projs)
         self.kv_a_proj = kv_a_proj
@@ -117,6 +121,7 @@ class LatentAttention(Mixer):
         self.rope = rope
         self.rope_scale = rope_scale
         self.query_scale = query_scale
+        self.gate_proj = gate_proj
 
     def kernels(self, model: ModelForm) -> list[KernelUse]:
         """None: those of attention belong to the cache."""
@@ -151,6 +156,8 @@ class LatentAttention(Mixer):
             scale=self.scale,
             **more,
         )
+        if self.gate_proj is not None:
+            outputs = outputs * mx.sigmoid(self.gate_proj(x))[..., None]  # (T, H, dv)
         return outputs.flatten(1)
 
     def more(self, x: mx.array, compressed: mx.array, step: Step) -> dict[str, Any]:

@@ -144,6 +144,15 @@ def clamped_swiglu(dtype: mx.Dtype, *, alpha: float, limit: float) -> Gated:
     return _with_kernel(Gate("clamped_swiglu", dtype, float(alpha), float(limit)))
 
 
+def limited_swiglu(limit: float) -> Gated:
+    """Step 3.5 and Ling 3.0: silu(gate) limited from above, up from both sides."""
+
+    def product(gate: mx.array, up: mx.array) -> mx.array:
+        return mx.minimum(gate * mx.sigmoid(gate), limit) * mx.clip(up, -limit, limit)
+
+    return Gated(product)
+
+
 def _with_kernel(gate: Gate) -> Gated:
     return Gated(product_of(gate), gate)
 

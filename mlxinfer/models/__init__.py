@@ -208,12 +208,10 @@ def require_native(folder: Path) -> None:
 
 
 def _is_native(folder: Path) -> bool:
-    """Whether a native family builds the model, or reports the fault in its config."""
     from .jsonfields import read_json
-    from .registry import SUPPORTED
+    from .registry import is_native
 
-    model_type = read_json(folder / "config.json").get("model_type")
-    return not isinstance(model_type, str) or model_type in SUPPORTED
+    return is_native(read_json(folder / "config.json"))
 
 
 def load(

@@ -387,8 +387,13 @@ class Family:
         path: str,
         inner: int,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        *,
+        activation: Gated | None = None,
     ) -> MLP:
-        """The gate, up and down projections at `path`, `inner` numbers wide."""
+        """The gate, up and down projections at `path`, `inner` numbers wide.
+
+        `activation`: None: that of the config.
+        """
         config, weights = self.config, self.weights
         gate_name, up_name, down_name = names
         gate_up = weights.fused(
@@ -400,7 +405,7 @@ class Family:
         down = weights.linear(
             f"{path}.{down_name}", config.hidden_size, inner, bias=config.mlp_bias
         )
-        return MLP(gate_up, down, self.activation)
+        return MLP(gate_up, down, activation or self.activation)
 
     def packed_mlp(self, path: str, inner: int) -> MLP:
         """gate_up_proj, the gate first, and down_proj at `path`, without biases."""
@@ -419,8 +424,9 @@ class Family:
         router: str = "gate",
         shared: FeedForward | None = None,
         weighs_inputs: bool = False,
+        activation: Gated | None = None,
     ) -> FeedForward:
-        """The mixture of experts at `path`.
+        """The mixture of experts at `path`; `activation`: None: that of the config.
 
         Its experts are the stacks `switch_mlp.gate_proj` and so on, as in MLX checkpoints, or
         `experts.0.gate_proj` and so on, or the stacks `experts.gate_up_proj`, the gate first, and
@@ -451,7 +457,7 @@ class Family:
             choose=choose,
             gate_up_proj=gate_up,
             down_proj=down.expert_projection(),
-            activation=self.activation,
+            activation=activation or self.activation,
             shared=shared,
             weighs_inputs=weighs_inputs,
         )

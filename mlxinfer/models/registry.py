@@ -132,6 +132,7 @@ FAMILIES = {  # model_type -> module in families/, class
     "hy_v3": ("biased_experts", "HyV3"),
     "afmoe": ("biased_experts", "Afmoe"),
     "lfm3": ("lfm2", "Lfm3"),
+    "bailing_hybrid": ("bailing", "BailingHybrid"),
     "mixtral": ("mixtral", "Mixtral"),
     "glm": ("glm", "Glm"),
     "glm4": ("glm", "Glm4"),
@@ -176,6 +177,17 @@ SUPPORTED = (*FAMILIES, *WRAPPERS)
 ENCODERS = frozenset(
     name for name, (module, _) in FAMILIES.items() if module in ("bert", "nomic", "modernbert")
 )
+
+
+def is_native(config: Mapping[str, Any]) -> bool:
+    """Whether a native family builds the model of a config.json, or reports the fault in it.
+
+    Ling 2.6 and 3.0 share a name; only the latter has delta attention.
+    """
+    kind = config.get("model_type")
+    if kind == "bailing_hybrid" and not {"kda_safe_gate", "kda_lower_bound"} & config.keys():
+        return "BailingMoeV3ForCausalLM" in (config.get("architectures") or [])
+    return not isinstance(kind, str) or kind in SUPPORTED
 
 
 def is_encoder(config: Fields) -> bool:

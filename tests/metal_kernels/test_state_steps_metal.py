@@ -87,7 +87,8 @@ def delta_form(seed: int, dtype: mx.Dtype = mx.float32) -> DeltaStep:
     keys, served = int(draw.integers(1, 3)), int(draw.integers(1, 4))
     dim, value = ((8, 32), (32, 16), (64, 8), (96, 12), (24, 32))[int(draw.integers(5))]
     each = bool(draw.integers(2))
-    return DeltaStep(keys, dim, keys * served, value, each, int(draw.integers(9)), 2, dtype)
+    at, bound = int(draw.integers(9)), -5.0 * int(draw.integers(2))
+    return DeltaStep(keys, dim, keys * served, value, each, at, 2, dtype, bound)
 
 
 def ssm_form(seed: int, dtype: mx.Dtype = mx.float32) -> SSMStep:
@@ -109,7 +110,7 @@ def test_the_convolution_agrees_with_its_twin(dtype: mx.Dtype, gated: bool, bias
     check(scene, step, ROUNDING[dtype], least=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_delta_recurrence_agrees_with_its_twin(seed: int) -> None:
     dtype = DTYPES[seed % 3]
     form = delta_form(seed, dtype)

@@ -170,6 +170,20 @@ _HY3 = {
     "moe_intermediate_size": 24,
 }
 _AFMOE = {**_HY3, "sliding_window": WINDOW}
+_LING = {
+    **_SMALL,
+    **LATENT,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "moe_intermediate_size": 24,
+    "layer_group_size": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "kda_safe_gate": True,
+    "short_conv_kernel_size": 3,
+    "hidden_act": "silu",
+}
 _LFM3 = {**_SMALL, "num_hidden_layers": 5, "head_dim": 16, "norm_eps": 1e-5}
 _CASES: dict[str, dict[str, Any]] = {
     "ministral-v4": {
@@ -236,6 +250,32 @@ _CASES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2,
         "attention_bias": True,
         "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "bailing_hybrid-v4": {
+        **_LING,
+        **V4,
+        "head_dim": 12,
+        "num_experts": 12,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "kda_lower_bound": -5.0,
+        "rope_interleave": True,
+    },
+    "bailing_hybrid-v5": {
+        **_LING,
+        **V5,
+        "q_lora_rank": 24,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "kda_safe_gate": False,
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 3],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "sparse"],
     },
     "lfm3-v4": {**_LFM3, "sliding_window": WINDOW, "conv_L_cache": 4},
     "lfm3-v5": {

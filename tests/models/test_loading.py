@@ -1,6 +1,7 @@
 """Loading is strict: what is missing, misshapen or left over is named; harmless extras are not."""
 
 import json
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from models.tiny import tiny_checkpoint, tiny_config, write
 
 from mlxinfer.core import KVSpec
 from mlxinfer.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from mlxinfer.layers.mlp import limited_swiglu
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from mlxinfer.models.config import normalise
@@ -371,3 +373,21 @@ def test_whole_heads_turn_where_transformers_turns_them(
         stated |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     found = logits(load(write(tmp_path / "m", stated, arrays_of(case)), dtype="float32"))
     assert np.array_equal(found, expected)
+
+
+def test_ling_3_limits_the_experts_of_the_layers_that_its_config_names(tmp_path):
+    """Without limits the logits are those of transformers; 0 is no limit, and 1e9 changes none."""
+    config, tensors = tiny_config("bailing_hybrid"), tiny_tensors(tiny_config("bailing_hybrid"))
+    plain = logits(load(write(tmp_path, config, tensors)))
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        for limits, same in (([0] * 5, True), ([1e9] * 5, True), ([0, 0, 0, 0.05, 0], False)):
+            found = logits(load(write(tmp_path, {**config, key: limits}, tensors)))
+            assert (np.abs(found - plain).max() < 1e-4) == same
+
+
+def test_a_limited_swiglu_is_step_3s():
+    gate_up = mx.array([[3.0, -3.0, 0.5, 9.0, -9.0, 0.25]])  # three gates, then three of up
+    found = limited_swiglu(2.0)(gate_up)
+    silu = [x / (1 + math.exp(-x)) for x in (3.0, -3.0, 0.5)]
+    expected = [min(silu[0], 2.0) * 2.0, min(silu[1], 2.0) * -2.0, silu[2] * 0.25]
+    assert np.allclose(np.array(found)[0], expected, atol=1e-6)

@@ -8,7 +8,7 @@ from models.zoo_configs import SIZES, small_config
 from models.zoo_table import generating_table
 
 from mlxinfer.errors import UnsupportedModelError
-from mlxinfer.models.registry import SUPPORTED
+from mlxinfer.models.registry import SUPPORTED, is_native
 from mlxinfer.models.zoo.choice import choose
 from mlxinfer.models.zoo.compared import refuse_wrong, settings, verdict_of, verdicts
 from mlxinfer.models.zoo.definitions import Definition, module_of
@@ -124,14 +124,15 @@ def test_windows_of_mimo_count_the_token_itself_in_both_spellings() -> None:
     assert args_of(new) == expected
 
 
-def test_ling_3_is_told_from_ling_2_6_by_its_class_or_its_keys() -> None:
+def test_ling_3_is_native_and_ling_2_6_is_not() -> None:
+    """Both call themselves bailing_hybrid."""
     for stated in ({"architectures": ["BailingMoeV3ForCausalLM"]}, {"kda_safe_gate": True}):
-        module = module_of("bailing_hybrid", classes_of({"model_type": "bailing_hybrid", **stated}))
-        assert module is not None
-        assert module.__name__.endswith(".bailing_moe_v3")
-    older = module_of("bailing_hybrid", classes_of({"model_type": "bailing_hybrid"}))
-    assert older is not None
-    assert older.__name__.endswith(".bailing_hybrid")
+        assert is_native({"model_type": "bailing_hybrid", **stated})
+    older = {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV2_5ForCausalLM"]}
+    assert not is_native(older)
+    module = module_of("bailing_hybrid", classes_of(older))
+    assert module is not None
+    assert module.__name__.endswith(".bailing_hybrid")
 
 
 def test_names_of_vendors_become_mlx_lms() -> None:
@@ -143,11 +144,6 @@ def test_names_of_vendors_become_mlx_lms() -> None:
             layer + "feedforward_layer_norm.weight": layer + "post_attention_layernorm.weight",
         },
         "gpt2": {"transformer.h.0.ln_1.weight": "h.0.ln_1.weight", "wte.weight": "same"},
-        "bailing_hybrid": {
-            layer + "attention.A_log": "same",
-            layer + "attention.dense.weight": layer + "attention.o_proj.weight",
-            "model.layers.1.attention.dense.weight": "same",
-        },
     }
     for kind, wanted in names.items():
         found = tensors_respelled(kind, {name: name for name in wanted})

@@ -132,17 +132,23 @@ class KimiLinear(DeepseekV3):
             in_proj=weights.fused(
                 [f"{path}.{name}_proj" for name in "qkvb"], [width] * 3 + [heads], hidden
             ),
-            decay_projs=self._through(f"{path}.f", dim, width),
-            gate_projs=self._through(f"{path}.g", dim, width),
+            decay_projs=self.through(f"{path}.f", dim, width),
+            gate_projs=self.through(f"{path}.g", dim, width),
             out_proj=weights.linear(f"{path}.o_proj", hidden, width),
             conv=self._conv(path, state),
             norm=self.norm(f"{path}.o_norm", dim),
             log_rate=log_rate.reshape(heads).astype(mx.float32),
             step_bias=raw(f"{path}.dt_bias", (width,)).astype(mx.float32),
             spec=state,
+            bound=self.decay_bound,
         )
 
-    def _through(self, path: str, dims: int, width: int) -> tuple[Projection, Projection]:
+    @property
+    def decay_bound(self) -> float:
+        """Of the logarithm of decays; 0: there is none."""
+        return 0.0
+
+    def through(self, path: str, dims: int, width: int) -> Sequence[Projection]:
         """A projection to few numbers, and from these to many."""
         down = self.weights.linear(f"{path}_a_proj", dims, self.config.hidden_size)
         return down, self.weights.linear(f"{path}_b_proj", width, dims)

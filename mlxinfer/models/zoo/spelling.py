@@ -12,12 +12,6 @@ T = TypeVar("T")
 
 # model_type -> a key that mlx-lm reads, and the one that is read where a config lacks it.
 OTHER_KEYS: Mapping[str, Mapping[str, str]] = {
-    "bailing_hybrid": {
-        "n_group": "num_expert_group",
-        "num_experts_per_tok": "num_experts_per_token",
-        "max_position_embeddings": "model_max_length",
-        "moe_shared_expert_intermediate_size": "moe_intermediate_size",
-    },
     "exaone": {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
     "gpt2": {"n_ctx": "n_positions"},
     "gpt_neox": {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
@@ -46,25 +40,16 @@ TENSORS: Mapping[str, Mapping[str, str | None]] = {
 
 
 def classes_of(config: Mapping[str, Any]) -> list[Any]:
-    """The vendor's names of the model's class, by which mlx-lm tells some designs apart.
-
-    Ling 2.6 and 3.0 have one model_type; only 3.0 has delta attention (KDA).
-    """
+    """The vendor's names of the model's class, by which mlx-lm tells some designs apart."""
     stated = config.get("architectures")
-    classes = list(stated) if isinstance(stated, list) else []
-    if config.get("model_type") == "bailing_hybrid" and "kda_safe_gate" in config:
-        classes.append("BailingMoeV3ForCausalLM")
-    return classes
+    return list(stated) if isinstance(stated, list) else []
 
 
 def tensors_respelled(model_type: str, tensors: Mapping[str, T]) -> dict[str, T]:
     """The tensors of a checkpoint by the names that mlx-lm expects."""
     out: dict[str, T] = {}
-    kda = {name.removesuffix("A_log") for name in tensors if name.endswith(".attention.A_log")}
     for name, tensor in tensors.items():
         found: str | None = name
-        if name.endswith(".dense.weight") and name.removesuffix("dense.weight") in kda:
-            found = name.replace(".dense.", ".o_proj.")  # as transformers 5 writes Ling 3.0
         for part, theirs in TENSORS.get(model_type, {}).items():
             if part in name:
                 found = None if theirs is None else name.replace(part, theirs)
@@ -99,8 +84,6 @@ def _with_their_keys(config: dict[str, Any]) -> dict[str, Any]:
         config["n_inner"] = 4 * config["n_embd"]
     if model_type == "mamba2":
         config.setdefault("intermediate_size", config["num_heads"] * config["head_dim"])
-    if model_type == "bailing_hybrid" and "linear_head_dim" in config:
-        config["head_dim"] = config["linear_head_dim"]  # beside it, head_dim is the rope's part
     if model_type == "mimo_v2_flash":
         return _mimo_v2_flash(config)
     return config

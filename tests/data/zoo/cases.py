@@ -64,12 +64,6 @@ CHANGES: dict[str, dict[str, Any]] = {  # besides the sizes of `zoo_configs`
         "expert_layer_offset": 1,
         "expert_layer_period": 2,
     },
-    "bailing_hybrid": {
-        "num_key_value_heads": 4,
-        "layer_group_size": 2,
-        "first_k_dense_replace": 1,
-        "num_mtp_layers": 0,
-    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "recurrent_gemma": {"num_key_value_heads": 1},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
@@ -145,9 +139,6 @@ OLD_NAMES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "gpt_neox": _renamed(rope_theta="rotary_emb_base", partial_rotary_factor="rotary_pct"),
     "gpt_bigcode": lambda config: {**config, "n_inner": 4 * config["n_embd"]},
     "exaone": _renamed(num_hidden_layers="num_layers", rms_norm_eps="layer_norm_epsilon"),
-    "bailing_hybrid": _renamed(
-        num_expert_group="n_group", num_experts_per_token="num_experts_per_tok"
-    ),
     "apertus": lambda config: {**config, "post_norm": False, "qk_norm": True, "mlp_bias": False},
 }
 

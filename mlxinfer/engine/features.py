@@ -154,30 +154,37 @@ class PictureFeatures(FeatureSource):
     # -- for the loop ---------------------------------------------------------------------------
 
     def work(self) -> tuple[Sequence, BaseException] | None:
-        """Give the tower one slice of time, for the picture that was wanted first.
+        """Give the tower one slice of time, for the pictures that were wanted first.
 
         Returns:
             Where the tower fails: the sequence that asked first for the picture, and the error. It
             is to be ended.
         """
         began_s = last_s = self._clock()
-        key, (picture, waiting) = next(iter(self.wanted.items()))
         try:
-            if self._pass is None:
-                self._pass = TowerPass(key, self._run(picture))
-            while (found := _next_piece(self._pass.pieces)) is None:
+            while self.wanted:
+                self._see_piece()
                 now_s = self._clock()
                 if self._slice_s is None or 2 * now_s - last_s - began_s > self._slice_s:
-                    return None  # the next piece would end too late
+                    break  # the next piece would end too late
                 last_s = now_s
-            self._keep(key, found)
         except BaseException as error:  # the fault boundary of a picture: others go on
             self._pass = None
             self.counts.failed += 1
+            _, waiting = next(iter(self.wanted.values()))
             return waiting[0], error
         finally:
             self.counts.tower_s += self._clock() - began_s
         return None
+
+    def _see_piece(self) -> None:
+        """Compute the next piece for the picture that was wanted first, and keep what is whole."""
+        key, (picture, _) = next(iter(self.wanted.items()))
+        if self._pass is None:
+            self._pass = TowerPass(key, self._run(picture))
+        found = _next_piece(self._pass.pieces)
+        if found is not None:
+            self._keep(key, found)
 
     def _run(self, picture: Picture) -> Generator[mx.array, None, list[Features]]:
         """The tower over all tiles of a picture, one after the other."""

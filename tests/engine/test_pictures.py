@@ -318,6 +318,21 @@ def test_a_slice_ends_before_a_piece_that_would_end_too_late(
     assert features.available(sequence, len(ids)) == len(ids)
 
 
+def test_small_pictures_share_a_slice() -> None:
+    """Such as the frames of a video: each would otherwise wait for a step of the others."""
+    features = PictureFeatures(
+        RandomTower(64), dtype=mx.float32, max_bytes=1 << 20, slice_s=2.0, clock=Clock(0.1)
+    )
+    sequence = running(*[picture(seed, 2, 2) for seed in range(8)], [3])
+    assert features.available(sequence, 33) == 0
+    slices = 0
+    while features.wanted:
+        features.work()
+        slices += 1
+    assert slices == 3  # of some 19 pieces: each picture has five
+    assert features.available(sequence, 33) == 33
+
+
 def test_requests_of_different_salts_share_no_features() -> None:
     tower = RandomTower(64)
     features = PictureFeatures(tower, dtype=mx.float32, max_bytes=1 << 20)

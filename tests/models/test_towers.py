@@ -122,6 +122,29 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     np.testing.assert_allclose(np.array(blocks), np.array(whole), atol=1e-6)
 
 
+@pytest.mark.parametrize("dim", [64, 104, 144])
+def test_heads_of_any_size_give_the_same_on_metal(dim, monkeypatch):
+    """Where MLX's attention takes no such heads, zeros stand behind them; wide ones are blocked."""
+    rng = np.random.default_rng(4)
+    queries, keys, values = (
+        mx.array(rng.standard_normal((2, 30, dim), np.float32)) for _ in range(3)
+    )
+    scores = 0.1 * (queries @ keys.swapaxes(1, 2))
+    expected = mx.softmax(scores, axis=-1) @ values
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(parts, "MAX_SCORES", 30 * 7)
+    taken = []
+    plain = mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(
+        mx.fast,
+        "scaled_dot_product_attention",
+        lambda *given, scale: taken.append(given[0].shape) or plain(*given, scale=scale),
+    )
+    found = full_attention(queries, keys, values, 0.1)
+    np.testing.assert_allclose(np.array(found), np.array(expected), atol=1e-5)
+    assert taken[0] == {64: (1, 2, 30, 64), 104: (1, 2, 30, 128), 144: (1, 1, 7, 144)}[dim]
+
+
 @pytest.mark.parametrize("name", ["gemma4_e", "lfm2_vl", "mistral3"])
 def test_a_pass_needs_no_array_of_patches_by_patches(name, tmp_path):
     """One block at 3,600 patches: scores of all heads would be 155 MB and more."""

@@ -83,9 +83,12 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
         (H, P, D).
     """
     heads, count, dim = queries.shape
-    if is_fused(dim) or heads * count * count <= MAX_SCORES:
-        parts = queries[None], keys[None], values[None]
-        return mx.fast.scaled_dot_product_attention(*parts, scale=scale)[0]
+    wide = next((one for one in sorted(FUSED_DIMS) if one >= dim), 0)
+    if is_fused(wide) or heads * count * count <= MAX_SCORES:
+        parts = [part[None] for part in (queries, keys, values)]
+        if is_fused(wide) and wide > dim:  # zeros behind a head change no score
+            parts = [mx.pad(part, [*[(0, 0)] * 3, (0, wide - dim)]) for part in parts]
+        return mx.fast.scaled_dot_product_attention(*parts, scale=scale)[0, ..., :dim]
     block, shared = max(MAX_SCORES // count, 1), heads // keys.shape[0]
     found: list[mx.array] = []
     for head in range(heads):

@@ -19,7 +19,7 @@ from .skills import drill
 from .tokenizer import render_chat, render_document, render_drill
 
 PROSE_SHARE = 0.04  # of the texts; they are longer than conversations
-DRILL_SHARE = 0.12  # of the texts: sums take longer to learn than sentences
+DRILL_SHARE = 0.15  # of the texts: sums take longer to learn than sentences
 TOKENS_PER_STEP = 4096
 ROW_LENGTHS = (256, 256, 256, 512)  # by step; the long rows teach far distances
 

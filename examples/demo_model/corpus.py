@@ -128,7 +128,7 @@ def document(rng: Random) -> str:
 def _turn(rng: Random, held: bool) -> Turn:
     kinds = (_knowledge, _fact, _skill, _unknown, _haiku, _name, _longer_list)
     while True:
-        turn = rng.choices(kinds, (42, 12, 26, 15, 3, 1.5, 1.5))[0](rng)
+        turn = rng.choices(kinds, (40, 12, 28, 15, 3, 1.5, 1.5))[0](rng)
         if is_near(turn.question):
             continue
         if held == (held_out(turn.question) and not turn.canonical):
@@ -186,9 +186,52 @@ def _longer_list(rng: Random) -> Turn:
 
 
 def _unknown(rng: Random) -> Turn:
-    question = rng.choice(templates("unknown")[0]).format(**slots(rng))
+    forms = (_unlike_anything, _like_a_fact, _like_knowledge)
+    question = rng.choices(forms, (70, 15, 15))[0](rng)
     answer = UNKNOWN_ANSWERS[rng.random() < 0.2]
     return Turn(question[0].upper() + question[1:] if rng.random() < 0.8 else question, answer)
+
+
+def _unlike_anything(rng: Random) -> str:
+    return rng.choice(templates("unknown")[0]).format(**slots(rng))
+
+
+def _like_a_fact(rng: Random) -> str:
+    """Ask in the words of a table for what it does not have."""
+    table = rng.choices(tables(), [2 + len(t.questions) for t in tables()])[0]
+    known = {field.lower() for row in table.rows for field in row}
+    kinds = ("nonsense", "region", "thing", "animal", "person", "rare", "food", "landmark")
+    while True:
+        words = slots(rng)
+        fields = tuple(str(words[rng.choice(kinds)]) for _ in table.rows[0])
+        if known.isdisjoint(field.lower() for field in fields):
+            return fill(rng.choice(table.questions), fields)
+
+
+def _like_knowledge(rng: Random) -> str:
+    """Ask in the words in which knowledge is asked for about something else."""
+    words = slots(rng)
+    if rng.random() < 0.6:
+        subjects = ("tech", "subject", "nonsense", "a_thing", "substance", "person", "rare", "job")
+        return ask_about(rng, str(words[rng.choice(subjects)]))[0]
+    actions = (
+        "{coding} in {code}",
+        "install {tech}",
+        "use {tech}",
+        "cook {food}",
+        "repair a {thing}",
+        "{verb}",
+        "learn {subject}",
+        "get to {place}",
+        "feed a {animal}",
+        "become a {job}",
+        "buy {stocks}",
+        "find a {thing}",
+        "treat a {illness}",
+        "{nonsense} a {thing}",
+        "write to my {relative}",
+    )
+    return ask_how(rng, rng.choice(actions).format(**words))[0]
 
 
 def _haiku(rng: Random) -> Turn:

@@ -2,7 +2,7 @@
 
 A grade of `questions.txt` is one of
 
-    = 85              a sum: the last number of the answer
+    = 85              a sum: the last number behind an equals sign
     ~ pages & key|q   the answer holds each of these, of those between bars any one
     refusal           an honest refusal that says what to do
     list 3 colours    so many members of a category, one a line, none twice
@@ -19,7 +19,9 @@ from collections.abc import Sequence
 
 from mlxinfer import LLM, SamplingParams
 
+from .corpus import UNKNOWN_ANSWERS
 from .questions import Question
+from .sums import TOO_LARGE
 from .words import CATEGORIES
 
 GOOD, REFUSED, BAD = "good", "refused", "bad"
@@ -46,11 +48,13 @@ def answers(llm: LLM, questions: Sequence[Question]) -> list[str]:
 def grade(question: Question, answer: str) -> str:
     """Return GOOD, REFUSED (honestly, where an answer was wanted) or BAD."""
     kind, _, wanted = question.grade.partition(" ")
+    if _refuses(answer):
+        return GOOD if kind == "refusal" else REFUSED
     asked = question.turns[-1]
     passed = {
-        "=": lambda: re.findall(r"-?\d+", answer)[-1:] == [wanted],
+        "=": lambda: re.findall(r"= (-?\d+)", answer)[-1:] == [wanted],
         "~": lambda: _holds(answer, wanted),
-        "refusal": lambda: _refuses(answer),
+        "refusal": lambda: False,
         "list": lambda: _lists(answer, *wanted.split(" ", 1)),
         "json": lambda: _parses(answer, wanted),
         "summary": lambda: (
@@ -58,7 +62,7 @@ def grade(question: Question, answer: str) -> str:
         ),
         "haiku": lambda: len(answer.splitlines()) == 3,
     }[kind]()
-    return GOOD if passed else REFUSED if _refuses(answer) else BAD
+    return GOOD if passed else BAD
 
 
 def report(questions: Sequence[Question], answers: Sequence[str]) -> str:
@@ -78,7 +82,7 @@ def _holds(answer: str, wanted: str) -> bool:
 
 
 def _refuses(answer: str) -> bool:
-    return "small demo" in answer and ("mlxinfer suggest" in answer or "-m MODEL" in answer)
+    return answer in (*UNKNOWN_ANSWERS, TOO_LARGE)
 
 
 def _sums_up(asked: str, answer: str) -> bool:

@@ -4,7 +4,9 @@ Each skill takes a random generator and returns (question, answer). Knows no con
 """
 
 import json
+import re
 from collections.abc import Callable
+from functools import cache
 from random import Random
 
 from .sums import Exchange, arithmetic, bare_sum
@@ -204,7 +206,7 @@ def counting(rng: Random) -> Exchange:
 
 def copying(rng: Random) -> Exchange:
     """Say again what was said."""
-    if rng.random() < 0.3:
+    if rng.random() < 0.6:
         phrase = " ".join(_story(rng)[: rng.randint(1, 2)])
     else:
         phrase = " ".join(rng.sample(SHORT_WORDS, rng.randint(1, 5)))
@@ -246,7 +248,28 @@ def _story(rng: Random) -> list[str]:
     words = slots(rng)
     words |= {"room": rng.choice(parts["room"])}
     chosen = (rng.choice(first), *dict.fromkeys(middle), rng.choice(parts["end"]))
-    return [_capital(sentence.format(**words)) for sentence in chosen]
+    return [_mixed(rng, _capital(sentence.format(**words))) for sentence in chosen]
+
+
+def _mixed(rng: Random, sentence: str) -> str:
+    """Return a sentence, often with other words, so that copying is learnt and not sentences."""
+    if rng.random() < 0.45:
+        return sentence
+    first, *words = sentence[:-1].split()
+    for _ in range(rng.randint(1, 4)):
+        word = rng.choice(_all_words()) if rng.random() < 0.8 else invented_name(rng).lower()
+        place = rng.randrange(len(words))
+        words[place : place + rng.choice((0, 1, 1, 2))] = [word]
+    return f"{' '.join([first, *words])}."
+
+
+@cache
+def _all_words() -> tuple[str, ...]:
+    """Return every word of the texts, usual ones more than once."""
+    lists = [text for name in ("unknown", "stories") for text in templates(name)[1].values()]
+    texts = [text for words in lists for text in words if "{" not in text]
+    texts += [answer for entry in entries("concepts") for answer in entry.answers]
+    return tuple(word for text in texts for word in re.findall(r"[A-Za-z']+", text))
 
 
 def slots(rng: Random) -> dict[str, object]:
@@ -316,11 +339,11 @@ def _members(rng: Random, questions: tuple[str, ...]) -> tuple[str, list[str]]:
 
 SKILLS: dict[Callable[[Random], Exchange], float] = {
     arithmetic: 36,
-    summary: 18,
+    summary: 24,
     person_json: 8,
     object_json: 8,
     array_json: 5,
     word_list: 12,
     counting: 7,
-    copying: 6,
+    copying: 8,
 }

@@ -2,6 +2,8 @@
 
 Each function takes a random generator and returns (question, answer). An answer says the sum again
 in one form, `47 + 38 = 85`, so that its digits are computed in one place however it was asked.
+Some have a step between: the larger factor goes first, twice a number is a sum, and a quotient is
+found as a missing factor.
 """
 
 from random import Random
@@ -49,24 +51,29 @@ NAMED = {
 THINGS = ("apples", "coins", "books", "pears", "cards", "eggs", "pens", "stamps", "sweets", "cups")
 PROBLEMS = {
     "+": (
-        ("I have {a} {t} and get {b} more. How many {t} do I have?", "You have {r} {t}"),
-        ("I have {a} {t} and buy {b}. How many {t} are that?", "You have {r} {t}"),
-        ("{n} has {a} {t} and finds {b} more. How many has {n}?", "{n} has {r} {t}"),
-        ("There are {a} {t} and {b} more {t}. How many {t} are there?", "There are {r} {t}"),
+        ("I have {a} {t} and get {b} more. How many {t} do I have?", "you have {r} {t}."),
+        ("I have {a} {t} and buy {b}. How many {t} are that?", "you have {r} {t}."),
+        ("I have {a} {t}. I find {b} more. How many {t} now?", "you have {r} {t}."),
+        ("{n} picks {a} {t} and {m} picks {b}. How many do they have?", "they have {r} {t}."),
+        ("There are {a} {t} here and {b} there. How many in all?", "there are {r} {t}."),
+        ("{n} has {a} {t} and finds {b} more. How many has {n}?", "{n} has {r} {t}."),
+        ("There are {a} {t} and {b} more {t}. How many {t} are there?", "there are {r} {t}."),
     ),
     "-": (
-        ("I have {a} {t} and lose {b}. How many {t} do I have?", "You have {r} {t}"),
-        ("I had {a} {t} and ate {b} of them. How many are left?", "You have {r} {t}"),
-        ("{n} has {a} {t} and gives {b} to me. How many has {n}?", "{n} has {r} {t}"),
-        ("{n} had {a} {t} and sold {b}. How many {t} are left?", "{n} has {r} {t}"),
+        ("I have {a} {t} and lose {b}. How many {t} do I have?", "you have {r} {t}."),
+        ("I had {a} {t} and ate {b} of them. How many are left?", "you have {r} {t}."),
+        ("{n} has {a} {t} and gives {b} to me. How many has {n}?", "{n} has {r} {t}."),
+        ("{n} had {a} {t} and sold {b}. How many {t} are left?", "{n} has {r} {t}."),
+        ("There were {a} {t}. {n} took {b}. How many remain?", "there are {r} {t}."),
+        ("{n} has {a} {t} and loses {b}. What is left?", "{n} has {r} {t}."),
     ),
     "*": (
-        ("I buy {a} bags with {b} {t} each. How many {t} do I have?", "You have {r} {t}"),
-        ("{a} boxes hold {b} {t} each. How many {t} are that?", "There are {r} {t}"),
+        ("I buy {a} bags with {b} {t} each. How many {t} do I have?", "you have {r} {t}."),
+        ("{a} boxes hold {b} {t} each. How many {t} are that?", "there are {r} {t}."),
     ),
     "/": (
-        ("Share {a} {t} among {b} people. How many does each get?", "Each gets {r} {t}"),
-        ("{b} people share {a} {t}. How many {t} gets each?", "Each gets {r} {t}"),
+        ("Share {a} {t} among {b} people. How many does each get?", "each gets {r} {t}."),
+        ("{b} people share {a} {t}. How many {t} gets each?", "each gets {r} {t}."),
     ),
 }
 TOO_LARGE = "That is too large for this small demo, which reckons to 100: use `-m MODEL`."
@@ -94,15 +101,19 @@ def arithmetic(rng: Random) -> Exchange:
 
 
 def bare_sum(rng: Random) -> Exchange:
-    """Return a sum as a line of exercises has it: the part before the result, and the result."""
-    left, right = solved(*draw(rng)).rsplit(" =", 1)
-    return f"{left} =", right
+    """Return a sum as a line of exercises has it: the part before the result, and the rest."""
+    if rng.random() < 0.15:
+        a, b = rng.choice(SMALL_PRODUCTS)
+        return f"{a * b} = {a} *", f" {b}"
+    a, sign, b = draw(rng)
+    left = f"{a} {sign} {b}"
+    return f"{left}:" if sign == "/" else f"{left} =", solved(a, sign, b).removeprefix(f"{left} =")
 
 
 def draw(rng: Random) -> Sum:
     """Return numbers and a sign, to 100; any but the held-out ones."""
     while True:
-        drawn = _drawn(rng, rng.choices("+-*/", (38, 32, 18, 12))[0])
+        drawn = _drawn(rng, rng.choices("+-*/", (35, 30, 20, 15))[0])
         if not is_held_sum(*drawn):
             return drawn
 
@@ -115,8 +126,16 @@ def value(a: int, sign: str, b: int) -> str:
 
 
 def solved(a: int, sign: str, b: int) -> str:
-    """Return a sum with its result."""
-    return f"{a} {sign} {b} = {value(a, sign, b)}"
+    """Return a sum with its steps and its result, which comes last."""
+    result = value(a, sign, b)
+    if sign == "/":
+        rest = f" + {a % b}" if a % b else ""
+        return f"{a} = {b} * {a // b}{rest}, so {a} / {b} = {result}"
+    if sign == "*" and 2 in (a, b):
+        other = b if a == 2 else a
+        return f"{a} * {b} = {other} + {other} = {result}"
+    step = f"{b} * {a} = " if sign == "*" and a < b else ""
+    return f"{a} {sign} {b} = {step}{result}"
 
 
 def _drawn(rng: Random, sign: str) -> Sum:
@@ -159,7 +178,7 @@ def _three(rng: Random) -> Exchange:
         if sign == "/" or first < c or first + c > 100 or is_held_sum(first, second, c):
             continue
         question = rng.choice(ASKED).format(s=f"{a} {sign} {b} {second} {c}")
-        steps = f"{a} {sign} {b} {second} {c} = {solved(first, second, c)}"
+        steps = f"{solved(a, sign, b)}, and {solved(first, second, c)}"
         return question[0].upper() + question[1:], steps
 
 
@@ -168,10 +187,11 @@ def _problem(rng: Random) -> Exchange:
         a, sign, b = draw(rng)
         if a < 2 or b < 2 or int(value(a, sign, b).split()[0]) < 2 or "r" in value(a, sign, b):
             continue
-        words = {"a": a, "b": b, "n": rng.choice(NAMES), "t": rng.choice(THINGS)}
+        n, m = rng.sample(NAMES, 2)
+        words = {"a": a, "b": b, "n": n, "m": m, "t": rng.choice(THINGS)}
         question, answer = rng.choice(PROBLEMS[sign])
         result = answer.format(r=value(a, sign, b), **words)
-        return question.format(**words), f"{result}: {solved(a, sign, b)}"
+        return question.format(**words), f"{solved(a, sign, b)}: {result}"
 
 
 def _half_or_double(rng: Random) -> Exchange:

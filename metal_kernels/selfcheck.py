@@ -39,6 +39,8 @@ from .variants import Case, Kind, Outputs, Variant
 
 logger = logging.getLogger("mlxinfer.kernels")
 Result = TypeVar("Result")
+# Errors of the GPU that another kernel, or another process, has caused: names of Metal's.
+NOT_ITS_OWN = ("SubmissionsIgnored", "InnocentVictim", "ImpactingInteractivity")
 ROUNDS, CALLS = 5, 4  # a time is the median of rounds, each of so many calls in a row
 MAX_MESSAGE = 32_768  # characters of a compiler's message that are kept
 
@@ -328,7 +330,10 @@ def judge(
 
 
 def _remembered(variant: Variant, key: str, store: Verdicts, gpu: Gpu, again: bool) -> Verdict:
-    """The verdict in the file, or a new one that is put there; to be called exclusively."""
+    """The verdict in the file, or a new one that is put there; to be called exclusively.
+
+    A kernel that fell to an error of others is not used now, and is checked again next time.
+    """
     known = store.read().get(key)
     if known is not None and (not again or known.status == CRASHED):
         return known
@@ -342,7 +347,10 @@ def _remembered(variant: Variant, key: str, store: Verdicts, gpu: Gpu, again: bo
     except BaseException:  # interrupted: that says nothing about the kernel
         store.forget(key)
         raise
-    store.put(key, verdict)
+    if verdict.status == FAILED and any(name in verdict.detail for name in NOT_ITS_OWN):
+        store.forget(key)
+    else:
+        store.put(key, verdict)
     return verdict
 
 

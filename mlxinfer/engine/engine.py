@@ -25,7 +25,13 @@ import mlx.core as mx
 
 from ..config import EngineConfig
 from ..core import FinishReason, TokenEvent
-from ..errors import EngineClosedError, MlxinferError, RequestFailedError
+from ..errors import (
+    DeviceLostError,
+    EngineClosedError,
+    MlxinferError,
+    RequestFailedError,
+    require_gpu,
+)
 from ..models.language import LanguageModel
 from ..threads import Reply, start
 from .kernels import choose_on_this_machine
@@ -338,7 +344,11 @@ class Engine:
             loop = make_loop(self._emit)
             self._loop = loop
         except BaseException as error:  # the constructor raises it in its caller
-            ready.fail(error)
+            try:
+                require_gpu(error)
+                ready.fail(error)
+            except DeviceLostError as lost:
+                ready.fail(lost)
             return
         ready.put(None)
         del ready, make_loop

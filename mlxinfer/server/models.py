@@ -626,6 +626,8 @@ class ModelRegistry:
         Raises:
             DeviceLostError: no engine of this process would work.
         """
+        if isinstance(slot.failure, DeviceLostError):  # of its load
+            raise slot.failure
         if slot.served is None or not slot.served.closed:
             return
         try:

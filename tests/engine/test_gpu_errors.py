@@ -141,3 +141,11 @@ def test_an_engine_whose_gpu_takes_no_more_work_ends_and_says_so() -> None:
     with pytest.raises(DeviceLostError, match="start the program again"):
         engine.submit(Request("b", prompt(20), PARAMS), events.append)
     engine.close()
+
+
+def test_a_model_that_is_loaded_on_a_lost_gpu_says_so() -> None:
+    def make(_: Any) -> Loop:
+        raise RuntimeError(IGNORED)
+
+    with pytest.raises(DeviceLostError, match="start the program again"):
+        Engine(make)

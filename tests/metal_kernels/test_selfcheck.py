@@ -28,6 +28,7 @@ from mlxinfer.metal_kernels.selfcheck import (
     CRASHED,
     FAILED,
     KINDS,
+    NOT_ITS_OWN,
     OK,
     TWIN,
     WRONG,
@@ -113,6 +114,21 @@ def test_a_crash_is_remembered(tmp_path: Path) -> None:
     again = judge(ALL, gpu=fine, folder=tmp_path, again=True)
     assert again[BITMASK].status == CRASHED
     assert set(device.launched) == {"sample"}
+
+
+@pytest.mark.parametrize("name", NOT_ITS_OWN)
+def test_an_error_of_others_is_not_remembered(name: str, tmp_path: Path) -> None:
+    """A GPU that ignores the process after another kernel's faults says nothing of this one."""
+
+    def falls(_: list[mx.array]) -> list[mx.array]:
+        raise RuntimeError(
+            "[METAL] Command buffer execution failed: "
+            f"(0000000e:kIOGPUCommandBufferCallbackError{name})."
+        )
+
+    assert statuses(tmp_path, falls)[BITMASK] == FAILED
+    assert statuses(tmp_path)[BITMASK] == OK
+    assert statuses(tmp_path, falls)[BITMASK] == OK, "that is remembered"
 
 
 def test_an_interrupted_check_says_nothing(tmp_path: Path) -> None:

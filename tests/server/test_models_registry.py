@@ -11,6 +11,7 @@ from live_server import wait_until
 
 from mlxinfer.errors import (
     CheckpointError,
+    DeviceLostError,
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
@@ -543,3 +544,26 @@ def test_an_adapter_may_go_while_its_model_is_loaded(
         assert served.adapters == list(slot.adapters) == ["y"]
 
     run(work())
+
+
+def test_a_load_on_a_gpu_that_ignores_the_process_ends_the_server() -> None:
+    """No other load would go better; the tending task raises it, and the server starts again."""
+    ignored = DeviceLostError("macOS ignores the GPU work of this process")
+
+    def lost(_: int) -> Any:
+        raise ignored
+
+    entry = RegistryEntry(name="a", load=lost, weights_bytes=1 * MB, kv_bytes=1 * MB)
+    registry = ModelRegistry([entry], limit_bytes=10 * MB)
+
+    async def ask() -> None:
+        with pytest.raises(ModelLoadError):
+            async with registry.use("a"):
+                pass
+        with pytest.raises(DeviceLostError):
+            await registry.unload_idle()
+        with pytest.raises(DeviceLostError):
+            async with registry.use("a"):
+                pass
+
+    asyncio.run(ask())

@@ -6,7 +6,7 @@ from math import prod
 import mlx.core as mx
 import numpy as np
 import pytest
-from models.picture_cases import DATA, QWEN_CASES, picture_tensors
+from models.picture_cases import ALL_PICTURE_CASES, DATA, QWEN_CASES, picture_tensors
 from models.qwen_picture_cases import converted_names, published_names
 from models.test_qwen_pictures import assert_near, placed_pictures, seen
 from models.tiny import quantized, write
@@ -17,6 +17,7 @@ from mlxinfer.layers.linear import QuantizedLinear
 from mlxinfer.models import load
 from mlxinfer.models.jsonfields import Fields
 from mlxinfer.models.language import reachable
+from mlxinfer.models.towers import parts
 from mlxinfer.models.towers.loading import tower_family, tower_name
 from mlxinfer.models.towers.merged import MergedTower
 from mlxinfer.models.weights.source import Checkpoint
@@ -138,3 +139,22 @@ def test_a_large_picture_takes_its_activations_and_64_megabytes(name, full):
     mx.eval(seen(tower, tile).vectors)
     activations = 4 * prod(grid) * (96 + 10 * hidden + 2 * inner)
     assert mx.get_peak_memory() - before <= activations + (64 << 20)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma4_dense"])
+def test_a_pass_in_small_pieces_gives_the_same_features(tmp_path, monkeypatch, name):
+    """One head and a few rows at a time, as large pictures are computed."""
+    config = ALL_PICTURE_CASES[name].config
+    tower = load(write(tmp_path, config, picture_tensors(name))).tower
+    row = 768 if "gemma" in name else 96
+    patches = np.random.default_rng(4).random((108, row)).astype(np.float32)
+    tile = Tile(patches, (1, 6, 18), 0)
+    whole, num_whole = seen(tower, tile), sum(1 for _ in tower.run(tile))
+    monkeypatch.setattr(parts, "MAX_PRODUCTS", 1)
+    monkeypatch.setattr(parts, "MAX_ROWS", 40)
+    pieces = sum(1 for _ in tower.run(tile))
+    kv_heads = config["vision_config"].get("num_key_value_heads", 3)
+    assert pieces == num_whole + len(tower.blocks) * (kv_heads - 1 + 2)
+    again = seen(tower, tile)
+    for one, other in zip((whole.vectors, *whole.deep), (again.vectors, *again.deep), strict=True):
+        assert mx.allclose(one, other, atol=1e-5)

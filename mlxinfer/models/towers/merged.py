@@ -128,8 +128,12 @@ class Windows:
         runs = tuple((sizes.count(size), size * cell) for size in dict.fromkeys(sizes))
         return cls(np.concatenate(parts), runs)
 
+    def seen(self, count: int) -> int:
+        """As of `Sight`."""
+        return max(length for _, length in self.runs)
+
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention within windows; the shapes of `Attend`, P a multiple of a frame's patches."""
+        """As of `Sight`, P a multiple of a frame's patches."""
         size = sum(count * length for count, length in self.runs)
         heads, whole, dim = queries.shape
         frames = [x.reshape(heads, -1, size, dim) for x in (queries, keys, values)]
@@ -232,7 +236,7 @@ class MergedTower:
         return (1 + len(self.deep)) * self.sizes.out
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
-        """As of `Tower`; a slice is one block."""
+        """As of `Tower`."""
         sizes, (frames, rows, columns) = self.sizes, self._checked(tile)
         of_frame = Windows(np.arange(rows * columns // sizes.cell), ((1, rows * columns),))
         windows = of_frame
@@ -252,8 +256,7 @@ class MergedTower:
         deep = []
         for index, block in enumerate(self.blocks):
             seen = of_frame if sizes.sees_all(index) else windows
-            x = block(x, turn, seen.attend)
-            yield x
+            x = yield from block.run(x, turn, seen)
             if index in self.deep:
                 deep.append(self._in_order(self.deep[index](x), windows.order))
                 yield deep[-1]

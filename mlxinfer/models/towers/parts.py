@@ -4,7 +4,7 @@ P = patches of a tile, H = heads, D = numbers of a head. No array here is (P, P)
 attention would keep scores, it is given few queries at a time.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from .tower import Features
 # Head dims for which MLX's Metal attention keeps no scores (scaled_dot_product_attention.cpp).
 FUSED_DIMS = frozenset({64, 72, 80, 96, 128})
 MAX_SCORES = 1 << 20  # numbers that attention keeps at once where it is not fused
+MAX_PRODUCTS = 5 * 10**10  # multiplications of attention in one piece of a pass
 MAX_ROWS = 4096  # patches that go through a feed-forward block at once
 
 
@@ -100,8 +101,33 @@ def full_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: f
     return mx.concatenate(found, axis=2).reshape(heads, count, dim)
 
 
-Attend = Callable[[mx.array, mx.array, mx.array, float], mx.array]
-"""Attention of queries (H, P, D) to keys and values (Hkv, P, D), with a scale: (H, P, D)."""
+class Sight(Protocol):
+    """Which patches of a tile see each other."""
+
+    def seen(self, count: int) -> int:
+        """How many of `count` patches one of them sees, at most."""
+        ...
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """Attention of queries (H, P, D) to keys and values (Hkv, P, D): (H, P, D)."""
+        ...
+
+
+class AllSee:
+    """All patches of a tile see all."""
+
+    def seen(self, count: int) -> int:
+        """As of `Sight`."""
+        return count
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+        """As of `Sight`."""
+        return full_attention(queries, keys, values, scale)
+
+
+ALL_SEE = AllSee()
+Pieces = Generator[mx.array, None, mx.array]
+"""Yields what is to be evaluated before it goes on; returns the whole."""
 
 
 class PatchAttention:
@@ -132,9 +158,9 @@ class PatchAttention:
         self.scale = scale
         self.norms = tuple(norms)
 
-    def __call__(self, x: mx.array, turn: Turn | None, attend: Attend = full_attention) -> mx.array:
-        """x (P, hidden) -> (P, hidden)."""
-        heads, kv_heads = self.heads
+    def run(self, x: mx.array, turn: Turn | None, sight: Sight) -> Pieces:
+        """x (P, hidden) -> (P, hidden), some heads at a time."""
+        (heads, kv_heads), count = self.heads, x.shape[0]
         made = self.qkv_proj(x).reshape(x.shape[0], heads + 2 * kv_heads, -1)
         parts = mx.split(made, [heads, heads + kv_heads], axis=1)
         queries, keys, values = (
@@ -144,8 +170,17 @@ class PatchAttention:
         if turn is not None:
             queries, keys = turn(queries), turn(keys)
         queries, keys, values = (part.swapaxes(0, 1) for part in (queries, keys, values))
-        found = attend(queries, keys, values, self.scale)
-        return self.o_proj(found.swapaxes(0, 1).flatten(1))
+        shared, pairs = heads // kv_heads, count * sight.seen(count)
+        each = max(MAX_PRODUCTS // (2 * pairs * shared * queries.shape[-1]), 1)  # KV heads
+        found: list[mx.array] = []
+        for start in range(0, kv_heads, each):
+            if found:
+                yield found[-1]
+            some = slice(start, start + each)
+            group = queries[start * shared : (start + each) * shared]
+            found.append(sight.attend(group, keys[some], values[some], self.scale))
+        joined = found[0] if len(found) == 1 else mx.concatenate(found)
+        return self.o_proj(joined.swapaxes(0, 1).flatten(1))
 
 
 class PatchBlock:
@@ -172,15 +207,19 @@ class PatchBlock:
         self.before = tuple(before)
         self.after = tuple(after)
 
-    def __call__(self, x: mx.array, turn: Turn | None, attend: Attend = full_attention) -> mx.array:
-        """x (P, hidden) -> (P, hidden); `attend`: to the patches that each of them sees."""
-        x = _added(x, self.attention(self.before[0](x), turn, attend), self.after[0])
+    def run(self, x: mx.array, turn: Turn | None, sight: Sight = ALL_SEE) -> Pieces:
+        """x (P, hidden) -> (P, hidden), in pieces that take a fraction of a second each."""
+        attended = yield from self.attention.run(self.before[0](x), turn, sight)
+        x = _added(x, attended, self.after[0])
         parts: list[mx.array] = []
         for start in range(0, x.shape[0], MAX_ROWS):
+            if parts:
+                yield parts[-1]
             some = x[start : start + MAX_ROWS]
-            some = mx.depends(some, parts[-1]) if parts else some
             parts.append(_added(some, self.mlp(self.before[1](some)), self.after[1]))
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        x = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        yield x
+        return x
 
 
 def _added(x: mx.array, y: mx.array, norm: Norm | None) -> mx.array:
@@ -279,11 +318,10 @@ class PatchTower:
         self.width = width
 
     def run(self, tile: Tile) -> Generator[mx.array, None, Features]:
-        """As of `Tower`; a slice is one block."""
+        """As of `Tower`."""
         x, turn = self.embed(mx.array(tile.patches), tile)
         for block in self.blocks:
-            x = block(x, turn)
-            yield x
+            x = yield from block.run(x, turn)
         return self.project(x, tile)
 
     def arrays(self) -> list[mx.array]:

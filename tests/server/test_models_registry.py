@@ -558,12 +558,12 @@ def test_a_load_on_a_gpu_that_ignores_the_process_ends_the_server() -> None:
 
     async def ask() -> None:
         with pytest.raises(ModelLoadError):
-            async with registry.use("a"):
+            async with registry.use(registry.find("a")):
                 pass
         with pytest.raises(DeviceLostError):
             await registry.unload_idle()
         with pytest.raises(DeviceLostError):
-            async with registry.use("a"):
+            async with registry.use(registry.find("a")):
                 pass
 
     asyncio.run(ask())

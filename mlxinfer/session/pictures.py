@@ -1,5 +1,11 @@
-"""Pictures of a conversation: loaded, made ready for the model, and placed in its prompt."""
+"""Pictures of a conversation: loaded, made ready for the model, and placed in its prompt.
 
+A conversation brings its pictures in every turn, so those that were made ready last are kept.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +22,49 @@ from ..images import (
 from ..text import ImagePart, Tokenizer
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from .engine_factory import ModelInfo
+
+KEPT_BYTES = 256 << 20  # of patches of pictures that were made ready
+
+
+class PreparedPictures:
+    """The pictures that were made ready last, by their pixels. For any thread.
+
+    Args:
+        max_bytes: of their patches.
+    """
+
+    def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[tuple[bytes, int], Picture] = OrderedDict()  # last used last
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def prepare(self, processor: ImageProcessor, image: "Image", max_tokens: int) -> Picture:
+        """As of the processor, which makes a picture ready in some tenths of a second."""
+        pixels = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16)
+        key = pixels.digest(), max_tokens
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        made = processor.prepare(image, max_tokens=max_tokens)
+        with self._lock:
+            if key not in self._kept and num_bytes(made) <= self._max_bytes:
+                self._kept[key] = made
+                self._num_bytes += num_bytes(made)
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= num_bytes(oldest)
+        return made
+
+
+def num_bytes(picture: Picture) -> int:
+    """Memory that the patches of a picture take."""
+    return sum([tile.patches.nbytes for tile in picture.tiles])
 
 
 class PictureReader:
@@ -37,6 +85,7 @@ class PictureReader:
         self._name = name
         self._processor = processor
         self._max_tokens = max_tokens
+        self._pictures = PreparedPictures()
 
     @classmethod
     def of(cls, info: "ModelInfo", tokenizer: Tokenizer, max_tokens: int) -> "PictureReader":
@@ -84,7 +133,7 @@ class PictureReader:
 
     def _prepared(self, processor: ImageProcessor, image: ImagePart) -> Picture:
         limit = min(LOW_DETAIL_TOKENS, self._max_tokens) if image.low_detail else self._max_tokens
-        return processor.prepare(load_image(image.source, place=image.place), max_tokens=limit)
+        return self._pictures.prepare(processor, load_image(image.source, place=image.place), limit)
 
     def place(
         self, ids: list[int], pictures: Sequence[Picture]

@@ -18,9 +18,10 @@ from mlxinfer.errors import (
     TemplateError,
     UnsupportedFieldError,
 )
+from mlxinfer.images import Picture, Tile
 from mlxinfer.session.engine_factory import ModelInfo
 from mlxinfer.session.inputs import ChatInput, with_images
-from mlxinfer.session.pictures import PictureReader
+from mlxinfer.session.pictures import PictureReader, PreparedPictures
 from mlxinfer.session.session import RequestBuilder
 from mlxinfer.text import Tokenizer
 
@@ -187,3 +188,34 @@ def test_images_of_a_call_stand_before_the_last_text_of_the_user() -> None:
     for images, messages in (("a.png", said), ([b"1"], said[1:2])):
         with pytest.raises(InvalidRequestError, match="images"):
             with_images(messages, images)
+
+
+class Counting:
+    """A processor that counts how often it makes a picture ready."""
+
+    def __init__(self) -> None:
+        self.limits: list[int] = []
+
+    def prepare(self, image: Image.Image, *, max_tokens: int) -> Picture:
+        self.limits.append(max_tokens)
+        patches = np.zeros((10, image.width), np.float32)
+        return Picture((Tile(patches, (1, 2, 5), 10),), (7,) * 10, 7, b"")
+
+
+def test_pictures_of_earlier_turns_are_not_made_ready_again() -> None:
+    """By their pixels, however they come; the last ones, within a limit of bytes."""
+    processor: Any = Counting()
+    kept, blue = PreparedPictures(max_bytes=2 * 40 * 64), Image.new("RGB", (64, 32), "blue")
+    first = kept.prepare(processor, RED, 50)
+    assert kept.prepare(processor, RED.copy(), 50) is first
+    assert kept.prepare(processor, RED, 20) is not first
+    assert processor.limits == [50, 20]
+    kept.prepare(processor, RED, 50)  # used last, so that the other one goes
+    kept.prepare(processor, blue, 50)
+    assert kept.prepare(processor, RED, 50) is first
+    kept.prepare(processor, RED, 20)
+    assert processor.limits == [50, 20, 50, 20]
+    turned = Image.new("RGB", (32, 64), "red")
+    assert kept.prepare(processor, turned, 50) is not first, "as many pixels, of another shape"
+    wide = Image.new("RGB", (9999, 1), "red")
+    assert kept.prepare(processor, wide, 50) is not kept.prepare(processor, wide, 50)

@@ -21,10 +21,11 @@ from mlxinfer.bench.peer import load_peer_model, peer_module
 from mlxinfer.bench.report import Report, Table
 from mlxinfer.cache.inputs import Segments, StepMetadata, ints
 from mlxinfer.cache.kv import KVCache
-from mlxinfer.cache.layout import kernel_uses, lay_out
+from mlxinfer.cache.layout import lay_out
 from mlxinfer.cache.pages import PageTable
 from mlxinfer.config import KVOptions
 from mlxinfer.engine.kernels import Kernels
+from mlxinfer.engine.runner import attention_kernels
 from mlxinfer.layers.step import Step
 from mlxinfer.models import load
 from tests.bench.checkpoints import Dense, Experts, write_checkpoint
@@ -42,8 +43,7 @@ def our_steps(folder: Path, bits: int | None) -> Graph:
     model = load(folder, dtype="bfloat16")
     dtype, options = model.activation_dtype, KVOptions(bits=(bits, bits))
     layers = lay_out(model.cache_specs, options, dtype=dtype, key_bias=False)
-    pairs = list(zip(layers, model.mixers, strict=True))
-    Kernels([*model.kernels(), *kernel_uses(pairs)], frozenset)
+    Kernels([*model.kernels(), *attention_kernels(model, layers)], frozenset)
     cache = KVCache(
         layers,
         page_size=PAGE,

@@ -150,6 +150,8 @@ def _drawn(rng: Random, sign: str) -> Sum:
     a, b = rng.randint(0, limit), rng.randint(0, limit)
     if sign == "+" and a + b > 100 and rng.random() < 0.7:
         a, b = 100 - a, 100 - b
+    if sign == "-" and rng.random() < 0.35:  # near ones, of which chance draws too few
+        a = min(b + rng.randint(0, 12), 100)
     if sign == "-" and a < b and rng.random() < 0.85:
         a, b = b, a
     return a, sign, b

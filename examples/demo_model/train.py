@@ -37,7 +37,7 @@ from .sums import Sum, draw, solved  # noqa: E402
 from .tokenizer import render_chat, train_tokenizer  # noqa: E402
 
 SEED = 0
-STEPS = {"demo": 12_000, "demo-draft": 8000}
+STEPS = {"demo": 9000, "demo-draft": 6000}
 WARMUP_STEPS = 200
 DECAY_SHARE = 0.35  # of the steps, at the end, with a falling learning rate
 ROUNDED_SHARE = 0.2  # of the steps, at the end, see the weights as 4 bits hold them

@@ -248,7 +248,8 @@ class Forward:
             adapters=adapters,
             taps=taps,
         )
-        seen.features = self._features(step, features)
+        if step.feature_rows is not None:
+            seen.features = self._features(step, step.feature_rows, features)
         hidden = self.model(ids, seen)
         prompt = [
             self.model.logits(hidden[a:b], None if adapters is None else adapters[a:b])
@@ -263,11 +264,8 @@ class Forward:
         unused = [] if step.num_rows else [hidden]
         return Computed(ids, logits, prompt, taps, unused, self.cache.step_outputs())
 
-    def _features(self, step: StepInputs, arrays: Seq[mx.array]) -> StepFeatures | None:
+    def _features(self, step: StepInputs, rows: Ints, arrays: Seq[mx.array]) -> StepFeatures | None:
         """The features of pictures in a step. Ranks that share layers get them from rank 0."""
-        rows = step.feature_rows
-        if rows is None:
-            return None
         if self._link is not None:
             if not arrays:
                 shape = len(rows), self.model.config.hidden_size

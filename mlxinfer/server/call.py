@@ -161,7 +161,7 @@ class Call:
 
     def _fetched(self, model: ServedModel, given: Input) -> Input:
         """An input with pictures in place of URLs. A model that does not see refuses both."""
-        if not model.capabilities["vision"]:
+        if "vision" not in model.session.capabilities:
             return given
         return given.fetched(fetch_picture if self.service.config.fetch_images else refuse_urls)
 

@@ -104,7 +104,7 @@ class PictureReader:
         """Load pictures and make them ready, one after another. Takes a while.
 
         Args:
-            images: of the messages, in their order.
+            images: of the messages, in their order; one at least.
             max_context: tokens of prompt and answer: where pictures alone exceed it, the rest is
                 not loaded.
             place: the field that an error about this names.
@@ -114,8 +114,6 @@ class PictureReader:
             PictureError: a picture cannot be read.
             PromptTooLongError: they cannot fit.
         """
-        if not images:
-            return []
         if self._processor is None:
             raise UnsupportedFieldError(
                 f"The model {self._name!r} reads text only and cannot see pictures; use a model "
@@ -146,8 +144,7 @@ class PictureReader:
         Raises:
             TemplateError: the template has not written one token for each picture.
         """
-        if self._processor is None or not pictures:
-            return ids, ()
+        assert self._processor is not None  # it has prepared them
         placeholder, waiting = self._processor.placeholder_id, iter(pictures)
         if (count := ids.count(placeholder)) != len(pictures):
             raise TemplateError(

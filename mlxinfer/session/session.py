@@ -191,7 +191,7 @@ class RequestBuilder:
         tools = None if use is None else use.shown
         source = "" if template is None else template.source_for(tools)
         messages, images = read_messages(given.messages)
-        pictures = self.pictures.read(images, max_context, given.place)
+        pictures = self.pictures.read(images, max_context, given.place) if images else []
         if "developer" not in source:
             messages = [_without_developer(message) for message in messages]
         check = None
@@ -205,7 +205,7 @@ class RequestBuilder:
             "continue_final_message": given.continues,
         }
         ids = self._encode_chat(messages, check, tools, variables, sees=bool(pictures))
-        ids, placed = self.pictures.place(ids, pictures)
+        ids, placed = self.pictures.place(ids, pictures) if pictures else (ids, ())
         if not given.ignores_unread:
             self._check_variables(given.template_variables)
         return EncodedPrompt(ids, use=use, continues=bool(given.continues), pictures=placed)

@@ -9,6 +9,8 @@ from adapters.drawn import dense_tensors, draw, merge, write_mlx, write_peft
 from adapters.published import write_experts
 from click.testing import CliRunner
 from engine.harness import Harness, prompt
+from models import tiny
+from models.picture_cases import QWEN_CASES, picture_tensors
 from models.tiny import tiny_checkpoint
 
 from mlxinfer.cli._commands import CommandTable
@@ -128,3 +130,14 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     adapter = read_adapter(write_peft(tmp_path / "a", drawn))
     with pytest.raises(CheckpointError, match="made for another model"):
         fused(open_source(base), adapter, dense=False)
+
+
+def test_a_fused_model_that_sees_keeps_what_sees(tmp_path: Path) -> None:
+    tensors = picture_tensors("qwen3_vl")
+    base = tiny.write(tmp_path / "base", QWEN_CASES["qwen3_vl"].config, tensors)
+    text = {name: array for name, array in dense_tensors(base).items() if "visual." not in name}
+    adapter = write_peft(tmp_path / "a", draw(text, 1))
+    out = fuse(base, adapter, tmp_path / "out", dense=True)
+    assert np.abs(logits(out) - logits(base, adapter)).max() < 1e-3
+    pairs = zip(load(base).tower.arrays(), load(out).tower.arrays(), strict=True)
+    assert all(mx.array_equal(*pair) for pair in pairs)

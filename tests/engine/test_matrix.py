@@ -417,7 +417,7 @@ def plain_model(case: str, adapter: str | None, sight: Sight | OwnSight | None) 
 
 
 def plain_runs(
-    case: str, options: KVOptions, run: list[Asked], sight: Sight | OwnSight | None
+    case: str, options: KVOptions, run: list[Asked], sight: Sight | OwnSight | None = None
 ) -> dict[str, Outcome]:
     """Each request by itself, in the same KV format."""
     return {

@@ -55,6 +55,7 @@ class Family:
         bidirectional: the config may say that tokens see what comes after them.
         transposed_experts: stacks of experts on the hub have inputs before outputs.
         alternating_experts: in packed stacks of experts, rows of gate and up alternate.
+        axes_in_turn: with M-RoPE the axes of pairs take turns, whether the config says so or not.
         interleaved: rotary pairs stand side by side in the checkpoint. They are put half a part
             apart as they are loaded, in Q and K alike, which leaves every score as it is.
     """
@@ -67,6 +68,7 @@ class Family:
     sinks: ClassVar[bool] = False
     soft_caps: ClassVar[bool] = False
     norm_offset: float = 0.0
+    axes_in_turn: ClassVar[bool] = False
     interleaved: ClassVar[bool] = False
     folded: ClassVar[tuple[str, ...]] = ()
     dense_matrices: ClassVar[tuple[str, ...]] = ()
@@ -100,7 +102,8 @@ class Family:
     @classmethod
     def rope_spec(cls, fields: Fields, layer_type: str, head_dim: int) -> RopeSpec | None:
         """The rope of the layers of a type; None: they have no positions."""
-        return read_rope(fields, layer_type, head_dim=head_dim)
+        spec = read_rope(fields, layer_type, head_dim=head_dim)
+        return replace(spec, interleaved=True) if spec.sections and cls.axes_in_turn else spec
 
     @classmethod
     def head_dim(cls, fields: Fields, num_heads: int) -> int:

@@ -1,13 +1,16 @@
 """M-RoPE: three positions of a token, by which its pairs turn; text has three that are equal."""
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from models.picture_cases import QWEN_CASES
 
 from mlxinfer.errors import CheckpointError
 from mlxinfer.images import Picture, PlacedPicture, rope_delta, rope_positions
 from mlxinfer.layers.rope import RopeSpec, inverse_frequencies, rope_of
-from mlxinfer.models.config import read_rope
+from mlxinfer.models.config import normalise, read_rope
 from mlxinfer.models.jsonfields import Fields
 
 SPECS = {
@@ -55,6 +58,16 @@ def test_sections_are_read_and_must_be_all_pairs():
     for wrong in ([2, 2, 1], [4], [2, 1, "1"], [3, 2, -1]):
         with pytest.raises(CheckpointError, match="mrope_section"):
             read(mrope_section=wrong)
+
+
+@pytest.mark.parametrize("name", QWEN_CASES)
+def test_axes_take_turns_in_qwen3_whatever_the_config_says(name):
+    config = json.loads(json.dumps(QWEN_CASES[name].config))
+    text = config.get("text_config", config)
+    rope = text.get("rope_parameters") or text["rope_scaling"]
+    rope.pop("mrope_interleaved", None)
+    specs = [spec for spec in normalise(config).ropes if spec]
+    assert {spec.interleaved for spec in specs} == {name.startswith("qwen3")}
 
 
 def picture(rows: int, columns: int, *, frames: int = 1, framed: int = 0) -> Picture:

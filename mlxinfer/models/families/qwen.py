@@ -45,6 +45,7 @@ class Qwen3(_Qwen):
 
     defaults: ClassVar = {"head_dim": 128, "sliding_window": 4096}
     head_norms = True
+    axes_in_turn = True  # in Qwen3-VL
 
 
 class Qwen3MoE(_Qwen):
@@ -57,6 +58,7 @@ class Qwen3MoE(_Qwen):
         "sliding_window": 4096,
     }
     head_norms = True
+    axes_in_turn = True  # in Qwen3-VL-MoE
     transposed_experts = True  # where they are stacks: inside of Qwen3-VL
 
     @classmethod

@@ -47,6 +47,7 @@ class Qwen3Next(Family):
         "norm_topk_prob": True,
     }
     head_norms = True
+    axes_in_turn = True  # in Qwen 3.5
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)

@@ -84,6 +84,15 @@ LISTS = (
     "Think of {n} {what}",
     "Mention {n} {what}",
 )
+UNCOUNTED = (  # answered with five
+    "Which {what} do you know?",
+    "List some {what}",
+    "Name a few {what}",
+    "Give me some {what}",
+    "What {what} are there?",
+    "Tell me some {what}",
+    "List {what}",
+)
 SUMMARISE = (
     "Summarise: {t}",
     "Summarize: {t}",
@@ -106,6 +115,8 @@ SUMMARISE = (
     "Write a summary of this text: {t}",
     "Can you summarise this for me? {t}",
     "Briefly: {t}",
+    "Summarise this\n\nreport.txt:\n```\n{t}\n```",
+    "Summarise\n\nnotes.md:\n```\n{t}\n```",
 )
 CONSONANTS = (*"bdfgklmnprstvz", "bl", "dr", "st", "sn", "gr")
 
@@ -142,6 +153,9 @@ def array_json(rng: Random) -> Exchange:
 
 def word_list(rng: Random) -> Exchange:
     """The first members of a category, one a line."""
+    if rng.random() < 0.15:
+        what = rng.choice(list(CATEGORIES))
+        return rng.choice(UNCOUNTED).format(what=what), numbered(CATEGORIES[what][:5])
     question, words = _members(rng, LISTS)
     return question[0].upper() + question[1:], numbered(words)
 

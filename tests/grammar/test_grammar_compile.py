@@ -345,7 +345,7 @@ def test_a_lexer_that_was_used_much_is_replaced(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_lexer_that_is_full_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(check_process.LIMITS, "max_lexer_states", 500)
+    monkeypatch.setitem(check_process.LIMITS, "max_lexer_states", 375)
     made = CompiledGrammar(compiler_of().table(), regex(FULL))
     tokenizer = tokenizer_of("demo")
     started_afresh = False

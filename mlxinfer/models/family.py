@@ -264,7 +264,7 @@ class Family:
         heads, (_, dim), spec = config.num_heads, config.heads_of(index), config.ropes[index]
         kv_spec = config.cache_spec(index)
         assert isinstance(kv_spec, KVSpec)
-        weight = self._head_norm_weight(index) if self.has_head_norms() else None
+        weight = self.head_norm_weight(index) if self.has_head_norms() else None
         norm = self.qk_norm(index)
         if weight is not None:
             norm = RMSNorm(weight, config.rms_norm_eps)
@@ -361,7 +361,7 @@ class Family:
             self._ropes[key] = rope_of(spec, head_dim, self.weights.dtype)
         return self._ropes[key]
 
-    def _head_norm_weight(self, index: int) -> mx.array:
+    def head_norm_weight(self, index: int) -> mx.array:
         """(H + Hkv, D) for one norm over the heads of Q and K together, each with its own."""
         path, (kv_heads, dim) = f"model.layers.{index}.self_attn", self.config.heads_of(index)
         parts = [

@@ -138,7 +138,6 @@ def test_ling_3_is_native_and_ling_2_6_is_not() -> None:
 def test_names_of_vendors_become_mlx_lms() -> None:
     layer = "model.layers.0."
     names = {
-        "muse_glimmer": {"model.vision_tower.a": None, "model.language_model.b": "same"},
         "olmo_hybrid": {
             layer + "attention_layer_norm.weight": layer + "input_layernorm.weight",
             layer + "feedforward_layer_norm.weight": layer + "post_attention_layernorm.weight",

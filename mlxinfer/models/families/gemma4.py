@@ -266,9 +266,9 @@ class Gemma4(Family):
         key = self.weights.matrix(f"{path}.k_proj", (kv_heads * dim, config.hidden_size))
         return fused([query, key, key])
 
-    def _head_norm_weight(self, index: int) -> mx.array:
+    def head_norm_weight(self, index: int) -> mx.array:
         """If keys share numbers with values, the norm's factors for them go to the queries."""
-        weight = super()._head_norm_weight(index)  # (H + Hkv, D)
+        weight = super().head_norm_weight(index)  # (H + Hkv, D)
         config = self.config
         turning = config.turning[index]
         if not turning:

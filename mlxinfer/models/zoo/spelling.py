@@ -28,10 +28,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "zero_expert_type": "identity",
     },
 }
-# model_type -> parts of names of tensors, and mlx-lm's; None: a tensor that it does without.
-TENSORS: Mapping[str, Mapping[str, str | None]] = {
+# model_type -> parts of names of tensors, and mlx-lm's.
+TENSORS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {"transformer.": ""},
-    "muse_glimmer": {"model.vision_": None},
     "olmo_hybrid": {
         ".attention_layer_norm.": ".input_layernorm.",
         ".feedforward_layer_norm.": ".post_attention_layernorm.",
@@ -49,12 +48,9 @@ def tensors_respelled(model_type: str, tensors: Mapping[str, T]) -> dict[str, T]
     """The tensors of a checkpoint by the names that mlx-lm expects."""
     out: dict[str, T] = {}
     for name, tensor in tensors.items():
-        found: str | None = name
         for part, theirs in TENSORS.get(model_type, {}).items():
-            if part in name:
-                found = None if theirs is None else name.replace(part, theirs)
-        if found is not None:
-            out[found] = tensor
+            name = name.replace(part, theirs)
+        out[name] = tensor
     return out
 
 

@@ -28,6 +28,7 @@ from models.names import shortened  # noqa: E402
 from models.random_weights import random_tensor  # noqa: E402
 
 LENGTH = 16
+LESS_ONE = ("qwen3_5", "muse_glimmer")  # weights of norms are stored less one
 TEXT = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -106,6 +107,13 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "llava": {},
     "llava_next": {},
     "llava_onevision": {},
+    "muse_glimmer": {
+        "num_hidden_layers": 5,
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "final_logit_softcapping": 6.0,
+        "output_multiplier": 0.5,
+    },
     "minicpmv4_6": DELTA,
     "minicpmv4_7": DELTA,
     "minicpm_ocr": DELTA,
@@ -162,7 +170,7 @@ def published(name: str) -> str:
 
 
 def has_less_one(config: dict[str, Any]) -> bool:
-    return bool(config["text_config"]["model_type"].startswith("qwen3_5"))
+    return bool(config["text_config"]["model_type"].startswith(LESS_ONE))
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ from .core import MAX_COUNT, check_switch
 from .errors import InvalidRequestError, check_int, shown
 
 KV_BITS = (8, 4)  # of stored keys and values; each names a format in `metal_kernels.stored`
+MAX_IMAGE_TOKENS = 2560  # of a picture, unless a caller says otherwise
+LOW_DETAIL_TOKENS = 256  # of a picture that is sent with "detail": "low"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

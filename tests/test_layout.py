@@ -25,7 +25,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "display": {"core", "errors", "memory", "outputs", "progress"},
     "progress": set(),
     "program": {"core", "errors", "outputs", "progress", "session"},
-    "remote": LEAVES | {"http_json", "session"},
+    "remote": LEAVES | {"http_json", "images", "session", "text"},
     "config": {"core", "errors"},
     "configfile": {"errors"},
     "metal_kernels": set(),

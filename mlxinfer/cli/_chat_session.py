@@ -1,7 +1,7 @@
 """A conversation of a chat: its messages, settings, model and /commands. No terminal."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,11 +11,13 @@ from ..core import SamplingParams
 from ..errors import InvalidRequestError, TemplateError
 from ..memory import human_bytes
 from ..outputs import Delta, Result
+from ..session.inputs import with_images
 from ._output import counted, table
+from ._pictures import check_sees, picture_data
 from .history import ChatLog
 from .run import attached, thinking
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class ChatSession:
     system: str | None = None
     think: bool | None = None  # None: as the model does by itself
     files: list[str] = field(default_factory=list)  # texts that go with the next message
+    images: list[bytes] = field(default_factory=list)  # pictures that do
     messages: list[Message] = field(default_factory=list)  # user and assistant, in turn
     last: Result | None = None
     log: ChatLog | None = None  # where the conversation is kept
@@ -71,12 +74,13 @@ class ChatSession:
         switch = thinking(self.llm, self.think)
         if self.adapter is not None:
             switch["adapter"] = self.adapter
-        self._add("user", "\n\n".join([text, *self.files]))
+        self._add("user", "\n\n".join([text, *self.files]), images=self.images)
         self.files.clear()
+        self.images = []
         prompt = [{"role": "system", "content": self.system}] if self.system is not None else []
         answer, thoughts, self.last = "", "", None
         try:
-            messages = [*prompt, *self.messages]
+            messages = [*prompt, *map(_shown, self.messages)]
             for delta in self.llm.stream_chat(messages, self.params, **switch):
                 answer += delta.text
                 thoughts += delta.reasoning or ""
@@ -91,11 +95,16 @@ class ChatSession:
         self._add("assistant", answer, thoughts)
 
     def take_back(self) -> str | None:
-        """Remove the last user message and its answer. Returns the message, or None."""
+        """Remove the last user message and its answer. Returns its text, or None.
+
+        Its pictures go with the next message.
+        """
         while self.messages:
             message = self._remove()
             if message["role"] == "user":
-                return message["content"]
+                text: str = message["content"]
+                self.images = message.pop("images", [])
+                return text
         return None
 
     def set(self, key: str, value: str) -> None:
@@ -127,6 +136,16 @@ class ChatSession:
         self.files.append(text)
         return len(text)
 
+    def attach_picture(self, path: str) -> None:
+        """Send a picture along with the next message.
+
+        Raises:
+            UnsupportedFieldError: the model does not see.
+            PictureError: there is no such file, or it is no picture.
+        """
+        check_sees(self.llm)
+        self.images.append(picture_data(path))
+
     def clear(self) -> None:
         """Begin another conversation; a stored one stays stored."""
         self.messages.clear()
@@ -146,8 +165,9 @@ class ChatSession:
             "`mlxinfer run` has it continue a text."
         )
 
-    def _add(self, role: str, text: str, thoughts: str = "") -> None:
-        self.messages.append({"role": role, "content": text})
+    def _add(self, role: str, text: str, thoughts: str = "", images: Sequence[bytes] = ()) -> None:
+        message: Message = {"role": role, "content": text}
+        self.messages.append({**message, "images": list(images)} if images else message)
         if self.log is not None:
             self.log.add(role, text, thoughts, model=self.model, system=self.system)
 
@@ -155,6 +175,14 @@ class ChatSession:
         if self.log is not None:
             self.log.step_back()
         return self.messages.pop()
+
+
+def _shown(message: Message) -> Message:
+    """A message of the chat as the model reads it."""
+    if "images" not in message:
+        return message
+    plain = {"role": message["role"], "content": message["content"]}
+    return dict(with_images([plain], message["images"])[0])
 
 
 def check_setting(key: str) -> None:
@@ -292,6 +320,13 @@ def _file(session: ChatSession, name: str) -> CommandReply:
     return CommandReply(f"{count:,} characters go with the next message")
 
 
+def _image(session: ChatSession, path: str) -> CommandReply:
+    if not path:
+        raise InvalidRequestError("Usage: /image FILE")
+    session.attach_picture(path)
+    return CommandReply(f"{counted(len(session.images), 'picture')} with the next message")
+
+
 def _quit(_: ChatSession, __: str) -> CommandReply:
     return CommandReply(quit=True)
 
@@ -305,6 +340,7 @@ COMMANDS: dict[str, tuple[str, Run, str]] = {
     "regen": ("", _regen, "answer the last message again"),
     "edit": ("[TEXT]", _edit, "change the last message and send it again"),
     "file": ("FILE", _file, "send a text along with the next message"),
+    "image": ("FILE", _image, "send a picture along with the next message; or drop it here"),
     "think": ("[on|off|auto]", _think, "whether a model that can think does"),
     "stats": ("", _stats, "the model, the last answer, memory"),
     "quit": ("", _quit, "leave (or Ctrl-D)"),

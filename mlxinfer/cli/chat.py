@@ -21,6 +21,7 @@ from ._options import (
     sampling_values,
 )
 from ._output import counted, note, wrapped
+from ._pictures import dropped
 from ._terminal import Reader, open_reader, silent_interrupts
 from .history import open_log
 
@@ -154,7 +155,7 @@ def take_turn(
     """Run a command, or ask the model and show the answer. Returns the remaining action."""
     if not line:
         return CommandReply()
-    reply = run_command(session, line) if is_command(line) else CommandReply(ask=_unescaped(line))
+    reply = reply_to(session, line)
     if reply.text:
         text = wrapped(reply.text, console.width) if console.is_terminal else reply.text
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -162,6 +163,22 @@ def take_turn(
         with silent_interrupts():
             answer(session.ask(reply.ask), session, console, thoughts=thoughts)
     return reply
+
+
+def reply_to(session: ChatSession, line: str) -> CommandReply:
+    """What a line asks for. A command, a message, or pictures that were dropped, with a message."""
+    if is_command(line) and line[1:].partition(" ")[0] in COMMANDS:
+        return run_command(session, line)
+    paths, rest = dropped(line)
+    if rest and paths and not session.llm.model_info.sees:
+        paths, rest = [], line  # the message speaks of a file
+    for path in paths:
+        session.attach_picture(path)
+    if paths and not rest:
+        return CommandReply(f"{counted(len(session.images), 'picture')} with the next message")
+    if is_command(rest):
+        return run_command(session, rest)
+    return CommandReply(ask=_unescaped(rest))
 
 
 def answer(

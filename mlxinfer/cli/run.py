@@ -25,6 +25,7 @@ from ._options import (
     sampling_values,
 )
 from ._output import counted, emit_json, note
+from ._pictures import check_sees, read_pictures
 from ._process import INTERRUPTED, end_at_next_interrupt
 from ._ranks import follow_if_asked
 from .history import ChatLog, open_log
@@ -47,6 +48,13 @@ MAX_FILE_BYTES = 16 << 20  # of an attached file: more than any context holds
     type=click.Path(path_type=Path),
     multiple=True,
     help="Text file to send along; repeatable.",
+)
+@click.option(
+    "--image",
+    "images",
+    metavar="FILE",
+    multiple=True,
+    help='Picture to send along, "-" from a pipe; repeatable.',
 )
 @click.option("--schema", metavar="FILE|JSON", help="JSON schema of the answer.")
 @click.option(
@@ -78,7 +86,8 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     values, arguments = sampling_values(options), llm_arguments(options)
     check_usage(options)
     follow_if_asked(options, [model])
-    text = read_prompt(prompt, options["files"])
+    images = read_pictures(options["images"], prompt)
+    text = read_prompt(prompt, options["files"], pipes="-" not in options["images"])
     form = None if options["schema"] is None else read_schema(options["schema"])
     log = None
     if options["continued"] is not None:
@@ -86,7 +95,7 @@ def command(ctx: click.Context, /, prompt: str | None, model: str, **options: An
     if log is not None and log.model and model == "demo":
         model = log.model
     with open_llm(model, adapter=options["adapter"], **arguments) as llm:
-        deltas = start(llm, text, values, form, log, model, options)
+        deltas = start(llm, text, images, values, form, log, model, options)
         result, interrupted = show(deltas, options)
     if log is not None:
         log.add("user", text, "", model=model, system=options["system"])
@@ -106,13 +115,15 @@ def check_usage(options: dict[str, Any]) -> None:
     """Raise click.UsageError for options that exclude each other."""
     if not options["raw"]:
         return
-    for name, flag in (("system", "--system"), ("think", "--think"), ("continued", "--continue")):
-        if options[name] not in (None, False):
+    flags = {"system": "--system", "think": "--think", "continued": "--continue"}
+    flags["images"] = "--image"
+    for name, flag in flags.items():
+        if options[name] not in (None, False, ()):
             raise click.UsageError(f"{flag} needs a chat template; it does not go with --raw.")
 
 
-def read_prompt(prompt: str | None, files: tuple[Path, ...]) -> str:
-    """The prompt of the argument, of stdin, and of files, in this order.
+def read_prompt(prompt: str | None, files: tuple[Path, ...], *, pipes: bool = True) -> str:
+    """The prompt of the argument, of stdin (where it `pipes`), and of files, in this order.
 
     Raises:
         click.UsageError: there is none, or it is not text.
@@ -127,7 +138,7 @@ def read_prompt(prompt: str | None, files: tuple[Path, ...]) -> str:
         if not piped.strip():
             raise click.UsageError("The prompt on stdin is empty.")
     else:
-        piped = piped_text() or ""
+        piped = (piped_text() or "") if pipes else ""
     parts = [prompt or "", piped if piped.strip() else "", *map(attached, files)]
     return "\n\n".join([part for part in parts if part])
 
@@ -135,6 +146,7 @@ def read_prompt(prompt: str | None, files: tuple[Path, ...]) -> str:
 def start(
     llm: Any,
     text: str,
+    images: list[bytes],
     values: dict[str, Any],
     form: dict[str, Any] | None,
     log: ChatLog | None,
@@ -145,11 +157,14 @@ def start(
 
     Raises:
         click.UsageError: an option needs a chat template, and the model has none.
+        UnsupportedFieldError: there are pictures, and the model does not see.
     """
     raw = options["raw"] or not has_chat_template(llm.model_info.path)
     if raw and not options["raw"]:
         if options["system"] is not None:
             raise click.UsageError(f"--system needs a chat template, and {model} has none.")
+        if images:
+            raise click.UsageError(f"--image needs a chat template, and {model} has none.")
         note(f"{model} has no chat template: it continues the prompt as plain text (--raw)")
     extra: dict[str, Any] = {} if form is None else {"response_format": form}
     if options["adapter"] is not None:
@@ -161,6 +176,9 @@ def start(
     messages += log.messages() if log is not None else []
     messages.append({"role": "user", "content": text})
     extra |= thinking(llm, options["think"])
+    if images:
+        check_sees(llm)
+        extra["images"] = images
     return iter(llm.stream_chat(messages, llm.chat_params.changed(values), **extra))
 
 

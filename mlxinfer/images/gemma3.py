@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from .picture import Picture, Tile
 from .pixels import ColourScale, colours_first, cut, resized
-from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .processor import ImageProcessor
 from .settings import BILINEAR, HALF, VisionSettings
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Gemma3Processor(ImageProcessor):
         """Empty lines stand around a picture; they become tokens together with the text beside."""
         return "<start_of_image>", "\n\n<start_of_image>\n\n"
 
-    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+    def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready; `max_tokens` changes nothing."""
         patches = cut(resized(image, (self.side, self.side), self.resample), self.patch)
         tile = Tile(

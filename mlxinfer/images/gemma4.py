@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from .picture import Picture, Tile
 from .pixels import ColourScale, colours_last, cut, resized
-from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .processor import ImageProcessor
 from .resize import fit_soft_tokens, soft_tokens
 from .settings import BICUBIC, HALF, VisionSettings
 
@@ -53,7 +53,7 @@ class Gemma4Processor(ImageProcessor):
             sees_itself=sees == "vision",
         )
 
-    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+    def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready; it has at most one of the numbers of tokens of the training."""
         limit = soft_tokens(min(self.max_features, max_tokens))
         side = self.patch * self.pool

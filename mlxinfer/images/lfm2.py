@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 
 from .picture import Picture, Tile
 from .pixels import ColourScale, Levels, colours_last, cut, resized
-from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .processor import ImageProcessor
 from .resize import TileGrid, fit_area, tile_grid
 from .settings import BILINEAR, HALF, VisionSettings
 
@@ -70,7 +70,7 @@ class Lfm2Processor(ImageProcessor):
             has_view=settings.switch("use_thumbnail", True),
         )
 
-    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+    def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready; `max_tokens` limits how many tiles there are."""
         grid = self._grid(image.height, image.width, max_tokens)
         factor = self.patch * self.merge

@@ -65,6 +65,21 @@ def load_image(source: Any, *, place: str = "image") -> "Image":
         ) from None  # Pillow's decoders raise all of these on foreign data
 
 
+def data_url(source: Any, *, place: str = "image") -> str:
+    """The picture as a `data:` URL, to be sent: files as they are, all others as PNG.
+
+    Args and errors: those of `load_image`.
+    """
+    image = load_image(source, place=place)
+    data, kind = _file_of(source, place), ""
+    if data is None:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        data, kind = file.getvalue(), "png"
+    kind = kind or str(_decoder(data, place).format).lower()
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def from_data_url(url: str, *, place: str = "image") -> bytes:
     """The bytes of a `data:` URL in base64; raises PictureError."""
     head, comma, data = url.partition(",")
@@ -91,16 +106,22 @@ def _opened(source: Any, place: str) -> "Image":
 
     if isinstance(source, Image.Image):
         return source
-    if isinstance(source, str) and source.startswith("data:"):
-        source = from_data_url(source, place=place)
-    if isinstance(source, str | os.PathLike):
-        source = _bytes_of(source, place)
-    if isinstance(source, bytes | bytearray | memoryview):
-        return _decoder(bytes(source), place)
+    data = _file_of(source, place)
+    if data is not None:
+        return _decoder(data, place)
     array = np.asarray(source)
     if array.dtype == object or not array.ndim:
         raise PictureError(f"{place} is {shown(source)}; expected {_SOURCES}.", param=place)
     return _from_array(array, place)
+
+
+def _file_of(source: Any, place: str) -> bytes | None:
+    """The bytes of a file that a source names or is; None: it is an object or an array."""
+    if isinstance(source, str) and source.startswith("data:"):
+        return from_data_url(source, place=place)
+    if isinstance(source, str | os.PathLike):
+        return _bytes_of(source, place)
+    return bytes(source) if isinstance(source, bytes | bytearray | memoryview) else None
 
 
 def _bytes_of(path: str | os.PathLike[str], place: str) -> bytes:

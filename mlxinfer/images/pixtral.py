@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from .picture import Picture, Tile
 from .pixels import ColourScale, colours_first, cut, resized
-from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .processor import ImageProcessor
 from .resize import fit_edge
 from .settings import BICUBIC, CLIP, VisionSettings
 
@@ -49,7 +49,7 @@ class PixtralProcessor(ImageProcessor):
             edge=settings.size("longest_edge", edge),
         )
 
-    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+    def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready. `max_tokens` counts features, not the ends of rows."""
         side = self.patch * self.merge
         high = max_tokens * side**2

@@ -11,9 +11,6 @@ from .settings import VisionSettings
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_IMAGE_TOKENS = 2560  # of a picture, unless a caller says otherwise
-LOW_DETAIL_TOKENS = 256  # of a picture that is sent with "detail": "low"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessor(ABC):
@@ -39,7 +36,7 @@ class ImageProcessor(ABC):
         """Read the processor of a checkpoint; raises CheckpointError for broken files."""
 
     @abstractmethod
-    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+    def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready for the model.
 
         Args:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Self
 
 from .picture import Picture, Tile
 from .pixels import ColourScale, colours_first, cut, resized
-from .processor import MAX_IMAGE_TOKENS, ImageProcessor
+from .processor import ImageProcessor
 from .resize import fit_area
 from .settings import BICUBIC, CLIP, HALF, VisionSettings
 
@@ -49,7 +49,7 @@ class QwenProcessor(ImageProcessor):
             high=settings.number("max_pixels", settings.size("longest_edge", high)),
         )
 
-    def prepare(self, image: "Image", *, max_tokens: int = MAX_IMAGE_TOKENS) -> Picture:
+    def prepare(self, image: "Image", *, max_tokens: int) -> Picture:
         """Make a picture ready: patches in the order in which they are merged."""
         factor, merge = self.patch * self.merge, self.merge
         size = fit_area(

@@ -1,12 +1,14 @@
 """Inputs to bodies of OpenAI's API, in the fields that mlxinfer serves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from ..core import SamplingParams
 from ..errors import InvalidRequestError
-from ..session.inputs import ChatInput, Input, TextInput, check_sequence
+from ..images import data_url
+from ..session.inputs import ChatInput, Input, Message, TextInput, check_sequence
+from ..text import ImagePart, read_messages
 
 UNLIMITED = -1  # of max_tokens: until the context is full
 
@@ -50,7 +52,7 @@ class RemoteRequests:
     def conversation(self, given: ChatInput, max_context: int | None) -> Request:
         """A chat completion; what the input does not say is the server's to choose."""
         values = given.sampling if given.params is None else _values(given)
-        body = {"messages": [dict(message) for message in given.messages], **_sampling(values)}
+        body = {"messages": _messages(given.messages), **_sampling(values)}
         if (limit := body.pop("max_reasoning_tokens", None)) is not None:
             body["thinking_budget_tokens"] = limit
         said = {
@@ -78,6 +80,26 @@ class RemoteRequests:
         if given.suffix:
             body["suffix"] = given.suffix
         return "/v1/completions", body
+
+
+def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages with their pictures as data: URLs."""
+    found, images = read_messages(messages)
+    waiting = iter(images)
+    for message in found:
+        if isinstance(message.get("content"), list):
+            parts = message["content"]
+            message["content"] = [
+                _picture(next(waiting)) if part["type"] == "image" else part for part in parts
+            ]
+    return found
+
+
+def _picture(image: ImagePart) -> dict[str, Any]:
+    url: dict[str, Any] = {"url": data_url(image.source, place=image.place)}
+    if image.low_detail:
+        url["detail"] = "low"
+    return {"type": "image_url", "image_url": url}
 
 
 def _values(given: Input) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
-from ..config import DiskOptions, EngineConfig, KVOptions, default_disk_folder
+from ..config import MAX_IMAGE_TOKENS, DiskOptions, EngineConfig, KVOptions, default_disk_folder
 from ..core import MAX_COUNT, CacheSpec, check_switch
 from ..errors import InsufficientMemoryError, InvalidRequestError, check_int, shown
-from ..images import MAX_IMAGE_TOKENS
 from ..memory import default_kv_bytes, human_bytes, parse_bytes, total_memory_bytes
 from ..models import ExpertOptions
 from ..ranks.hosts import RankOptions

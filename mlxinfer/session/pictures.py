@@ -9,10 +9,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..config import LOW_DETAIL_TOKENS, MAX_IMAGE_TOKENS
 from ..errors import PromptTooLongError, TemplateError, UnsupportedFieldError
 from ..images import (
-    LOW_DETAIL_TOKENS,
-    MAX_IMAGE_TOKENS,
     ImageProcessor,
     Picture,
     PlacedPicture,

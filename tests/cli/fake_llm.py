@@ -19,7 +19,7 @@ class FakeLLM:
             json.dumps({"chat_template": "{{ messages }}"} if template else {})
         )
         self.model_info = SimpleNamespace(
-            name="fake", path=folder, vocab_size=100, summary="qwen3, 1 MB"
+            name="fake", path=folder, vocab_size=100, summary="qwen3, 1 MB", sees=False
         )
         self.chat_params = SamplingParams(max_tokens=None)
         self.tokenizer = SimpleNamespace(template=SimpleNamespace(reads=self.switches.__contains__))

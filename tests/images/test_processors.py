@@ -125,21 +125,21 @@ def test_digests_tell_pixels_sizes_and_processors_apart() -> None:
     other = base.copy()
     other.putpixel((60, 50), (1, 2, 3))
     pictures = [
-        qwen.prepare(base),
-        qwen.prepare(other),
-        qwen.prepare(base.resize((160, 75))),
-        qwen.prepare(base.resize((640, 480))),
+        qwen.prepare(base, max_tokens=ALL),
+        qwen.prepare(other, max_tokens=ALL),
+        qwen.prepare(base.resize((160, 75)), max_tokens=ALL),
+        qwen.prepare(base.resize((640, 480)), max_tokens=ALL),
         qwen.prepare(base.resize((640, 480)), max_tokens=100),
-        gemma.prepare(base),
+        gemma.prepare(base, max_tokens=ALL),
     ]
     assert len({each.digest for each in pictures}) == len(pictures)
     assert all(len(each.digest) == 16 for each in pictures)
-    assert qwen.prepare(base.copy()).digest == pictures[0].digest
+    assert qwen.prepare(base.copy(), max_tokens=ALL).digest == pictures[0].digest
 
 
 def test_tokens_around_features() -> None:
     small = picture(96, 64)
-    of = {name: case.processor.prepare(small) for name, case in FAMILIES.items()}
+    of = {name: case.processor.prepare(small, max_tokens=ALL) for name, case in FAMILIES.items()}
     assert of["qwen3_vl"].token_ids == (248056,) * of["qwen3_vl"].num_features
     assert of["gemma3"].token_ids == (255999, *[262144] * 256, 256000)
     assert of["gemma4"].token_ids[:2] == (255999, 258880)
@@ -149,7 +149,7 @@ def test_tokens_around_features() -> None:
     row = [10] * 3 + [12]
     assert of["mistral3"].token_ids == (*(row * 4)[:-1], 13)
     assert of["lfm2_vl"].token_ids[0] == TOKENS["<|image_start|>"]
-    large = FAMILIES["lfm2_vl"].processor.prepare(picture(600, 1200))
+    large = FAMILIES["lfm2_vl"].processor.prepare(picture(600, 1200), max_tokens=ALL)
     marks = [i for i in large.token_ids if i != 396]
     # two tiles beside each other, and a view of the whole
     assert marks == [498, 411, 412, 497, 499]
@@ -158,7 +158,10 @@ def test_tokens_around_features() -> None:
 
 def test_spans_see_each_other_as_the_config_says() -> None:
     small = picture(9, 9)
-    of = {name: case.processor.prepare(small).sees_itself for name, case in FAMILIES.items()}
+    of = {
+        name: case.processor.prepare(small, max_tokens=ALL).sees_itself
+        for name, case in FAMILIES.items()
+    }
     assert [name for name, sees in of.items() if sees] == ["gemma3", "gemma4", "gemma4_unified"]
     config = {**FAMILIES["gemma4"].config, "text_config": {"use_bidirectional_attention": None}}
     assert not Case(config).processor.sees_itself

@@ -15,12 +15,13 @@ from live_server import CHAT, LiveServer, models_of
 from PIL import Image
 from sdk_clients import anthropic_client, openai_client
 
+from mlxinfer import LLM
 from mlxinfer.errors import PictureError
 from mlxinfer.server import pictures
 from mlxinfer.server.served import ServedModel
 from mlxinfer.server.store import ResponseStore
 from mlxinfer.session.options import EngineOptions
-from tests.images.seeing import seeing_checkpoint
+from tests.seeing_folder import seeing_folder
 
 
 def png(colour: str, size: tuple[int, int] = (40, 30)) -> bytes:
@@ -47,7 +48,7 @@ class SeeingServer(LiveServer):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing_checkpoint(tmp_path_factory.mktemp("see"))
+    return seeing_folder(tmp_path_factory.mktemp("see"))
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_an_answer_to_text_alone_is_another_one(seeing: SeeingServer) -> None:
         answer_of(CHAT, seeing.post(CHAT, body).json()) for body in (text, chat_with(URL))
     )
     assert said != seen
-    assert many - few == 20  # features of 5 x 4 squares of 8 pixels
+    assert many - few == 20 + 2  # 5 x 4 squares of 8 pixels, and the marks around them
 
 
 def test_official_clients_send_pictures(seeing: SeeingServer) -> None:
@@ -380,3 +381,14 @@ def test_a_stored_response_keeps_its_picture(folder: Path) -> None:
         alone = server.post("/v1/responses", more).json()
         after = server.post("/v1/responses", {**more, "previous_response_id": first["id"]}).json()
         assert after["usage"]["input_tokens"] > alone["usage"]["input_tokens"] + 20
+
+
+def test_llm_of_a_server_sends_pictures(seeing: SeeingServer, folder: Path) -> None:
+    given: Any = {"temperature": 0.0, "max_tokens": 6}
+    with LLM(seeing.url) as there, LLM(folder) as here:
+        for images in ([RED], [Image.open(io.BytesIO(BLUE))], [RED, BLUE]):
+            far = there.chat("What is it?", images=images, **given)
+            near = here.chat("What is it?", images=images, **given)
+            assert (far.token_ids, far.prompt_tokens) == (near.token_ids, near.prompt_tokens)
+        with pytest.raises(PictureError):
+            there.chat("What is it?", images=[b"junk"], **given)

@@ -1,0 +1,90 @@
+"""Pictures of the command line: files of --image and /image, and paths dropped on a terminal."""
+
+import re
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import click
+
+from ..errors import UnsupportedFieldError
+
+SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".heic", ".heif")
+)
+_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\\.|[^\s\\'"])+""")
+
+
+def picture_data(path: str) -> bytes:
+    """The bytes of a picture in a file; raises PictureError where there is none."""
+    from ..images import load_image  # imports numpy
+
+    load_image(path, place=path)
+    return Path(path).expanduser().read_bytes()
+
+
+def read_pictures(paths: tuple[str, ...], prompt: str | None) -> list[bytes]:
+    """The pictures of --image, in their order.
+
+    Raises:
+        click.UsageError: the pipe is to be the prompt as well, or two pictures.
+        PictureError: one is none.
+    """
+    if paths.count("-") > 1:
+        raise click.UsageError("--image - reads the pipe, which holds one picture.")
+    if "-" in paths and prompt in (None, "-"):
+        raise click.UsageError('--image - reads the pipe; give the PROMPT: mlxinfer run "…".')
+    return [piped_picture() if path == "-" else picture_data(path) for path in paths]
+
+
+def piped_picture() -> bytes:
+    """The bytes of a picture on stdin; raises PictureError where there is none."""
+    from ..images import load_image
+
+    data = sys.stdin.buffer.read()
+    load_image(data, place="--image -")
+    return data
+
+
+def check_sees(llm: Any) -> None:
+    """Raise UnsupportedFieldError unless the model sees."""
+    if not llm.model_info.sees:
+        raise UnsupportedFieldError(
+            f"{llm.model_info.name} reads text only and cannot see pictures; choose a model with "
+            "vision.",
+            param="images",
+        )
+
+
+def dropped(line: str) -> tuple[list[str], str]:
+    """Paths of picture files in a line, and the line without them.
+
+    A terminal writes the path of a file that is dropped on it: with backslashes, between quotes,
+    or as a file: URL. Only whole paths that begin at the root or at the user's folder count, and
+    only those of files that are there.
+    """
+    found: list[str] = []
+
+    def take(word: re.Match[str]) -> str:
+        path = _path_of(word[0])
+        if path is None:
+            return word[0]
+        found.append(str(path))
+        return ""
+
+    rest = _WORD.sub(take, line)
+    return found, rest.strip()
+
+
+def _path_of(word: str) -> Path | None:
+    with suppress(ValueError, OSError):  # an open quote, a name that no file system has
+        (text,) = shlex.split(word)
+        if text.startswith("file://"):
+            text = unquote(urlsplit(text).path)
+        path = Path(text).expanduser()
+        if path.is_absolute() and path.suffix.lower() in SUFFIXES and path.is_file():
+            return path
+    return None

@@ -1,0 +1,158 @@
+"""Pictures on the command line: --image, the pipe, /image, and files dropped on a terminal."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM
+from PIL import Image
+from rich.console import Console
+from seeing_folder import seeing_folder
+
+from mlxinfer.cli._chat_session import ChatSession
+from mlxinfer.cli._pictures import dropped
+from mlxinfer.cli.chat import take_turn
+from mlxinfer.errors import PictureError, UnsupportedFieldError
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "a photo.png"
+    Image.new("RGB", (40, 30), "red").save(path)
+    return path
+
+
+@pytest.fixture
+def seeing(fake: FakeLLM) -> FakeLLM:
+    fake.model_info.sees = True
+    return fake
+
+
+def chat_of(llm: FakeLLM) -> ChatSession:
+    return ChatSession("fake", lambda _: llm)
+
+
+def say(session: ChatSession, line: str) -> str:
+    screen = io.StringIO()
+    take_turn(session, line, Console(file=screen, width=80))
+    return screen.getvalue()
+
+
+def test_run_sends_pictures(seeing: FakeLLM, outcome: Any, photo: Path) -> None:
+    seen = outcome("run", "What?", "--image", str(photo), "--image", str(photo))
+    assert (seen.code, seen.out) == (0, "Hello there.\n")
+    assert seeing.asked[0][0] == [{"role": "user", "content": "What?"}]
+    assert seeing.options[0]["images"] == [photo.read_bytes()] * 2
+
+
+def test_run_reads_a_picture_from_a_pipe(
+    seeing: FakeLLM, outcome: Any, photo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped = io.TextIOWrapper(io.BytesIO(photo.read_bytes()), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", piped)
+    assert outcome("run", "What?", "--image", "-").code == 0
+    assert seeing.options[0]["images"] == [photo.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["What?", "--image", "/no/such.png"], 1, "There is no file"),
+        (["--image", "-"], 2, "give the PROMPT"),
+        (["What?", "--image", "-", "--image", "-"], 2, "one picture"),
+        (["--raw", "What?", "--image", "/no/such.png"], 2, "--image needs a chat template"),
+    ],
+)
+def test_run_says_what_is_wrong(
+    seeing: FakeLLM, outcome: Any, arguments: list[str], code: int, said: str
+) -> None:
+    seen = outcome("run", *arguments)
+    assert seen.code == code
+    assert said in seen.err
+    assert not seeing.asked
+
+
+def test_run_with_a_model_that_does_not_see(fake: FakeLLM, outcome: Any, photo: Path) -> None:
+    seen = outcome("run", "What?", "--image", str(photo))
+    assert seen.code == 1
+    assert "fake reads text only" in seen.err
+    assert not fake.asked
+
+
+def test_run_answers_with_a_real_model(outcome: Any, photo: Path, tmp_path: Path) -> None:
+    folder = str(seeing_folder(tmp_path / "see"))
+    given = ["run", "What?", "-m", folder, "--max-tokens", "4", "--json", "--temperature", "0"]
+    plain, seen = outcome(*given), outcome(*given, "--image", str(photo))
+    assert (plain.code, seen.code) == (0, 0)
+    assert plain.out != seen.out
+
+
+def test_chat_sends_a_picture_with_the_next_message(seeing: FakeLLM, photo: Path) -> None:
+    session = chat_of(seeing)
+    assert say(session, f"/image {photo}") == "1 picture with the next message\n"
+    say(session, "What?")
+    say(session, "And now?")
+    image = {"type": "image", "image": photo.read_bytes()}
+    shown = {"role": "user", "content": [image, {"type": "text", "text": "What?"}]}
+    assert seeing.asked[0][0] == [shown]
+    messages: Any = seeing.asked[1][0]
+    assert (messages[0], messages[2]) == (shown, {"role": "user", "content": "And now?"})
+
+
+def test_a_message_that_is_sent_again_keeps_its_picture(seeing: FakeLLM, photo: Path) -> None:
+    session = chat_of(seeing)
+    say(session, f"/image {photo}")
+    say(session, "What?")
+    say(session, "/regen")
+    assert seeing.asked[1][0] == seeing.asked[0][0]
+    say(session, "/edit Who?")
+    edited: Any = seeing.asked[2][0]
+    assert [part["type"] for part in edited[0]["content"]] == ["image", "text"]
+
+
+def test_a_dropped_file_is_a_picture(seeing: FakeLLM, photo: Path) -> None:
+    session = chat_of(seeing)
+    escaped = str(photo).replace(" ", "\\ ")
+    assert "1 picture" in say(session, f"{escaped} ")
+    say(session, f"'{photo}' Compare them.")
+    asked: Any = seeing.asked[0][0]
+    assert [part["type"] for part in asked[0]["content"]] == ["image", "image", "text"]
+    assert asked[0]["content"][2]["text"] == "Compare them."
+
+
+def test_a_model_that_does_not_see_says_so_at_once(fake: FakeLLM, photo: Path) -> None:
+    session = chat_of(fake)
+    for line in (f"/image {photo}", f"'{photo}'"):
+        with pytest.raises(UnsupportedFieldError, match="fake reads text only"):
+            say(session, line)
+    say(session, f"What is '{photo}'?")
+    assert fake.asked[0][0] == [{"role": "user", "content": f"What is '{photo}'?"}]
+
+
+def test_a_file_that_is_no_picture_is_refused(seeing: FakeLLM, tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_text("no picture")
+    with pytest.raises(PictureError, match="no picture of a known format"):
+        say(chat_of(seeing), f"/image {tmp_path / 'x.png'}")
+
+
+def test_paths_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ["a.png", "b c.JPG", "d'e.webp"]
+    one, two, three = (tmp_path / name for name in names)
+    for path in (one, two, three):
+        path.write_bytes(b"")
+    assert dropped(f"{one} what?") == ([str(one)], "what?")
+    assert dropped(f"see {one}\nand '{two}'") == ([str(one), str(two)], "see \nand")
+    assert dropped(f'"{three}" ~/a.png') == ([str(three), str(one)], "")
+    assert dropped(f"file://{tmp_path}/b%20c.JPG") == ([str(two)], "")
+    for line in (
+        "a.png what?",
+        f"{tmp_path}/none.png",
+        f"{tmp_path} what?",
+        "it's a.png",
+        "/set temperature 1",
+        f"x{one}",
+    ):
+        assert dropped(line) == ([], line)

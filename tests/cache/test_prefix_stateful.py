@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
+from cache.prefix_invariants import check
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -453,7 +454,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_one_owner(self) -> None:
-        self.tree.check()
+        check(self.tree)
         for group, allocator in enumerate(self.allocators):
             own = [
                 page

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from cache.prefix_invariants import check
 
 from mlxinfer.cache.pages import PageAllocator, PageTable, StateGroup
 from mlxinfer.cache.prefix import Lease, Node, PrefixTree, Snapshot
@@ -104,7 +105,7 @@ class World:
             assert num_tokens <= max(places, default=0)
 
     def check(self) -> None:
-        self.tree.check()
+        check(self.tree)
         assert len(self.there) == self.states.num_held <= max(self.states.max_snapshots, 0)
         found = [s for node in self.tree.nodes() for s in node.snapshots.values()]
         assert set(found) == set(self.there)
@@ -157,7 +158,7 @@ def test_a_longer_page_takes_over_the_snapshots_of_a_shorter_one() -> None:
     tree.insert("", [5, 6, 7, 8], [PageTable(SIZE, pages=allocator.allocate(1))])
     assert tree.num_nodes == 1
     assert tree.probe("", [5, 6, 1, 1, 1]).num_tokens == 2
-    tree.check()
+    check(tree)
 
 
 def test_the_coordinator_finds_the_last_position_that_all_accept() -> None:
@@ -183,6 +184,6 @@ def test_a_snapshot_behind_a_page_that_a_window_lost_goes_first() -> None:
     assert states.num_held == 2
     assert tree.evict_snapshot(), "the one used last, of which nothing can resume"
     assert tree.probe("", [1] * SIZE + [9]).num_tokens == SIZE
-    tree.check()
+    check(tree)
     tree.unlock(passed)
     tree.unlock(kept)

@@ -8,6 +8,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
+from cache.prefix_invariants import check
 from engine.recurrent import hybrid_model
 from models.tiny import arrays_of, quantized, tiny_checkpoint, tiny_config, write
 from models.zoo_table import small_model
@@ -170,7 +171,7 @@ class Harness:
     def check_pages(self) -> None:
         """When nothing runs, only the prefix tree has pages, all of them free to go."""
         tree = self.loop.scheduler.kv_manager.tree
-        tree.check()
+        check(tree)
         for g, group in enumerate(self.loop.cache.groups):
             held = group.allocator.num_held
             assert held == tree.num_pages(g) == tree.num_evictable(g)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from cache.prefix_invariants import check
 from engine.spelled import segments_of
 
 from mlxinfer.cache.pages import AttentionWindow, PageAllocator, PageGroup
@@ -47,7 +48,7 @@ def request(name: str, num_prompt: int, max_tokens: int = 8, *, shared: int = 0)
 def assert_only_cached(scheduler: Scheduler) -> None:
     """Nothing runs: the tree has every page that is not free, and could let go of it."""
     tree = scheduler.kv_manager.tree
-    tree.check()
+    check(tree)
     for group, allocator in enumerate(scheduler.kv_manager.allocators):
         assert allocator.num_held == tree.num_pages(group) == tree.num_evictable(group)
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 
+from cache.prefix_invariants import check
 from engine.spelled import segments_of
 
 from mlxinfer.cache.prefix.node import Node
@@ -61,7 +62,7 @@ def check_decodes(scheduler: Scheduler, decodes: DecodeBatch) -> None:
 def check_ownership(scheduler: Scheduler, pins: Seq[Lease]) -> None:
     """Every page is free, a sequence's or the tree's; every request runs or waits; locks agree."""
     kv_manager = scheduler.kv_manager
-    kv_manager.tree.check()
+    check(kv_manager.tree)
     for group, allocator in enumerate(kv_manager.allocators):
         own = [
             page

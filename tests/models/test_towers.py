@@ -19,6 +19,7 @@ from models.picture_cases import (
 )
 from models.tiny import write
 
+from mlxinfer.errors import PictureError
 from mlxinfer.images import Tile
 from mlxinfer.models import load
 from mlxinfer.models.towers import parts
@@ -108,6 +109,16 @@ def test_chunks_beside_text_give_the_reference(seeing):
         both = cache.run(model, [("b", text), ("a", ids[start:stop])])
         found.append(both[len(text) :])
     assert_close(np.array(mx.concatenate(found)), reference)
+
+
+@pytest.mark.parametrize(("name", "grid"), [("gemma4_e", (3, 66)), ("gemma4_unified", (25, 1))])
+def test_a_picture_beyond_the_table_of_places_is_refused(name, grid, tmp_path):
+    """What lies behind a table would be read."""
+    tower = load(checkpoint(tmp_path, name)).tower
+    patches = np.zeros((grid[0] * grid[1], PICTURE_CASES[name].patch), np.float32)
+    tile = Tile(patches, (1, *grid), PICTURE_CASES[name].num_features(grid))
+    with pytest.raises(PictureError, match=f"{max(grid)} patches in a row or a column"):
+        features(tower, tile)
 
 
 def test_blocks_of_queries_change_nothing(monkeypatch):

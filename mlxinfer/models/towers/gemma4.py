@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from ...errors import PictureError
 from ...images import Tile
 from ...layers.linear import Joined, Projection
 from ...layers.mlp import MLP
@@ -87,11 +88,21 @@ class Gemma4Embed:
 
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, Turn]:
         """Pixels are from 0 to 1 and become -1 to 1."""
-        places = rows_and_columns(tile.grid)[:, ::-1]  # (P, 2) column and row
+        places = _places(tile, self.table.shape[1])[:, ::-1]  # (P, 2) column and row
         turn = turn_by(places[..., None] * self.frequencies)  # two parts: columns and rows
         columns, rows = (mx.array(places[:, axis]) for axis in range(2))
         x = self.proj((2 * patches - 1).astype(self.table.dtype))
         return x + self.table[0][columns] + self.table[1][rows], turn
+
+
+def _places(tile: Tile, count: int) -> np.ndarray:
+    """(P, 2) the row and the column of each patch; both have tables of `count` places."""
+    if (longest := max(tile.grid[1:])) > count:
+        raise PictureError(
+            f"A picture has {longest} patches in a row or a column, and this model knows {count} "
+            "places; use a picture that is less long."
+        )
+    return rows_and_columns(tile.grid)
 
 
 class Gemma4Project:
@@ -192,7 +203,7 @@ class UnifiedEmbed:
     def __call__(self, patches: mx.array, tile: Tile) -> tuple[mx.array, None]:
         """Pixels stay from 0 to 1."""
         before, between, after = self.norms
-        rows, columns = (mx.array(one) for one in rows_and_columns(tile.grid).T)
+        rows, columns = (mx.array(one) for one in _places(tile, self.table.shape[0]).T)
         x = between(self.proj(before(patches.astype(self.table.dtype))))
         return after(x + self.table[columns, 0] + self.table[rows, 1]), None
 

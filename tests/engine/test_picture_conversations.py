@@ -19,6 +19,7 @@ from models.picture_conversations import (
     NUM_TOKENS,
     SETTINGS,
     TOKENS,
+    around,
     conversation_config,
     picture,
 )
@@ -60,6 +61,7 @@ def shortest(processor: ImageProcessor) -> int:
 def turns(name: str) -> Iterator[Turn]:
     """Every turn of every conversation, with the answers that transformers gives."""
     _, processor = seeing(name)
+    before, after = around(name)
     made: dict[int, Picture] = {}
     for title, conversation in CONVERSATIONS.items():
         ids: list[int] = []
@@ -70,8 +72,9 @@ def turns(name: str) -> Iterator[Turn]:
                     ids += part
                     continue
                 one = made.setdefault(part, processor.prepare(picture(part)))
+                ids += before
                 placed.append(PlacedPicture(one, len(ids)))
-                ids += one.token_ids
+                ids += [*one.token_ids, *after]
             said = answers()[name][title][number]
             assert ids == said["prompt"], "tokens that stand for pictures"
             yield f"{title} {number}", list(ids), tuple(placed), said["answer"]

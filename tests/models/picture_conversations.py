@@ -6,7 +6,7 @@ The script that generates references and the tests that compare with them both r
 from typing import Any
 
 import numpy as np
-from models.picture_cases import AUDIO, BEGIN, END, IMAGE, PICTURE_CASES, VIDEO
+from models.picture_cases import ALL_PICTURE_CASES, AUDIO, BEGIN, END, IMAGE, VIDEO
 from PIL import Image
 
 NUM_TOKENS = 8  # of an answer
@@ -34,6 +34,14 @@ _LFM2 = {
     "min_tiles": 2,
     "max_tiles": 4,
 }
+_QWEN = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+_QWEN2 = {**_QWEN, "min_pixels": 256, "max_pixels": 1600}
+_QWEN3 = {
+    **_QWEN,
+    "size": {"shortest_edge": 256, "longest_edge": 1600},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 SETTINGS: dict[str, dict[str, Any]] = {  # of preprocessor_config.json
     "gemma4_e": _GEMMA4,
     "gemma4_moe": _GEMMA4,
@@ -46,14 +54,27 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of preprocessor_config.json
     "pixtral": {**_PIXTRAL, "patch_size": 16},
     "gemma3": {"size": {"height": 56, "width": 56}},
     "gemma3-v5": {"size": {"height": 56, "width": 56}},
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen2_5_vl-flat": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
 }
+
+
+def around(name: str) -> tuple[list[int], list[int]]:
+    """Tokens that the template of a model writes before and after a picture."""
+    return ([BEGIN], [END]) if name.startswith("qwen") else ([], [])
 
 
 def conversation_config(name: str) -> dict[str, Any]:
     """The config of a case, for longer prompts."""
-    config = {**PICTURE_CASES[name].config}
-    config["text_config"] = {**config["text_config"], "max_position_embeddings": 1024}
-    return config
+    config = dict(ALL_PICTURE_CASES[name].config)
+    if "text_config" not in config:
+        return {**config, "max_position_embeddings": 1024}
+    return {**config, "text_config": {**config["text_config"], "max_position_embeddings": 1024}}
 
 
 def picture(number: int) -> Image.Image:

@@ -23,11 +23,12 @@ from transformers.models.gemma4_unified.image_processing_gemma4_unified import (
 )
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from models.picture_cases import BEGIN, END, IMAGE, PICTURE_CASES  # noqa: E402
+from models.picture_cases import ALL_PICTURE_CASES, BEGIN, END, IMAGE  # noqa: E402
 from models.picture_conversations import (  # noqa: E402
     BREAK,
     CONVERSATIONS,
@@ -48,6 +49,7 @@ PROCESSORS = {
     "lfm2_vl": Lfm2VlImageProcessor,
     "mistral3": PixtralImageProcessorPil,
     "llava": PixtralImageProcessorPil,
+    "qwen": Qwen2VLImageProcessorPil,
 }
 
 
@@ -55,8 +57,10 @@ class Hub:
     """A model of transformers with its image processor."""
 
     def __init__(self, name: str) -> None:
-        self.config = PICTURE_CASES[name].config
+        self.config = ALL_PICTURE_CASES[name].config
         self.kind = self.config["model_type"]
+        if self.kind.startswith("qwen"):
+            self.kind = "qwen"
         self.model = hub_model(name)
         settings = dict(SETTINGS[name])
         if "patch_size" in settings and self.kind in ("mistral3", "llava"):
@@ -101,6 +105,9 @@ class Hub:
 
     _llava = _mistral3
 
+    def _qwen(self, given: dict[str, Any]) -> list[int]:
+        return [BEGIN, *[IMAGE] * (int(given["image_grid_thw"].prod()) // 4), END]
+
     def prompt(self, parts: Sequence[int | list[int]]) -> tuple[list[int], dict[str, Any]]:
         """Token ids and pixels."""
         ids: list[int] = []
@@ -135,7 +142,7 @@ class Hub:
         given, seen = dict(pixels), (ids == IMAGE).long()
         if self.kind == "gemma3":
             given["token_type_ids"] = seen
-        elif self.kind.startswith("gemma4"):
+        elif self.kind.startswith(("gemma4", "qwen")):
             given["mm_token_type_ids"] = seen
         if self.kind == "gemma4_unified":
             given["attention_mask"] = unified_masks(self.model, ids, seen)

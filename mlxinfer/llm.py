@@ -281,11 +281,16 @@ class LLM:
     ) -> None:
         """Answer a conversation before the reader's eyes; arguments as of `chat`.
 
-        A notebook shows a card that grows, a terminal the text as it comes. The Result is `last`.
+        A notebook shows the pictures and a card that grows, a terminal the text as it comes. The
+        Result is `last`.
         """
         from .display.show import show
+        from .text import read_messages
 
-        self.last = show(self.stream_chat(messages, params, **options))
+        given = self._chat("show", messages, params, options)
+        _, images = read_messages(given.messages)
+        answers = deltas(self._session.start(given))
+        self.last = show(answers, [image.source for image in images])
 
     @property
     def chat_params(self) -> SamplingParams:

@@ -7,15 +7,18 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from mlxinfer.core import FinishReason, TokenLogprobs
 from mlxinfer.display.markdown import html_of
 from mlxinfer.display.show import Heat, show
 from mlxinfer.display.tracebacks import empty_frames, shorten
 from mlxinfer.errors import InvalidRequestError, ModelNotFoundError
+from mlxinfer.images import load_image
 from mlxinfer.outputs import Delta, Facts, ReasoningPart, Result, Results, TextPart, ToolCall
 from mlxinfer.progress import patient, progress_bar
 
@@ -166,3 +169,22 @@ def test_small_models_load_without_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
         now_s[0] = at_s
         show_later("load", done, 4)
     assert seen == [3]
+
+
+def test_a_notebook_shows_pictures_above_their_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("IPython")
+    shown: list[Any] = []
+    monkeypatch.setattr("mlxinfer.display.show.in_notebook", lambda: True)
+    monkeypatch.setattr(
+        "IPython.core.display_functions.display",
+        lambda value, **_: shown.append(value) or SimpleNamespace(update=shown.append),
+    )
+    end = Result(text="hi", finish_reason=FinishReason.STOP)
+    large = Image.new("RGB", (2000, 1000), "red")
+    assert show(iter([Delta(parts=[TextPart("hi")], result=end)]), [large]) is end
+    pictures, card, last = shown
+    assert repr(pictures) == "1 picture"
+    found = re.findall(r"<img src='(data:image/png;base64,[^']+)'", pictures._repr_html_())
+    assert [load_image(url).size for url in found] == [(240, 120)]
+    assert "thinking" not in card._repr_html_()
+    assert last is end

@@ -22,7 +22,7 @@ MAY_IMPORT = {  # a part -> the parts that it may import, beside itself
     "core": {"errors", "images"},  # of images the plain data of a picture, for type checkers
     "images": {"errors"},
     "outputs": {"core", "display", "errors"},  # cards of notebooks, imported when one is drawn
-    "display": {"core", "errors", "memory", "outputs", "progress"},
+    "display": {"core", "errors", "images", "memory", "outputs", "progress"},
     "progress": set(),
     "program": {"core", "errors", "outputs", "progress", "session"},
     "remote": LEAVES | {"http_json", "images", "session", "text"},

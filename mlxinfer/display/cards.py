@@ -18,6 +18,8 @@ CARD = (
 DIM = "opacity:.65;font-size:90%"
 PLAIN = "white-space:pre-wrap;max-width:40em;text-align:left"
 CELL = "text-align:left;vertical-align:top;padding:3px 12px 3px 0"
+PICTURE_SIDE = 240  # pixels
+PICTURE = f"max-width:{PICTURE_SIDE}px;border-radius:6px;margin:0 8px 8px 0;vertical-align:top"
 SHOWN_ROWS = 20  # of a table; the rest is counted
 SHOWN_CHARS = 300  # of a text in a table
 
@@ -55,6 +57,12 @@ def answer_card(
 def card(inner: str) -> str:
     """HTML in a frame."""
     return f"<div style='{CARD}'>{inner}</div>"
+
+
+def pictures_row(urls: Iterable[str]) -> str:
+    """Pictures beside each other, given as data: URLs."""
+    shown = "".join(f"<img src='{escape(url)}' style='{PICTURE}' alt='picture'>" for url in urls)
+    return f"<div>{shown}</div>"
 
 
 def answers_table(rows: Sequence[Sequence[str]]) -> str:

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 FRAME_S = 0.1  # between two drawings of a card
 
 
-def show(deltas: "Iterator[Delta]") -> "Result | None":
-    """Show an answer as it comes and return its Result; None: the stream ended without one."""
-    return _show_card(deltas) if in_notebook() else _write(deltas)
+def show(deltas: "Iterator[Delta]", pictures: Sequence[Any] = ()) -> "Result | None":
+    """Show an answer as it comes and return its Result; None: the stream ended without one.
+
+    Args:
+        deltas: of the answer.
+        pictures: of the question, any sources of pictures; a notebook shows them above the answer.
+    """
+    return _show_card(deltas, pictures) if in_notebook() else _write(deltas)
 
 
 def _write(deltas: "Iterator[Delta]") -> "Result | None":
@@ -34,7 +39,7 @@ def _write(deltas: "Iterator[Delta]") -> "Result | None":
     return result
 
 
-def _show_card(deltas: "Iterator[Delta]") -> "Result | None":
+def _show_card(deltas: "Iterator[Delta]", pictures: Sequence[Any]) -> "Result | None":
     from IPython.core.display_functions import display
 
     from ..core import FinishReason
@@ -42,6 +47,8 @@ def _show_card(deltas: "Iterator[Delta]") -> "Result | None":
 
     ids: list[int] = []
     text, reasoning, result, drawn_s = "", "", None, 0.0
+    if pictures:
+        display(Pictures(pictures))
     handle: Any = display(_Card(), display_id=True)
     try:
         for delta in deltas:
@@ -57,6 +64,22 @@ def _show_card(deltas: "Iterator[Delta]") -> "Result | None":
         )
         handle.update(result or stopped)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures, small and beside each other in a notebook."""
+
+    sources: Sequence[Any]
+
+    def __repr__(self) -> str:
+        return f"{len(self.sources)} picture{'s' * (len(self.sources) != 1)}"
+
+    def _repr_html_(self) -> str:
+        from ..images import thumbnail_url
+        from .cards import PICTURE_SIDE, pictures_row
+
+        return pictures_row([thumbnail_url(source, PICTURE_SIDE) for source in self.sources])
 
 
 @dataclass(frozen=True, slots=True)

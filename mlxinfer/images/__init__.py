@@ -1,7 +1,7 @@
 """Pictures: from a file to the patches that a tower reads, and the tokens that stand for them."""
 
 from .families import image_processor
-from .load import data_url, from_base64, from_data_url, load_image
+from .load import data_url, from_base64, from_data_url, load_image, thumbnail_url
 from .picture import Picture, PlacedPicture, Tile
 from .positions import rope_delta, rope_positions
 from .processor import ImageProcessor
@@ -18,4 +18,5 @@ __all__ = [
     "load_image",
     "rope_delta",
     "rope_positions",
+    "thumbnail_url",
 ]

@@ -80,6 +80,17 @@ def data_url(source: Any, *, place: str = "image") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
+def thumbnail_url(source: Any, side: int) -> str:
+    """The picture as a small `data:` URL; args and errors as of `load_image`.
+
+    Args:
+        side: pixels of the longer side, at most.
+    """
+    image = load_image(source)
+    image.thumbnail((side, side))
+    return data_url(image)
+
+
 def from_data_url(url: str, *, place: str = "image") -> bytes:
     """The bytes of a `data:` URL in base64; raises PictureError."""
     head, comma, data = url.partition(",")

@@ -6,7 +6,7 @@ of what is stored of it. Knows no step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import mlx.core as mx
@@ -144,6 +144,7 @@ class Plane:
         first: the first number that is read of a vector; not 0 of keys that share it with values.
         dim: numbers that are read from there on; None: the whole vector.
         dtype: of decoded vectors.
+        as_stored: decoding is free: what is stored is what is read.
     """
 
     fmt: KVFormat
@@ -155,6 +156,10 @@ class Plane:
     first: int = 0
     dim: int | None = None
     dtype: mx.Dtype = mx.float32
+    as_stored: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.as_stored = self.dim is None and not self.fmt.bits
 
     def cut(self, first: int, dim: int) -> "Plane":
         """The same arrays, of which `dim` numbers of a vector are read, from `first` on."""
@@ -164,11 +169,6 @@ class Plane:
     def read_dim(self) -> int:
         """Numbers that are read of a vector."""
         return self.vector_dim if self.dim is None else self.dim
-
-    @property
-    def as_stored(self) -> bool:
-        """Whether decoding is free: what is stored is what is read."""
-        return self.dim is None and not self.fmt.bits
 
     @property
     def own(self) -> slice:

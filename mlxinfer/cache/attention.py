@@ -38,9 +38,7 @@ def prepare(
         if _has_kernel(segments, metadata, layers):
             short.append(kernel_part(segments, metadata, group))
         else:
-            # Of a token's keys and values in one layer, as plain MLX attends to them.
-            most = max([layer.spec.numbers * layer.dtype.size for layer in layers], default=1)
-            short += gathered_parts(segments, metadata, group, most)
+            short += gathered_parts(segments, metadata, group, layers)
     chunks, tiles = [Chunk.of(segment, metadata, group) for segment in metadata.long], None
     tiled = any(layer.tiles for layer in layers) if chunks else False
     if tiled and all(chunk.spans is None for chunk in chunks):

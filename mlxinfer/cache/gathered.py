@@ -23,7 +23,7 @@ HIDDEN = float(np.finfo(np.float32).min)  # additive mask of what must not be se
 
 
 def gathered_parts(
-    segments: Segments, metadata: StepMetadata, group: PageGroup, token_bytes: int
+    segments: Segments, metadata: StepMetadata, group: PageGroup, layers: Sequence[PagedLayer]
 ) -> "list[tuple[Ints, Gathered]]":
     """Short segments in parts of like length: their rows, and how they attend.
 
@@ -31,9 +31,9 @@ def gathered_parts(
         segments: of the step.
         metadata: of the step.
         group: of the layers.
-        token_bytes: of a token's keys and values in one layer, as they are attended to.
+        layers: that will attend so.
     """
-    blocks = _blocks(segments, group, token_bytes)
+    blocks = _blocks(segments, group, layers)
     if len(blocks) == 1:
         return [_gathered_part(segments, metadata, group)]
     parts = segments.memoised(
@@ -44,11 +44,15 @@ def gathered_parts(
     return [_gathered_part(some, metadata, group) for some in together]
 
 
-def _blocks(segments: Segments, group: PageGroup, token_bytes: int) -> list[NDArray[np.int64]]:
+def _blocks(
+    segments: Segments, group: PageGroup, layers: Sequence[PagedLayer]
+) -> list[NDArray[np.int64]]:
     """Which of the segments are gathered together."""
 
     def blocks() -> list[NDArray[np.int64]]:
         pages = num_visible(segments, group.window, group.page_size)
+        # Of a token's keys and values in one layer, as they are attended to.
+        token_bytes = max([layer.spec.numbers * layer.dtype.size for layer in layers], default=1)
         return gather_blocks(pages, BLOCK_BYTES // (token_bytes * group.page_size))
 
     if group.window.size is None:  # all sealed pages are seen

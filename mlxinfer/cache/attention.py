@@ -50,7 +50,7 @@ def _has_kernel(segments: Segments, metadata: StepMetadata, layers: Sequence[Pag
     """Whether all layers have a kernel for short segments."""
     if metadata.spans_of(int(segments.rows[0]), segments.num_tokens) is not None:
         return False
-    ready = dict.fromkeys(layer.ready for layer in layers)  # few: layers of a kernel share it
+    ready = dict.fromkeys([layer.ready for layer in layers])  # few: layers of a kernel share it
     answers = [is_ready(segments.width) for is_ready in ready]  # asks them all
     return len(answers) > 0 and all(answers)
 

@@ -244,7 +244,8 @@ file_option = partial(click.option, cls=FileOption)
 @engine_options(
     without=["max_memory"],  # a server divides it among its models
     file_only=[
-        *("kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance")
+        *("kv_window", "kv_sinks", "prefill_slice", "adapter_memory", "max_draft", "acceptance"),
+        *("max_image_tokens", "slow_experts"),
     ],
 )
 @rank_options(file_only=["rank_deadline"])

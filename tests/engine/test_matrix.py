@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 from models.picture_cases import ALL_PICTURE_CASES
 
 from mlxinfer.config import DiskOptions, KVOptions
-from mlxinfer.core import FinishReason, LatentSpec, SamplingParams
+from mlxinfer.core import FinishReason, KVSpec, LatentSpec, SamplingParams
 from mlxinfer.engine import kv_manager
 from mlxinfer.engine.runner import NO_FOLLOWERS
 from mlxinfer.images import Picture, PlacedPicture
@@ -257,7 +257,7 @@ def programs(
 @st.composite
 def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     bits = draw(st.sampled_from(BITS))
-    if bits[0] == 4 and case.startswith("zoo "):  # biases of its keys are not known
+    if bits[0] == 4 and hides_biases(case):  # refused
         bits = (8, 4)
     if model_of(case).lacks:
         return KVOptions()
@@ -271,6 +271,14 @@ def kv_options(draw: st.DrawFn, case: str) -> KVOptions:
     window = draw(st.sampled_from([None, None, 12, 40]))
     sinks = draw(st.sampled_from([0, 4, 17])) if window else 0
     return KVOptions(bits=bits, window=window, sinks=sinks, plain_ends=draw(st.booleans()))
+
+
+def hides_biases(case: str) -> bool:
+    """Whether keys may have biases that cannot be told apart from the rest."""
+    model = model_of(case)
+    specs = [spec for spec in model.cache_specs if isinstance(spec, KVSpec)]
+    has_biases = model.config.qkv_bias or case.startswith("zoo ")  # of which nothing is known
+    return has_biases and not all(spec.key_bias for spec in specs)
 
 
 def ranked_specs(case: str) -> list[LatentSpec]:
